@@ -1,0 +1,36 @@
+# make run   the main job on the built-in profile: train, judge, report
+# make test  lint, types and the whole test suite
+# make bench what the performance claims run on
+# Another virtual environment: make run VENV=/path/to/venv
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.knobwise
+
+.PHONY: run test lint bench clean
+
+run: $(INSTALLED)
+	$(BIN)/python -m knobwise train experiment=controller
+
+test: $(INSTALLED)-test lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(INSTALLED)-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+$(INSTALLED): setup.cfg constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	touch $@
+
+$(INSTALLED)-test: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,70 @@
+"""From a profile's feature blocks to the one vector that policies and baselines read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from knobwise.envs.errors import InputError
+from knobwise.envs.table import ProfileTable
+
+
+class FeatureNormaliser(nn.Module):
+    """Joins named feature blocks: missing values imputed by the median, standardised, clipped, with missing indicators.
+
+    Everything is fitted on the rows given (the training split) and kept in buffers, so that it travels with a checkpoint.
+    A column that never varies gives 0; a column that has missing values in the rows given gets one indicator column.
+
+    Args:
+        blocks: name → float [n, d], the rows to fit on. May be empty: the output then has width 0.
+        clip: standardised values are clipped to ±clip.
+
+    Shapes:
+        forward: name → [*, d] in, float32 [*, width] out.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    median: Tensor
+    has_missing: Tensor
+
+    def __init__(self, blocks: Mapping[str, Tensor], clip: float = 5.0) -> None:
+        super().__init__()
+        self.sizes = {name: block.shape[-1] for name, block in blocks.items()}
+        self.clip = clip
+        columns = sum(self.sizes.values())
+        joined = torch.cat([b.float() for b in blocks.values()], -1) if blocks else torch.zeros(1, 0)
+        median = joined.nanmedian(0).values.nan_to_num() if columns else torch.zeros(0)
+        filled = torch.where(joined.isnan(), median, joined)
+        self.register_buffer("median", median)
+        self.register_buffer("mean", filled.mean(0))
+        scale = filled.std(0, correction=0)
+        self.register_buffer("scale", torch.where(scale > 1e-6, scale, torch.inf))
+        self.register_buffer("has_missing", joined.isnan().any(0))
+        self.width = columns + int(self.has_missing.sum())
+
+    @classmethod
+    def fit(cls, table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
+        """Fit on these rows (int64 [n]) of a table."""
+        return cls({name: block[rows] for name, block in table.features.items()})
+
+    def forward(self, blocks: Mapping[str, Tensor]) -> Tensor:
+        """Join and normalise.
+
+        Raises:
+            InputError: a block is missing or has another width than the one fitted on.
+        """
+        for name, size in self.sizes.items():
+            if name not in blocks or blocks[name].shape[-1] != size:
+                found = blocks[name].shape[-1] if name in blocks else "nothing"
+                raise InputError(f"features: block {name!r} must be {size} wide, got {found}")
+        if not self.sizes:
+            shape = next(iter(blocks.values())).shape[:-1] if blocks else torch.Size()
+            return self.mean.new_zeros((*shape, 0))
+        joined = torch.cat([blocks[name].float() for name in self.sizes], -1)
+        missing = joined.isnan()
+        normal = (torch.where(missing, self.median, joined) - self.mean) / self.scale
+        normal = normal.clamp(-self.clip, self.clip)
+        return torch.cat([normal, missing[..., self.has_missing].to(normal.dtype)], -1)

@@ -1,0 +1,175 @@
+"""The contextual bandit that replays a profile, as a native batched TorchRL environment.
+
+Every episode is one decision: `reset` draws P contexts (a sample and a budget each), `step` takes G configurations for
+each of them, the group, and gives their rewards. The group is an axis of the action, so one forward pass of a policy
+serves all its draws, and only row numbers travel: features are looked up where they are encoded.
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
+from torchrl.envs import EnvBase
+
+from knobwise.envs.budgets import BudgetConfig, BudgetSampler
+from knobwise.envs.errors import InputError
+from knobwise.envs.reward import RewardConfig, RewardTable
+from knobwise.envs.table import ProfileTable
+
+
+class ContextSampler:
+    """Draws contexts: rows uniformly from those given, a budget for each. One seed, one sequence.
+
+    All three environments draw through this class, so that equal seeds give equal contexts.
+
+    Args:
+        table: the profile.
+        budget: which budgets.
+        rows: int64 [n], the samples to draw from; None for all.
+        seed: of the generator.
+    """
+
+    def __init__(self, table: ProfileTable, budget: BudgetConfig, rows: Tensor | None, seed: int) -> None:
+        self.rows = torch.arange(table.num_samples) if rows is None else torch.as_tensor(rows)
+        if not len(self.rows):
+            raise InputError("the environment got no samples to draw from")
+        self.budgets = BudgetSampler(table, budget, self.rows)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, count: int) -> tuple[Tensor, Tensor]:
+        """`count` contexts: rows int64 [count], budgets float32 [count] in ms."""
+        rows = self.rows[torch.randint(len(self.rows), (count,), generator=self.generator)]
+        return rows, self.budgets(rows, self.generator)
+
+
+class ConfigBandit(EnvBase):
+    """P contexts at once, G configurations for each.
+
+    Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P]. With `lean=False` also the feature blocks
+    [P, d], `mask` bool [P, C] (which configurations were profiled for the sample), and, zero before the step,
+    `accuracy` and `latency_ms` float32 [P, G] of what was chosen. With `full_information=True` also
+    `reward_per_configuration` float32 [P, C], NaN where not profiled, for the exact objective.
+
+    Action: `action` int64 [P, G, K], for each knob the index of its value. Reward: float32 [P, G].
+
+    Args:
+        table: the profile to replay.
+        batch_size: P.
+        group_size: G.
+        budget: which budgets are drawn.
+        reward: the coefficients of the reward.
+        rows: int64 [n], the samples to draw from (the training split); None for all.
+        seed: of the contexts.
+        lean: only row numbers and budgets travel, as in the training loop.
+        full_information: give the reward of every configuration beside the context.
+
+    Raises:
+        InputError: an action that was never profiled for its sample, at `step`.
+
+    Examples:
+        >>> from knobwise.envs import ConfigBandit, builtin_profile
+        >>> env = ConfigBandit(builtin_profile(), batch_size=4, group_size=2, seed=0)
+        >>> env.rollout(1)["next", "reward"].shape
+        torch.Size([4, 1, 2])
+    """
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        *,
+        batch_size: int = 1,
+        group_size: int = 1,
+        budget: BudgetConfig | None = None,
+        reward: RewardConfig | None = None,
+        rows: Tensor | None = None,
+        seed: int = 0,
+        lean: bool = False,
+        full_information: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(device=device, batch_size=[batch_size])
+        self.table, self.lean, self.full_information = table, lean, full_information
+        self.rewards = RewardTable(table, reward or RewardConfig())
+        self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed)
+        p, g, c = batch_size, group_size, table.num_configurations
+        observation: dict[str, Unbounded | Binary | Categorical] = {
+            "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64),
+            "budget_ms": Unbounded(shape=(p,)),
+        }
+        if full_information:
+            observation["reward_per_configuration"] = Unbounded(shape=(p, c))
+        if not lean:
+            for name, block in table.features.items():
+                observation[name] = Unbounded(shape=(p, block.shape[1]))
+            observation["mask"] = Binary(shape=(p, c), dtype=torch.bool)
+            observation["accuracy"] = Unbounded(shape=(p, g))
+            observation["latency_ms"] = Unbounded(shape=(p, g))
+        self.observation_spec = Composite(observation, shape=(p,), device=device)
+        sizes = torch.tensor(table.knob_sizes)
+        self.action_spec = MultiCategorical(
+            sizes, shape=(p, g, len(sizes)), dtype=torch.int64, remove_singleton=False, device=device
+        )
+        self.reward_spec = Unbounded(shape=(p, g), device=device)
+        self.done_spec = Binary(shape=(p, 1), dtype=torch.bool, device=device)
+
+    @property
+    def group_size(self) -> int:
+        return self.reward_spec.shape[-1]
+
+    def _observe(self, rows: Tensor, budgets_ms: Tensor) -> TensorDict:
+        out = TensorDict({"row": rows, "budget_ms": budgets_ms}, batch_size=self.batch_size)
+        if self.full_information:
+            out["reward_per_configuration"] = self.rewards.all(rows, budgets_ms)
+        if not self.lean:
+            for name, block in self.table.features.items():
+                out[name] = block[rows]
+            out["mask"] = self.table.mask[rows]
+        return out.to(self.device) if self.device is not None else out
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
+        out = self._observe(*self.contexts(self.batch_size.numel()))
+        if not self.lean:
+            for name in ("accuracy", "latency_ms"):
+                out[name] = self.observation_spec[name].zero()
+        return out
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows, budgets_ms = tensordict["row"].cpu(), tensordict["budget_ms"].cpu()
+        configurations = self.table.find(tensordict["action"].cpu())
+        check_profiled(self.table, rows, configurations)
+        out = self._observe(rows, budgets_ms)
+        cells = rows[:, None], configurations
+        out["reward"] = self.rewards.of(rows, configurations, budgets_ms)
+        out["done"] = torch.ones(self.done_spec.shape, dtype=torch.bool)
+        if not self.lean:
+            out["accuracy"], out["latency_ms"] = self.table.accuracy[cells], self.table.latency_ms[cells]
+        return out.to(self.device) if self.device is not None else out
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Draw uniformly among the configurations that were profiled for each sample."""
+        if tensordict is None or "row" not in tensordict:
+            return super().rand_action(tensordict)
+        weights = self.table.mask[tensordict["row"].cpu()].float()
+        drawn = torch.multinomial(weights, self.group_size, replacement=True)
+        return tensordict.set("action", self.table.configurations[drawn].to(tensordict["row"].device))
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.contexts.generator.manual_seed(seed)
+
+
+def check_profiled(table: ProfileTable, rows: Tensor, configurations: Tensor) -> None:
+    """Refuse a decision whose outcome nobody measured: int64 [P] rows, int64 [P, G] configurations.
+
+    Raises:
+        InputError: naming the first such sample.
+    """
+    known = (configurations >= 0) & table.mask[rows[:, None], configurations.clamp_min(0)]
+    if not known.all():
+        sample = table.sample_ids[int(rows[(~known).any(1)][0])]
+        raise InputError(
+            f"{int((~known).sum())} of the actions were never profiled for their sample (the first: sample {sample!r} "
+            f"of {table.name!r}); `mask` tells which configurations were"
+        )

@@ -1,0 +1,11 @@
+"""The one error that a person is meant to read."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Something a person gave us is wrong: a file, a folder, a setting.
+
+    The message says what is wrong, where, and what to do about it. The command line prints it without a traceback and
+    ends with exit status 2; nothing has been written by then.
+    """

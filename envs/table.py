@@ -1,0 +1,259 @@
+"""ProfileTable: what was measured, dense, as samples × configurations.
+
+This is the start of the way of the data. Every reader (`knobwise.envs.profiles`) ends in this class, and everything
+after it (environments, baselines, policies, evaluation) starts from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from knobwise.envs.errors import InputError
+from knobwise.envs.files import written_whole
+
+KnobValue = int | float | str
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One thing that can be set on the measured system."""
+
+    name: str
+    values: tuple[KnobValue, ...]
+    """Every value that occurs in the profile, in ascending order (numbers) or in the order of the alphabet (names)."""
+
+
+class Split(NamedTuple):
+    """Row numbers of a table, int64, disjoint: fit on `train`, choose on `validation`, report on `test`."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
+class ActionIndex(nn.Module):
+    """Finds configurations by their knob values, also where most combinations of values do not exist.
+
+    Args:
+        configurations: int64 [C, K], for each configuration the index of each knob's value.
+
+    Shapes: forward takes int64 [*, K] and gives int64 [*], −1 where no configuration has these values.
+    """
+
+    sizes: Tensor
+    strides: Tensor
+    codes: Tensor
+    order: Tensor
+
+    def __init__(self, configurations: Tensor) -> None:
+        super().__init__()
+        sizes = configurations.amax(0) + 1
+        strides = torch.cat([sizes[1:].flip(0).cumprod(0).flip(0), sizes.new_ones(1)])
+        codes, order = (configurations * strides).sum(-1).sort()
+        for name, value in (("sizes", sizes), ("strides", strides), ("codes", codes), ("order", order)):
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, actions: Tensor) -> Tensor:
+        code = (actions * self.strides).sum(-1)
+        place = torch.searchsorted(self.codes, code).clamp_max(len(self.codes) - 1)
+        inside = ((actions >= 0) & (actions < self.sizes)).all(-1)
+        return torch.where(inside & (self.codes[place] == code), self.order[place], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class ProfileTable:
+    """Measured accuracy and latency of N samples under C configurations of K knobs.
+
+    A cell that was not profiled has `mask` False and NaN in `accuracy` and `latency_ms`, so that a mistake which reads
+    it is loud. Every configuration has at least one profiled cell, and so has every sample.
+
+    Raises:
+        InputError: shapes that do not fit, a profiled cell that is not finite, a negative latency, an accuracy outside
+            [0, 1], duplicate ids or configurations, a sample or a configuration without any profiled cell.
+    """
+
+    name: str
+    """How the profile is called in reports."""
+    knobs: tuple[Knob, ...]
+    """The K knobs, K ≥ 1. A system without knobs has one that names its configurations."""
+    configurations: Tensor
+    """int64 [C, K]: for each configuration the index of each knob's value in `Knob.values`."""
+    accuracy: Tensor
+    """float32 [N, C], in [0, 1]; NaN where not profiled."""
+    latency_ms: Tensor
+    """float32 [N, C], milliseconds, ≥ 0; NaN where not profiled."""
+    mask: Tensor
+    """bool [N, C]: True where the cell was profiled."""
+    sample_ids: tuple[str, ...]
+    """N ids, unique inside a data set."""
+    features: dict[str, Tensor] = field(default_factory=dict)
+    """Named blocks, float32 [N, d]. NaN means missing. May be empty: a policy can then see the budget only."""
+    datasets: tuple[str, ...] = ()
+    """N data set names; empty means one data set, called as the table is."""
+    image_ids: tuple[str, ...] = ()
+    """N ids of the image behind each sample, or empty. Samples of one image are never split apart."""
+    parts: tuple[str, ...] = ()
+    """N names out of train, validation, test when the file fixed the split; else empty."""
+    notes: tuple[str, ...] = ()
+    """What the reader skipped or could not join, counted, in words. Not part of the digest."""
+
+    def __post_init__(self) -> None:
+        n, c = self.accuracy.shape if self.accuracy.ndim == 2 else (-1, -1)
+        shapes = {
+            "latency_ms": (tuple(self.latency_ms.shape), (n, c)),
+            "mask": (tuple(self.mask.shape), (n, c)),
+            "configurations": (tuple(self.configurations.shape), (c, len(self.knobs))),
+            "sample_ids": ((len(self.sample_ids),), (n,)),
+            **{f"features[{k}]": ((f.shape[0], f.ndim), (n, 2)) for k, f in self.features.items()},
+            **{k: ((len(v),), (n,)) for k in ("datasets", "image_ids", "parts") if (v := getattr(self, k))},
+        }
+        for what, (found, wanted) in shapes.items():
+            if found != wanted:
+                raise InputError(f"profile {self.name!r}: {what} has shape {found}, expected {wanted}")
+        if n == 0 or c == 0 or not self.knobs:
+            raise InputError(f"profile {self.name!r} is empty: {n} samples, {c} configurations")
+        profiled_accuracy, profiled_latency = self.accuracy[self.mask], self.latency_ms[self.mask]
+        problems = [
+            (~profiled_accuracy.isfinite(), "accuracy that is NaN or infinite"),
+            (~profiled_latency.isfinite(), "latency_ms that is NaN or infinite"),
+            (profiled_latency < 0, "negative latency_ms"),
+            ((profiled_accuracy < 0) | (profiled_accuracy > 1), "accuracy outside [0, 1]"),
+            (~self.mask.any(1), "samples without any profiled configuration"),
+            (~self.mask.any(0), "configurations without any profiled sample"),
+        ]
+        for bad, what in problems:
+            if bad.any():
+                raise InputError(f"profile {self.name!r}: {int(bad.sum())} × {what}")
+        if len(set(zip(self.dataset_names, self.sample_ids, strict=True))) != n:
+            raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
+        if len(self.configurations.unique(dim=0)) != c:
+            raise InputError(f"profile {self.name!r}: the same configuration stands in it twice")
+
+    # -- size and names ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_samples(self) -> int:
+        return self.accuracy.shape[0]
+
+    @property
+    def num_configurations(self) -> int:
+        return self.accuracy.shape[1]
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """The data set of each sample, N names."""
+        return self.datasets or (self.name,) * self.num_samples
+
+    @property
+    def knob_sizes(self) -> list[int]:
+        """How many values each knob has: `nvec` of the action space."""
+        return [len(knob.values) for knob in self.knobs]
+
+    def configuration(self, index: int) -> dict[str, KnobValue]:
+        """The knob values of configuration `index`, by knob name."""
+        chosen = self.configurations[index].tolist()
+        return {knob.name: knob.values[value] for knob, value in zip(self.knobs, chosen, strict=True)}
+
+    def label(self, index: int) -> str:
+        """Configuration `index` in words, for tables and plots."""
+        return " ".join(f"{name}={value}" for name, value in self.configuration(index).items())
+
+    @functools.cached_property
+    def find(self) -> ActionIndex:
+        """Actions int64 [*, K] → configuration indices int64 [*], −1 where no such configuration exists."""
+        return ActionIndex(self.configurations)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """`sha256:…` of the content (measurements, features, names), whatever file it came from."""
+        sha = hashlib.sha256()
+        names = [[k.name, list(k.values)] for k in self.knobs]
+        text = [names, self.sample_ids, self.dataset_names, self.image_ids, self.parts, list(self.features)]
+        sha.update(json.dumps(text).encode())
+        for tensor in (self.configurations, self.mask, self.accuracy, self.latency_ms, *self.features.values()):
+            sha.update(np.ascontiguousarray(tensor.numpy()).data)
+        return f"sha256:{sha.hexdigest()}"
+
+    def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
+        """Split by sample, or by image where images are known; the rest is the test part.
+
+        A split that the file fixed (`parts`) is used as it is. Deterministic in `seed` and in the order of the samples.
+
+        Raises:
+            InputError: shares that leave a part empty.
+        """
+        if self.parts:
+            rows = [torch.tensor([i for i, p in enumerate(self.parts) if p == part]) for part in Split._fields]
+            missing = [part for part, r in zip(Split._fields, rows, strict=True) if not len(r)]
+            if missing:
+                raise InputError(f"profile {self.name!r} fixes its split, but no sample is in: {', '.join(missing)}")
+            return Split(*rows)
+        units = list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
+        numbers: dict[tuple[str, str], int] = {}
+        unit_of_row = torch.tensor([numbers.setdefault(unit, len(numbers)) for unit in units])
+        count = len(numbers)
+        place = torch.empty(count, dtype=torch.int64)
+        place[torch.randperm(count, generator=torch.Generator().manual_seed(seed))] = torch.arange(count)
+        first, second = round(train * count), round((train + validation) * count)
+        if not 0 < first < second < count:
+            raise InputError(
+                f"profile {self.name!r}: shares train={train}, validation={validation} leave a part of its {count} "
+                "samples (or images) empty; each of train, validation and the rest must get at least one"
+            )
+        place = place[unit_of_row]
+        rows = [(place < first), (place >= first) & (place < second), place >= second]
+        return Split(*(r.nonzero().squeeze(1) for r in rows))
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write one `.safetensors` file. `load` maps it into memory: a large table costs nothing until it is read."""
+        head = {
+            "format": "knobwise.ProfileTable/1",
+            "name": self.name,
+            "knobs": [[k.name, list(k.values)] for k in self.knobs],
+            **{k: list(getattr(self, k)) for k in ("sample_ids", "datasets", "image_ids", "parts", "notes")},
+        }
+        tensors = {f"features.{name}": block.contiguous() for name, block in self.features.items()}
+        for name in ("configurations", "accuracy", "latency_ms", "mask"):
+            tensors[name] = getattr(self, name).contiguous()
+        with written_whole(path) as temporary:
+            save_file(tensors, temporary, metadata={"head": json.dumps(head)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> ProfileTable:
+        """Read what `save` wrote; the tensors stay mapped to the file.
+
+        Raises:
+            InputError: no such file, or another kind of file.
+        """
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                head: dict[str, Any] = json.loads((file.metadata() or {})["head"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file") from None
+        except Exception as error:
+            raise InputError(f"{path}: not a table that knobwise saved ({error})") from error
+        words: dict[str, Any] = {k: tuple(head[k]) for k in ("sample_ids", "datasets", "image_ids", "parts", "notes")}
+        return cls(
+            name=head["name"],
+            knobs=tuple(Knob(name, tuple(values)) for name, values in head["knobs"]),
+            configurations=tensors["configurations"],
+            accuracy=tensors["accuracy"],
+            latency_ms=tensors["latency_ms"],
+            mask=tensors["mask"],
+            **words,
+            features={k.removeprefix("features."): v for k, v in tensors.items() if k.startswith("features.")},
+        )

@@ -1,0 +1,1 @@
+"""Losses and the formulae they are made of."""
