@@ -1,0 +1,1 @@
+"""What decides, what is learned, and how it is judged."""

@@ -14,7 +14,7 @@ from knobwise.envs.table import ProfileTable
 class FeatureNormaliser(nn.Module):
     """Joins named feature blocks: missing values imputed by the median, standardised, clipped, with missing indicators.
 
-    Everything is fitted on the rows given (the training split) and kept in buffers, so that it travels with a checkpoint.
+    Everything is fitted on the rows given (the training split) and kept in buffers: it travels with a checkpoint.
     A column that never varies gives 0; a column that has missing values in the rows given gets one indicator column.
 
     Args:
@@ -49,6 +49,12 @@ class FeatureNormaliser(nn.Module):
     def fit(cls, table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
         """Fit on these rows (int64 [n]) of a table."""
         return cls({name: block[rows] for name, block in table.features.items()})
+
+    @classmethod
+    def restored(cls, sizes: Mapping[str, int], has_missing: Tensor) -> FeatureNormaliser:
+        """One of the same shape as a saved one, for its buffers to be loaded into."""
+        row = torch.where(has_missing, torch.nan, 0.0).unsqueeze(0)
+        return cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
 
     def forward(self, blocks: Mapping[str, Tensor]) -> Tensor:
         """Join and normalise.

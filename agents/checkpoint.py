@@ -1,0 +1,72 @@
+"""Checkpoints: tensors and plain values only, so that loading one never executes code."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from knobwise.agents.features import FeatureNormaliser
+from knobwise.agents.policy import Controller
+from knobwise.agents.settings import PolicyConfig
+from knobwise.envs.budgets import BudgetEncoding
+from knobwise.envs.errors import InputError
+from knobwise.envs.files import written_whole
+from knobwise.envs.table import Knob, ProfileTable
+
+FORMAT = "knobwise.Controller/1"
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint holds."""
+
+    controller: Controller
+    """In eval mode, on the CPU."""
+    profile_name: str
+    profile_digest: str
+    """Of the profile that it was trained on."""
+    extra: dict[str, Any]
+    """What the writer added: the trainer's state, the run's settings."""
+
+
+def save_checkpoint(path: str | Path, controller: Controller, table: ProfileTable, extra: dict[str, Any]) -> None:
+    """Write a controller, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
+    content = {
+        "format": FORMAT,
+        "policy": asdict(controller.config),
+        "knobs": [[knob.name, list(knob.values)] for knob in controller.knobs],
+        "features": controller.normaliser.sizes,
+        "state": controller.state_dict(),
+        "profile": {"name": table.name, "digest": table.digest},
+        "extra": extra,
+    }
+    with written_whole(path) as temporary:
+        torch.save(content, temporary)
+
+
+def load_checkpoint(path: str | Path) -> Loaded:
+    """Read what `save_checkpoint` wrote, strictly.
+
+    Raises:
+        InputError: no such file, or not a checkpoint of a controller.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such checkpoint") from None
+    except Exception as error:
+        raise InputError(f"{path}: not a checkpoint that knobwise can read ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(f"{path}: not a checkpoint of a controller (expected format {FORMAT})")
+    state, config = content["state"], PolicyConfig(**content["policy"])
+    controller = Controller(
+        [Knob(name, tuple(values)) for name, values in content["knobs"]],
+        state["configurations"],
+        FeatureNormaliser.restored(content["features"], state["normaliser.has_missing"]),
+        BudgetEncoding(torch.ones(1), config.budget_encoding, config.budget_width),
+        config,
+    )
+    controller.load_state_dict(state)
+    return Loaded(controller.eval(), content["profile"]["name"], content["profile"]["digest"], content["extra"])

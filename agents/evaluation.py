@@ -1,0 +1,135 @@
+"""Judging: what decisions would have got on samples that were never seen in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.envs.reward import RewardTable, utility
+from knobwise.envs.table import ProfileTable
+
+
+class Chooses(Protocol):
+    """Anything that decides: a controller, a baseline."""
+
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
+        """Feature blocks [n, d], budgets [n] in ms, mask bool [n, C] → configuration indices int64 [n]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The outcome of every decision: n samples × B budgets."""
+
+    budgets_ms: Tensor
+    """float [B]."""
+    chosen: Tensor
+    """int64 [n, B], configuration indices."""
+    accuracy: Tensor
+    """float [n, B]."""
+    latency_ms: Tensor
+    """float [n, B]."""
+    utility: Tensor
+    """float [n, B]: accuracy where the budget was met, else 0."""
+    reward: Tensor
+    """float [n, B]."""
+    feasible: Tensor
+    """bool [n, B]: whether any profiled configuration meets the budget."""
+
+    @property
+    def met(self) -> Tensor:
+        """bool [n, B]: latency ≤ budget."""
+        return self.latency_ms <= self.budgets_ms
+
+    def metrics(self) -> dict[str, float]:
+        """Means over samples and budgets, under the logged names (without `Val/`)."""
+        return {
+            "Reward_Mean": float(self.reward.mean()),
+            "Reward_Std": float(self.reward.std()),
+            "Accuracy_Mean": float(self.accuracy.mean()),
+            "Accuracy_Std": float(self.accuracy.std()),
+            "Latency_Mean": float(self.latency_ms.mean()),
+            "Latency_Std": float(self.latency_ms.std()),
+            "Budget_Violation_Rate": float((~self.met).float().mean()),
+            "Utility": float(self.utility.mean()),
+            "Satisfaction_Feasible": float(self.met[self.feasible].float().mean()),
+        }
+
+    def row(self, budget: int | None) -> dict[str, Any]:
+        """One row of `results.json` without intervals: budget number b, or None for the mean over budgets."""
+        columns = slice(None) if budget is None else slice(budget, budget + 1)
+        met, feasible = self.met[:, columns].double(), self.feasible[:, columns]
+        return {
+            "budget_ms": None if budget is None else float(self.budgets_ms[budget]),
+            "accuracy": float(self.accuracy[:, columns].double().mean()),
+            "latency_ms_mean": float(self.latency_ms[:, columns].double().mean()),
+            "latency_ms_p95": float(self.latency_ms[:, columns].double().quantile(0.95)),
+            "satisfaction": float(met.mean()),
+            "satisfaction_feasible": float(met[feasible].mean()) if feasible.any() else 1.0,
+            "utility": float(self.utility[:, columns].double().mean()),
+            "reward": float(self.reward[:, columns].double().mean()),
+        }
+
+
+def judge(chooser: Chooses, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, rewards: RewardTable) -> Judged:
+    """Let a policy decide for every sample under every budget, and look up what comes of it.
+
+    Args:
+        chooser: what decides; it sees features, budgets and which configurations were profiled for the sample, because
+            the outcome of another one is not known.
+        table: the profile.
+        rows: int64 [n], the samples.
+        budgets_ms: float [B].
+        rewards: the reward that `Judged.reward` is in.
+    """
+    features = {name: block[rows] for name, block in table.features.items()}
+    mask, accuracy, latency = table.mask[rows], table.accuracy[rows], table.latency_ms[rows]
+    chosen = torch.stack([chooser.choose(features, b.expand(len(rows)), mask).cpu() for b in budgets_ms], 1)
+    got_accuracy, got_latency = accuracy.gather(1, chosen), latency.gather(1, chosen)
+    fastest = latency.masked_fill(~mask, torch.inf).amin(1, keepdim=True)
+    reward = torch.stack([rewards.of(rows, chosen[:, i, None], b.expand(len(rows))) for i, b in enumerate(budgets_ms)])
+    return Judged(
+        budgets_ms=budgets_ms,
+        chosen=chosen,
+        accuracy=got_accuracy,
+        latency_ms=got_latency,
+        utility=utility(got_accuracy, got_latency, budgets_ms),
+        reward=reward.squeeze(-1).T,
+        feasible=fastest <= budgets_ms,
+    )
+
+
+def bootstrap(policy: Tensor, static: Tensor, best: Tensor, draws: int = 2000, seed: int = 0) -> dict[str, list[float]]:
+    """Paired bootstrap intervals of utility and gap closed, over samples and over seeds.
+
+    Each draw takes n samples with replacement, the same for all policies, and S of the S seeds with replacement.
+    gap closed = (policy − static)/(best − static) of the means in the draw.
+
+    Args:
+        policy: float [S, n], utility of each sample under each seed, averaged over the budgets that count.
+        static: float [n], of budget-aware static.
+        best: float [n], of the oracle.
+        draws: how many.
+        seed: of the draws.
+
+    Returns:
+        `utility_ci95` and `gap_closed_ci95`, each [2.5 %, 97.5 %].
+    """
+    generator = np.random.default_rng(seed)
+    seeds, n = policy.shape
+    # how often each sample and each seed was drawn: means are then matrix products
+    samples = torch.from_numpy(generator.multinomial(n, np.full(n, 1 / n), draws) / n)
+    runs = torch.from_numpy(generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds)
+    mean_policy = ((samples @ policy.double().T) * runs).sum(1)
+    mean_static, mean_best = samples @ static.double(), samples @ best.double()
+    gap = (mean_policy - mean_static) / (mean_best - mean_static).clamp_min(1e-12)
+    shares = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return {
+        "utility_ci95": mean_policy.quantile(shares).tolist(),
+        "gap_closed_ci95": gap.quantile(shares).tolist(),
+    }

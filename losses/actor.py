@@ -1,0 +1,65 @@
+"""What the loss modules share: one actor, its parameters apart from it or not, and the keys they read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams
+from tensordict.utils import NestedKey
+from torchrl.objectives import LossModule
+
+
+class ActorLoss(LossModule):
+    """A loss of one actor.
+
+    Args:
+        actor_network: a module with `get_dist(tensordict)`.
+        reduction: `mean`, `sum` or `none` over contexts.
+        functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
+    """
+
+    actor_network: ProbabilisticTensorDictSequential
+    actor_network_params: TensorDictParams
+
+    def __init__(
+        self, actor_network: ProbabilisticTensorDictSequential, *, reduction: str = "mean", functional: bool = True
+    ) -> None:
+        super().__init__()
+        self._functional = functional
+        self._in_keys: list[NestedKey] | None = None
+        self.reduction = reduction
+        if functional:
+            self.convert_to_functional(actor_network, "actor_network")
+        else:
+            self.actor_network = actor_network
+            self.actor_network_params = None
+
+    @property
+    def functional(self) -> bool:
+        """Whether the parameters stand apart from the module."""
+        return self._functional
+
+    def _forward_value_estimator_keys(self, **kwargs: object) -> None:
+        self._in_keys = None
+
+    def _own_keys(self) -> list[NestedKey]:
+        """The keys that the loss reads beside those of the actor."""
+        raise NotImplementedError
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Everything that `forward` reads."""
+        if self._in_keys is None:
+            self._in_keys = list(dict.fromkeys([*self.actor_network.in_keys, *self._own_keys()]))
+        return self._in_keys
+
+    @in_keys.setter
+    def in_keys(self, values: list[NestedKey]) -> None:
+        self._in_keys = values
+
+    def _distribution(self, tensordict: TensorDictBase) -> Any:
+        if not self.functional:
+            return self.actor_network.get_dist(tensordict)
+        with self.actor_network_params.to_module(self.actor_network):
+            return self.actor_network.get_dist(tensordict)

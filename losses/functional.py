@@ -1,0 +1,88 @@
+"""The formulae, each once, as pure functions of tensors.
+
+A *group* is the last axis, of J alternatives for one context: the G draws of a policy, or all C configurations. The
+`weight` says how the expectation over the group is taken: 1/G for draws, the behaviour policy's probabilities for the
+exact expectation over all configurations. That is the only difference between sampled and exact GRPO.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
+    """Σ_j weight_j · values_j over the last axis; None for the plain mean. [*, J] → [*]."""
+    return values.mean(-1) if weight is None else (weight * values).sum(-1)
+
+
+def clipped_surrogate(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_epsilon: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped objective, min(ρA, clip(ρ, 1 − ε, 1 + ε)A) with ρ = π(a)/π_old(a).
+
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7.
+
+    Args:
+        log_prob: [*], of the policy that is trained.
+        old_log_prob: [*], of the behaviour policy.
+        advantage: [*].
+        clip_epsilon: ε.
+
+    Returns:
+        the objective, to be maximised, [*]; and where the clip cut the gradient off, bool [*].
+    """
+    ratio = (log_prob - old_log_prob).exp()
+    epsilon = torch.as_tensor(clip_epsilon, dtype=ratio.dtype, device=ratio.device)
+    clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
+    objective = torch.minimum(ratio * advantage, clipped * advantage)
+    return objective, (clipped != ratio) & (clipped * advantage < ratio * advantage)
+
+
+def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
+    """Estimate of KL(π ‖ π_ref) from draws of π: r − 1 − ln r with r = π_ref(a)/π(a). Never negative, unbiased.
+
+    Schulman 2020, "Approximating KL Divergence"; Shao et al. 2024, "DeepSeekMath", equation 4. Shapes: [*] → [*].
+    """
+    log_ratio = reference_log_prob - log_prob
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """−Σ_c p_c ln p_c over the last axis, [*, C] → [*]; masked alternatives (−inf) count 0."""
+    return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
+
+
+def kl_divergence(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """KL(p ‖ q) = Σ_c p_c (ln p_c − ln q_c), [*, C] → [*]; alternatives masked in p count 0."""
+    least = torch.finfo(log_probs.dtype).min
+    return (log_probs.exp() * (log_probs.clamp_min(least) - reference_log_probs.clamp_min(least))).sum(-1)
+
+
+def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(E ρ)² / E ρ² over everything given, a share in (0, 1]: 1 while the policy is still the behaviour policy.
+
+    Kish 1965. `log_ratio` is ln ρ, [*, J].
+    """
+    ratio = (log_ratio - log_ratio.max()).exp()
+    return expectation(ratio, weight).mean().square() / expectation(ratio.square(), weight).mean()
+
+
+def reward_weighted_cross_entropy(
+    log_probs: Tensor, rewards: Tensor, temperature: float | Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """RCE: cross-entropy of the policy to softmax(reward/τ), −Σ_c softmax(r/τ)_c ln π_c.
+
+    Args:
+        log_probs: [*, C], −inf where masked.
+        rewards: [*, C]; what stands where masked does not matter.
+        temperature: τ > 0, in units of reward.
+        mask: bool [*, C], True where an alternative takes part.
+
+    Returns: [*].
+    """
+    if mask is not None:
+        rewards = rewards.masked_fill(~mask, -torch.inf)
+        log_probs = log_probs.masked_fill(~mask, 0.0)
+    target = torch.softmax(rewards / temperature, -1)
+    return -(target * log_probs).sum(-1)
