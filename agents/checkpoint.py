@@ -60,6 +60,14 @@ def load_checkpoint(path: str | Path) -> Loaded:
         raise InputError(f"{path}: not a checkpoint that knobwise can read ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of a controller (expected format {FORMAT})")
+    try:
+        controller = _restored(content)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error
+    return Loaded(controller, content["profile"]["name"], content["profile"]["digest"], content["extra"])
+
+
+def _restored(content: dict[str, Any]) -> Controller:
     state, config = content["state"], PolicyConfig(**content["policy"])
     controller = Controller(
         [Knob(name, tuple(values)) for name, values in content["knobs"]],
@@ -69,4 +77,4 @@ def load_checkpoint(path: str | Path) -> Loaded:
         config,
     )
     controller.load_state_dict(state)
-    return Loaded(controller.eval(), content["profile"]["name"], content["profile"]["digest"], content["extra"])
+    return controller.eval()

@@ -74,7 +74,7 @@ class OptimiserConfig:
     schedule: str = "cosine"
     """`cosine` (to 0 over each stage, after a linear rise over its first 5 %) or `constant`."""
     weight_decay: float = 0.01
-    """Of AdamW."""
+    """Weight decay of AdamW, in both stages."""
     clip_grad: float = 1.0
     """Largest norm of the gradient."""
     evaluate_every: int = 20

@@ -101,7 +101,13 @@ class Trainer:
         self.table, self.split, self.seed, self.folder, self.log = table, split, seed, folder, log
         self.policy, self.loss = policy or PolicyConfig(), loss or LossConfig()
         self.settings, self.device = optimiser or OptimiserConfig(), torch.device(device)
-        torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._set_up(budget, reward)
+            self._random = torch.get_rng_state()
+
+    def _set_up(self, budget: BudgetConfig | None, reward: RewardConfig | None) -> None:
+        table, split = self.table, self.split
         self.controller = Controller.for_table(table, split.train, self.policy).to(self.device)
         self.reference = copy.deepcopy(self.controller).requires_grad_(False).eval()
         group = self.loss.group_size if self.loss.objective == "sampled" else 1
@@ -127,7 +133,7 @@ class Trainer:
             budget=budget,
             reward=reward,
             rows=split.train,
-            seed=seed,
+            seed=self.seed,
             lean=True,
             full_information=self.settings.warmup_iterations > 0 or self.loss.objective == "exact",
             device=self.device,
@@ -191,7 +197,9 @@ class Trainer:
     def run(self) -> Controller:
         """Train to the end, or until validation utility has stopped rising; gives the best controller, in eval mode."""
         stream = iter(self.collector)
-        with progress(f"seed {self.seed}", self.total, self.iteration) as tick:
+        # draws, dropout and minibatches come from torch's own generator, which we borrow and give back as it was
+        with torch.random.fork_rng(devices=[]), progress(f"seed {self.seed}", self.total, self.iteration) as tick:
+            torch.set_rng_state(self._random)
             while not self.finished:
                 self.finished = self.iteration == self.total
                 if self.finished or self.iteration % self.settings.evaluate_every == 0:
@@ -279,7 +287,8 @@ class Trainer:
 
     def _save(self, folder: Path) -> None:
         if self.best["iteration"] == self.iteration:
-            extra = {"validation_utility": self.best["utility"], "test_rows": self.split.test}
+            parts = {f"{part}_rows": rows for part, rows in self.split._asdict().items()}
+            extra = {"validation_utility": self.best["utility"], **parts}
             save_checkpoint(folder / "best.pt", self.controller, self.table, extra)
         state = {
             "iteration": self.iteration,
@@ -310,6 +319,6 @@ class Trainer:
         self.optimiser.load_state_dict(state["optimiser"])
         self.grpo.kl_to_ref_coeff = state["kl_to_ref_coeff"]
         self.env.contexts.generator.set_state(state["contexts"])
-        torch.set_rng_state(state["random"])
+        self._random = state["random"]
         self.iteration, self.finished, self.best = state["iteration"], state["finished"], state["best"]
         return True

@@ -1,0 +1,178 @@
+"""The controller experiment: train with several seeds, judge beside every simple way, report.
+
+Launch it as `python experiments/controller.py key=value …` or `knobwise train experiment=controller key=value …`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from knobwise.agents.baselines import make_baselines
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.policy import Controller
+from knobwise.agents.trainer import Trainer
+from knobwise.envs.budgets import default_budgets
+from knobwise.envs.errors import InputError
+from knobwise.envs.files import written_whole
+from knobwise.envs.table import ProfileTable, Split
+from knobwise.experiments.report import print_results, write_report
+from knobwise.experiments.results import results_of
+from knobwise.experiments.settings import TrainRun, read_profile
+from knobwise.experiments.tracking import Tracker
+
+LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads")
+
+
+def run(config: TrainRun, overrides: list[str]) -> Path:
+    """The whole way once, from a profile to a report; returns the run's folder.
+
+    A run that was stopped goes on where it was when it is started again with the same settings.
+
+    Args:
+        config: the settings.
+        overrides: the words of the command line, for the run's name.
+
+    Raises:
+        InputError: settings or files that cannot be used; nothing has been written then.
+    """
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    torch.set_num_threads(config.threads)
+    if not config.seeds:
+        raise InputError("seeds=[]: at least one seed is needed")
+    table = read_profile(config.profile)
+    split = table.split(config.split.train, config.split.validation, config.split.seed)
+    budgets_ms = default_budgets(table) if config.budgets_ms is None else torch.tensor(config.budgets_ms)
+    console = Console(stderr=True)
+    for note in table.notes:
+        console.print(f"[dim]{table.name}: {note}[/dim]")
+
+    folder, words = _claim(config, overrides), asdict(config)
+    console.print(f"run: {folder}")
+    best = []
+    for seed in config.seeds:
+        trainer = _trainer(config, table, split, seed, folder)
+        resumed = trainer.resume(folder / "checkpoints" / f"seed{seed}" / "last.pt")
+        if not trainer.finished:
+            with Tracker(
+                folder,
+                name=folder.name,
+                experiment=config.experiment,
+                job_type="train",
+                config=words,
+                settings=config.tracking,
+                seed=seed,
+                tags=_tags(config),
+                profile_digest=table.digest,
+                # the checkpoint was written before this iteration's own rows were complete
+                resume_step=trainer.iteration - 1 if resumed else None,
+            ) as trainer.log:
+                trainer.run()
+        best.append(trainer.folder / "best.pt")  # type: ignore[operator]
+    controllers, scores = _keep_best(folder, best)
+
+    console.print("judging every policy on the test split …")
+    results = results_of(
+        table,
+        split.test,
+        budgets_ms,
+        trainer.env.rewards,
+        controllers,
+        config.seeds,
+        make_baselines(table, split, seed=config.seeds[0]),
+    )
+    results["experiment"], results["validation_utility"] = config.experiment, scores
+    with written_whole(folder / "results.json") as temporary:
+        temporary.write_text(json.dumps(results, indent=1))
+    report = write_report(folder)
+    with Tracker(
+        folder,
+        name=folder.name,
+        experiment=config.experiment,
+        job_type="evaluate",
+        config=words,
+        settings=config.tracking,
+        tags=_tags(config),
+        profile_digest=table.digest,
+    ) as tracker:
+        tracker.log_results(results)
+    _point_latest(folder, Path(config.runs) / "latest")
+    print_results(results, Console())
+    print(f"report: {report}")
+    return folder
+
+
+def _trainer(config: TrainRun, table: ProfileTable, split: Split, seed: int, folder: Path) -> Trainer:
+    return Trainer(
+        table,
+        split,
+        policy=config.policy,
+        loss=config.loss,
+        optimiser=config.optimiser,
+        budget=config.budget,
+        reward=config.reward,
+        seed=seed,
+        folder=folder / "checkpoints" / f"seed{seed}",
+        device=config.device,
+    )
+
+
+def _claim(config: TrainRun, overrides: list[str]) -> Path:
+    """The folder of this run: a new one, or that of the same run where it was stopped before its end."""
+    name = config.name or run_name(overrides)
+    words = OmegaConf.to_yaml(asdict(config))
+    folder, number = Path(config.runs) / config.experiment / name, 1
+    while folder.exists():
+        saved = folder / "config.yaml"
+        unfinished = saved.exists() and not (folder / "results.json").exists()
+        if unfinished and saved.read_text() == words:
+            return folder
+        number += 1
+        folder = Path(config.runs) / config.experiment / f"{name}-{number}"
+    with written_whole(folder / "config.yaml") as temporary:
+        temporary.write_text(words)
+    return folder
+
+
+def run_name(overrides: list[str]) -> str:
+    """A readable name, the same for the same words: what differs from the defaults, or `default`."""
+    kept = sorted(word for word in overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in LEFT_OUT_OF_NAME)
+    name = "_".join(re.sub(r"[^\w.,=-]+", "-", word).replace("=", "-").strip("-") for word in kept)
+    return name[:120] or "default"
+
+
+def _tags(config: TrainRun) -> list[str]:
+    return [config.policy.head, config.loss.objective, f"reward-{config.reward.kind}"]
+
+
+def _keep_best(folder: Path, paths: list[Path]) -> tuple[list[Controller], list[float]]:
+    """Load every seed's best controller; the best of them on validation becomes the run's `best.pt`."""
+    loaded = [load_checkpoint(path) for path in paths]
+    scores = [float(one.extra["validation_utility"]) for one in loaded]
+    winner = paths[scores.index(max(scores))]
+    for name in ("best.pt", "last.pt"):
+        with written_whole(folder / "checkpoints" / name) as temporary:
+            shutil.copyfile(winner.with_name(name), temporary)
+    return [one.controller for one in loaded], scores
+
+
+def _point_latest(folder: Path, link: Path) -> None:
+    temporary = link.with_name(".latest-new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.absolute().relative_to(link.parent.absolute()))
+    temporary.replace(link)
+
+
+if __name__ == "__main__":
+    from knobwise.__main__ import main
+
+    sys.exit(main(["train", "experiment=controller", *sys.argv[1:]]))

@@ -1,0 +1,58 @@
+"""Judge a trained controller again: on the test samples of its own profile, or on another profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from knobwise.agents.baselines import make_baselines
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.envs.budgets import default_budgets
+from knobwise.envs.errors import InputError
+from knobwise.envs.files import written_whole
+from knobwise.envs.reward import RewardTable
+from knobwise.envs.table import Split
+from knobwise.experiments.report import print_results
+from knobwise.experiments.results import results_of
+from knobwise.experiments.settings import EvaluateRun, read_profile
+
+
+def run(config: EvaluateRun) -> dict[str, Any]:
+    """Print, and write when asked for, what a controller gets beside the baselines; returns the results.
+
+    On the profile that the controller was trained on (same digest) the test samples are those kept from it in training,
+    and the baselines are fitted on what it was fitted on. On another profile with the same configurations a split is
+    made anew; the controller has seen none of its samples.
+
+    Raises:
+        InputError: no such checkpoint, or a profile with other configurations or features.
+    """
+    torch.set_num_threads(config.threads)
+    loaded = load_checkpoint(config.checkpoint)
+    table = read_profile(config.profile)
+    controller = loaded.controller
+    if table.knobs != controller.knobs or not torch.equal(table.configurations, controller.configurations):
+        raise InputError(
+            f"{config.checkpoint}: was trained for {len(controller.configurations)} configurations of "
+            f"{', '.join(k.name for k in controller.knobs)}; profile {table.name!r} has others"
+        )
+    split = table.split(config.split.train, config.split.validation, config.split.seed)
+    if loaded.profile_digest == table.digest:
+        if "test_rows" not in loaded.extra:
+            raise InputError(f"{config.checkpoint}: does not say which samples it was not trained on; use a best.pt")
+        split = Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
+    budgets_ms = default_budgets(table) if config.budgets_ms is None else torch.tensor(config.budgets_ms)
+    baselines = make_baselines(table, split, seed=0)
+    if not config.baselines:
+        baselines = [b for b in baselines if b.name in ("budget_aware_static", "oracle")]
+    rewards = RewardTable(table, config.reward)
+    results = results_of(table, split.test, budgets_ms, rewards, [controller], [0], baselines)
+    if config.json is not None:
+        with written_whole(Path(config.json)) as temporary:
+            temporary.write_text(json.dumps(results, indent=1))
+    print_results(results, Console())
+    return results

@@ -1,0 +1,119 @@
+"""results.json: what a run found, one row for each policy and budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knobwise.agents.evaluation import Chooses, Judged, bootstrap, judge
+from knobwise.envs.reward import RewardTable
+from knobwise.envs.table import ProfileTable
+
+SHOWN_IN_USAGE = ("controller", "budget_aware_static", "oracle")
+
+
+def results_of(
+    table: ProfileTable,
+    test: Tensor,
+    budgets_ms: Tensor,
+    rewards: RewardTable,
+    controllers: Sequence[Chooses],
+    seeds: Sequence[int],
+    baselines: Sequence[Any],
+) -> dict[str, Any]:
+    """Judge controllers (one for each seed) and baselines on the same samples under the same budgets.
+
+    Args:
+        table: the profile.
+        test: int64 [n], samples that nothing was fitted or chosen on.
+        budgets_ms: float [B].
+        rewards: the reward of the column `reward`.
+        controllers: one for each seed; numbers are means over them, intervals are over samples and seeds.
+        seeds: of the controllers.
+        baselines: with a `name`; `budget_aware_static` and `oracle` must be among them.
+
+    Returns:
+        the content of `results.json`.
+    """
+    judged: dict[str, list[Judged]] = {
+        "controller": [judge(c, table, test, budgets_ms, rewards) for c in controllers],
+        **{b.name: [judge(b, table, test, budgets_ms, rewards)] for b in baselines},
+    }
+    deciders: dict[str, Chooses] = {"controller": controllers[0], **{b.name: b for b in baselines}}
+    decision = {name: decision_us(chooser, table, test, budgets_ms) for name, chooser in deciders.items()}
+    static, oracle = judged["budget_aware_static"][0].utility, judged["oracle"][0].utility
+    rows = []
+    for name, of_seeds in judged.items():
+        utility = torch.stack([j.utility for j in of_seeds])  # [S, n, B]
+        for budget in [None, *range(len(budgets_ms))]:
+            columns = slice(None) if budget is None else slice(budget, budget + 1)
+            of = [t[..., columns].double().mean(-1) for t in (utility, static, oracle)]
+            row = _mean([j.row(budget) for j in of_seeds])
+            between = float(of[2].mean() - of[1].mean())
+            row["gap_closed"] = float(of[0].mean() - of[1].mean()) / between if between > 0 else 0.0
+            rows.append({"policy": name, **row, **bootstrap(*of), "decision_us_p50": decision[name]})
+            if len(of_seeds) > 1:
+                rows[-1]["utility_per_seed"] = of[0].mean(1).tolist()
+    return {
+        "profile": {
+            "name": table.name,
+            "digest": table.digest,
+            "samples": table.num_samples,
+            "configurations": table.num_configurations,
+        },
+        "split": "test",
+        "test_samples": len(test),
+        "seeds": list(seeds),
+        "budgets_ms": budgets_ms.tolist(),
+        "rows": rows,
+        "configurations": _configurations(table, test),
+        "knob_usage": [use for name in SHOWN_IN_USAGE for use in _usage(table, name, judged[name])],
+    }
+
+
+def decision_us(chooser: Chooses, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, repeats: int = 30) -> float:
+    """Median time of one decision for one sample, in µs, on the CPU, features already at hand."""
+    times = []
+    for i in range(repeats):
+        row = rows[i % len(rows)].unsqueeze(0)
+        features = {name: block[row] for name, block in table.features.items()}
+        budget, mask = budgets_ms[i % len(budgets_ms)].unsqueeze(0), table.mask[row]
+        start = time.perf_counter()
+        chooser.choose(features, budget, mask)
+        times.append(time.perf_counter() - start)
+    return float(torch.tensor(times).median()) * 1e6
+
+
+def _mean(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    budget = rows[0]["budget_ms"]
+    return {key: budget if key == "budget_ms" else sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+
+
+def _configurations(table: ProfileTable, rows: Tensor) -> list[dict[str, Any]]:
+    """Mean accuracy and latency of each configuration over the samples it was profiled for."""
+    accuracy, latency = table.accuracy[rows].nanmean(0).tolist(), table.latency_ms[rows].nanmean(0).tolist()
+    seen = table.mask[rows].any(0).tolist()
+    return [
+        {"label": table.label(c), "knobs": table.configuration(c), "accuracy": accuracy[c], "latency_ms": latency[c]}
+        for c in range(table.num_configurations)
+        if seen[c]
+    ]
+
+
+def _usage(table: ProfileTable, policy: str, judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """How often a policy set each knob to each value, under each budget."""
+    values = table.configurations[torch.cat([j.chosen for j in judged])]  # [S·n, B, K]
+    return [
+        {"policy": policy, "budget_ms": float(budget), "knob": knob.name, "value": value, "share": share}
+        for k, knob in enumerate(table.knobs)
+        for b, budget in enumerate(judged[0].budgets_ms)
+        for value, share in zip(
+            knob.values,
+            (torch.bincount(values[:, b, k], minlength=len(knob.values)) / len(values)).tolist(),
+            strict=True,
+        )
+    ]

@@ -1,0 +1,326 @@
+"""Every setting of the command line, for Hydra: dataclasses whose fields carry their meaning, and the config groups."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.envs.budgets import BudgetConfig
+from knobwise.envs.errors import InputError
+from knobwise.envs.profiles import read_long_table
+from knobwise.envs.reward import RewardConfig
+from knobwise.envs.table import ProfileTable
+from knobwise.experiments.tracking import TrackingSettings
+from knobwise.profiling.runner import ElasticProfileConfig
+
+CONF = Path(__file__).resolve().parent / "conf"
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class BuiltinProfile:
+    """The profile that comes with knobwise."""
+
+    format: str = "builtin"
+    """Which reader."""
+    accuracy: str = "accuracy"
+    """`accuracy` (exact match) or `soft_score` (share of right tokens)."""
+
+
+@dataclass
+class Exp5Exp6Profile:
+    """Accuracy files and latency files as the profiler of the original system writes them."""
+
+    format: str = "exp5_exp6"
+    """Which reader."""
+    exp5_dir: str = MISSING
+    """Folder of the accuracy files."""
+    exp6_dir: str = MISSING
+    """Folder of the latency files."""
+    dataset_name: Any = MISSING
+    """Name of the data set, such as text_vqa; or a list of names."""
+    features: str | None = None
+    """Feature file keyed by sample id; None for a policy that sees the budget only."""
+    latency: str = "total"
+    """Which time the budget limits: total, prefill or decode."""
+    accuracy: str = "score"
+    """Which value of the exp5 rows is the accuracy."""
+    exp6_accuracy: bool = False
+    """Take the accuracy that the latency files recorded themselves."""
+    broadcast_latency: bool = False
+    """Give a configuration's mean latency to all its samples where nothing finer was measured."""
+    name: str | None = None
+    """What the profile is called; None for the data set's name."""
+
+
+@dataclass
+class CoreExpProfile:
+    """core_exp folders: one file for each configuration, resolution tiers instead of crops."""
+
+    format: str = "core_exp"
+    """Which reader."""
+    directory: str = MISSING
+    """Folder of the files, or of folders called as the data sets."""
+    dataset_name: str = MISSING
+    """Name of the data set."""
+    latency: str = "total"
+    """Which time the budget limits: total, prefill or vision_prefill."""
+    features: str | None = None
+    """Feature file keyed by sample id; None for a policy that sees the budget only."""
+    name: str | None = None
+    """What the profile is called; None for the data set's name."""
+
+
+@dataclass
+class TableProfile:
+    """A long table of any system: one row for each sample and configuration."""
+
+    format: str = "table"
+    """Which reader."""
+    path: str = MISSING
+    """CSV, Parquet or JSON lines."""
+    features: str | None = None
+    """Feature file keyed by sample id; None for a policy that sees the budget only."""
+    knobs: list[str] | None = None
+    """Columns that are knobs; None for every column that is not known to be something else."""
+    accuracy: str = "accuracy"
+    """Column of the accuracy, in 0..1."""
+    latency: str = "latency_ms"
+    """Column of the latency in ms, or of another cost that is not negative."""
+    name: str | None = None
+    """What the profile is called; None for the file's name."""
+
+
+def read_profile(config: Any) -> ProfileTable:
+    """Read the profile that a config of group `profile` names.
+
+    Raises:
+        InputError: see the readers.
+    """
+    if isinstance(config, BuiltinProfile):
+        from knobwise.envs.builtin import builtin_profile
+
+        return builtin_profile(config.accuracy)
+    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
+    if isinstance(config, TableProfile):
+        return read_long_table(settings.pop("path"), **settings)
+    from knobwise.envs.exp_files import read_core_exp, read_exp5_exp6
+
+    return read_core_exp(**settings) if isinstance(config, CoreExpProfile) else read_exp5_exp6(**settings)
+
+
+# -- verbs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SplitConfig:
+    """Shares of the samples; what is left is the test part."""
+
+    train: float = 0.6
+    """Share to fit on."""
+    validation: float = 0.2
+    """Share to choose on."""
+    seed: int = 0
+    """Of the split. It is the same for all training seeds, so that all are judged on the same samples."""
+
+
+@dataclass
+class TrainRun:
+    """knobwise train: train a controller with several seeds, judge it beside every simple way, report."""
+
+    experiment: str = "controller"
+    """Which experiment; the name of a file in conf/experiment."""
+    profile: Any = MISSING
+    """Group: builtin, exp5_exp6, core_exp, table."""
+    split: SplitConfig = field(default_factory=SplitConfig)
+    """Shares of the samples."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """Group: quantiles, relative, uniform, fixed. Budgets in training."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Group: utility, shaped."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """Group: additive, independent, joint."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Group: exact, sampled."""
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    """Group: adamw."""
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    """Group: auto, offline, online, disabled."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Training seeds; results are means over them."""
+    budgets_ms: list[float] | None = None
+    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies."""
+    name: str | None = None
+    """Name of the run; None makes one from what was changed on the command line."""
+    runs: str = "runs"
+    """Folder of all runs."""
+    threads: int = 1
+    """Threads of torch; the network is so small that one is fastest."""
+    device: str = "cpu"
+    """cpu or cuda."""
+
+
+@dataclass
+class InspectRun:
+    """knobwise inspect: what is in a profile, what is wrong with it, how much there is to gain."""
+
+    profile: Any = MISSING
+    """Group: builtin, exp5_exp6, core_exp, table."""
+    json: str | None = None
+    """Write the facts to this file."""
+    html: str | None = None
+    """Draw them into this page."""
+
+
+@dataclass
+class EvaluateRun:
+    """knobwise evaluate: judge a trained controller again, on the test samples of its profile or on another profile."""
+
+    checkpoint: str = "runs/latest/checkpoints/best.pt"
+    """The controller."""
+    profile: Any = MISSING
+    """Group: builtin, exp5_exp6, core_exp, table."""
+    split: SplitConfig = field(default_factory=SplitConfig)
+    """Which part the baselines are fitted on, for a profile that the controller was not trained on."""
+    budgets_ms: list[float] | None = None
+    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Group: utility, shaped. What the column `reward` is in."""
+    baselines: bool = True
+    """Judge every simple way beside it."""
+    json: str | None = None
+    """Write the results to this file."""
+    threads: int = 1
+    """Threads of torch."""
+
+
+@dataclass
+class ProfileRun:
+    """knobwise profile: measure a model at every configuration."""
+
+    model: str = "elastic"
+    """Which model: elastic."""
+    out: str = "profiles/elastic"
+    """Folder for the files. Called again with the same settings after an interruption, it goes on where it stopped."""
+    elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
+    """The elastic vision-language model and what is measured of it."""
+
+
+VERBS: dict[str, type[Any]] = {"train": TrainRun, "inspect": InspectRun, "evaluate": EvaluateRun, "profile": ProfileRun}
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "profile": {
+        "builtin": BuiltinProfile,
+        "exp5_exp6": Exp5Exp6Profile,
+        "core_exp": CoreExpProfile,
+        "table": TableProfile,
+    },
+    "budget": {name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
+    "reward": {"utility": RewardConfig(kind="utility"), "shaped": RewardConfig(kind="shaped")},
+    "policy": {name: PolicyConfig(head=name) for name in ("additive", "independent", "joint")},
+    "loss": {name: LossConfig(objective=name) for name in ("exact", "sampled")},
+    "optimiser": {"adamw": OptimiserConfig()},
+    "tracking": {name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")},
+}
+_FIRST = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "additive", "loss": "exact"}
+_FIRST |= {"optimiser": "adamw", "tracking": "auto"}
+
+
+def register() -> None:
+    """Tell Hydra of the groups and of the verbs."""
+    store = ConfigStore.instance()
+    for group, options in GROUPS.items():
+        for name, node in options.items():
+            store.store(group=group, name=name, node=node)
+    for verb, node in VERBS.items():
+        names = {f.name for f in fields(node)}
+        defaults: list[Any] = [{group: first} for group, first in _FIRST.items() if group in names]
+        if verb == "train":
+            defaults.append({"experiment": "controller"})
+        store.store(name=f"{verb}_schema", node=node)
+        root = {"defaults": [f"{verb}_schema", *defaults, "_self_"], "hydra": HYDRA}
+        store.store(name=verb, node=root)
+
+
+# a run keeps its own folder, and its own config.yaml; Hydra is asked to leave nothing of its own behind
+HYDRA = {
+    "run": {"dir": "."},
+    "sweep": {"dir": "runs/multirun", "subdir": "."},
+    "output_subdir": None,
+    "job": {"chdir": False},
+}
+
+
+def settings_of(config: DictConfig) -> Any:
+    """The dataclass instances that a composed config stands for, checked.
+
+    Raises:
+        InputError: a value that is missing or of the wrong type.
+    """
+    try:
+        return OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise InputError(f"settings: {str(error).splitlines()[0]} ({error.full_key})") from error
+
+
+def read_settings(verb: str, overrides: list[str]) -> Any:
+    """Compose the settings of a verb from `key=value` words.
+
+    Raises:
+        InputError: an unknown key or group, a value of the wrong type.
+    """
+    register()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = compose(verb, overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ or error
+        lines = f"{error}\n{cause if cause is not error else ''}".split("Config search path")[0].splitlines()
+        words = " ".join(dict.fromkeys(line.strip() for line in lines if line.strip()))
+        raise InputError(f"settings: {words}\n`knobwise {verb} --help` lists every key") from error
+    return settings_of(config)
+
+
+def field_docs(node: type[Any]) -> dict[str, str]:
+    """The docstring under each field of a dataclass, by name."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(node)))
+    assert isinstance(tree.body[0], ast.ClassDef)
+    found: dict[str, str] = {}
+    previous: ast.stmt | None = None
+    for statement in tree.body[0].body:
+        if isinstance(previous, ast.AnnAssign) and isinstance(statement, ast.Expr):
+            assert isinstance(previous.target, ast.Name)
+            assert isinstance(statement.value, ast.Constant)
+            found[previous.target.id] = " ".join(str(statement.value.value).split())
+        previous = statement
+    return found
+
+
+def help_lines(verb: str) -> list[tuple[str, str, str]]:
+    """(key, default, meaning) of every setting of a verb."""
+    return _lines(read_settings(verb, []), "")
+
+
+def _lines(node: Any, prefix: str) -> list[tuple[str, str, str]]:
+    docs, lines = field_docs(type(node)), []
+    for f in fields(node):
+        value, key = getattr(node, f.name), f"{prefix}{f.name}"
+        if is_dataclass(value):
+            lines.append((key, _FIRST.get(f.name, ""), docs[f.name]))
+            lines += _lines(value, f"{key}.")
+        else:
+            lines.append((key, "none" if value is None else str(value), docs[f.name]))
+    return lines

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from helpers import small_table
+from torch import Tensor
+
+from knobwise.agents.evaluation import bootstrap, judge
+from knobwise.envs.reward import RewardConfig, RewardTable
+from knobwise.envs.table import Knob, ProfileTable
+
+
+class Always:
+    """Takes one configuration, whatever comes."""
+
+    def __init__(self, configuration: int) -> None:
+        self.configuration = configuration
+
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
+        return torch.full((len(budgets_ms),), self.configuration)
+
+
+def two_by_two() -> ProfileTable:
+    return ProfileTable(
+        name="hand",
+        knobs=(Knob("k", (1, 2)),),
+        configurations=torch.tensor([[0], [1]]),
+        accuracy=torch.tensor([[0.5, 1.0], [0.25, 0.75]]),
+        latency_ms=torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        sample_ids=("a", "b"),
+    )
+
+
+def test_judged_by_hand() -> None:
+    table = two_by_two()
+    rewards = RewardTable(table, RewardConfig(kind="utility"))
+    judged = judge(Always(1), table, torch.arange(2), torch.tensor([15.0, 35.0]), rewards)
+    assert judged.latency_ms.tolist() == [[20, 20], [40, 40]]
+    assert judged.utility.tolist() == [[0, 1.0], [0, 0]]
+    assert judged.feasible.tolist() == [[True, True], [False, True]]
+    first = judged.row(0)
+    assert first["budget_ms"] == 15
+    assert (first["satisfaction"], first["satisfaction_feasible"], first["utility"]) == (0, 0, 0)
+    mean = judged.row(None)
+    assert mean["budget_ms"] is None
+    assert mean["accuracy"] == pytest.approx(0.875)
+    assert mean["latency_ms_mean"] == pytest.approx(30)
+    assert mean["satisfaction"] == pytest.approx(1 / 4)
+    assert mean["satisfaction_feasible"] == pytest.approx(1 / 3)
+    assert mean["utility"] == pytest.approx(1 / 4)
+    assert mean["reward"] == pytest.approx(1 / 4)
+
+
+def test_the_same_policy_scores_the_same_twice() -> None:
+    table = small_table(40)
+    rewards = RewardTable(table, RewardConfig())
+    twice = [judge(Always(3), table, torch.arange(40), torch.tensor([9.0]), rewards) for _ in range(2)]
+    assert torch.equal(twice[0].utility, twice[1].utility)
+    assert torch.equal(twice[0].reward, twice[1].reward)
+
+
+def test_bootstrap_intervals_hold_the_mean_and_shrink_with_the_samples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    widths = []
+    for n in (100, 1600):
+        static = torch.rand(n, generator=generator) * 0.5
+        best = static + 0.4
+        policy = (static + 0.1 + 0.05 * torch.randn(n, generator=generator)).expand(3, n)
+        found = bootstrap(policy, static, best)
+        low, high = found["gap_closed_ci95"]
+        assert low < 0.25 < high or abs(low - 0.25) < 0.03
+        widths.append(found["utility_ci95"][1] - found["utility_ci95"][0])
+    assert widths[0] / widths[1] == pytest.approx(4, rel=0.35)
+
+
+def test_bootstrap_takes_the_seeds_into_account() -> None:
+    static, best = torch.zeros(50), torch.ones(50)
+    apart = torch.tensor([0.2, 0.5, 0.8])[:, None].expand(3, 50)
+    low, high = bootstrap(apart, static, best)["gap_closed_ci95"]
+    assert low < 0.35
+    assert high > 0.65
+    low, high = bootstrap(torch.full((3, 50), 0.5), static, best)["gap_closed_ci95"]
+    assert (low, high) == (pytest.approx(0.5), pytest.approx(0.5))
