@@ -26,21 +26,25 @@ def default_budgets(table: ProfileTable) -> Tensor:
     """The five budgets that everything is judged on, float32 [5], in ms.
 
     They are the 10/25/50/75/90 % quantiles of all profiled latencies, each raised where needed to a budget that three
-    quarters of the samples can meet with their fastest configuration.
+    quarters of the samples can meet with their fastest configuration. Always positive.
     """
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     fastest = table.latency_ms.masked_fill(~table.mask, torch.inf).amin(1)
     floor = torch.quantile(fastest, FEASIBLE_SHARE, interpolation="higher")
-    return _quantile(table.latency_ms[table.mask], quantiles).maximum(floor)
+    return _quantile(table.latency_ms[table.mask], quantiles).maximum(floor).clamp_min(LEAST_LATENCY_MS)
 
 
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:
     # torch.quantile refuses more than 16 M values; profiles are that large at times
     ordered = values.sort().values
-    place = shares * (len(ordered) - 1)
+    place = shares.double() * (len(ordered) - 1)  # float32 does not count that far
     low = place.floor().long()
     high = place.ceil().long()
-    return torch.lerp(ordered[low], ordered[high], place - low)
+    return torch.lerp(ordered[low], ordered[high], (place - low).to(ordered.dtype))
+
+
+def _positive(numbers: tuple[float, ...]) -> bool:
+    return bool(numbers) and all(0 < number < math.inf for number in numbers)
 
 
 @dataclass
@@ -87,18 +91,16 @@ class BudgetSampler:
         if config.strategy not in self.STRATEGIES:
             raise InputError(f"budget.strategy={config.strategy!r}: must be one of {', '.join(self.STRATEGIES)}")
         if config.strategy == "relative":
-            self._check(bool(config.factors) and min(config.factors) > 0, "factors must be positive", config.factors)
+            self._check(_positive(config.factors), "factors must be positive, at least one", config.factors)
             self._numbers = torch.tensor(list(config.factors))
         elif config.strategy == "fixed":
-            self._check(
-                bool(config.values_ms) and min(config.values_ms) > 0, "values_ms must be positive, at least one"
-            )
+            self._check(_positive(config.values_ms), "values_ms must be positive, at least one", config.values_ms)
             self._numbers = torch.tensor(list(config.values_ms))
         elif config.strategy == "uniform":
-            ends = _quantile(latencies, torch.tensor([0.03, 0.97])).tolist()
+            ends = _quantile(latencies, torch.tensor([0.03, 0.97])).clamp_min(LEAST_LATENCY_MS).tolist()
             low = ends[0] if config.low_ms is None else config.low_ms
             high = ends[1] if config.high_ms is None else config.high_ms
-            self._check(0 < low <= high, "needs 0 < low_ms ≤ high_ms", (low, high))
+            self._check(0 < low <= high < math.inf, "needs 0 < low_ms ≤ high_ms", (low, high))
             self._numbers = torch.tensor([low, high])
         else:
             self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1", (config.low, config.high))

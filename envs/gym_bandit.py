@@ -36,7 +36,8 @@ class _Replay:
             table = builtin_profile()
         self.table = table
         self.rewards = RewardTable(table, reward or RewardConfig())
-        self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=0)
+        # as gymnasium wants it: without a seed given to reset(), no two environments draw the same
+        self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=torch.Generator().seed())
         self.encoding = BudgetEncoding(table.latency_ms[table.mask])
         # a Box holds no NaN: here, and only here, a missing feature shows as its column's median
         self.features = {
@@ -63,7 +64,7 @@ class _Replay:
 
     def outcome(self, rows: Tensor, budgets_ms: Tensor, actions: Tensor) -> tuple[Tensor, dict[str, NDArray[Any]]]:
         """Rewards float32 [n] and infos for actions int64 [n, K]."""
-        chosen = self.table.find(actions)
+        chosen = self.table.find(actions.reshape(len(rows), len(self.table.knobs)))
         check_profiled(self.table, rows, chosen[:, None])
         best = oracle(self.table, rows, budgets_ms)
         info: dict[str, NDArray[Any]] = self.describe(rows, budgets_ms)
@@ -152,8 +153,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         if self._context is None:
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         rows, budgets_ms = self._context
-        actions = torch.as_tensor(np.asarray(action), dtype=torch.int64).reshape(1, -1)
-        reward, batch = self._replay.outcome(rows, budgets_ms, actions)
+        reward, batch = self._replay.outcome(rows, budgets_ms, torch.as_tensor(np.asarray(action), dtype=torch.int64))
         info = self._one(batch)
         for key in ("configuration", "oracle_configuration"):
             values = zip(self.table.knobs, info[key].tolist(), strict=True)
@@ -190,7 +190,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
 
     Spaces, rewards and infos are those of `ConfigBanditEnv` with a leading axis `num_envs`; `configuration` in the
     infos holds value indices, int64 [num_envs, K]. `step` returns the observations of the next contexts; those just
-    decided on are in `infos["final_obs"]`, their outcomes in `infos["final_info"]`.
+    decided on are in `infos["final_obs"]` (an array of num_envs observations, as gymnasium keeps them), their outcomes
+    in `infos["final_info"]`.
     """
 
     def __init__(
@@ -205,11 +206,13 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self._replay = _Replay(table, budget, reward, rows)
         self.table = self._replay.table
         self.num_envs, self.render_mode = num_envs, render_mode
-        self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+        self.autoreset_mode = AutoresetMode.SAME_STEP  # TorchRL's GymWrapper asks for it here
+        self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.single_observation_space = self._replay.observation_space
         self.single_action_space = self._replay.action_space
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
+        self._context: tuple[Tensor, Tensor] | None = None
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
@@ -220,22 +223,28 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if seed is not None:
             self._replay.contexts.generator.manual_seed(seed)
         self._context = self._replay.contexts(self.num_envs)
-        return self._replay.observe(*self._context), self._replay.describe(*self._context)
+        return self._replay.observe(*self._context), self._whole(self._replay.describe(*self._context))
 
     def step(
         self, actions: NDArray[Any]
     ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """Decide for every context, and go on to new ones."""
+        if self._context is None:
+            raise gymnasium.error.ResetNeeded("call reset() before step()")
         decided = self._context
-        tensor = torch.as_tensor(np.asarray(actions), dtype=torch.int64)
-        rewards, outcome = self._replay.outcome(*decided, tensor)
+        rewards, outcome = self._replay.outcome(*decided, torch.as_tensor(np.asarray(actions), dtype=torch.int64))
         self._context = self._replay.contexts(self.num_envs)
-        ended = np.ones(self.num_envs, dtype=bool)
+        last = self._replay.observe(*decided)
+        final_obs = np.empty(self.num_envs, dtype=object)
+        final_obs[:] = [dict(zip(last, row, strict=True)) for row in zip(*last.values(), strict=True)]
         infos = {
             **self._replay.describe(*self._context),
-            "final_obs": self._replay.observe(*decided),
-            "final_info": outcome,
-            "_final_obs": ended,
-            "_final_info": ended,
+            "final_obs": final_obs,
+            "final_info": self._whole(outcome),
         }
-        return self._replay.observe(*self._context), rewards.numpy(), ended, ~ended, infos
+        ended = np.ones(self.num_envs, dtype=bool)
+        return self._replay.observe(*self._context), rewards.numpy(), ended, ~ended, self._whole(infos)
+
+    def _whole(self, infos: dict[str, Any]) -> dict[str, Any]:
+        # gymnasium pairs every info with the mask of the environments that gave it: here always all
+        return {**infos, **{f"_{name}": np.ones(self.num_envs, dtype=bool) for name in infos}}

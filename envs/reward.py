@@ -71,7 +71,7 @@ def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: 
 def complexity(table: ProfileTable) -> Tensor:
     """float32 [C]: for each configuration the mean over its knobs of value / the knob's largest value.
 
-    A knob whose values are names, or not all positive, has no size and counts 0.
+    A knob whose values are names, or negative, has no size and counts 0.
     """
     columns = []
     for number, knob in enumerate(table.knobs):

@@ -31,7 +31,8 @@ class Knob:
 
     name: str
     values: tuple[KnobValue, ...]
-    """Every value that occurs in the profile, in ascending order (numbers) or in the order of the alphabet (names)."""
+    """Every value that occurs in the profile: numbers in ascending order, the tiers low, medium, high in this order,
+    other names in the order of the alphabet."""
 
 
 class Split(NamedTuple):
@@ -60,6 +61,8 @@ class ActionIndex(nn.Module):
         super().__init__()
         sizes = configurations.amax(0) + 1
         strides = torch.cat([sizes[1:].flip(0).cumprod(0).flip(0), sizes.new_ones(1)])
+        if sizes.double().log2().sum() > 62:  # more combinations than int64 can number: hash them instead
+            strides = torch.randint(1 << 62, sizes.shape, generator=torch.Generator().manual_seed(0))
         codes, order = (configurations * strides).sum(-1).sort()
         for name, value in (("sizes", sizes), ("strides", strides), ("codes", codes), ("order", order)):
             self.register_buffer(name, value, persistent=False)
@@ -109,7 +112,9 @@ class ProfileTable:
     """What the reader skipped or could not join, counted, in words. Not part of the digest."""
 
     def __post_init__(self) -> None:
-        n, c = self.accuracy.shape if self.accuracy.ndim == 2 else (-1, -1)
+        if self.accuracy.ndim != 2:
+            raise InputError(f"profile {self.name!r}: accuracy has shape {tuple(self.accuracy.shape)}, expected [N, C]")
+        n, c = self.accuracy.shape
         shapes = {
             "latency_ms": (tuple(self.latency_ms.shape), (n, c)),
             "mask": (tuple(self.mask.shape), (n, c)),
@@ -139,6 +144,14 @@ class ProfileTable:
             raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
         if len(self.configurations.unique(dim=0)) != c:
             raise InputError(f"profile {self.name!r}: the same configuration stands in it twice")
+
+    def __repr__(self) -> str:
+        blocks = ", ".join(f"{name} {block.shape[1]} wide" for name, block in self.features.items())
+        return (
+            f"ProfileTable {self.name!r}: {self.num_samples} samples × {self.num_configurations} configurations of "
+            f"{', '.join(knob.name for knob in self.knobs)}; {self.mask.double().mean():.1%} profiled; "
+            f"features: {blocks or 'none'}"
+        )
 
     # -- size and names ------------------------------------------------------------------------------------------------
 
@@ -188,32 +201,44 @@ class ProfileTable:
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
         """Split by sample, or by image where images are known; the rest is the test part.
 
-        A split that the file fixed (`parts`) is used as it is. Deterministic in `seed` and in the order of the samples.
+        A split that the file fixed (`parts`) is used as it is; where it has train and test only, validation comes out
+        of train. Deterministic in `seed` and in the order of the samples.
 
         Raises:
             InputError: shares that leave a part empty.
         """
         if self.parts:
-            rows = [torch.tensor([i for i, p in enumerate(self.parts) if p == part]) for part in Split._fields]
-            missing = [part for part, r in zip(Split._fields, rows, strict=True) if not len(r)]
+            fixed = Split(*(torch.tensor([i for i, p in enumerate(self.parts) if p == w]) for w in Split._fields))
+            missing = [part for part, rows in fixed._asdict().items() if not len(rows)]
+            if missing == ["validation"]:
+                place, count = self._shuffled(fixed.train, seed)
+                first = round(train / (train + validation) * count)
+                if 0 < first < count:
+                    return Split(fixed.train[place < first], fixed.train[place >= first], fixed.test)
             if missing:
-                raise InputError(f"profile {self.name!r} fixes its split, but no sample is in: {', '.join(missing)}")
-            return Split(*rows)
-        units = list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
-        numbers: dict[tuple[str, str], int] = {}
-        unit_of_row = torch.tensor([numbers.setdefault(unit, len(numbers)) for unit in units])
-        count = len(numbers)
-        place = torch.empty(count, dtype=torch.int64)
-        place[torch.randperm(count, generator=torch.Generator().manual_seed(seed))] = torch.arange(count)
+                raise InputError(
+                    f"profile {self.name!r} fixes its split, but no sample is in: {', '.join(missing)}. Name the parts "
+                    "train, validation and test, or leave the column `split` out"
+                )
+            return fixed
+        place, count = self._shuffled(torch.arange(self.num_samples), seed)
         first, second = round(train * count), round((train + validation) * count)
         if not 0 < first < second < count:
             raise InputError(
                 f"profile {self.name!r}: shares train={train}, validation={validation} leave a part of its {count} "
                 "samples (or images) empty; each of train, validation and the rest must get at least one"
             )
-        place = place[unit_of_row]
-        rows = [(place < first), (place >= first) & (place < second), place >= second]
-        return Split(*(r.nonzero().squeeze(1) for r in rows))
+        parts = [(place < first), (place >= first) & (place < second), place >= second]
+        return Split(*(part.nonzero().squeeze(1) for part in parts))
+
+    def _shuffled(self, rows: Tensor, seed: int) -> tuple[Tensor, int]:
+        """The place of each row's image (or sample) in a random order, int64 [len(rows)], and how many there are."""
+        units = list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
+        numbers: dict[tuple[str, str], int] = {}
+        unit_of_row = torch.tensor([numbers.setdefault(units[row], len(numbers)) for row in rows.tolist()])
+        place = torch.empty(len(numbers), dtype=torch.int64)
+        place[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))] = torch.arange(len(numbers))
+        return place[unit_of_row], len(numbers)
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
@@ -242,18 +267,18 @@ class ProfileTable:
             with safe_open(str(path), framework="pt") as file:
                 head: dict[str, Any] = json.loads((file.metadata() or {})["head"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            words: dict[str, Any] = {
+                k: tuple(head[k]) for k in ("sample_ids", "datasets", "image_ids", "parts", "notes")
+            }
+            for name in ("configurations", "accuracy", "latency_ms", "mask"):
+                words[name] = tensors[name]
         except FileNotFoundError:
             raise InputError(f"{path}: no such file") from None
         except Exception as error:
             raise InputError(f"{path}: not a table that knobwise saved ({error})") from error
-        words: dict[str, Any] = {k: tuple(head[k]) for k in ("sample_ids", "datasets", "image_ids", "parts", "notes")}
         return cls(
             name=head["name"],
             knobs=tuple(Knob(name, tuple(values)) for name, values in head["knobs"]),
-            configurations=tensors["configurations"],
-            accuracy=tensors["accuracy"],
-            latency_ms=tensors["latency_ms"],
-            mask=tensors["mask"],
             **words,
             features={k.removeprefix("features."): v for k, v in tensors.items() if k.startswith("features.")},
         )
