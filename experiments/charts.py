@@ -1,0 +1,233 @@
+"""The charts (Altair) of reports and inspections. Colours come from the page (`knobwise.experiments.page`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import altair as alt
+import numpy as np
+import polars as pl
+
+from knobwise.experiments.page import quantity
+
+OTHER = "other baselines"
+MOST_VALUES = 12
+"""A knob with more values than this is drawn with its most used ones and "other"."""
+
+
+def _colour(policies: Sequence[str]) -> dict[str, Any]:
+    """Colour by policy, always in this order, so that a policy has one colour on the whole page."""
+    legend = alt.Legend(orient="top", title=None, labelLimit=340, columns=5, symbolOpacity=1)
+    return {"color": alt.Color("policy:N", scale=alt.Scale(domain=list(policies)), legend=legend)}
+
+
+def _budget_axis(budgets: Iterable[float], ticks: int) -> alt.X:
+    ends = [b for b in budgets if b > 0] or [1.0]
+    scale = alt.Scale(type="log") if max(ends) > 20 * min(ends) else alt.Scale(zero=False, nice=False, padding=12)
+    return alt.X("budget_ms:Q", title="latency budget (ms)", scale=scale, axis=alt.Axis(tickCount=ticks))
+
+
+def plane(
+    configurations: pl.DataFrame, paths: pl.DataFrame | None = None, policies: Sequence[str] = ()
+) -> alt.LayerChart:
+    """Mean accuracy against mean latency: configurations as dots, the Pareto front, one path over the budgets a policy.
+
+    Args:
+        configurations: label, accuracy, latency_ms, and whatever else the tooltip shall say.
+        paths: policy, budget_ms, accuracy, latency_ms.
+        policies: the order of the policies, which gives their colours.
+    """
+    x = alt.X("latency_ms:Q", title="mean latency (ms)", scale=alt.Scale(zero=False, padding=12))
+    y = alt.Y("accuracy:Q", title="mean accuracy (0 to 1)", scale=alt.Scale(zero=False, padding=12))
+    base = alt.Chart(configurations).encode(x, y)
+    front = configurations.filter(
+        pareto_front(configurations["accuracy"].to_numpy(), configurations["latency_ms"].to_numpy())
+    )
+    tooltip = [
+        alt.Tooltip(f"{name}:{'Q' if dtype.is_numeric() else 'N'}") for name, dtype in configurations.schema.items()
+    ]
+    layers = [
+        base.mark_circle(style="quiet", size=36, opacity=0.55).encode(tooltip=tooltip),
+        alt.Chart(front)
+        .mark_line(style="quiet", strokeWidth=1.5, interpolate="step-after", strokeDash=[4, 3])
+        .encode(x, y),
+    ]
+    if paths is not None and len(paths):
+        detail = [alt.Tooltip(f"{name}:{kind}") for name, kind in zip(paths.columns, "NQQQ", strict=True)]
+        line = alt.Chart(paths).encode(x, y, order="budget_ms:Q", tooltip=detail, **_colour(policies))
+        layers += [line.mark_line(strokeWidth=2), line.mark_circle(size=60, opacity=1)]
+    return alt.layer(*layers).properties(width=820, height=360)
+
+
+def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:
+    """Which of these no other beats in accuracy without costing more: bool [C] from two float [C]."""
+    order = np.lexsort((-accuracy, latency_ms))
+    best = np.maximum.accumulate(accuracy[order])
+    front = np.zeros(len(order), dtype=bool)
+    front[order] = np.r_[True, best[1:] > best[:-1]]
+    return front
+
+
+def by_budget(
+    rows: pl.DataFrame,
+    y: str,
+    title: str,
+    policies: Sequence[str],
+    *,
+    percent: bool = False,
+    level: float | None = None,
+    size: tuple[int, int] = (820, 320),
+) -> alt.LayerChart:
+    """One number against the budget: the policies named are coloured, all others thin and grey.
+
+    Args:
+        rows: policy, name, budget_ms, `y`, and low and high where the interval is to be drawn.
+        level: draws a line at this height.
+    """
+    x = _budget_axis(rows["budget_ms"], size[0] // 80)
+    axis = alt.Axis(format="%") if percent else alt.Axis()
+    scale = alt.Scale(zero=False, nice=False, padding=8) if percent else alt.Scale(zero=False)
+    height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
+    tooltip = ["name:N", "budget_ms:Q", alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".3f")]
+    line = alt.Chart(rows).encode(x, height, tooltip=tooltip, **_colour(policies))
+    layers = []
+    if "low" in rows.columns:
+        band = alt.Chart(rows.filter(pl.col("policy") != OTHER)).mark_area(opacity=0.15)
+        layers.append(band.encode(x, alt.Y("low:Q", title=title), y2="high:Q", **_colour(policies)))
+    thin, named = alt.datum.policy == OTHER, alt.datum.policy != OTHER
+    layers += [
+        line.transform_filter(thin).mark_line(strokeWidth=1).encode(detail="name:N"),
+        line.transform_filter(named).mark_line(strokeWidth=2.5),
+        line.transform_filter(named).mark_circle(size=50, opacity=1),
+    ]
+    if level is not None:
+        mark = alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4])
+        layers.append(mark.encode(y="level:Q"))
+    return alt.layer(*layers).properties(width=size[0], height=size[1])
+
+
+def side_by_side(charts: Sequence[alt.LayerChart]) -> alt.HConcatChart:
+    """Charts in one row, under one legend."""
+    return alt.hconcat(*charts, spacing=40).resolve_scale(color="shared")
+
+
+def knob_usage(usage: pl.DataFrame, policies: Sequence[str]) -> alt.VConcatChart:
+    """Which share of the requests gets which value of a knob, per budget: one row a knob, one column a policy.
+
+    Args:
+        usage: policy, budget_ms, knob, value, share.
+        policies: the columns, in order.
+    """
+    rows = []
+    for knob in usage["knob"].unique(maintain_order=True):
+        part = usage.filter(pl.col("knob") == knob)
+        used = part.group_by("value").agg(pl.col("share").sum()).sort("share", descending=True)["value"]
+        kept = sorted(used.head(MOST_VALUES).to_list(), key=in_order)
+        part = part.with_columns(
+            pl.when(pl.col("value").is_in(kept)).then(pl.col("value")).otherwise(pl.lit("other")).alias("value"),
+            pl.col("budget_ms").map_elements(quantity, return_dtype=pl.String).alias("budget"),
+        )
+        part = part.group_by("policy", "budget_ms", "budget", "value", maintain_order=True).agg(pl.col("share").sum())
+        values = [*kept, "other"] if len(used) > MOST_VALUES else kept
+        budgets = part.sort("budget_ms")["budget"].unique(maintain_order=True).to_list()
+        part = part.with_columns(pl.col("value").replace_strict(values, range(len(values))).alias("place"))
+        rows.append(
+            alt.Chart(part)
+            .mark_bar()
+            .encode(
+                alt.X("budget:O", title="latency budget", sort=budgets, axis=alt.Axis(labelAngle=-35)),
+                alt.Y("share:Q", title="share of requests", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
+                alt.Color("value:O", sort=values, title=knob, scale=alt.Scale(domain=values)),
+                alt.Column("policy:N", sort=list(policies), title=None),
+                order="place:Q",
+                tooltip=["policy:N", "budget:O", "value:O", alt.Tooltip("share:Q", format=".1%")],
+            )
+            .properties(width=200, height=130)
+        )
+    return alt.vconcat(*rows).resolve_scale(color="independent")
+
+
+def curves(logged: pl.DataFrame, panels: Sequence[str]) -> alt.FacetChart:
+    """Small line charts against the training step: one panel a metric, one line a seed.
+
+    Args:
+        logged: panel, part (train or validation), seed, step, value.
+    """
+    colour = alt.Color(
+        "part:N", title=None, scale=alt.Scale(domain=["train", "validation"]), legend=alt.Legend(orient="top")
+    )
+    return (
+        alt.Chart(logged)
+        .mark_line(strokeWidth=1.5, opacity=0.85)
+        .encode(
+            alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4)),
+            alt.Y("value:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
+            colour,
+            alt.Facet("panel:N", columns=3, sort=list(panels), title=None),
+            detail="seed:N",
+            tooltip=["part:N", "seed:N", "step:Q", "value:Q"],
+        )
+        .properties(width=225, height=130, bounds="flush", spacing={"row": 74, "column": 62})
+        .resolve_scale(y="independent")
+        .resolve_axis(x="independent")
+    )
+
+
+def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> alt.VConcatChart:
+    """Mean accuracy (left) and mean latency (right) for each value of each knob.
+
+    Args:
+        knobs: name → values, accuracy, latency_ms, equally long.
+    """
+    rows = []
+    # one scale for all knobs, so that a knob which does little looks like it
+    ends = {y: pl.Series([v for knob in knobs.values() for v in knob[y]]) for y in ("accuracy", "latency_ms")}
+    scales = {
+        y: alt.Scale(domain=[all_.min(), all_.max()], nice=True, zero=False, padding=6) for y, all_ in ends.items()
+    }
+    for name, knob in knobs.items():
+        frame = pl.DataFrame(
+            {"value": [str(v) for v in knob["values"]], "accuracy": knob["accuracy"], "latency_ms": knob["latency_ms"]}
+        )
+        names = any(isinstance(value, str) for value in knob["values"])
+        axis = alt.Axis(labelAngle=-40 if names else 0, labelLimit=90, labelOverlap=True)
+        x = alt.X("value:O", title=name, sort=frame["value"].to_list(), axis=axis)
+        base = alt.Chart(frame).encode(x, tooltip=["value:O", "accuracy:Q", "latency_ms:Q"])
+        sides = []
+        for y, title in (("accuracy", "mean accuracy"), ("latency_ms", "mean latency (ms)")):
+            line = base.encode(alt.Y(f"{y}:Q", title=title, scale=scales[y], axis=alt.Axis(tickCount=4)))
+            # a line says that values are in order, which names are not
+            dots = line.mark_circle(size=50, opacity=1)
+            layers = alt.layer(dots) if names else line.mark_line(strokeWidth=2) + dots
+            sides.append(layers.properties(width=360, height=140))
+        rows.append(alt.hconcat(*sides, spacing=40))
+    return alt.vconcat(*rows)
+
+
+def coverage(frames: Sequence[pl.DataFrame]) -> alt.ConcatChart:
+    """How much was profiled, for pairs of knobs (or for one knob): white is nothing.
+
+    Args:
+        frames: one or two columns named after knobs, and share (0 to 1).
+    """
+    colour = alt.Color("share:Q", title="profiled", scale=alt.Scale(domain=[0, 1]), legend=alt.Legend(format="%"))
+    panels = []
+    for frame in frames:
+        names = [name for name in frame.columns if name != "share"]
+        orders = {name: sorted(frame[name].unique().to_list()) for name in names}
+        x = alt.X(f"{names[0]}:O", sort=orders[names[0]], axis=alt.Axis(labelAngle=0, labelOverlap=True))
+        y = [alt.Y(f"{name}:O", sort=orders[name]) for name in names[1:]]
+        cells = (
+            alt.Chart(frame).mark_rect().encode(x, *y, colour, tooltip=[*names, alt.Tooltip("share:Q", format=".1%")])
+        )
+        panels.append(cells.properties(width=210 if y else 760, height=170 if y else 30))
+    return alt.concat(*panels, columns=3)
+
+
+def in_order(value: object) -> tuple[bool, float, str]:
+    """Sort key for knob values written as words: numbers by size, then names."""
+    try:
+        return False, float(str(value)), ""
+    except ValueError:
+        return True, 0.0, str(value)

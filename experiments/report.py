@@ -1,0 +1,267 @@
+"""What a finished run found, in words, tables and charts: on the terminal and as `report.html`.
+
+Reads only what the run left in its folder (`results.json`, `metrics.csv`, `config.yaml`), so that a report can be
+written again at any time.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from knobwise.experiments import charts, page
+from knobwise.experiments.verdict import (
+    LEARNED,
+    ORACLE,
+    STATIC,
+    TERMS,
+    WORDS,
+    Row,
+    budgets_of,
+    interval,
+    means_of,
+    number,
+    policy_name,
+    ranked,
+    read_results,
+    verdict,
+)
+
+if TYPE_CHECKING:
+    import altair as alt
+    from rich.console import Console
+
+
+def write_report(run_folder: str | Path) -> Path:
+    """Write `report.html` into a run's folder, from what lies there, and return its path.
+
+    Raises:
+        InputError: there is no `results.json`, or it is none.
+    """
+    folder = Path(run_folder).resolve()
+    results = read_results(folder)
+    profile, budgets = results.get("profile", {}), budgets_of(results)
+    title = f"{folder.parent.name} / {folder.name}"
+    facts = [
+        f"profile {profile.get('name', 'unnamed')}: {profile.get('samples', '?')} samples × "
+        f"{profile.get('configurations', '?')} configurations",
+        f"judged on the {results.get('split', 'test')} split ({results.get('test_samples', '?')} samples)",
+        f"seeds {', '.join(map(str, results.get('seeds', [])))}",
+        f"budgets {', '.join(map(page.quantity, budgets))}",
+    ]
+    drawn = result_charts(results)
+    parts = [
+        f"<p class=soft>knobwise run report</p><h1>{html.escape(title)}</h1>",
+        f"<p class=soft>{html.escape(' · '.join(facts))}</p>",
+        f"<div class=verdict>{''.join(f'<p>{html.escape(words)}</p>' for words in verdict(results))}</div>",
+        "<h2>Results</h2><p>Means over the budgets; the best policies come first.</p>",
+        _table_of_means(results),
+        page.folded("What the words mean", _glossary(results)),
+        "<h2>Per budget</h2>",
+        _table_per_budget(results, budgets),
+    ]
+    for name, (caption, chart) in drawn.items():
+        parts += [f"<h2>{name}</h2>", page.figure(chart, caption)]
+    parts += _training(folder / "metrics.csv")
+    parts += ["<h2>How to reproduce</h2>", _reproduce(folder, results)]
+    if (folder / "config.yaml").exists():
+        config = html.escape((folder / "config.yaml").read_text(encoding="utf-8"))
+        parts.append(page.folded("The resolved configuration (config.yaml)", f"<pre>{config}</pre>"))
+    return page.write_page(folder / "report.html", f"knobwise: {title}", parts)
+
+
+def print_results(results: Mapping[str, Any], console: Console) -> None:
+    """The means over the budgets as a table, and the verdict; without colours and frames when this is no terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal = console.is_terminal
+    shown = Table(box=box.SIMPLE_HEAD if terminal else None, header_style="bold", pad_edge=False)
+    width = console.width if terminal else 200
+    kept = range(len(_HEADER)) if width >= 130 else (0, 1, 2, 6) if width >= 90 else (0, 1, 2)
+    for place in kept:
+        shown.add_column(_HEADER[place], justify="right" if place else "left", no_wrap=True)
+    for row in ranked(results):
+        cells = [cell.replace("\n", " ") for cell in _cells(row)]
+        shown.add_row(*(cells[place] for place in kept), style="bold" if row["policy"] == LEARNED else None)
+    wide = console if terminal else Console(file=console.file, width=width)
+    wide.print(shown, markup=False, highlight=False)
+    for words in verdict(results):
+        console.print(words, markup=False, highlight=False, soft_wrap=not terminal)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+_HEADER = ["policy", "utility", "gap closed", "accuracy", "mean latency", "in time", "where possible", "decision"]
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        policy_name(row["policy"]),
+        number(row.get("utility"), ".3f") + interval(row.get("utility_ci95"), ".3f"),
+        number(row.get("gap_closed"), ".0%") + interval(row.get("gap_closed_ci95"), ".0%"),
+        number(row.get("accuracy"), ".3f"),
+        page.quantity(row.get("latency_ms_mean")),
+        number(row.get("satisfaction"), ".1%"),
+        number(row.get("satisfaction_feasible"), ".1%"),
+        page.quantity(row.get("decision_us_p50"), "µs"),
+    ]
+
+
+def _table_of_means(results: Mapping[str, Any]) -> str:
+    rows = ranked(results)
+    strong = [i for i, row in enumerate(rows) if row["policy"] == LEARNED]
+    return page.table(_HEADER, [_cells(row) for row in rows], strong)
+
+
+def _table_per_budget(results: Mapping[str, Any], budgets: Sequence[float]) -> str:
+    at = {(row["policy"], row["budget_ms"]): row for row in results["rows"] if row.get("budget_ms") is not None}
+    policies = [row["policy"] for row in ranked(results)]
+    cells = [[policy_name(policy), *(_cell_at(at.get((policy, b), {})) for b in budgets)] for policy in policies]
+    strong = [i for i, policy in enumerate(policies) if policy == LEARNED]
+    words = "<p>Utility, with its interval; below it accuracy, mean latency and the share in time.</p>"
+    return words + page.table(["policy", *map(page.quantity, budgets)], cells, strong)
+
+
+def _cell_at(row: Row) -> str:
+    quality = f"{number(row.get('accuracy'), '.3f')} · {page.quantity(row.get('latency_ms_mean'))}"
+    kept = number(row.get("satisfaction"), ".1%", " in time")
+    return f"{number(row.get('utility'), '.3f')}{interval(row.get('utility_ci95'), '.3f')}\n{quality}\n{kept}"
+
+
+def _glossary(results: Mapping[str, Any]) -> str:
+    policies = [WORDS[name] for name in means_of(results) if name in WORDS]
+    return f"<dl>{''.join(f'<dt>{a}</dt><dd>{html.escape(b)}</dd>' for a, b in [*TERMS.items(), *policies])}</dl>"
+
+
+def _reproduce(folder: Path, results: Mapping[str, Any]) -> str:
+    from knobwise import __version__
+
+    command = results.get("command") or f"knobwise train experiment={folder.parent.name}"
+    digest = results.get("profile", {}).get("digest", "unknown")
+    return (
+        f"<pre>{html.escape(str(command))}</pre>"
+        f"<p>knobwise {__version__}; profile digest <code>{html.escape(digest)}</code>. The same profile, settings and "
+        "seeds give the same numbers on the same kind of machine; decision times differ. Curves: "
+        "<code>tensorboard --logdir tensorboard</code> in the run's folder, or "
+        "<code>wandb sync wandb/offline-run-*</code> to send what was logged offline to Weights &amp; Biases.</p>"
+    )
+
+
+# -- charts ------------------------------------------------------------------------------------------------------------
+
+
+def result_charts(results: Mapping[str, Any]) -> dict[str, tuple[str, alt.TopLevelMixin]]:
+    """The charts that the results have numbers for: heading → (caption, chart)."""
+    drawn: dict[str, tuple[str, alt.TopLevelMixin]] = {}
+    means = means_of(results)
+    others = [row["policy"] for row in ranked(results) if row["policy"] not in (LEARNED, STATIC, ORACLE)]
+    named = {n: policy_name(n) for n in (LEARNED, STATIC, *others[:1], ORACLE) if n in means}
+    order = [*named.values(), *([charts.OTHER] if len(others) > 1 else [])]
+    numbers = ("accuracy", "latency_ms_mean", "utility", "satisfaction", "satisfaction_feasible")
+    rows = [
+        {"policy": named.get(row["policy"], charts.OTHER), "name": policy_name(row["policy"])}
+        | {"budget_ms": float(row["budget_ms"]), **{name: row.get(name) for name in numbers}}
+        | dict(zip(("low", "high"), row.get("utility_ci95") or (None, None), strict=True))
+        for row in results["rows"]
+        if row.get("budget_ms") is not None
+    ]
+    frame = pl.DataFrame(rows, infer_schema_length=None).unique(maintain_order=True)
+    strongest = f" The strongest other baseline is {policy_name(others[0])}." if others else ""
+    if results.get("configurations"):
+        dots = pl.DataFrame([{k: c[k] for k in ("label", "accuracy", "latency_ms")} for c in results["configurations"]])
+        paths = frame.filter(pl.col("policy") != charts.OTHER) if rows else None
+        if paths is not None:
+            paths = paths.select("policy", "budget_ms", "accuracy", pl.col("latency_ms_mean").alias("latency_ms"))
+        drawn["Accuracy and latency"] = (
+            "Each grey dot is one configuration used for every test input, the dashed line joins those that no other "
+            "beats. A coloured line is what a policy reached, one point per budget. Above the dashed line is what no "
+            "single configuration gives." + strongest,
+            charts.plane(dots, paths, list(named.values())),
+        )
+    if rows:
+        utility = frame.drop(c for c in ("low", "high") if frame[c].is_null().any())
+        drawn["Utility against budget"] = (
+            "Mean accuracy of answers, counted 0 when late; shaded: 95% intervals." + strongest,
+            charts.by_budget(utility, "utility", "utility (0 to 1)", order),
+        )
+        asked, kept = results.get("satisfaction_level"), frame.drop("low", "high")
+        level = 0.95 if asked is None else float(asked)
+        panels = [("satisfaction", "all requests in time"), ("satisfaction_feasible", "in time, where possible")]
+        drawn["Keeping the budget"] = (
+            f"Share of requests that met their budget; dashed: {level:.0%}{'' if asked is None else ', as asked for'}.",
+            charts.side_by_side(
+                [charts.by_budget(kept, y, t, order, percent=True, level=level, size=(365, 250)) for y, t in panels]
+            ),
+        )
+    usage = [
+        row | {"policy": policy_name(row["policy"]), "value": str(row["value"])}
+        for row in results.get("knob_usage", [])
+    ]
+    columns = [policy_name(n) for n in (LEARNED, STATIC, ORACLE)]
+    usage = [row for row in usage if row["policy"] in columns]
+    if usage:
+        drawn["Which settings are used"] = (
+            "Share of the test requests that each value of a knob gets, per budget.",
+            charts.knob_usage(pl.DataFrame(usage, infer_schema_length=None), columns),
+        )
+    return drawn
+
+
+def result_images(results: Mapping[str, Any]) -> dict[str, bytes]:
+    """The same charts as pictures (PNG), for W&B: heading → bytes."""
+    return {name: page.png(chart) for name, (_, chart) in result_charts(results).items()}
+
+
+SHARED = {
+    "Reward_Mean": "reward, mean",
+    "Accuracy_Mean": "accuracy, mean (0 to 1)",
+    "Latency_Mean": "latency, mean (ms)",
+    "Budget_Violation_Rate": "over budget (share)",
+    "Loss": "loss",
+}
+POINTS = 6000
+"""At most this many points of training curves go into a page."""
+
+
+def _training(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    frame = pl.read_csv(path, infer_schema_length=None, schema_overrides={"seed": pl.String})
+    names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
+    if not names:
+        return []
+    logged = frame.unpivot(names, index=["seed", "step"]).drop_nulls()
+    logged = logged.filter(pl.col("value").cast(pl.Float64).is_finite())
+    logged = logged.with_columns(
+        pl.col("variable").str.extract(r"/(.*)$").alias("metric"),
+        pl.when(pl.col("variable").str.starts_with("Train/"))
+        .then(pl.lit("train"))
+        .otherwise(pl.lit("validation"))
+        .alias("part"),
+    )
+    curve = ["metric", "part", "seed"]
+    most = max(10, min(120, POINTS // logged.select(curve).n_unique()))
+    place = pl.int_range(pl.len()).over(curve, order_by="step") * most // pl.len().over(curve).clip(most)
+    thinned = logged.group_by(*curve, place.alias("bin")).agg(
+        pl.col("step").max(), pl.col("value").mean().round_sig_figs(5)
+    )
+    thinned = thinned.sort(*curve, "step").drop("bin")
+    seen = set(thinned["metric"])
+    both = [name for name in SHARED if name in seen]
+    rest = sorted(seen - set(both))
+    panel = pl.col("metric").replace(SHARED).str.replace_all("_", " ").alias("panel")
+
+    def figure(metrics: list[str], caption: str) -> str:
+        chosen = thinned.filter(pl.col("metric").is_in(metrics)).with_columns(panel).drop("metric")
+        order = [SHARED.get(name, name).replace("_", " ") for name in metrics]
+        return page.figure(charts.curves(chosen, order), caption)
+
+    caption = "One line a seed; long curves are averaged in steps."
+    parts = ["<h2>Training</h2>", figure(both, caption)] if both else ["<h2>Training</h2>"]
+    return [*parts, page.folded("All other logged numbers", figure(rest, caption))] if rest else parts

@@ -1,0 +1,159 @@
+"""`results.json` of a run: reading it, and saying in plain words what it shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from knobwise.envs.errors import InputError
+
+Row = Mapping[str, Any]
+
+LEARNED, STATIC, ORACLE = "controller", "budget_aware_static", "oracle"
+WORDS = {
+    "controller": ("learned controller", "the policy that this run trained"),
+    "budget_aware_static": (
+        "budget-aware static",
+        "per budget the one configuration with the best mean utility on the training samples; the same for every input",
+    ),
+    "best_static": ("best static", "one configuration for all inputs and all budgets"),
+    "lookup_table": (
+        "lookup table",
+        "per budget the configuration with the best average accuracy among those whose mean latency fits",
+    ),
+    "latency_only": ("latency only", "predicts latency from the input, and takes accuracy from the averages"),
+    "knn": ("nearest neighbours", "predicts accuracy and latency from the most similar training inputs"),
+    "ridge": ("ridge regression", "predicts accuracy and latency linearly"),
+    "random_forest": ("random forest", "predicts accuracy and latency with a forest of trees"),
+    "random": ("random", "any profiled configuration, each as likely"),
+    "oracle": (
+        "oracle (upper bound)",
+        "knows what was measured for this input, as nothing real does",
+    ),
+}
+TERMS = {
+    "utility": "the accuracy of an answer that met its budget, 0 for one that did not; what policies are judged on",
+    "gap closed": "(policy − budget-aware static) / (oracle − budget-aware static), in utility; 100% is the oracle",
+    "in time": "share of requests that met their budget",
+    "where possible": "the same among requests that at least one profiled configuration could serve in time",
+    "interval": "95% bootstrap interval over the test samples, in brackets",
+    "decision": "median time that choosing takes, for one request",
+}
+
+
+def read_results(run_folder: str | Path) -> dict[str, Any]:
+    """`results.json` of a run's folder.
+
+    Raises:
+        InputError: not there, or not the results of a run.
+    """
+    path = Path(run_folder) / "results.json"
+    try:
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not results["rows"]:
+            raise InputError(f"{path}: has no rows; was the run judged?")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; is this the folder of a finished run?") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: not the results of a run ({error!r})") from error
+    return results
+
+
+def verdict(results: Mapping[str, Any]) -> list[str]:
+    """What the run showed, in up to three plain sentences: against static, against baselines, in keeping time."""
+    means = means_of(results)
+    learned = means.get(LEARNED)
+    if learned is None:
+        best = max((row for name, row in means.items() if name != ORACLE), key=utility_of, default=None)
+        return ["No learned policy was judged." + (f" Best: {_with_utility(best)}." if best else "")]
+    sentences = [_against_static(learned, means)]
+    rivals = sorted((r for n, r in means.items() if n not in (LEARNED, STATIC, ORACLE)), key=utility_of, reverse=True)
+    better = [row for row in rivals if utility_of(row) > utility_of(learned)]
+    if better:
+        listed = "; ".join(f"{_with_utility(row)}, {_apart(row, learned)}" for row in better)
+        sentences.append(f"{len(better)} of {len(rivals)} other baselines did better than the controller: {listed}.")
+    elif rivals:
+        next_best = f"{_with_utility(rivals[0])}, {_apart(rivals[0], learned)}"
+        sentences.append(f"None of the {len(rivals)} other baselines did better; the strongest is {next_best}.")
+    if known(learned.get("satisfaction_feasible")):
+        kept, level = float(learned["satisfaction_feasible"]), results.get("satisfaction_level")
+        sentence = f"Where the budget could be met at all, the controller met it in {kept:.1%} of the requests"
+        if level is not None:
+            sentence += f"; that {'meets' if kept >= level else 'falls short of'} the {level:.0%} asked for"
+        sentences.append(f"{sentence}.")
+    return sentences
+
+
+def _against_static(learned: Row, means: Mapping[str, Row]) -> str:
+    static, gap, ends = means.get(STATIC), learned.get("gap_closed"), learned.get("gap_closed_ci95")
+    if static is None:
+        return (
+            f"The learned controller reached a mean utility of {utility_of(learned):.3f}; no static policy was judged."
+        )
+    numbers = f"mean utility {utility_of(learned):.3f} against {utility_of(static):.3f}"
+    if not known(gap) or not ends or not all(map(known, ends)):
+        return f"Against budget-aware static the learned controller has {numbers}; no interval is known."
+    span = f"95% interval {ends[0]:.0%} to {ends[1]:.0%}"
+    if ends[0] > 0:
+        closes = f"It closes {gap:.0%} of the gap to the oracle ({span})"
+        return f"The learned controller beats budget-aware static: {numbers}. {closes}."
+    gap_words = f"gap to the oracle closed: {gap:.0%} ({span})"
+    if ends[1] < 0:
+        return f"The learned controller is worse than budget-aware static: {numbers}; {gap_words}."
+    return f"It is not shown that the learned controller beats budget-aware static: {numbers}; {gap_words}."
+
+
+def _apart(row: Row, learned: Row) -> str:
+    """How a baseline differs from the learned policy. Each interval is that policy's own: "apart" is certain."""
+    difference = utility_of(row) - utility_of(learned)
+    words = f"{abs(difference):.3f} {'higher' if difference > 0 else 'lower'}"
+    one, other = row.get("utility_ci95"), learned.get("utility_ci95")
+    if not one or not other:
+        return words
+    return f"{words}, intervals {'overlap' if one[0] <= other[1] and other[0] <= one[1] else 'apart'}"
+
+
+def _with_utility(row: Row) -> str:
+    return f"{policy_name(row['policy'])} ({utility_of(row):.3f})"
+
+
+# -- the rows and their numbers ----------------------------------------------------------------------------------------
+
+
+def policy_name(policy: str) -> str:
+    """A policy in plain words."""
+    return WORDS[policy][0] if policy in WORDS else policy.replace("_", " ")
+
+
+def means_of(results: Mapping[str, Any]) -> dict[str, Row]:
+    return {row["policy"]: row for row in results["rows"] if row.get("budget_ms") is None}
+
+
+def ranked(results: Mapping[str, Any]) -> list[Row]:
+    return sorted(means_of(results).values(), key=utility_of, reverse=True)
+
+
+def budgets_of(results: Mapping[str, Any]) -> list[float]:
+    return sorted({row["budget_ms"] for row in results["rows"] if row.get("budget_ms") is not None})
+
+
+def known(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def utility_of(row: Row) -> float:
+    return float(row["utility"]) if known(row.get("utility")) else -math.inf
+
+
+def number(value: Any, how: str, unit: str = "") -> str:
+    return f"{value:{how}}{unit}" if known(value) else "–"
+
+
+def interval(ends: Any, how: str) -> str:
+    """The small print under a number; nothing where the interval is a point, as for static and oracle in gap closed."""
+    return f"\n[{ends[0]:{how}}, {ends[1]:{how}}]" if ends and all(map(known, ends)) and ends[0] < ends[1] else ""

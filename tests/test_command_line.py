@@ -1,0 +1,200 @@
+"""End to end, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from helpers import small_table
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.envs.exp_files import write_exp5_exp6
+from knobwise.envs.profiles import long_frame, read_long_table, write_features, write_long_table
+from knobwise.experiments.controller import run_name
+
+POLICIES = [
+    *("controller", "budget_aware_static", "best_static", "lookup_table", "latency_only", "knn", "ridge"),
+    *("random_forest", "random", "oracle"),
+]
+QUICK = [
+    *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
+    *("policy.hidden=16", "tracking=disabled", "seeds=[0,1,2]"),
+]
+
+
+@pytest.fixture()
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a long table and its features, holes in the grid."""
+    monkeypatch.chdir(tmp_path)
+    table = small_table(90, holes=0.3)
+    write_long_table(table, "t.parquet")
+    write_features(table, "f.npz")
+    return tmp_path
+
+
+TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
+
+
+def test_train_leaves_what_the_contract_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TABLE, *QUICK, "tracking=offline", "name=first"]) == 0
+    run = folder / "runs" / "controller" / "first"
+    assert (folder / "runs" / "latest").resolve() == run
+    for name in (
+        "config.yaml",
+        "results.json",
+        "report.html",
+        "metrics.csv",
+        "checkpoints/best.pt",
+        "checkpoints/last.pt",
+    ):
+        assert (run / name).stat().st_size > 0
+    assert list((run / "tensorboard").rglob("events.*"))
+    assert list((run / "wandb").rglob("*.wandb"))
+
+    results = json.loads((run / "results.json").read_text())
+    table = read_long_table("t.parquet", features="f.npz")
+    assert results["profile"] == {"name": "t", "digest": table.digest, "samples": 90, "configurations": 12}
+    assert (results["split"], results["seeds"], len(results["budgets_ms"])) == ("test", [0, 1, 2], 5)
+    assert [row["policy"] for row in results["rows"] if row["budget_ms"] is None] == POLICIES
+    assert len(results["rows"]) == 6 * len(POLICIES)
+    named = {row["policy"]: row for row in results["rows"] if row["budget_ms"] is None}
+    assert named["oracle"]["gap_closed"] == pytest.approx(1)
+    assert named["budget_aware_static"]["gap_closed"] == pytest.approx(0)
+    for row in results["rows"]:
+        low, high = row["utility_ci95"]
+        assert low - 1e-9 <= row["utility"] <= high + 1e-9
+        assert 0 <= row["satisfaction"] <= row["satisfaction_feasible"] <= 1
+        assert row["utility"] <= named["oracle"]["utility"] + 1 if row["budget_ms"] else True
+    mean = [r["utility"] for r in results["rows"] if r["policy"] == "ridge" and r["budget_ms"] is not None]
+    assert named["ridge"]["utility"] == pytest.approx(sum(mean) / 5)
+    shares = [u["share"] for u in results["knob_usage"] if u["policy"] == "controller" and u["knob"] == "top_k"]
+    assert sum(shares) == pytest.approx(5)
+    printed = capsys.readouterr().out
+    assert "budget-aware static" in printed
+    assert "report.html" in printed
+
+
+def test_the_best_checkpoint_is_the_best_seed_on_validation(folder: Path) -> None:
+    assert main(["train", *TABLE, *QUICK, "name=first"]) == 0
+    run = folder / "runs" / "controller" / "first"
+    scores = json.loads((run / "results.json").read_text())["validation_utility"]
+    assert load_checkpoint(run / "checkpoints" / "best.pt").extra["validation_utility"] == max(scores)
+
+
+def test_training_on_exp5_and_exp6_folders_in_both_spellings(folder: Path) -> None:
+    table = small_table(60, holes=0.3)
+    write_exp5_exp6(long_frame(table), "exp5", "exp6", "text_vqa")
+    for path in sorted((folder / "exp6").rglob("*.json"))[::2]:  # every other file as older trainers read it
+        content = json.loads(path.read_text())
+        content["all_samples"] = [
+            {"sample_id": s["sample_id"], "score": 0.0, "latency_total": s["T_total_ms"]}
+            for s in content.pop("per_sample_latencies")
+        ]
+        path.write_text(json.dumps(content))
+    words = ["profile=exp5_exp6", "profile.exp5_dir=exp5", "profile.exp6_dir=exp6", "profile.dataset_name=text_vqa"]
+    assert main(["train", *words, *QUICK]) == 0
+    assert main(["inspect", *words, "json=facts.json", "html=page.html"]) == 0
+    facts = json.loads(Path("facts.json").read_text())
+    assert (facts["samples"], facts["configurations"]) == (60, 12)
+    assert facts["coverage"] == pytest.approx(float(table.mask.float().mean()))
+    assert set(facts["knobs"]) == {"max_crops", "top_k", "num_active_blocks"}
+    assert "<html" in Path("page.html").read_text()
+
+
+def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
+    assert main(["train", *TABLE, *QUICK, "seeds=[0]"]) == 0
+    assert main(["evaluate", *TABLE, "json=again.json"]) == 0
+    trained = json.loads(Path("runs/latest/results.json").read_text())
+    again = json.loads(Path("again.json").read_text())
+    for first, second in zip(trained["rows"], again["rows"], strict=True):
+        for key in ("policy", "budget_ms", "utility", "accuracy", "latency_ms_mean", "satisfaction"):
+            assert first[key] == second[key], (first["policy"], key)
+
+
+def test_a_second_run_does_not_overwrite_the_first(folder: Path) -> None:
+    for _ in range(2):
+        assert main(["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]) == 0
+    assert sorted(p.name for p in Path("runs/controller").iterdir()) == ["x", "x-2"]
+
+
+def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
+    words = [*TABLE, *QUICK, "seeds=[0]", "optimiser.iterations=240", "optimiser.epochs=4", "optimiser.patience=0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "knobwise", "train", *words]
+    killed = subprocess.Popen([*command, "runs=killed"], env=environment, stderr=subprocess.DEVNULL)
+    last = folder / "killed" / "controller" / run_name(words) / "checkpoints" / "seed0" / "last.pt"
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and killed.poll() is None:
+        if last.exists() and torch.load(last, weights_only=True)["extra"]["training"]["iteration"] >= 40:
+            break
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    for runs in ("killed", "whole"):
+        subprocess.run([*command, f"runs={runs}"], env=environment, check=True, capture_output=True)
+    found = [
+        torch.load(folder / runs / "latest" / "checkpoints" / "last.pt", weights_only=True)
+        for runs in ("killed", "whole")
+    ]
+    assert len(list((folder / "killed" / "controller").iterdir())) == 1
+    assert all(torch.equal(found[0]["state"][name], found[1]["state"][name]) for name in found[1]["state"])
+    metrics = [pl.read_csv(folder / runs / "latest" / "metrics.csv") for runs in ("killed", "whole")]
+    assert metrics[0].equals(metrics[1])
+
+
+def test_a_sweep_leaves_a_run_for_each_setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["knobwise"])
+    assert main(["train", "-m", *TABLE, *QUICK, "seeds=[0]", "policy=joint,independent", "hydra.sweep.dir=sweep"]) == 0
+    assert len(list(Path("runs/controller").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["train", "profile=table", "profile.path=none.csv"], "none.csv"),
+        (["train", "profile=exp5_exp6", "profile.exp5_dir=a", "profile.exp6_dir=b", "profile.dataset_name=c"], "b"),
+        (["train", *TABLE, "policy.head=tree"], "additive"),
+        (["train", *TABLE, "split.train=0.9"], "train=0.9"),
+        (["train", *TABLE, "seeds=[]"], "seeds"),
+        (["train", *TABLE, "budget=uniform", "budget.low_ms=-3"], "low_ms"),
+        (["train", *TABLE, "device=tpu"], "device"),
+        (["train", *TABLE, "policy.layers=0"], "policy.layers"),
+        (["train", *TABLE, "budgets_ms=[-1.0]"], "budgets_ms"),
+        (["evaluate", *TABLE], "runs/latest"),
+        (["inspect", "profile=table"], "profile.path"),
+        (["profile", "model=gpt"], "elastic"),
+        (["profile", "elastic.samples=-1"], "samples"),
+        (["learn"], "train"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(
+    words: list[str], named: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert named in printed
+    assert "Traceback" not in printed
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["--version"], ["train", "--help"], ["profile", "-h"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out
+
+
+def test_names_of_runs() -> None:
+    assert run_name([]) == "default"
+    assert run_name(["experiment=controller", "runs=x", "tracking.mode=offline"]) == "default"
+    assert run_name(["policy=joint", "loss.group_size=16"]) == run_name(["loss.group_size=16", "policy=joint"])
+    assert "/" not in run_name(["profile.path=/a/b.csv"])

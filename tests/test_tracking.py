@@ -1,0 +1,273 @@
+"""One set of numbers, three places: everything is logged for real (W&B offline) and read back."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from knobwise.envs.errors import InputError
+from knobwise.experiments import tracking
+from knobwise.experiments.tracking import Tracker, TrackingSettings, wandb_mode
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+CONFIG = {"optimiser": {"lr": 0.003}, "seeds": [0, 1]}
+STEPS = (0, 10, 20)
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+UTILITIES = {"controller": (0.5, 0.4, 0.6), "oracle": (0.7, 0.6, 0.8)}
+UTILITIES |= {f"baseline_{i}": (0.3, 0.2, 0.4) for i in range(8)}
+RESULTS = {
+    "profile": {"name": "small profile", "digest": DIGEST, "samples": 60, "configurations": 12},
+    "rows": [
+        {"policy": policy, "budget_ms": budget, "utility": utility, "utility_ci95": [utility - 0.1, utility + 0.1]}
+        | {f"number {i}": 0.5 for i in range(10)}
+        | {"gap_closed": 0.4, "utility_per_seed": [utility, utility, utility]}
+        for policy, utilities in UTILITIES.items()
+        for budget, utility in zip((None, 10.0, 20.0), utilities, strict=True)
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No key, no netrc, none of the developer's own W&B variables."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path_factory.mktemp("home") / "netrc"))
+
+
+def tracker(folder: Path, mode: str = "offline", **more: object) -> Tracker:
+    arguments = {"name": "lr-0.003", "experiment": "controller", "job_type": "train", "config": CONFIG}
+    arguments |= {"settings": TrackingSettings(mode=mode, tags=["nightly"]), "profile_digest": DIGEST}
+    return Tracker(folder, **arguments | more)  # type: ignore[arg-type]
+
+
+def numbers(seed: int, step: int) -> dict[str, float]:
+    validation = {"Val/Accuracy_Mean": 0.5 + step / 100} if step % 20 == 0 else {}
+    return {"Train/Loss": 1 / (3 + step + seed), "Train/Reward_Mean": 0.1 * seed - step / 7} | validation
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two seeds, and its results."""
+    folder = tmp_path_factory.mktemp("runs") / "lr-0.003"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_SILENT", "WANDB_QUIET"):
+            patch.setenv(name, "")  # each alone makes wandb.init raise
+        patch.setenv("NETRC", str(folder / "netrc"))
+        for seed in (0, 1):
+            with tracker(folder, seed=seed, tags=["small"]) as log:
+                for step in STEPS:
+                    log.log(numbers(seed, step), step)
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "best.pt").write_bytes(b"the weights")
+        (folder / "report.html").write_text("<p>the report</p>")
+        with tracker(folder, job_type="evaluate") as log:
+            log.log_results(RESULTS, images={"Utility": PNG}, profile_files=[folder / "report.html"])
+        assert os.environ["WANDB_SILENT"] == ""
+        assert "WANDB_DATA_DIR" not in os.environ
+    return folder
+
+
+def records(run_folder: Path) -> dict[str, list[list[dict]]]:
+    """W&B's own reader over every offline run in a folder: run name → one list of records for each."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
+    folders = sorted((run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
+    readers = [subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, text=True) for folder in folders]
+    found: dict[str, list[list[dict]]] = {}
+    for reader in readers:
+        content = [json.loads(line) for line in reader.communicate()[0].splitlines()]
+        found.setdefault(of_kind(content, "run")[0]["display_name"], []).append(content)
+    return found
+
+
+def of_kind(content: list[dict], kind: str) -> list[dict]:
+    return [record[kind] for record in content if record["type"] == kind]
+
+
+def history(content: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r["item"].items() if not k.startswith("_")} for r in of_kind(content, "history")]
+
+
+def summary(content: list[dict]) -> dict:
+    whole: dict = {}
+    for record in of_kind(content, "summary"):
+        whole |= record["update"]
+    return whole
+
+
+@pytest.fixture(scope="module")
+def logged(run: Path) -> dict[str, list[list[dict]]]:
+    return records(run)
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def events(folder: Path) -> dict[tuple[str, int], float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder)).Reload()
+    return {(tag, e.step): e.value for tag in reader.Tags()["scalars"] for e in reader.Scalars(tag)}
+
+
+def test_metrics_csv_holds_every_number_exactly(run: Path) -> None:
+    rows = metrics(run)
+    assert list(rows[0]) == ["seed", "step", "Train/Loss", "Train/Reward_Mean", "Val/Accuracy_Mean"]
+    assert [(int(r["seed"]), int(r["step"])) for r in rows] == [(seed, step) for seed in (0, 1) for step in STEPS]
+    for row in rows:
+        seed, step = int(row.pop("seed")), int(row.pop("step"))
+        assert {name: float(value) for name, value in row.items() if value} == numbers(seed, step)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(run: Path, logged: dict, seed: int) -> None:
+    expected = {(name, step): value for step in STEPS for name, value in numbers(seed, step).items()}
+    assert events(run / "tensorboard" / f"seed{seed}") == pytest.approx(expected, rel=1e-6)  # event files are float32
+    (content,) = logged[f"lr-0.003-seed{seed}"]
+    assert history(content) == [{"step": step, **numbers(seed, step)} for step in STEPS]
+
+
+def test_wandb_run_says_where_it_belongs_and_what_it_ran_on(logged: dict) -> None:
+    assert set(logged) == {"lr-0.003-seed0", "lr-0.003-seed1", "lr-0.003"}
+    (content,) = logged["lr-0.003-seed1"]
+    (about,) = of_kind(content, "run")
+    assert (about["run_group"], about["job_type"], about["project"]) == ("controller", "train", "knobwise")
+    assert about["tags"] == ["nightly", "small"]
+    config = about["config"]["update"]
+    assert config["optimiser"] == {"lr": 0.003}
+    assert (config["seed"], config["profile_digest"]) == (1, DIGEST)
+    assert config["machine"]["cpus"] == os.cpu_count()
+    assert config["git_commit"] == tracking.git_commit()
+    assert [e["exit_code"] for e in of_kind(content, "exit")] == [0]
+    assert of_kind(logged["lr-0.003"][0], "run")[0]["job_type"] == "evaluate"
+
+
+def test_wandb_summaries_are_the_best_value_and_the_last(logged: dict) -> None:
+    (content,) = logged["lr-0.003-seed0"]
+    steps = {m.get("step_metric") for m in of_kind(content, "metric") if m.get("name", "").startswith("Train/")}
+    assert steps == {"step"}
+    losses, rewards = ([numbers(0, step)[name] for step in STEPS] for name in ("Train/Loss", "Train/Reward_Mean"))
+    assert summary(content)["Train/Loss"] == {"min": min(losses), "last": losses[-1]}
+    assert summary(content)["Train/Reward_Mean"] == {"max": max(rewards), "last": rewards[-1]}
+
+
+def test_results_become_summaries_curves_and_a_table(run: Path, logged: dict) -> None:
+    (content,) = logged["lr-0.003"]
+    found = summary(content)
+    assert found["Test/controller/utility"] == 0.5
+    assert found["Test/controller/gap_closed"] == 0.4
+    assert found["Test/controller/utility_ci95_low"] == pytest.approx(0.4)
+    curve = [r for r in history(content) if "budget_ms" in r]
+    assert [(r["budget_ms"], r["Budget/oracle/utility"]) for r in curve] == [(10.0, 0.6), (20.0, 0.8)]
+    (table,) = (run / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
+    table = json.loads(table.read_text())
+    assert len(table["data"]) == len(RESULTS["rows"])
+    first = dict(zip(table["columns"], table["data"][1], strict=True))
+    assert (first["policy"], first["budget_ms"], first["utility"]) == ("controller", 10.0, 0.4)
+    assert events(run / "tensorboard" / "evaluate")["Test/controller/utility", 0] == 0.5
+    (page,) = (run / "wandb").glob("offline-run-*/files/media/html/*.html")
+    assert "the report" in page.read_text()
+    (picture,) = (run / "wandb").glob("offline-run-*/files/media/images/Charts/*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_artifacts_are_logged_with_their_bodies_inside_the_run(run: Path, logged: dict) -> None:
+    (content,) = logged["lr-0.003"]
+    artifacts = {a["type"]: a for a in of_kind(content, "artifact")}
+    assert artifacts["dataset"]["name"] == "profile-small-profile"
+    assert DIGEST in json.dumps(artifacts["dataset"]["metadata"])
+    assert artifacts["model"]["name"] == "controller-lr-0.003"
+    assert "report.html" in json.dumps(artifacts["dataset"]["manifest"])
+    assert "best.pt" in json.dumps(artifacts["model"]["manifest"])
+    bodies = [path.read_bytes() for path in (run / "wandb" / "artifacts").rglob("*") if path.is_file()]
+    assert b"the weights" in bodies
+
+
+def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
+    ends = {"crash": (ValueError("broken"), 1), "ctrl-c": (KeyboardInterrupt(), 130), "exit": (SystemExit(0), 0)}
+    for name, (error, _) in ends.items():
+        log = tracker(tmp_path, name=name)
+        with pytest.raises(type(error)), log:  # noqa: PT012 (what was logged before the end must survive it)
+            log.log({"Train/Loss": 1.0}, 0)
+            raise error
+    read = {name: content for name, (content,) in records(tmp_path).items()}
+    assert all(history(content) == [{"step": 0, "Train/Loss": 1.0}] for content in read.values())
+    found = {name: [e["exit_code"] for e in of_kind(content, "exit")] for name, content in read.items()}
+    assert found == {name: [status] for name, (_, status) in ends.items()}
+
+
+def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> None:
+    for seed, mode in ((0, "offline"), (1, "disabled")):
+        with tracker(tmp_path, mode, seed=seed) as log:
+            for step in range(4):
+                log.log({"Train/Loss": float(step)}, step)
+    with tracker(tmp_path, seed=0, resume_step=1) as log:
+        log.log({"Train/Loss": 20.0}, 2)
+    kept = [(r["seed"], r["step"], r["Train/Loss"]) for r in metrics(tmp_path) if r["seed"] == "0"]
+    assert kept == [("0", "0", "0.0"), ("0", "1", "1.0"), ("0", "2", "20.0")]
+    assert len([r for r in metrics(tmp_path) if r["seed"] == "1"]) == 4
+    assert events(tmp_path / "tensorboard" / "seed0") == {("Train/Loss", s): v for s, v in enumerate((0.0, 1.0, 20.0))}
+    _, second = records(tmp_path)["lr-0.003-seed0"]
+    assert history(second) == [{"step": 2, "Train/Loss": 20.0}]
+
+
+def test_disabled_tracker_still_writes_metrics_csv(tmp_path: Path) -> None:
+    quiet = TrackingSettings(mode="disabled", tensorboard=False)
+    with tracker(tmp_path, settings=quiet, seed=0) as log:
+        log.log({"Train/Loss": 1.0}, 0)
+        log.log_results(RESULTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_nothing_is_said_while_logging(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with tracker(tmp_path, mode="auto", seed=0) as log:  # no key and no terminal: offline
+        log.log({"Train/Loss": 1.0}, 0)
+    assert log.mode == "offline"
+    assert log.url is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_key_without_a_network_falls_back_to_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracking, "PATIENCE_S", 1)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    settings = TrackingSettings()
+    with tracker(tmp_path, settings=settings, seed=0) as log:
+        log.log({"Train/Loss": 1.0}, 0)
+    assert settings.mode == log.mode == "offline"
+    assert "cannot be reached, so this run is logged offline" in capfd.readouterr().err
+    ((content,),) = records(tmp_path).values()
+    assert history(content) == [{"step": 0, "Train/Loss": 1.0}]
+    with pytest.raises(InputError, match="cannot be reached"):
+        tracker(tmp_path, mode="online", seed=0).__enter__()
+
+
+def test_mode_follows_settings_then_environment_then_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wandb_mode(TrackingSettings()) == "offline"
+    Path(os.environ["NETRC"]).write_text("machine api.wandb.ai login user password 0\n")
+    assert wandb_mode(TrackingSettings()) == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode(TrackingSettings()) == "disabled"
+    assert wandb_mode(TrackingSettings(mode="offline")) == "offline"
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert wandb_mode(TrackingSettings()) == "offline"
+    monkeypatch.setenv("WANDB_MODE", "")
+    assert wandb_mode(TrackingSettings()) == "online"
+    Path(os.environ["NETRC"]).unlink()
+    with pytest.raises(InputError, match="WANDB_API_KEY"):
+        wandb_mode(TrackingSettings(mode="online"))
+    with pytest.raises(InputError, match="sometimes"):
+        wandb_mode(TrackingSettings(mode="sometimes"))
