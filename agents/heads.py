@@ -62,13 +62,14 @@ class IndependentHead(nn.Module):
         super().__init__()
         sizes = (configurations.amax(0) + 1).tolist()
         self.logits = nn.Linear(hidden, sum(sizes))
-        # a tree of prefixes, level by level: a node is a prefix with one more value
+        # a tree of prefixes, level by level: a node is a prefix with one more value; the column of 0 is its root
+        rooted = torch.cat([torch.zeros_like(configurations[:, :1]), configurations], 1)
         value, node, prefix = [], [], []
         nodes, prefixes, first = 0, 0, 0
         for knob, size in enumerate(sizes):
-            here, of_here = configurations[:, : knob + 1].unique(dim=0, return_inverse=True)
-            above, of_above = here[:, :knob].unique(dim=0, return_inverse=True)
-            value.append(here[:, knob] + first)
+            here, of_here = rooted[:, : knob + 2].unique(dim=0, return_inverse=True)
+            above, of_above = here[:, :-1].unique(dim=0, return_inverse=True)
+            value.append(here[:, -1] + first)
             node.append(of_here + nodes)
             prefix.append(of_above + prefixes)
             nodes, prefixes, first = nodes + len(here), prefixes + len(above), first + size

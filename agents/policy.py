@@ -19,7 +19,6 @@ from knobwise.agents.features import FeatureNormaliser
 from knobwise.agents.heads import HEADS
 from knobwise.agents.settings import PolicyConfig
 from knobwise.envs.budgets import BudgetEncoding
-from knobwise.envs.errors import InputError
 from knobwise.envs.table import ActionIndex, Knob, ProfileTable
 from knobwise.losses.functional import entropy, kl_divergence
 
@@ -58,7 +57,7 @@ class ConfigurationCategorical(Distribution):
         drawn = torch.multinomial(flat, count * (self.group_size or 1), replacement=True)
         group = [] if self.group_size is None else [self.group_size]
         drawn = drawn.reshape(*self.batch_shape, count, *group)
-        return drawn.movedim(len(self.batch_shape), 0).reshape(*sample_shape, *self.batch_shape, *group)
+        return drawn.movedim(len(self.batch_shape), 0).reshape((*sample_shape, *self.batch_shape, *group))
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         with torch.no_grad():
@@ -74,9 +73,9 @@ class ConfigurationCategorical(Distribution):
         return found.masked_fill(chosen < 0, -torch.inf)
 
     def log_prob_of_index(self, index: Tensor) -> Tensor:
-        """Log-probability of configuration indices, int64 [*batch, G] or [*batch]."""
+        """Log-probability of configuration indices, int64 [*sample_shape, *batch, (G)], in the same shape."""
         if self.group_size is not None:
-            return self.log_probs.gather(-1, index)
+            return self.log_probs.expand(*index.shape[:-1], -1).gather(-1, index)
         return self.log_probs.expand(*index.shape, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self) -> Tensor:
@@ -105,9 +104,6 @@ class Controller(nn.Module):
         normaliser: of the features.
         encoding: of the budget.
         config: the network.
-
-    Raises:
-        InputError: an unknown head.
     """
 
     configurations: Tensor
@@ -121,8 +117,6 @@ class Controller(nn.Module):
         config: PolicyConfig,
     ) -> None:
         super().__init__()
-        if config.head not in HEADS:
-            raise InputError(f"policy.head={config.head!r}: must be one of {', '.join(HEADS)}")
         self.knobs, self.config = tuple(knobs), config
         self.register_buffer("configurations", configurations)
         self.index = ActionIndex(configurations)
@@ -158,9 +152,9 @@ class Controller(nn.Module):
         self.train(training)
         return log_probs.argmax(-1)
 
-    def features(self, blocks: Mapping[str, Tensor], count: int) -> Tensor:
-        """Normalised features [count, width]; width 0 for a profile that has none."""
-        return self.normaliser(blocks) if self.normaliser.sizes else self.normaliser.mean.new_zeros(count, 0)
+    def features(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
+        """Normalised features [*shape, width]; width 0 for a profile that has none."""
+        return self.normaliser(blocks) if self.normaliser.sizes else self.normaliser.mean.new_zeros(*shape, 0)
 
 
 class _FromBlocks(nn.Module):
@@ -172,7 +166,7 @@ class _FromBlocks(nn.Module):
 
     def forward(self, budget_ms: Tensor, *blocks: Tensor) -> Tensor:
         named = dict(zip(self.controller.normaliser.sizes, blocks, strict=True))
-        log_probs: Tensor = self.controller(self.controller.features(named, len(budget_ms)), budget_ms)
+        log_probs: Tensor = self.controller(self.controller.features(named, *budget_ms.shape), budget_ms)
         return log_probs
 
 

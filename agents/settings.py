@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from knobwise.agents.heads import HEADS
 from knobwise.envs.errors import InputError
+from knobwise.losses.advantage import ADVANTAGES
+
+
+def one_of(key: str, value: str, known: Collection[str]) -> None:
+    """Refuse a word that is not known.
+
+    Raises:
+        InputError: naming the key and the words that are.
+    """
+    if value not in known:
+        raise InputError(f"{key}={value!r}: must be one of {', '.join(known)}")
+
+
+def at_least(key: str, value: float, least: float) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        InputError: naming the key.
+    """
+    if not value >= least:
+        raise InputError(f"{key}={value}: must be at least {least}")
 
 
 @dataclass
@@ -23,6 +46,14 @@ class PolicyConfig:
     """`sinusoidal` or `linear`, of the standardised log-budget."""
     budget_width: int = 9
     """Width of the sinusoidal encoding: 1 + 2·frequencies."""
+
+    def __post_init__(self) -> None:
+        one_of("policy.head", self.head, HEADS)
+        one_of("policy.budget_encoding", self.budget_encoding, ("sinusoidal", "linear"))
+        for name in ("hidden", "layers", "budget_width"):
+            at_least(f"policy.{name}", getattr(self, name), 1)
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"policy.dropout={self.dropout}: must be in [0, 1)")
 
 
 @dataclass
@@ -51,6 +82,15 @@ class LossConfig:
     """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.1
     """τ at its end; it falls linearly."""
+
+    def __post_init__(self) -> None:
+        one_of("loss.objective", self.objective, ("exact", "sampled"))
+        one_of("loss.advantage", self.advantage, ADVANTAGES)
+        at_least("loss.group_size", self.group_size, 1)
+        for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
+            at_least(f"loss.{name}", getattr(self, name), 0)
+        if min(self.temperature_start, self.temperature_end) <= 0:
+            raise InputError("loss.temperature_start and loss.temperature_end must be positive")
 
 
 @dataclass
@@ -83,10 +123,8 @@ class OptimiserConfig:
     """Evaluations without a better validation utility after which GRPO stops; 0 never stops early."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("cosine", "constant"):
-            raise InputError(f"optimiser.schedule={self.schedule!r}: must be cosine or constant")
+        one_of("optimiser.schedule", self.schedule, ("cosine", "constant"))
         for name in ("contexts", "minibatch", "epochs", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"optimiser.{name}={getattr(self, name)}: must be at least 1")
-        if self.warmup_iterations < 0 or self.iterations < 0:
-            raise InputError("optimiser.warmup_iterations and optimiser.iterations must not be negative")
+            at_least(f"optimiser.{name}", getattr(self, name), 1)
+        for name in ("warmup_iterations", "iterations", "patience", "lr", "warmup_lr", "weight_decay"):
+            at_least(f"optimiser.{name}", getattr(self, name), 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
 from torch import nn
 from torchrl.collectors import Collector
@@ -31,6 +31,7 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.reward import RewardConfig
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses.actor import ActorLoss
 from knobwise.profiling.progress import progress
 
 
@@ -220,10 +221,10 @@ class Trainer:
 
     def _learn(self, data: TensorDictBase) -> dict[str, float]:
         """One iteration on freshly collected contexts, batch [P]."""
-        loss: nn.Module = self.rce if self.warming_up else self.grpo
+        loss: ActorLoss = self.rce if self.warming_up else self.grpo
         if self.warming_up:
             start, end = self.loss.temperature_start, self.loss.temperature_end
-            self.rce.temperature = start + (end - start) * self._share()  # type: ignore[assignment]
+            self.rce.temperature.fill_(start + (end - start) * self._share())
         # draws, old log-probs and new ones are all taken without dropout, so that the ratio is 1 at the first step
         self.controller.train(self.warming_up)
         for group in self.optimiser.param_groups:
@@ -240,7 +241,7 @@ class Trainer:
                 norm = nn.utils.clip_grad_norm_(self.controller.parameters(), self.settings.clip_grad)
                 self.optimiser.step()
                 outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
-        seen: TensorDict = TensorDict.stack(outputs).mean(0)  # type: ignore[misc]
+        seen: TensorDict = lazy_stack(outputs).mean(0)
         if self.loss.kl_band is not None and not self.warming_up:
             self.grpo.adapt_kl(float(seen["kl_to_ref"]), *self.loss.kl_band)
         if self.iteration % self.settings.evaluate_every:

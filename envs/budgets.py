@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,19 @@ def default_budgets(table: ProfileTable) -> Tensor:
     fastest = table.latency_ms.masked_fill(~table.mask, torch.inf).amin(1)
     floor = torch.quantile(fastest, FEASIBLE_SHARE, interpolation="higher")
     return _quantile(table.latency_ms[table.mask], quantiles).maximum(floor).clamp_min(LEAST_LATENCY_MS)
+
+
+def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None) -> Tensor:
+    """The budgets asked for, in ms, or else the default ones: float32 [B].
+
+    Raises:
+        InputError: no budget, or one that is not positive.
+    """
+    if budgets_ms is None:
+        return default_budgets(table)
+    if not budgets_ms or not min(budgets_ms) > 0:
+        raise InputError(f"budgets_ms={list(budgets_ms)}: at least one, all positive, in ms")
+    return torch.tensor(list(budgets_ms))
 
 
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:

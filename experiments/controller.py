@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import asdict
@@ -16,19 +17,20 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 from rich.console import Console
+from threadpoolctl import threadpool_limits
 
 from knobwise.agents.baselines import make_baselines
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.policy import Controller
 from knobwise.agents.trainer import Trainer
-from knobwise.envs.budgets import default_budgets
+from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.table import ProfileTable, Split
-from knobwise.experiments.report import print_results, write_report
+from knobwise.experiments.report import print_results, result_images, write_report
 from knobwise.experiments.results import results_of
 from knobwise.experiments.settings import TrainRun, read_profile
-from knobwise.experiments.tracking import Tracker
+from knobwise.experiments.tracking import Tracker, wandb_mode
 
 LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads")
 
@@ -47,50 +49,47 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
     """
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     torch.set_num_threads(config.threads)
-    if not config.seeds:
-        raise InputError("seeds=[]: at least one seed is needed")
+    wandb_mode(config.tracking)
     table = read_profile(config.profile)
     split = table.split(config.split.train, config.split.validation, config.split.seed)
-    budgets_ms = default_budgets(table) if config.budgets_ms is None else torch.tensor(config.budgets_ms)
+    budgets_ms = judged_budgets(table, config.budgets_ms)
+    trainers = _trainers(config, table, split)  # all of them first: what is wrong shows before anything is written
     console = Console(stderr=True)
     for note in table.notes:
         console.print(f"[dim]{table.name}: {note}[/dim]")
 
     folder, words = _claim(config, overrides), asdict(config)
     console.print(f"run: {folder}")
-    best = []
-    for seed in config.seeds:
-        trainer = _trainer(config, table, split, seed, folder)
-        resumed = trainer.resume(folder / "checkpoints" / f"seed{seed}" / "last.pt")
-        if not trainer.finished:
-            with Tracker(
-                folder,
-                name=folder.name,
-                experiment=config.experiment,
-                job_type="train",
-                config=words,
-                settings=config.tracking,
-                seed=seed,
-                tags=_tags(config),
-                profile_digest=table.digest,
-                # the checkpoint was written before this iteration's own rows were complete
-                resume_step=trainer.iteration - 1 if resumed else None,
-            ) as trainer.log:
-                trainer.run()
-        best.append(trainer.folder / "best.pt")  # type: ignore[operator]
-    controllers, scores = _keep_best(folder, best)
+    for trainer in trainers:
+        trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
+        resumed = trainer.resume(trainer.folder / "last.pt")
+        if trainer.finished:
+            continue
+        with Tracker(
+            folder,
+            name=folder.name,
+            experiment=config.experiment,
+            job_type="train",
+            config=words,
+            settings=config.tracking,
+            seed=trainer.seed,
+            tags=_tags(config),
+            profile_digest=table.digest,
+            # the checkpoint was written before the rows of its own iteration were complete
+            resume_step=trainer.iteration - 1 if resumed else None,
+        ) as trainer.log:
+            trainer.run()
+    controllers, scores = _keep_best(
+        folder, [folder / "checkpoints" / f"seed{seed}" / "best.pt" for seed in config.seeds]
+    )
 
     console.print("judging every policy on the test split …")
-    results = results_of(
-        table,
-        split.test,
-        budgets_ms,
-        trainer.env.rewards,
-        controllers,
-        config.seeds,
-        make_baselines(table, split, seed=config.seeds[0]),
-    )
+    with threadpool_limits(config.threads):
+        baselines = make_baselines(table, split, seed=config.seeds[0], budgets_ms=budgets_ms)
+        rewards = trainers[0].env.rewards
+        results = results_of(table, split.test, budgets_ms, rewards, controllers, config.seeds, baselines)
     results["experiment"], results["validation_utility"] = config.experiment, scores
+    results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
     with written_whole(folder / "results.json") as temporary:
         temporary.write_text(json.dumps(results, indent=1))
     report = write_report(folder)
@@ -104,26 +103,32 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
         tags=_tags(config),
         profile_digest=table.digest,
     ) as tracker:
-        tracker.log_results(results)
+        tracker.log_results(results, images=result_images(results))
     _point_latest(folder, Path(config.runs) / "latest")
     print_results(results, Console())
     print(f"report: {report}")
     return folder
 
 
-def _trainer(config: TrainRun, table: ProfileTable, split: Split, seed: int, folder: Path) -> Trainer:
-    return Trainer(
-        table,
-        split,
-        policy=config.policy,
-        loss=config.loss,
-        optimiser=config.optimiser,
-        budget=config.budget,
-        reward=config.reward,
-        seed=seed,
-        folder=folder / "checkpoints" / f"seed{seed}",
-        device=config.device,
-    )
+def _trainers(config: TrainRun, table: ProfileTable, split: Split) -> list[Trainer]:
+    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
+        raise InputError(f"seeds={config.seeds}: at least one seed is needed, and none twice")
+    if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not torch.cuda.is_available()):
+        raise InputError(f"device={config.device}: must be cpu, or cuda where torch finds it")
+    return [
+        Trainer(
+            table,
+            split,
+            policy=config.policy,
+            loss=config.loss,
+            optimiser=config.optimiser,
+            budget=config.budget,
+            reward=config.reward,
+            seed=seed,
+            device=config.device,
+        )
+        for seed in config.seeds
+    ]
 
 
 def _claim(config: TrainRun, overrides: list[str]) -> Path:

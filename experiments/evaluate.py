@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from threadpoolctl import threadpool_limits
 
-from knobwise.agents.baselines import make_baselines
+from knobwise.agents.baselines import BudgetAwareStatic, Oracle, make_baselines
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.envs.budgets import default_budgets
+from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.reward import RewardTable
@@ -45,10 +46,12 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         if "test_rows" not in loaded.extra:
             raise InputError(f"{config.checkpoint}: does not say which samples it was not trained on; use a best.pt")
         split = Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
-    budgets_ms = default_budgets(table) if config.budgets_ms is None else torch.tensor(config.budgets_ms)
-    baselines = make_baselines(table, split, seed=0)
-    if not config.baselines:
-        baselines = [b for b in baselines if b.name in ("budget_aware_static", "oracle")]
+    budgets_ms = judged_budgets(table, config.budgets_ms)
+    if config.baselines:
+        with threadpool_limits(config.threads):
+            baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
+    else:
+        baselines = [BudgetAwareStatic(table, split.train), Oracle(table, split.test)]
     rewards = RewardTable(table, config.reward)
     results = results_of(table, split.test, budgets_ms, rewards, [controller], [0], baselines)
     if config.json is not None:

@@ -52,13 +52,13 @@ def results_of(
         utility = torch.stack([j.utility for j in of_seeds])  # [S, n, B]
         for budget in [None, *range(len(budgets_ms))]:
             columns = slice(None) if budget is None else slice(budget, budget + 1)
-            of = [t[..., columns].double().mean(-1) for t in (utility, static, oracle)]
+            own, low, high = (t[..., columns].double().mean(-1) for t in (utility, static, oracle))
             row = _mean([j.row(budget) for j in of_seeds])
-            between = float(of[2].mean() - of[1].mean())
-            row["gap_closed"] = float(of[0].mean() - of[1].mean()) / between if between > 0 else 0.0
-            rows.append({"policy": name, **row, **bootstrap(*of), "decision_us_p50": decision[name]})
+            between = float(high.mean() - low.mean())
+            row["gap_closed"] = float(own.mean() - low.mean()) / between if between > 0 else 0.0
+            rows.append({"policy": name, **row, **bootstrap(own, low, high), "decision_us_p50": decision[name]})
             if len(of_seeds) > 1:
-                rows[-1]["utility_per_seed"] = of[0].mean(1).tolist()
+                rows[-1]["utility_per_seed"] = own.mean(1).tolist()
     return {
         "profile": {
             "name": table.name,
