@@ -31,7 +31,7 @@ QUICK = [
 ]
 
 
-@pytest.fixture()
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with a long table and its features, holes in the grid."""
     monkeypatch.chdir(tmp_path)
@@ -127,11 +127,19 @@ def test_a_second_run_does_not_overwrite_the_first(folder: Path) -> None:
 
 
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
-    words = [*TABLE, *QUICK, "seeds=[0]", "optimiser.iterations=240", "optimiser.epochs=4", "optimiser.patience=0"]
+    words = [
+        *TABLE,
+        *QUICK,
+        "seeds=[0]",
+        "optimiser.iterations=240",
+        "optimiser.epochs=4",
+        "optimiser.patience=0",
+        "name=k",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "knobwise", "train", *words]
     killed = subprocess.Popen([*command, "runs=killed"], env=environment, stderr=subprocess.DEVNULL)
-    last = folder / "killed" / "controller" / run_name(words) / "checkpoints" / "seed0" / "last.pt"
+    last = folder / "killed" / "controller" / "k" / "checkpoints" / "seed0" / "last.pt"
     limit = time.monotonic() + 120
     while time.monotonic() < limit and killed.poll() is None:
         if last.exists() and torch.load(last, weights_only=True)["extra"]["training"]["iteration"] >= 40:
@@ -198,3 +206,10 @@ def test_names_of_runs() -> None:
     assert run_name(["experiment=controller", "runs=x", "tracking.mode=offline"]) == "default"
     assert run_name(["policy=joint", "loss.group_size=16"]) == run_name(["loss.group_size=16", "policy=joint"])
     assert "/" not in run_name(["profile.path=/a/b.csv"])
+
+
+def test_the_experiment_file_is_launchable_by_itself(folder: Path) -> None:
+    file = Path(__file__).resolve().parents[1] / "experiments" / "controller.py"
+    command = [sys.executable, str(file), *TABLE, *QUICK, "seeds=[0]", "policy=joint"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (folder / "runs" / "latest" / "report.html").exists()

@@ -25,7 +25,7 @@ def blocks(guide: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / guide).read_text(), re.DOTALL)
 
 
-@pytest.fixture()
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with a profile in every form that the guides speak of."""
     monkeypatch.chdir(tmp_path)
