@@ -17,8 +17,8 @@ from knobwise.agents.policy import Controller
 from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
 from knobwise.agents.trainer import Trainer
 from knobwise.envs import RewardConfig, builtin_profile
-from knobwise.envs.bandit import ContextSampler
 from knobwise.envs.budgets import BudgetConfig
+from knobwise.envs.contexts import ContextSampler
 from knobwise.envs.reward import RewardTable
 from knobwise.losses.advantage import group_advantage
 from knobwise.losses.functional import clipped_surrogate

@@ -12,8 +12,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.envs.bandit import ContextSampler, check_profiled
 from knobwise.envs.budgets import BudgetConfig, BudgetEncoding
+from knobwise.envs.contexts import ContextSampler, check_profiled
 from knobwise.envs.reward import RewardConfig, RewardTable, utility
 from knobwise.envs.table import ProfileTable
 
@@ -107,9 +107,10 @@ class ConfigBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
     Episode end:
         After one step, always.
     Info:
-        After reset: `sample_id`, `budget_ms`, `mask` (bool [C]: which configurations were profiled for the sample; their
-        actions are `env.unwrapped.table.configurations[mask]`). After a step also `accuracy`, `latency_ms`, `violation`,
-        `configuration` (knob values by name), and the same four with the prefix `oracle_` for the best configuration.
+        After reset: `sample_id`, `budget_ms`, `mask` (bool [C]: which configurations were profiled for the sample;
+        their actions are `env.unwrapped.table.configurations[mask]`). After a step also `accuracy`, `latency_ms`,
+        `violation`, `configuration` (knob values by name), and the same four with the prefix `oracle_` for the best
+        configuration.
     Arguments:
         table: the profile; None for the built-in one. budget, reward: `BudgetConfig`, `RewardConfig`. rows: int64 [n],
         the samples to draw from; None for all. render_mode: None or "ansi".

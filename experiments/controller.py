@@ -59,7 +59,7 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
         console.print(f"[dim]{table.name}: {note}[/dim]")
 
     folder, words = _claim(config, overrides), asdict(config)
-    console.print(f"run: {folder}")
+    console.print(f"run: {folder}", soft_wrap=True)
     for trainer in trainers:
         trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
         resumed = trainer.resume(trainer.folder / "last.pt")

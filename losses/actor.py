@@ -21,6 +21,7 @@ class ActorLoss(LossModule):
 
     actor_network: ProbabilisticTensorDictSequential
     actor_network_params: TensorDictParams
+    target_actor_network_params: TensorDictParams
 
     def __init__(
         self, actor_network: ProbabilisticTensorDictSequential, *, reduction: str = "mean", functional: bool = True
@@ -42,6 +43,13 @@ class ActorLoss(LossModule):
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         self._in_keys = None
+
+    def reset_parameters_recursive(self) -> None:
+        """Draw the actor's parameters anew."""
+        if self.functional:
+            super().reset_parameters_recursive()
+        else:  # TorchRL looks only at modules that stand apart from their parameters
+            self.actor_network.reset_parameters_recursive()
 
     def _own_keys(self) -> list[NestedKey]:
         """The keys that the loss reads beside those of the actor."""

@@ -54,9 +54,9 @@ def entropy(log_probs: Tensor) -> Tensor:
 
 
 def kl_divergence(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """KL(p ‖ q) = Σ_c p_c (ln p_c − ln q_c), [*, C] → [*]; alternatives masked in p count 0."""
-    least = torch.finfo(log_probs.dtype).min
-    return (log_probs.exp() * (log_probs.clamp_min(least) - reference_log_probs.clamp_min(least))).sum(-1)
+    """KL(p ‖ q) = Σ_c p_c (ln p_c − ln q_c), [*, C] → [*]; alternatives masked in p count 0, in q alone ∞."""
+    log_ratio = (log_probs - reference_log_probs).masked_fill(log_probs == -torch.inf, 0.0)
+    return (log_probs.exp() * log_ratio).sum(-1)
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Tensor:

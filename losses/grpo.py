@@ -36,9 +36,9 @@ class GRPOLoss(ActorLoss):
         reduction: `mean`, `sum` or `none` over contexts.
         functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
 
-    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref`, whose sum is minimised; and for the eye, detached,
-    `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour policy), `clip_fraction`, `ESS` (share), `ratio_mean`,
-    `zero_advantage_fraction` (groups that teach nothing).
+    Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's log-probs are not
+    there), whose sum is minimised; and for the eye, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour
+    policy), `clip_fraction`, `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing).
 
     Examples:
         >>> import torch
@@ -120,9 +120,7 @@ class GRPOLoss(ActorLoss):
         sampled = self.objective == "sampled"
         own = [keys.action, keys.reward, keys.sample_log_prob]
         own = own if sampled else [keys.reward_per_configuration, keys.behaviour_log_probs]
-        if self.kl_to_ref_coeff > 0:
-            own.append(keys.reference_log_prob if sampled else keys.reference_log_probs)
-        return own
+        return [*own, keys.reference_log_prob if sampled else keys.reference_log_probs]
 
     @property
     def out_keys(self) -> list[str]:
@@ -148,7 +146,7 @@ class GRPOLoss(ActorLoss):
             old = tensordict.get(keys.sample_log_prob)
             reference = tensordict.get(keys.reference_log_prob, None)
             return log_prob, old, reference, tensordict.get(keys.reward), None, dist.entropy()
-        old = tensordict.get(keys.behaviour_log_probs)
+        old = tensordict.get(keys.behaviour_log_probs).detach()
         reference = tensordict.get(keys.reference_log_probs, None)
         # what is masked has weight 0; a finite number in its place keeps 0 · inf out of value and gradient
         masked = old == -torch.inf
@@ -173,7 +171,10 @@ class GRPOLoss(ActorLoss):
             reward, self.advantage, weight=weight, std_floor=self.advantage_std_floor, clip=self.advantage_clip
         )
         surrogate, cut = clipped_surrogate(log_prob, old, advantage, self.clip_epsilon)
-        kl = torch.zeros_like(log_prob) if reference is None else k3(log_prob, reference.detach())
+        if reference is None:
+            kl = torch.where(self.kl_to_ref_coeff > 0, torch.nan, 0.0).to(log_prob.dtype).expand_as(log_prob)
+        else:
+            kl = k3(log_prob, reference.detach())
         losses = {
             "loss_objective": -expectation(surrogate, weight),
             "loss_entropy": -self.entropy_coeff * entropy,
