@@ -14,9 +14,11 @@ import polars as pl
 import pytest
 import torch
 from helpers import small_table
+from tensordict import TensorDictBase
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.trainer import Trainer
 from knobwise.envs.exp_files import write_exp5_exp6
 from knobwise.envs.profiles import long_frame, read_long_table, write_features, write_long_table
 from knobwise.experiments.controller import run_name
@@ -213,3 +215,24 @@ def test_the_experiment_file_is_launchable_by_itself(folder: Path) -> None:
     command = [sys.executable, str(file), *TABLE, *QUICK, "seeds=[0]", "policy=joint"]
     subprocess.run(command, check=True, capture_output=True)
     assert (folder / "runs" / "latest" / "report.html").exists()
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]
+    with monkeypatch.context() as patch:
+        learn = Trainer._learn
+
+        def pressed(self: Trainer, data: TensorDictBase) -> dict[str, float]:
+            if self.iteration == 9:
+                raise KeyboardInterrupt
+            return learn(self, data)
+
+        patch.setattr(Trainer, "_learn", pressed)
+        assert main(words) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert main(words) == 0
+    assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
+    steps = pl.read_csv("runs/latest/metrics.csv").filter(pl.col("Val/Utility").is_not_null())["step"].to_list()
+    assert steps == [0, 4, 8, 12]

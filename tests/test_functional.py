@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from knobwise.losses.functional import (
+    clipped_surrogate,
+    effective_sample_size,
+    entropy,
+    expectation,
+    k3,
+    kl_divergence,
+    reward_weighted_cross_entropy,
+)
+
+INF = math.inf
+
+
+def log(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64).log()
+
+
+def random_log_probs(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).log_softmax(-1)
+
+
+def test_expectation_is_the_plain_or_the_weighted_mean() -> None:
+    values = torch.tensor([[1.0, 2.0, 6.0]])
+    assert expectation(values, None).tolist() == [3.0]
+    assert expectation(values, torch.tensor([[0.5, 0.5, 0.0]])).tolist() == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "cut"),
+    [
+        (1.1, 2.0, 2.2, False),  # inside, A > 0
+        (1.5, 2.0, 2.4, True),  # above, A > 0: clipped to 1.2 · 2
+        (0.5, 2.0, 1.0, False),  # below, A > 0: min keeps ρA, the gradient can bring it back
+        (0.9, -2.0, -1.8, False),  # inside, A < 0
+        (0.5, -2.0, -1.6, True),  # below, A < 0: clipped to 0.8 · −2
+        (1.5, -2.0, -3.0, False),  # above, A < 0: min keeps ρA
+        (1.5, 0.0, 0.0, False),  # nothing to cut
+    ],
+)
+def test_clipped_surrogate_by_hand(ratio: float, advantage: float, objective: float, cut: bool) -> None:
+    log_prob = log([0.2 * ratio]).requires_grad_()
+    value, was_cut = clipped_surrogate(log_prob, log([0.2]), torch.tensor([advantage], dtype=torch.float64), 0.2)
+    assert value.item() == pytest.approx(objective)
+    assert was_cut.tolist() == [cut]
+    value.sum().backward()
+    assert log_prob.grad is not None
+    assert log_prob.grad.item() == pytest.approx(0.0 if cut else ratio * advantage)
+
+
+def test_k3_is_never_negative_and_zero_at_equality() -> None:
+    p, q = random_log_probs(1000, 5), random_log_probs(1000, 5, seed=1)
+    assert (k3(p, q) >= 0).all()
+    assert (k3(p, p) == 0).all()
+    assert k3(log([0.5]), log([0.25])).item() == pytest.approx(0.5 - 1 + math.log(2))
+
+
+def test_k3_averages_to_the_kl_over_draws_of_the_policy() -> None:
+    p, q = random_log_probs(5), random_log_probs(5, seed=1)
+    draws = torch.multinomial(p.exp(), 400_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    assert k3(p, q)[draws].mean().item() == pytest.approx(kl_divergence(p, q).item(), rel=0.01)
+    assert expectation(k3(p, q), p.exp()).item() == pytest.approx(kl_divergence(p, q).item())
+
+
+def test_entropy_by_hand_and_masked_alternatives_count_nothing() -> None:
+    assert entropy(log([0.25] * 4)).item() == pytest.approx(math.log(4))
+    assert entropy(log([0.5, 0.5, 0.0])).item() == pytest.approx(math.log(2))
+    assert entropy(log([1.0, 0.0])).item() == 0
+
+
+def test_kl_by_hand() -> None:
+    wanted = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert kl_divergence(log([0.5, 0.5]), log([0.25, 0.75])).item() == pytest.approx(wanted)
+    assert kl_divergence(log([0.5, 0.5, 0.0]), log([0.25, 0.75, 0.0])).item() == pytest.approx(wanted)
+    assert kl_divergence(log([1.0, 0.0]), log([0.5, 0.5])).item() == pytest.approx(math.log(2))
+    assert kl_divergence(log([0.5, 0.5]), log([1.0, 0.0])).item() == INF
+
+
+@pytest.mark.parametrize("formula", [entropy, lambda x: kl_divergence(x, random_log_probs(4, seed=2))])
+def test_masked_alternatives_give_no_nan_gradient(formula) -> None:  # type: ignore[no-untyped-def]
+    logits = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mask = torch.tensor([True, False, True, True])
+    formula(logits.masked_fill(~mask, -INF).log_softmax(-1)).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert logits.grad[1] == 0
+    assert logits.grad.abs().sum() > 0
+
+
+def test_effective_sample_size_by_hand() -> None:
+    assert effective_sample_size(torch.zeros(2, 3)).item() == 1
+    # ρ = 1, 3: (mean 2)² / mean of squares 5
+    assert effective_sample_size(log([1.0, 3.0])).item() == pytest.approx(0.8)
+    # ρ = 2, ½ with weights ⅓, ⅔: (1)² / (4/3 + 1/6)
+    weight = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
+    assert effective_sample_size(log([2.0, 0.5]), weight).item() == pytest.approx(1 / 1.5)
+    assert effective_sample_size(torch.tensor([2000.0, 2000.0])).item() == 1  # no overflow
+
+
+def test_rce_by_hand() -> None:
+    # softmax([0, ln 3 · ½] / ½) = [¼, ¾]
+    rewards = torch.tensor([0.0, math.log(3) / 2], dtype=torch.float64)
+    found = reward_weighted_cross_entropy(log([0.5, 0.5]), rewards, 0.5)
+    assert found.item() == pytest.approx(math.log(2))
+    found = reward_weighted_cross_entropy(log([0.1, 0.9]), rewards, 0.5)
+    assert found.item() == pytest.approx(-(0.25 * math.log(0.1) + 0.75 * math.log(0.9)))
+
+
+def test_rce_leaves_masked_alternatives_out_whatever_stands_there() -> None:
+    mask = torch.tensor([True, True, False])
+    log_probs = torch.tensor([math.log(0.1), math.log(0.9), -INF], dtype=torch.float64, requires_grad=True)
+    wanted = -(0.25 * math.log(0.1) + 0.75 * math.log(0.9))
+    for nonsense in (math.nan, 1e9, 0.0):
+        rewards = torch.tensor([0.0, math.log(3) / 2, nonsense], dtype=torch.float64)
+        loss = reward_weighted_cross_entropy(log_probs, rewards, 0.5, mask)
+        assert loss.item() == pytest.approx(wanted)
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        assert gradient.tolist() == pytest.approx([-0.25, -0.75, 0.0])
+
+
+def test_rce_is_least_at_the_softmax_of_the_rewards() -> None:
+    rewards = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64)
+    best = (rewards / 0.4).log_softmax(-1)
+    others = random_log_probs(50, 3)
+    assert (
+        reward_weighted_cross_entropy(others, rewards, 0.4) > reward_weighted_cross_entropy(best, rewards, 0.4)
+    ).all()
+
+
+def test_gradcheck_of_the_whole_sampled_objective() -> None:
+    old, reference = random_log_probs(3, 4, seed=1), random_log_probs(3, 4, seed=2)
+    advantage = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    logits = old.detach() + 0.5 * random_log_probs(3, 4, seed=4)
+    ratio = (logits.log_softmax(-1) - old).exp()
+    assert ((ratio - 0.8).abs() > 1e-3).all()  # away from the kinks
+    assert ((ratio - 1.2).abs() > 1e-3).all()
+    assert clipped_surrogate(logits.log_softmax(-1), old, advantage, 0.2)[1].any()
+
+    def objective(logits: torch.Tensor) -> torch.Tensor:
+        log_probs = logits.log_softmax(-1)
+        surrogate, _ = clipped_surrogate(log_probs, old, advantage, 0.2)
+        return -surrogate.mean(-1) + 0.3 * k3(log_probs, reference).mean(-1) - 0.1 * entropy(log_probs)
+
+    assert torch.autograd.gradcheck(objective, logits.requires_grad_())
+
+
+def test_gradcheck_of_rce_and_kl_with_a_mask() -> None:
+    rewards = torch.tensor([[0.3, math.nan, 1.0, -2.0]], dtype=torch.float64)
+    mask, q = ~rewards.isnan(), random_log_probs(1, 4, seed=5)
+
+    def formulae(logits: torch.Tensor) -> torch.Tensor:
+        log_probs = logits.masked_fill(~mask, -INF).log_softmax(-1)
+        return reward_weighted_cross_entropy(log_probs, rewards, 0.5, mask) + kl_divergence(log_probs, q)
+
+    assert torch.autograd.gradcheck(formulae, random_log_probs(1, 4, seed=6).requires_grad_())
