@@ -40,7 +40,7 @@ class PolicyConfig:
     """Width of the hidden layers."""
     layers: int = 2
     """Number of hidden layers."""
-    dropout: float = 0.1
+    dropout: float = 0.5
     """Dropout in the hidden layers during the warm-up. Draws, log-probs and decisions are always taken without."""
     budget_encoding: str = "sinusoidal"
     """`sinusoidal` or `linear`, of the standardised log-budget."""
@@ -109,7 +109,7 @@ class OptimiserConfig:
     """Passes over the contexts of one iteration."""
     warmup_lr: float = 1e-3
     """Learning rate of AdamW in the warm-up."""
-    lr: float = 3e-4
+    lr: float = 1e-3
     """Learning rate of AdamW in GRPO."""
     schedule: str = "cosine"
     """`cosine` (to 0 over each stage, after a linear rise over its first 5 %) or `constant`."""

@@ -229,7 +229,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         "table": TableProfile,
     },
     "budget": {name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
-    "reward": {"utility": RewardConfig(kind="utility"), "shaped": RewardConfig(kind="shaped")},
+    "reward": {"utility": RewardConfig(kind="utility", miss=0.2), "shaped": RewardConfig(kind="shaped")},
     "policy": {name: PolicyConfig(head=name) for name in ("additive", "independent", "joint")},
     "loss": {name: LossConfig(objective=name) for name in ("exact", "sampled")},
     "optimiser": {"adamw": OptimiserConfig()},

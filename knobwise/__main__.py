@@ -122,7 +122,10 @@ def _profile(config: Any, words: list[str]) -> None:
         raise InputError(f"model={config.model!r}: knobwise can measure model=elastic")
     from knobwise.profiling.runner import profile_elastic
 
-    print(f"profile: {profile_elastic(config.out, config.elastic)}")
+    try:
+        print(f"profile: {profile_elastic(config.out, config.elastic)}")
+    except ValueError as error:
+        raise InputError(f"profile: {error}") from error
 
 
 def _help(verb: str, settings: Any) -> None:

@@ -1,0 +1,172 @@
+"""Scenes: grids of coloured handwritten digits with templated questions and answer token sequences.
+
+A scene has ``rows × columns`` cells of 8 × 8 pixels; a cell is blank or holds one image of scikit-learn's digits in one
+of four colours. Colours survive any down-scaling, digits do not: so which questions need image crops depends on the
+question *and* on the size of the grid, and both can be read off the features before a configuration is chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+CELL = 8  # pixels; the side of scikit-learn's digit images
+MAX_SIDE = 8  # cells
+ANSWER_TOKENS = MAX_SIDE + 1  # the longest answer is a row or a column, then <end>
+PROMPT_TOKENS = 6  # question word, up to four positions, <answer>
+
+COLOURS = {"red": (1.0, 0.15, 0.15), "green": (0.15, 1.0, 0.15), "blue": (0.15, 0.15, 1.0), "yellow": (1.0, 1.0, 0.15)}
+QUESTIONS = ("digit", "colour", "row", "column", "row_colours", "match", "sum", "compare", "largest")
+WORDS = (
+    "·", "<end>", "<answer>", *map(str, range(19)), "blank", *COLOURS, "first", "second", "same", "other",
+    *(f"{name}?" for name in QUESTIONS), *(f"r{i}" for i in range(MAX_SIDE)), *(f"c{i}" for i in range(MAX_SIDE)),
+)  # fmt: skip
+TOKEN = {word: i for i, word in enumerate(WORDS)}
+FILLER, END = TOKEN["·"], TOKEN["<end>"]
+_BLANK = 10  # the digit class of an empty cell
+_COLOUR_NAMES = tuple(COLOURS)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Digit images, split so that no image occurs on both sides: ``images`` [n, 8, 8] in 0–1, ``labels`` [n]."""
+
+    images: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """Scenes of one grid size, with one question each.
+
+    ``images`` [B, 3, 8·rows, 8·columns] in 0–1; ``digits`` [B, rows, columns] with 10 for blank; ``prompts`` [B, 6] and
+    ``answers`` [B, 9] token ids, answers closed by ``<end>`` and filled up with ``·``; ``questions`` [B] names.
+    """
+
+    images: NDArray[np.float32]
+    digits: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    answers: NDArray[np.int64]
+    questions: tuple[str, ...]
+
+
+@cache
+def load_digits(held_out: bool) -> Digits:
+    """One third of scikit-learn's 1,797 digit images is held out, by a fixed permutation."""
+    from sklearn.datasets import load_digits as read
+
+    bunch = read()
+    order = np.random.default_rng(20).permutation(len(bunch.target))
+    chosen = order[: len(order) // 3] if held_out else order[len(order) // 3 :]
+    return Digits((bunch.images[chosen] / 16).astype(np.float32), bunch.target[chosen].astype(np.int64))
+
+
+def draw_scenes(
+    rng: np.random.Generator, digits: Digits, rows: int, columns: int, questions: tuple[str, ...], augment: bool = False
+) -> Scenes:
+    """Draw one scene per entry of ``questions`` on a ``rows × columns`` grid.
+
+    ``augment`` shifts each digit by up to one pixel and varies its contrast (for training only).
+    """
+    if not (2 <= rows <= MAX_SIDE and 2 <= columns <= MAX_SIDE):
+        raise ValueError(f"a grid has 2 to {MAX_SIDE} rows and columns, not {rows} × {columns}")
+    shape = (len(questions), rows, columns)
+    pick = rng.integers(len(digits.labels), size=shape)
+    colour = rng.integers(len(COLOURS), size=shape)
+    blank = rng.random(shape) < 0.15
+    ink = digits.images[pick]
+    if augment:
+        ink = _augment(rng, ink)
+    ink = np.where(blank[..., None, None], 0, ink)  # [B, rows, columns, 8, 8]
+    palette = np.array(list(COLOURS.values()), np.float32)[colour]  # [B, rows, columns, 3]
+    images = np.einsum("brcyx,brcp->bprycx", ink, palette)
+    images = images.reshape(len(questions), 3, rows * CELL, columns * CELL).astype(np.float32)
+    labels = np.where(blank, _BLANK, digits.labels[pick])
+    prompts = np.full((len(questions), PROMPT_TOKENS), FILLER)
+    answers = np.full((len(questions), ANSWER_TOKENS), FILLER)
+    for i, question in enumerate(questions):
+        places, words = _ask(rng, question, labels[i], colour[i])
+        prompt = [TOKEN[f"{question}?"], *(TOKEN[p] for p in places)]
+        prompts[i, : len(prompt)] = prompt
+        prompts[i, -1] = TOKEN["<answer>"]
+        answer = [*(TOKEN[w] for w in words), END]
+        answers[i, : len(answer)] = answer
+    return Scenes(images, labels, prompts, answers, questions)
+
+
+def draw_samples(count: int, seed: int, held_out: bool = True) -> list[Scenes]:
+    """Draw ``count`` single-scene samples, sides and question types uniform; sample i depends on (seed, i) alone."""
+    digits = load_digits(held_out)
+    samples = []
+    for i in range(count):
+        rng = np.random.default_rng((seed, i))
+        rows, columns = (int(n) for n in rng.integers(2, MAX_SIDE + 1, size=2))
+        samples.append(draw_scenes(rng, digits, rows, columns, (str(rng.choice(QUESTIONS)),)))
+    return samples
+
+
+def soft_score(predicted: NDArray[np.integer], answer: NDArray[np.integer]) -> float:
+    """Share of right tokens, position by position, over the longer of the two sequences (``<end>`` not counted)."""
+    said, right = to_words(predicted), to_words(answer)
+    hits = sum(a == b for a, b in zip(said, right, strict=False))
+    return hits / max(len(said), len(right), 1)
+
+
+def to_words(tokens: NDArray[np.integer]) -> list[str]:
+    """The words up to ``<end>``."""
+    words = []
+    for token in tokens.tolist():
+        if token == END:
+            break
+        words.append(WORDS[token])
+    return words
+
+
+def _augment(rng: np.random.Generator, ink: NDArray[np.float32]) -> NDArray[np.float32]:
+    padded = np.pad(ink, [(0, 0)] * 3 + [(1, 1)] * 2)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (CELL, CELL), axis=(3, 4))
+    # most digits stay in the middle, as the held-out ones do
+    dy, dx = (rng.choice(3, size=ink.shape[:3], p=(0.15, 0.7, 0.15)) for _ in range(2))
+    a, b, c = np.ogrid[: ink.shape[0], : ink.shape[1], : ink.shape[2]]
+    contrast = rng.uniform(0.8, 1.1, size=(*ink.shape[:3], 1, 1)).astype(np.float32)
+    return np.asarray(np.clip(windows[a, b, c, dy, dx] * contrast, 0, 1))
+
+
+def _ask(
+    rng: np.random.Generator, question: str, labels: NDArray[np.int64], colour: NDArray[np.int64]
+) -> tuple[list[str], list[str]]:
+    """The places that the question names, and the words of its answer."""
+    rows, columns = labels.shape
+
+    def word(r: int, c: int, kind: str = "digit") -> str:
+        if labels[r, c] == _BLANK:
+            return "blank"
+        return str(labels[r, c]) if kind == "digit" else _COLOUR_NAMES[colour[r, c]]
+
+    r, c = int(rng.integers(rows)), int(rng.integers(columns))
+    if question in ("digit", "colour"):
+        return [f"r{r}", f"c{c}"], [word(r, c, question)]
+    if question == "row":
+        return [f"r{r}"], [word(r, j) for j in range(columns)]
+    if question == "row_colours":
+        return [f"r{r}"], [word(r, j, "colour") for j in range(columns)]
+    if question == "column":
+        return [f"c{c}"], [word(i, c) for i in range(rows)]
+    if question == "largest":
+        seen = [int(n) for n in labels[r] if n != _BLANK]
+        return [f"r{r}"], [str(max(seen)) if seen else "blank"]
+    if question not in ("match", "sum", "compare"):
+        raise ValueError(f"unknown question {question!r}; known: {', '.join(QUESTIONS)}")
+    # these show their work: the two cells first, a blank counting as nothing
+    r2, c2 = int(rng.integers(rows)), int(rng.integers(columns))
+    places = [f"r{r}", f"c{c}", f"r{r2}", f"c{c2}"]
+    if question == "match":
+        pair = [word(r, c, "colour"), word(r2, c2, "colour")]
+        return places, [*pair, "same" if pair[0] == pair[1] else "other"]
+    a, b = (0 if labels[i, j] == _BLANK else int(labels[i, j]) for i, j in ((r, c), (r2, c2)))
+    bigger = "same" if a == b else "first" if a > b else "second"
+    last = str(a + b) if question == "sum" else bigger
+    return places, [word(r, c), word(r2, c2), last]
