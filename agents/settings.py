@@ -40,7 +40,7 @@ class PolicyConfig:
     """Width of the hidden layers."""
     layers: int = 2
     """Number of hidden layers."""
-    dropout: float = 0.5
+    dropout: float = 0.6
     """Dropout in the hidden layers during the warm-up. Draws, log-probs and decisions are always taken without."""
     budget_encoding: str = "sinusoidal"
     """`sinusoidal` or `linear`, of the standardised log-budget."""
@@ -97,7 +97,7 @@ class LossConfig:
 class OptimiserConfig:
     """How it is minimised."""
 
-    warmup_iterations: int = 300
+    warmup_iterations: int = 600
     """Iterations of RCE before GRPO; 0 starts cold."""
     iterations: int = 300
     """Iterations of GRPO."""
@@ -107,7 +107,7 @@ class OptimiserConfig:
     """Contexts in each optimiser step."""
     epochs: int = 1
     """Passes over the contexts of one iteration."""
-    warmup_lr: float = 1e-3
+    warmup_lr: float = 2e-3
     """Learning rate of AdamW in the warm-up."""
     lr: float = 1e-3
     """Learning rate of AdamW in GRPO."""

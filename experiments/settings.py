@@ -274,6 +274,10 @@ def settings_of(config: DictConfig) -> Any:
         return OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise InputError(f"settings: {str(error).splitlines()[0]} ({error.full_key})") from error
+    except InputError:
+        raise
+    except ValueError as error:  # what the dataclasses themselves refuse
+        raise InputError(f"settings: {error}") from error
 
 
 def read_settings(verb: str, overrides: list[str]) -> Any:

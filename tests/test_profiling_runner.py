@@ -176,6 +176,6 @@ def test_claims_hold(tmp_path: Path) -> None:
 def test_the_command_names_what_is_not_the_default() -> None:
     assert command(ElasticProfileConfig()) == "knobwise profile model=elastic out=DIR"
     assert command(replace(CONFIG, size=ElasticSize())) == (
-        "knobwise profile model=elastic out=DIR samples=5 repeats=2 max_crops=[1,4] top_k=[1,2] "
-        "num_active_blocks=[3,4] training.steps=2 training.batch_size=4"
+        "knobwise profile model=elastic out=DIR elastic.samples=5 elastic.repeats=2 elastic.max_crops=[1,4] "
+        "elastic.top_k=[1,2] elastic.num_active_blocks=[3,4] elastic.training.steps=2 elastic.training.batch_size=4"
     )
