@@ -91,7 +91,7 @@ class TableProfile:
     format: str = "table"
     """Which reader."""
     path: str = MISSING
-    """CSV, Parquet or JSON lines."""
+    """CSV, Parquet or JSON lines; or a `.safetensors` that `ProfileTable.save` wrote, with all the rest inside."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     knobs: list[str] | None = None
@@ -116,7 +116,8 @@ def read_profile(config: Any) -> ProfileTable:
         return builtin_profile(config.accuracy)
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
     if isinstance(config, TableProfile):
-        return read_long_table(settings.pop("path"), **settings)
+        path = settings.pop("path")
+        return ProfileTable.load(path) if path.endswith(".safetensors") else read_long_table(path, **settings)
     from knobwise.envs.exp_files import read_core_exp, read_exp5_exp6
 
     return read_core_exp(**settings) if isinstance(config, CoreExpProfile) else read_exp5_exp6(**settings)

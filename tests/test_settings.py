@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import small_table
 
 from knobwise.envs.errors import InputError
 from knobwise.experiments.settings import (
@@ -16,6 +17,7 @@ from knobwise.experiments.settings import (
     TrainRun,
     field_docs,
     help_lines,
+    read_profile,
     read_settings,
 )
 
@@ -103,6 +105,13 @@ def test_help_shows_the_defaults_that_hold() -> None:
     shown = {key: default for key, default, _ in help_lines("train")}
     assert shown["reward.kind"] == "utility"
     assert shown["profile"] == "builtin"
+
+
+def test_a_saved_table_is_a_profile_too(tmp_path: Path) -> None:
+    table = small_table(20)
+    table.save(tmp_path / "t.safetensors")
+    settings = read_settings("inspect", ["profile=table", f"profile.path={tmp_path / 't.safetensors'}"])
+    assert read_profile(settings.profile).digest == table.digest
 
 
 def test_conf_is_beside_the_code() -> None:
