@@ -127,9 +127,11 @@ def bootstrap(policy: Tensor, static: Tensor, best: Tensor, draws: int = 2000, s
     runs = torch.from_numpy(generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds)
     mean_policy = ((samples @ policy.double().T) * runs).sum(1)
     mean_static, mean_best = samples @ static.double(), samples @ best.double()
-    gap = (mean_policy - mean_static) / (mean_best - mean_static).clamp_min(1e-12)
+    between = mean_best - mean_static
+    # with very few samples a draw may hold none where choosing could gain; it says nothing about the share gained
+    gap = torch.where(between > 1e-9, (mean_policy - mean_static) / between, torch.nan)
     shares = torch.tensor([0.025, 0.975], dtype=torch.float64)
     return {
         "utility_ci95": mean_policy.quantile(shares).tolist(),
-        "gap_closed_ci95": gap.quantile(shares).tolist(),
+        "gap_closed_ci95": gap.nanquantile(shares).nan_to_num().tolist(),
     }

@@ -84,3 +84,12 @@ def test_bootstrap_takes_the_seeds_into_account() -> None:
     assert high > 0.65
     low, high = bootstrap(torch.full((3, 50), 0.5), static, best)["gap_closed_ci95"]
     assert (low, high) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_where_nothing_can_be_gained_nothing_was_closed() -> None:
+    static = torch.rand(20)
+    assert bootstrap(static.expand(2, 20), static, static)["gap_closed_ci95"] == [0, 0]
+    best = static.clone()
+    best[0] += 0.5  # in about a third of the draws the one sample with a gain is missing
+    low, high = bootstrap(best.expand(1, 20), static, best)["gap_closed_ci95"]
+    assert (low, high) == (pytest.approx(1), pytest.approx(1))
