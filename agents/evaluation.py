@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,23 +57,37 @@ class Judged:
             "Latency_Std": float(self.latency_ms.std()),
             "Budget_Violation_Rate": float((~self.met).float().mean()),
             "Utility": float(self.utility.mean()),
-            "Satisfaction_Feasible": float(self.met[self.feasible].float().mean()),
+            "Satisfaction_Feasible": float(self.met[self.feasible].float().mean()) if self.feasible.any() else 1.0,
         }
 
     def row(self, budget: int | None) -> dict[str, Any]:
-        """One row of `results.json` without intervals: budget number b, or None for the mean over budgets."""
-        columns = slice(None) if budget is None else slice(budget, budget + 1)
-        met, feasible = self.met[:, columns].double(), self.feasible[:, columns]
+        """One row of `results.json` without intervals: budget number b, or None for the mean over budgets.
+
+        `satisfaction_feasible` is None where no sample has a configuration that meets the budget.
+        """
+        if budget is None:
+            return mean_row([self.row(b) for b in range(len(self.budgets_ms))]) | {"budget_ms": None}
+        met, feasible = self.met[:, budget].double(), self.feasible[:, budget]
+        latency = self.latency_ms[:, budget].double()
         return {
-            "budget_ms": None if budget is None else float(self.budgets_ms[budget]),
-            "accuracy": float(self.accuracy[:, columns].double().mean()),
-            "latency_ms_mean": float(self.latency_ms[:, columns].double().mean()),
-            "latency_ms_p95": float(self.latency_ms[:, columns].double().quantile(0.95)),
+            "budget_ms": float(self.budgets_ms[budget]),
+            "accuracy": float(self.accuracy[:, budget].double().mean()),
+            "latency_ms_mean": float(latency.mean()),
+            "latency_ms_p95": float(latency.quantile(0.95)),
             "satisfaction": float(met.mean()),
-            "satisfaction_feasible": float(met[feasible].mean()) if feasible.any() else 1.0,
-            "utility": float(self.utility[:, columns].double().mean()),
-            "reward": float(self.reward[:, columns].double().mean()),
+            "satisfaction_feasible": float(met[feasible].mean()) if feasible.any() else None,
+            "utility": float(self.utility[:, budget].double().mean()),
+            "reward": float(self.reward[:, budget].double().mean()),
         }
+
+
+def mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of each number over rows (of budgets, of seeds); None does not count, and all None gives None."""
+    means = {}
+    for key in rows[0]:
+        known = [row[key] for row in rows if row[key] is not None]
+        means[key] = sum(known) / len(known) if known else None
+    return means
 
 
 def judge(chooser: Chooses, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, rewards: RewardTable) -> Judged:

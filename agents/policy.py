@@ -146,9 +146,10 @@ class Controller(nn.Module):
     @torch.no_grad()
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         """Greedy decisions: feature blocks [n, d], budgets [n] in ms, mask bool [n, C] → configurations int64 [n]."""
-        training = self.training
+        training, device = self.training, self.configurations.device
         self.eval()
-        log_probs = self(self.features(features, len(budgets_ms)), budgets_ms, mask)
+        normal = self.features({name: block.to(device) for name, block in features.items()}, len(budgets_ms))
+        log_probs = self(normal, budgets_ms.to(device), None if mask is None else mask.to(device))
         self.train(training)
         return log_probs.argmax(-1)
 
@@ -179,9 +180,11 @@ class _FromRows(nn.Module):
     def __init__(self, controller: Controller, table: ProfileTable) -> None:
         super().__init__()
         self.controller = controller
-        features = controller.features(table.features, table.num_samples)
+        device = controller.configurations.device
+        blocks = {name: block.to(device) for name, block in table.features.items()}
+        features = controller.features(blocks, table.num_samples)
         self.register_buffer("all_features", features, persistent=False)
-        self.register_buffer("mask", table.mask, persistent=False)
+        self.register_buffer("mask", table.mask.to(device), persistent=False)
         self.complete = bool(table.mask.all())
 
     def forward(self, row: Tensor, budget_ms: Tensor) -> Tensor:

@@ -20,6 +20,16 @@ def one_of(key: str, value: str, known: Collection[str]) -> None:
         raise InputError(f"{key}={value!r}: must be one of {', '.join(known)}")
 
 
+def positive(key: str, value: float) -> None:
+    """Refuse a number that is not above 0.
+
+    Raises:
+        InputError: naming the key.
+    """
+    if not value > 0:
+        raise InputError(f"{key}={value}: must be positive")
+
+
 def at_least(key: str, value: float, least: float) -> None:
     """Refuse a number that is too small.
 
@@ -89,8 +99,10 @@ class LossConfig:
         at_least("loss.group_size", self.group_size, 1)
         for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
             at_least(f"loss.{name}", getattr(self, name), 0)
-        if min(self.temperature_start, self.temperature_end) <= 0:
-            raise InputError("loss.temperature_start and loss.temperature_end must be positive")
+        for name in ("temperature_start", "temperature_end", "advantage_std_floor", "advantage_clip"):
+            positive(f"loss.{name}", getattr(self, name))
+        if self.kl_band is not None and not 0 <= self.kl_band[0] <= self.kl_band[1]:
+            raise InputError(f"loss.kl_band={list(self.kl_band)}: must be [low, high] with 0 ≤ low ≤ high")
 
 
 @dataclass
@@ -112,7 +124,7 @@ class OptimiserConfig:
     lr: float = 1e-3
     """Learning rate of AdamW in GRPO."""
     schedule: str = "cosine"
-    """`cosine` (to 0 over each stage, after a linear rise over its first 5 %) or `constant`."""
+    """`cosine` (to 0 over each stage, after a linear rise over its first 4 %) or `constant`."""
     weight_decay: float = 0.01
     """Weight decay of AdamW, in both stages."""
     clip_grad: float = 1.0
@@ -128,3 +140,4 @@ class OptimiserConfig:
             at_least(f"optimiser.{name}", getattr(self, name), 1)
         for name in ("warmup_iterations", "iterations", "patience", "lr", "warmup_lr", "weight_decay"):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
+        positive("optimiser.clip_grad", self.clip_grad)

@@ -8,15 +8,17 @@ are those of the moment of collection: the policy is never further from its own 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
-from torch import nn
+from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
@@ -45,13 +47,13 @@ class _Behaviour(TensorDictModuleBase):
     """The collection policy in one module: draws, and what the loss needs to know of the moment of drawing."""
 
     def __init__(
-        self, actor: ProbabilisticTensorDictSequential, reference: ProbabilisticTensorDictSequential, uses: set[str]
+        self, actor: ProbabilisticTensorDictSequential, reference: ProbabilisticTensorDictSequential, objective: str
     ) -> None:
         super().__init__()
         self.in_keys = actor.in_keys
         self.out_keys = ["action"]
         self.actor, self.reference = actor, reference
-        self._uses = uses
+        self.objective = objective
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -59,15 +61,12 @@ class _Behaviour(TensorDictModuleBase):
         dist: ConfigurationCategorical = self.actor.get_dist(tensordict)
         index = dist.sample_index()
         tensordict["action"] = dist.configurations[index]
-        reference = self.reference.get_dist(tensordict).log_probs if "reference" in self._uses else None
-        if "exact" in self._uses:
-            tensordict["behaviour_log_probs"] = dist.log_probs
-            if reference is not None:
-                tensordict["reference_log_probs"] = reference
+        reference = self.reference.get_dist(tensordict).log_probs
+        if self.objective == "exact":
+            tensordict["behaviour_log_probs"], tensordict["reference_log_probs"] = dist.log_probs, reference
         else:
             tensordict["action_log_prob"] = dist.log_prob_of_index(index)
-            if reference is not None:
-                tensordict["reference_log_prob"] = reference.gather(-1, index)
+            tensordict["reference_log_prob"] = reference.gather(-1, index)
         return tensordict
 
 
@@ -78,6 +77,7 @@ class Trainer:
         table: the profile.
         split: fit on `train`, choose on `validation`; `test` is not looked at.
         policy, loss, optimiser, budget, reward: the settings.
+        budgets_ms: float [B], what is judged on validation; None for the default budgets.
         seed: of initialisation, contexts, draws.
         folder: where `best.pt` and `last.pt` go; None keeps nothing.
         log: where metrics go; None for nowhere.
@@ -92,6 +92,7 @@ class Trainer:
         policy: PolicyConfig | None = None,
         loss: LossConfig | None = None,
         optimiser: OptimiserConfig | None = None,
+        budgets_ms: Tensor | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | None = None,
         seed: int = 0,
@@ -102,10 +103,24 @@ class Trainer:
         self.table, self.split, self.seed, self.folder, self.log = table, split, seed, folder, log
         self.policy, self.loss = policy or PolicyConfig(), loss or LossConfig()
         self.settings, self.device = optimiser or OptimiserConfig(), torch.device(device)
-        with torch.random.fork_rng(devices=[]):
+        self.budgets = default_budgets(table) if budgets_ms is None else budgets_ms
+        with self._own_random():
             torch.manual_seed(seed)
             self._set_up(budget, reward)
-            self._random = torch.get_rng_state()
+            self._random = self._random_state()
+
+    def _own_random(self) -> AbstractContextManager[None]:
+        """Draws, dropout and minibatches come from torch's generators, which we borrow and give back as they were."""
+        return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
+
+    def _random_state(self) -> list[Tensor]:
+        on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_gpu]
+
+    @functools.cached_property
+    def seen(self) -> list[str]:
+        """Fingerprints of the samples that were fitted or chosen on."""
+        return self.table.fingerprints(torch.cat([self.split.train, self.split.validation]))
 
     def _set_up(self, budget: BudgetConfig | None, reward: RewardConfig | None) -> None:
         table, split = self.table, self.split
@@ -125,8 +140,6 @@ class Trainer:
             advantage_clip=self.loss.advantage_clip,
             functional=False,
         ).to(self.device)
-        uses_reference = self.loss.kl_to_ref_coeff > 0 or self.loss.kl_band is not None
-        collects = {self.loss.objective, *(["reference"] if uses_reference else [])}
         self.env = ConfigBandit(
             table,
             batch_size=self.settings.contexts,
@@ -144,10 +157,9 @@ class Trainer:
             sampler=SamplerWithoutReplacement(),
             batch_size=min(self.settings.minibatch, self.settings.contexts),
         )
-        self.budgets = default_budgets(table)
         self.collector = Collector(
             self.env,
-            _Behaviour(self.actor, make_actor(self.reference, table).to(self.device), collects),
+            _Behaviour(self.actor, make_actor(self.reference, table).to(self.device), self.loss.objective),
             frames_per_batch=self.settings.contexts,
             total_frames=-1,
             reset_at_each_iter=True,
@@ -198,9 +210,10 @@ class Trainer:
     def run(self) -> Controller:
         """Train to the end, or until validation utility has stopped rising; gives the best controller, in eval mode."""
         stream = iter(self.collector)
-        # draws, dropout and minibatches come from torch's own generator, which we borrow and give back as it was
-        with torch.random.fork_rng(devices=[]), progress(f"seed {self.seed}", self.total, self.iteration) as tick:
-            torch.set_rng_state(self._random)
+        with self._own_random(), progress(f"seed {self.seed}", self.total, self.iteration) as tick:
+            torch.set_rng_state(self._random[0])
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(self._random[1], self.device)
             while not self.finished:
                 self.finished = self.iteration == self.total
                 if self.finished or self.iteration % self.settings.evaluate_every == 0:
@@ -280,16 +293,30 @@ class Trainer:
         since = self.iteration - max(self.best["iteration"], self.settings.warmup_iterations)
         self.finished |= 0 < self.settings.patience * self.settings.evaluate_every <= since
         if self.log is not None:
-            self.log.log({f"Val/{name}": value for name, value in judged.metrics().items()}, self.iteration)
+            metrics = judged.metrics() | {"Loss": self._validation_loss()}
+            self.log.log({f"Val/{name}": value for name, value in metrics.items()}, self.iteration)
         if self.folder is not None:
             self._save(self.folder)
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        """−E_π[reward] of the policy's own distribution, not of its greedy decisions: what GRPO minimises, without
+        baseline, clip and KL. Mean over the validation samples and the judged budgets."""
+        rows, losses = self.split.validation, []
+        self.controller.eval()
+        for budget in self.budgets:
+            contexts = {"row": rows, "budget_ms": budget.expand(len(rows))}
+            dist = self.actor.get_dist(TensorDict(contexts, [len(rows)], device=self.device))
+            reward = self.env.rewards.all(rows, contexts["budget_ms"]).nan_to_num().to(self.device)
+            losses.append(-(dist.log_probs.exp() * reward).sum(-1).mean())
+        return float(torch.stack(losses).mean())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save(self, folder: Path) -> None:
         if self.best["iteration"] == self.iteration:
-            parts = {f"{part}_rows": rows for part, rows in self.split._asdict().items()}
-            extra = {"validation_utility": self.best["utility"], **parts}
+            extra = {"validation_utility": self.best["utility"], "seen": self.seen}
+            extra |= {f"{part}_rows": rows for part, rows in self.split._asdict().items()}
             save_checkpoint(folder / "best.pt", self.controller, self.table, extra)
         state = {
             "iteration": self.iteration,
@@ -299,7 +326,7 @@ class Trainer:
             "optimiser": self.optimiser.state_dict(),
             "kl_to_ref_coeff": float(self.grpo.kl_to_ref_coeff),
             "contexts": self.env.contexts.generator.get_state(),
-            "random": torch.get_rng_state(),
+            "random": self._random_state(),
         }
         save_checkpoint(folder / "last.pt", self.controller, self.table, {"training": state})
 

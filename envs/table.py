@@ -136,6 +136,7 @@ class ProfileTable:
             ((profiled_accuracy < 0) | (profiled_accuracy > 1), "accuracy outside [0, 1]"),
             (~self.mask.any(1), "samples without any profiled configuration"),
             (~self.mask.any(0), "configurations without any profiled sample"),
+            (~self.mask & ~(self.accuracy.isnan() & self.latency_ms.isnan()), "cells not profiled that are not NaN"),
         ]
         for bad, what in problems:
             if bad.any():
@@ -192,7 +193,7 @@ class ProfileTable:
         """`sha256:…` of the content (measurements, features, names), whatever file it came from."""
         sha = hashlib.sha256()
         names = [[k.name, list(k.values)] for k in self.knobs]
-        text = [names, self.sample_ids, self.dataset_names, self.image_ids, self.parts, list(self.features)]
+        text = [names, self.sample_ids, self.datasets, self.image_ids, self.parts, list(self.features)]
         sha.update(json.dumps(text).encode())
         for tensor in (self.configurations, self.mask, self.accuracy, self.latency_ms, *self.features.values()):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
@@ -220,6 +221,15 @@ class ProfileTable:
                     f"profile {self.name!r} fixes its split, but no sample is in: {', '.join(missing)}. Name the parts "
                     "train, validation and test, or leave the column `split` out"
                 )
+            parts_of: dict[tuple[str, str], set[str]] = {}
+            for unit, part in zip(self._units, self.parts, strict=True):
+                parts_of.setdefault(unit, set()).add(part)
+            torn = [unit for unit, parts in parts_of.items() if len(parts) > 1]
+            if torn:
+                raise InputError(
+                    f"profile {self.name!r}: {len(torn)} images stand in several parts of its split (the first: "
+                    f"{torn[0][1]!r}); give all samples of an image the same `split`"
+                )
             return fixed
         place, count = self._shuffled(torch.arange(self.num_samples), seed)
         first, second = round(train * count), round((train + validation) * count)
@@ -231,9 +241,22 @@ class ProfileTable:
         parts = [(place < first), (place >= first) & (place < second), place >= second]
         return Split(*(part.nonzero().squeeze(1) for part in parts))
 
+    @property
+    def _units(self) -> list[tuple[str, str]]:
+        """What must not be split apart: the (data set, image) of each sample, or (data set, sample)."""
+        return list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
+
+    def fingerprints(self, rows: Tensor) -> list[str]:
+        """One short text for each of these samples (int64 [n]) by which the same input is known again in another
+        table: a hash of its features, or without features its data set and id."""
+        if not self.features:
+            return [f"{self.datasets[row] if self.datasets else ''}/{self.sample_ids[row]}" for row in rows.tolist()]
+        joined = torch.cat([block[rows] for block in self.features.values()], 1).contiguous().numpy()
+        return [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined]
+
     def _shuffled(self, rows: Tensor, seed: int) -> tuple[Tensor, int]:
         """The place of each row's image (or sample) in a random order, int64 [len(rows)], and how many there are."""
-        units = list(zip(self.dataset_names, self.image_ids or self.sample_ids, strict=True))
+        units = self._units
         numbers: dict[tuple[str, str], int] = {}
         unit_of_row = torch.tensor([numbers.setdefault(units[row], len(numbers)) for row in rows.tolist()])
         place = torch.empty(len(numbers), dtype=torch.int64)
@@ -243,7 +266,7 @@ class ProfileTable:
     # -- on disk -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write one `.safetensors` file. `load` maps it into memory: a large table costs nothing until it is read."""
+        """Write one `.safetensors` file, which `load` maps into memory instead of copying it there."""
         head = {
             "format": "knobwise.ProfileTable/1",
             "name": self.name,

@@ -5,12 +5,15 @@ Launch it as `python experiments/controller.py key=value …` or `knobwise train
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,10 +21,12 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from threadpoolctl import threadpool_limits
+from torch import Tensor
 
 from knobwise.agents.baselines import make_baselines
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.policy import Controller
+from knobwise.agents.settings import at_least
 from knobwise.agents.trainer import Trainer
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
@@ -32,6 +37,8 @@ from knobwise.experiments.results import results_of
 from knobwise.experiments.settings import TrainRun, read_profile
 from knobwise.experiments.tracking import Tracker, wandb_mode
 
+UNFINISHED = ".unfinished"
+"""Stands in a run's folder, locked, until its last step is done."""
 LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads")
 
 
@@ -48,69 +55,78 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
         InputError: settings or files that cannot be used; nothing has been written then.
     """
     logging.getLogger("torchrl").setLevel(logging.WARNING)
+    at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
     wandb_mode(config.tracking)
+    latest = Path(config.runs) / "latest"
+    if latest.exists() and not latest.is_symlink():
+        raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
     table = read_profile(config.profile)
     split = table.split(config.split.train, config.split.validation, config.split.seed)
     budgets_ms = judged_budgets(table, config.budgets_ms)
-    trainers = _trainers(config, table, split)  # all of them first: what is wrong shows before anything is written
+    # all trainers before the first is run: what is wrong shows before anything is written
+    trainers = _trainers(config, table, split, budgets_ms)
     console = Console(stderr=True)
     for note in table.notes:
         console.print(f"[dim]{table.name}: {note}[/dim]")
 
-    folder, words = _claim(config, overrides), asdict(config)
-    console.print(f"run: {folder}", soft_wrap=True)
-    for trainer in trainers:
-        trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
-        resumed = trainer.resume(trainer.folder / "last.pt")
-        if trainer.finished:
-            continue
-        with Tracker(
-            folder,
-            name=folder.name,
-            experiment=config.experiment,
-            job_type="train",
-            config=words,
-            settings=config.tracking,
-            seed=trainer.seed,
-            tags=_tags(config),
-            profile_digest=table.digest,
-            # the checkpoint was written before the rows of its own iteration were complete
-            resume_step=trainer.iteration - 1 if resumed else None,
-        ) as trainer.log:
-            trainer.run()
-    controllers, scores = _keep_best(
-        folder, [folder / "checkpoints" / f"seed{seed}" / "best.pt" for seed in config.seeds]
-    )
-
-    console.print("judging every policy on the test split …")
-    with threadpool_limits(config.threads):
-        baselines = make_baselines(table, split, seed=config.seeds[0], budgets_ms=budgets_ms)
-        rewards = trainers[0].env.rewards
-        results = results_of(table, split.test, budgets_ms, rewards, controllers, config.seeds, baselines)
-    results["experiment"], results["validation_utility"] = config.experiment, scores
-    results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
-    with written_whole(folder / "results.json") as temporary:
-        temporary.write_text(json.dumps(results, indent=1))
-    report = write_report(folder)
-    with Tracker(
-        folder,
-        name=folder.name,
-        experiment=config.experiment,
-        job_type="evaluate",
-        config=words,
-        settings=config.tracking,
-        tags=_tags(config),
-        profile_digest=table.digest,
-    ) as tracker:
-        tracker.log_results(results, images=result_images(results))
-    _point_latest(folder, Path(config.runs) / "latest")
+    with _claim(config, overrides) as folder:
+        console.print(f"run: {folder}", soft_wrap=True)
+        _train(config, table, trainers, folder)
+        controllers, scores = _keep_best(folder, config.seeds)
+        console.print("judging every policy on the test split …")
+        with threadpool_limits(config.threads):
+            baselines = make_baselines(table, split, seed=config.seeds[0], budgets_ms=budgets_ms)
+            rewards = trainers[0].env.rewards
+            results = results_of(table, split.test, budgets_ms, rewards, controllers, config.seeds, baselines)
+        results["experiment"], results["validation_utility"] = config.experiment, scores
+        results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
+        with written_whole(folder / "results.json") as temporary:
+            temporary.write_text(json.dumps(results, indent=1))
+        report = write_report(folder)
+        with _tracker(config, table, folder, "evaluate") as tracker:
+            tracker.log_results(results, images=result_images(results))
+        _point_latest(folder, latest)
     print_results(results, Console())
     print(f"report: {report}")
     return folder
 
 
-def _trainers(config: TrainRun, table: ProfileTable, split: Split) -> list[Trainer]:
+def _train(config: TrainRun, table: ProfileTable, trainers: list[Trainer], folder: Path) -> None:
+    """Train every seed that is not finished, from its last checkpoint where there is one."""
+    for trainer in trainers:
+        trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
+        resumed = trainer.resume(trainer.folder / "last.pt")
+        if not trainer.finished:
+            # the checkpoint was written before the rows of its own iteration were complete
+            step = trainer.iteration - 1 if resumed else None
+            with _tracker(config, table, folder, "train", trainer.seed, step) as trainer.log:
+                trainer.run()
+
+
+def _tracker(
+    config: TrainRun,
+    table: ProfileTable,
+    folder: Path,
+    job_type: str,
+    seed: int | None = None,
+    resume_step: int | None = None,
+) -> Tracker:
+    return Tracker(
+        folder,
+        name=folder.name,
+        experiment=config.experiment,
+        job_type=job_type,
+        config=asdict(config),
+        settings=config.tracking,
+        seed=seed,
+        tags=[config.policy.head, config.loss.objective, f"reward-{config.reward.kind}"],
+        profile_digest=table.digest,
+        resume_step=resume_step,
+    )
+
+
+def _trainers(config: TrainRun, table: ProfileTable, split: Split, budgets_ms: Tensor) -> list[Trainer]:
     if not config.seeds or len(set(config.seeds)) < len(config.seeds):
         raise InputError(f"seeds={config.seeds}: at least one seed is needed, and none twice")
     if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not torch.cuda.is_available()):
@@ -122,6 +138,7 @@ def _trainers(config: TrainRun, table: ProfileTable, split: Split) -> list[Train
             policy=config.policy,
             loss=config.loss,
             optimiser=config.optimiser,
+            budgets_ms=budgets_ms,
             budget=config.budget,
             reward=config.reward,
             seed=seed,
@@ -131,21 +148,32 @@ def _trainers(config: TrainRun, table: ProfileTable, split: Split) -> list[Train
     ]
 
 
-def _claim(config: TrainRun, overrides: list[str]) -> Path:
-    """The folder of this run: a new one, or that of the same run where it was stopped before its end."""
+@contextlib.contextmanager
+def _claim(config: TrainRun, overrides: list[str]) -> Iterator[Path]:
+    """The folder of this run, new or that of the same run where it was stopped; ours alone until the block ends.
+
+    Raises:
+        InputError: another process is at work in it.
+    """
     name = config.name or run_name(overrides)
     words = OmegaConf.to_yaml(asdict(config))
     folder, number = Path(config.runs) / config.experiment / name, 1
     while folder.exists():
         saved = folder / "config.yaml"
-        unfinished = saved.exists() and not (folder / "results.json").exists()
-        if unfinished and saved.read_text() == words:
-            return folder
+        if (folder / UNFINISHED).exists() and (not saved.exists() or saved.read_text() == words):
+            break
         number += 1
         folder = Path(config.runs) / config.experiment / f"{name}-{number}"
-    with written_whole(folder / "config.yaml") as temporary:
-        temporary.write_text(words)
-    return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / UNFINISHED).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder}: another process is training this run; give yours another name=…") from None
+        with written_whole(folder / "config.yaml") as temporary:
+            temporary.write_text(words)
+        yield folder
+        (folder / UNFINISHED).unlink()
 
 
 def run_name(overrides: list[str]) -> str:
@@ -155,12 +183,9 @@ def run_name(overrides: list[str]) -> str:
     return name[:120] or "default"
 
 
-def _tags(config: TrainRun) -> list[str]:
-    return [config.policy.head, config.loss.objective, f"reward-{config.reward.kind}"]
-
-
-def _keep_best(folder: Path, paths: list[Path]) -> tuple[list[Controller], list[float]]:
+def _keep_best(folder: Path, seeds: list[int]) -> tuple[list[Controller], list[float]]:
     """Load every seed's best controller; the best of them on validation becomes the run's `best.pt`."""
+    paths = [folder / "checkpoints" / f"seed{seed}" / "best.pt" for seed in seeds]
     loaded = [load_checkpoint(path) for path in paths]
     scores = [float(one.extra["validation_utility"]) for one in loaded]
     winner = paths[scores.index(max(scores))]

@@ -12,6 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from knobwise.agents.baselines import BudgetAwareStatic, Oracle, make_baselines
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.settings import at_least
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
@@ -27,11 +28,13 @@ def run(config: EvaluateRun) -> dict[str, Any]:
 
     On the profile that the controller was trained on (same digest) the test samples are those kept from it in training,
     and the baselines are fitted on what it was fitted on. On another profile with the same configurations a split is
-    made anew; the controller has seen none of its samples.
+    made anew, and test samples that the controller has seen in training (the same features, or
+    without features the same id) are left out.
 
     Raises:
         InputError: no such checkpoint, or a profile with other configurations or features.
     """
+    at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
     loaded = load_checkpoint(config.checkpoint)
     table = read_profile(config.profile)
@@ -42,10 +45,17 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             f"{', '.join(k.name for k in controller.knobs)}; profile {table.name!r} has others"
         )
     split = table.split(config.split.train, config.split.validation, config.split.seed)
+    if "seen" not in loaded.extra:
+        raise InputError(f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt")
     if loaded.profile_digest == table.digest:
-        if "test_rows" not in loaded.extra:
-            raise InputError(f"{config.checkpoint}: does not say which samples it was not trained on; use a best.pt")
         split = Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
+    else:
+        seen = set(loaded.extra["seen"])
+        new = torch.tensor([print_ not in seen for print_ in table.fingerprints(split.test)])
+        print(f"another profile: {int(new.sum())} of its {len(new)} test samples are new to the controller", flush=True)
+        if not new.any():
+            raise InputError(f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}")
+        split = split._replace(test=split.test[new])
     budgets_ms = judged_budgets(table, config.budgets_ms)
     if config.baselines:
         with threadpool_limits(config.threads):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knobwise.agents.evaluation import Chooses, Judged, bootstrap, judge
+from knobwise.agents.evaluation import Chooses, Judged, bootstrap, judge, mean_row
 from knobwise.envs.reward import RewardTable
 from knobwise.envs.table import ProfileTable
 
@@ -53,7 +53,7 @@ def results_of(
         for budget in [None, *range(len(budgets_ms))]:
             columns = slice(None) if budget is None else slice(budget, budget + 1)
             own, low, high = (t[..., columns].double().mean(-1) for t in (utility, static, oracle))
-            row = _mean([j.row(budget) for j in of_seeds])
+            row = mean_row([j.row(budget) for j in of_seeds])
             between = float(high.mean() - low.mean())
             row["gap_closed"] = float(own.mean() - low.mean()) / between if between > 0 else 0.0
             rows.append({"policy": name, **row, **bootstrap(own, low, high), "decision_us_p50": decision[name]})
@@ -87,11 +87,6 @@ def decision_us(chooser: Chooses, table: ProfileTable, rows: Tensor, budgets_ms:
         chooser.choose(features, budget, mask)
         times.append(time.perf_counter() - start)
     return float(torch.tensor(times).median()) * 1e6
-
-
-def _mean(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    budget = rows[0]["budget_ms"]
-    return {key: budget if key == "budget_ms" else sum(row[key] for row in rows) / len(rows) for key in rows[0]}
 
 
 def _configurations(table: ProfileTable, rows: Tensor) -> list[dict[str, Any]]:

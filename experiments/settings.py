@@ -11,7 +11,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -295,8 +296,25 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
         cause = error.__cause__ or error
         lines = f"{error}\n{cause if cause is not error else ''}".split("Config search path")[0].splitlines()
         words = " ".join(dict.fromkeys(line.strip() for line in lines if line.strip()))
+        if isinstance(error, OverrideParseException):
+            words += f" (in {error.override!r}; a value with blanks or brackets is quoted twice: 'key=\"a (1)\"')"
         raise InputError(f"settings: {words}\n`knobwise {verb} --help` lists every key") from error
     return settings_of(config)
+
+
+def first_of_each_sweep(words: list[str]) -> list[str]:
+    """The settings of a sweep's first job: flags left out, `key=a,b` cut to `key=a`."""
+    words = [word for word in words if not word.startswith("-")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(words)
+    except OverrideParseException:
+        return words  # `read_settings` says what is wrong with them
+    return [
+        f"{one.get_key_element()}={next(iter(one.sweep_string_iterator()))}"
+        if one.is_sweep_override()
+        else one.input_line
+        for one in parsed
+    ]
 
 
 def field_docs(node: type[Any]) -> dict[str, str]:

@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"knobwise: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nknobwise: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        goes_on = "; the same command goes on where it stopped" if words[0] in ("train", "profile") else ""
+        print(f"\nknobwise: interrupted{goes_on}", file=sys.stderr)
         return 130
 
 
@@ -78,6 +79,8 @@ def _train_by_hydra(words: list[str], settings: Any) -> None:
 
     from knobwise.envs.errors import InputError
 
+    words = sorted(words, key=lambda word: not word.startswith("-"))  # Hydra wants its flags first
+    settings.read_settings("train", settings.first_of_each_sweep(words))  # a mistake shows before any job runs
     settings.register()
 
     def job(config: Any) -> None:

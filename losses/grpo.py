@@ -171,14 +171,16 @@ class GRPOLoss(ActorLoss):
             reward, self.advantage, weight=weight, std_floor=self.advantage_std_floor, clip=self.advantage_clip
         )
         surrogate, cut = clipped_surrogate(log_prob, old, advantage, self.clip_epsilon)
+        penalised = self.kl_to_ref_coeff > 0
         if reference is None:
-            kl = torch.where(self.kl_to_ref_coeff > 0, torch.nan, 0.0).to(log_prob.dtype).expand_as(log_prob)
+            kl = torch.where(penalised, torch.nan, 0.0).to(log_prob.dtype).expand_as(log_prob)
         else:
-            kl = k3(log_prob, reference.detach())
+            # far from the reference k3 overflows; where it costs nothing that must not reach the gradient as 0 · inf
+            kl = k3(torch.where(penalised, log_prob, log_prob.detach()), reference.detach())
         losses = {
             "loss_objective": -expectation(surrogate, weight),
             "loss_entropy": -self.entropy_coeff * entropy,
-            "loss_kl_to_ref": self.kl_to_ref_coeff * expectation(kl, weight),
+            "loss_kl_to_ref": torch.where(penalised, self.kl_to_ref_coeff * expectation(kl, weight), 0.0),
         }
         out = {name: self._reduce_loss(loss, tensordict) for name, loss in losses.items()}
         with torch.no_grad():

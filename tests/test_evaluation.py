@@ -49,7 +49,7 @@ def test_judged_by_hand() -> None:
     assert mean["accuracy"] == pytest.approx(0.875)
     assert mean["latency_ms_mean"] == pytest.approx(30)
     assert mean["satisfaction"] == pytest.approx(1 / 4)
-    assert mean["satisfaction_feasible"] == pytest.approx(1 / 3)
+    assert mean["satisfaction_feasible"] == pytest.approx((0 + 1 / 2) / 2)
     assert mean["utility"] == pytest.approx(1 / 4)
     assert mean["reward"] == pytest.approx(1 / 4)
 
@@ -93,3 +93,10 @@ def test_where_nothing_can_be_gained_nothing_was_closed() -> None:
     best[0] += 0.5  # in about a third of the draws the one sample with a gain is missing
     low, high = bootstrap(best.expand(1, 20), static, best)["gap_closed_ci95"]
     assert (low, high) == (pytest.approx(1), pytest.approx(1))
+
+
+def test_where_nothing_is_feasible_no_share_of_it_is_reported() -> None:
+    rewards = RewardTable(two_by_two(), RewardConfig(kind="utility"))
+    judged = judge(Always(0), two_by_two(), torch.arange(2), torch.tensor([1.0, 15.0]), rewards)
+    assert judged.row(0)["satisfaction_feasible"] is None
+    assert judged.row(None)["satisfaction_feasible"] == 1

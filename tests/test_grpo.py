@@ -366,3 +366,30 @@ def test_the_example_in_the_docstring_runs() -> None:
     failed, attempted = doctest.testmod(grpo)
     assert failed == 0
     assert attempted > 5
+
+
+def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
+    actor = TensorDictModule(torch.nn.Linear(1, 4), in_keys=["x"], out_keys=["log_probs"])
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["log_probs"],
+        out_keys=["action"],
+        distribution_class=ConfigurationCategorical,
+        distribution_kwargs={"configurations": torch.arange(4)[:, None], "group_size": 2},
+    )
+    with torch.no_grad():
+        actor.module.bias.copy_(torch.tensor([200.0, 0.0, 0.0, 0.0]))
+    loss = GRPOLoss(ProbabilisticTensorDictSequential(actor, draw), kl_to_ref_coeff=0.0, functional=False)
+    data = TensorDict(
+        {
+            "x": torch.zeros(3, 1),
+            "action": torch.tensor([[[1], [2]]]).expand(3, 2, 1),
+            "action_log_prob": torch.full((3, 2), -200.0),
+            "reference_log_prob": torch.full((3, 2), -1.0),
+            "next": {"reward": torch.rand(3, 2)},
+        },
+        [3],
+    )
+    out = loss(data)
+    sum(value for key, value in out.items() if key.startswith("loss_")).backward()
+    assert out["loss_kl_to_ref"] == 0
+    assert all(p.grad.isfinite().all() for p in actor.parameters())

@@ -231,3 +231,29 @@ def test_files_that_are_no_saved_table(tmp_path):
         save_file({"x": torch.zeros(1)}, tmp_path / "t.safetensors", metadata=head)
         with pytest.raises(InputError, match=r"t\.safetensors: not a table that knobwise saved"):
             ProfileTable.load(tmp_path / "t.safetensors")
+
+
+def test_the_digest_is_of_the_content_not_of_the_name() -> None:
+    assert replace(small_table(10), name="another").digest == small_table(10).digest
+    assert small_table(10, seed=1).digest != small_table(10).digest
+
+
+def test_a_number_in_a_cell_that_was_not_profiled_is_refused() -> None:
+    table = small_table(10, holes=0.5)
+    with pytest.raises(InputError, match="not NaN"):
+        replace(table, accuracy=table.accuracy.nan_to_num())
+
+
+def test_an_image_in_two_parts_of_a_fixed_split_is_refused() -> None:
+    images = ("a", "a", "b", "c", "d", "e")
+    parts = ("train", "test", "train", "validation", "test", "train")
+    with pytest.raises(InputError, match="several parts"):
+        replace(small_table(6), image_ids=images, parts=parts).split()
+
+
+def test_fingerprints_know_an_input_again_by_its_features() -> None:
+    table, rows = small_table(10), torch.arange(10)
+    renamed = replace(table, sample_ids=tuple(f"s{i}" for i in range(10)))
+    assert renamed.fingerprints(rows) == table.fingerprints(rows)
+    assert len(set(table.fingerprints(rows))) == 10
+    assert small_table(10, features=False).fingerprints(rows[:2]) == ["/0", "/1"]

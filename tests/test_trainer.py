@@ -118,8 +118,8 @@ def test_logs_every_name_of_the_contract() -> None:
     lines = Lines()
     trainer(small_table(60), log=lines, loss=LossConfig(kl_to_ref_coeff=0.1)).run()
     seen = {name for _, metrics in lines.lines for name in metrics}
-    wanted = {f"{part}/{name}" for part in ("Train", "Val") for name in [*NAMES, "Budget_Violation_Rate"]}
-    own = ["Loss", "KL", "Clip_Fraction", "ESS", "Entropy", "Zero_Advantage_Fraction", "Ratio_Mean", "Grad_Norm", "LR"]
+    wanted = {f"{part}/{name}" for part in ("Train", "Val") for name in ["Loss", *NAMES, "Budget_Violation_Rate"]}
+    own = ["KL", "Clip_Fraction", "ESS", "Entropy", "Zero_Advantage_Fraction", "Ratio_Mean", "Grad_Norm", "LR"]
     assert wanted | {f"Train/{name}" for name in own} <= seen
     steps = [step for step, _ in lines.lines]
     assert steps == sorted(steps)
@@ -169,5 +169,41 @@ def test_bad_settings() -> None:
         OptimiserConfig(schedule="linear")
     with pytest.raises(InputError, match="minibatch"):
         OptimiserConfig(minibatch=0)
+    with pytest.raises(InputError, match="clip_grad"):
+        OptimiserConfig(clip_grad=-1.0)
+    with pytest.raises(InputError, match="kl_band"):
+        LossConfig(kl_band=(0.2, 0.1))
+    with pytest.raises(InputError, match="std_floor"):
+        LossConfig(advantage_std_floor=0.0)
     with pytest.raises(InputError, match="head"):
         trainer(small_table(60), policy=PolicyConfig(head="tree"))
+
+
+def test_validation_is_on_the_budgets_asked_for() -> None:
+    lines = Lines()
+    trainer(small_table(60), log=lines, budgets_ms=torch.tensor([1e-3])).run()
+    assert all(m["Val/Utility"] == 0 for _, m in lines.lines if "Val/Utility" in m)
+
+
+def test_kl_to_the_warmed_up_policy_is_logged_also_when_it_costs_nothing() -> None:
+    lines = Lines()
+    trainer(small_table(60), log=lines, loss=LossConfig(kl_to_ref_coeff=0.0)).run()
+    after = [m["Train/KL"] for step, m in lines.lines if step > 8 and "Train/KL" in m]
+    assert min(after) > 0
+
+
+def test_the_random_state_of_the_caller_is_left_alone() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    trainer(small_table(60)).run()
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_trains_and_resumes_on_a_gpu(tmp_path: Path) -> None:
+    table = small_table(60)
+    first = trainer(table, tmp_path, device="cuda", loss=LossConfig(objective="sampled"))
+    first.run()
+    assert first.controller.configurations.device.type == "cuda"
+    assert trainer(table, tmp_path, device="cuda", loss=LossConfig(objective="sampled")).resume(tmp_path / "last.pt")
