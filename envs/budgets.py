@@ -24,15 +24,24 @@ def log_ms(latency_ms: Tensor) -> Tensor:
 
 
 def default_budgets(table: ProfileTable) -> Tensor:
-    """The five budgets that everything is judged on, float32 [5], in ms.
+    """The five budgets that everything is judged on, float32 [5], in ms: `quantile_budgets` of the whole table."""
+    return quantile_budgets(table.latency_ms, table.mask)
 
-    They are the 10/25/50/75/90 % quantiles of all profiled latencies, each raised where needed to a budget that three
-    quarters of the samples can meet with their fastest configuration. Always positive.
+
+def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
+    """The 10/25/50/75/90 % quantiles of all profiled latencies, each raised where needed to a budget that
+    three quarters of the samples can meet with their fastest configuration.
+
+    Args:
+        latency_ms: float [N, C].
+        mask: bool [N, C], what was profiled.
+
+    Returns: [5], in ms.
     """
     quantiles = torch.tensor(DEFAULT_QUANTILES)
-    fastest = table.latency_ms.masked_fill(~table.mask, torch.inf).amin(1)
+    fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
     floor = torch.quantile(fastest, FEASIBLE_SHARE, interpolation="higher")
-    return _quantile(table.latency_ms[table.mask], quantiles).maximum(floor).clamp_min(LEAST_LATENCY_MS)
+    return _quantile(latency_ms[mask], quantiles).maximum(floor).clamp_min(LEAST_LATENCY_MS)
 
 
 def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None) -> Tensor:

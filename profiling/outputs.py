@@ -56,7 +56,7 @@ def write_profile(
         "config": asdict(config),
         "samples": len(samples),
         "configurations": len(configurations),
-        "machine": {"cpu": _cpu(), "architecture": platform.machine(), "python": platform.python_version()},
+        "machine": {"cpu": cpu_name(), "architecture": platform.machine(), "python": platform.python_version()},
         "torch": {"version": torch.__version__, "threads": 1, "device": "cpu", "dtype": "float32", "batch_size": 1},
         "clock": {
             "latency_ms": f"wall, time.perf_counter ({time.get_clock_info('perf_counter').implementation})",
@@ -203,7 +203,8 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The model name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

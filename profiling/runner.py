@@ -15,11 +15,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from knobwise.envs.files import written_whole
 from knobwise.profiling.elastic import Configuration, ElasticSize, ElasticVLM
 from knobwise.profiling.figures import describe
 from knobwise.profiling.measuring import Measurements, claim, measure, one_thread
-from knobwise.profiling.outputs import write_profile
+from knobwise.profiling.outputs import cpu_name, write_profile
 from knobwise.profiling.scenes import draw_samples
 from knobwise.profiling.training import TrainingConfig, train
 
@@ -83,7 +85,9 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
         probe.check(configuration)
 
     out, state = Path(out_dir), Path(out_dir) / "state"
-    claim(state / "config.json", {k: v for k, v in asdict(config).items() if k != "exp_json"})
+    # latencies of two machines or two versions of torch must not end up in one table
+    where = {"cpu": cpu_name(), "torch": torch.__version__}
+    claim(state / "config.json", where | {k: v for k, v in asdict(config).items() if k != "exp_json"})
     try:
         with one_thread():
             about = _profile(out, state, config)

@@ -12,9 +12,15 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from sklearn.linear_model import Ridge
 
+from knobwise.agents.baselines import BudgetAwareStatic, Oracle, PredictThenChoose
+from knobwise.agents.evaluation import judge
+from knobwise.envs.budgets import default_budgets
+from knobwise.envs.builtin import builtin_profile
+from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.profiling.elastic import Configuration
-from knobwise.profiling.figures import learned_gap, profile_figures
+from knobwise.profiling.figures import profile_figures
 from knobwise.profiling.runner import ElasticProfileConfig, shipped_model
 from knobwise.profiling.scenes import END, draw_samples
 
@@ -81,10 +87,17 @@ def test_there_is_something_to_gain(figures: dict[str, Any]) -> None:
 def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) -> None:
     with np.load(FOLDER / "features.npz", allow_pickle=False) as file:
         assert file["sample_id"].tolist() == list(range(len(arrays["accuracy"])))
-        features = np.concatenate([file["image_features"], file["language_features"]], 1).astype(np.float64)
-    assert np.isfinite(features).all()
-    found = learned_gap(arrays["accuracy"], arrays["latency_ms"], features)
-    assert found["gap_closed"] > 0.15
+        assert all(np.isfinite(file[name]).all() for name in ("image_features", "language_features"))
+    profile = builtin_profile()
+    split, budgets_ms = profile.split(), default_budgets(profile)
+    rewards = RewardTable(profile, RewardConfig(kind="utility"))
+    rows = split.train
+    ridge = PredictThenChoose("ridge", [Ridge(alpha=0.1 * len(rows))], profile, rows, budgets_ms)
+    choosers = [BudgetAwareStatic(profile, rows), ridge, Oracle(profile, split.test)]
+    static, learned, best = (
+        float(judge(chooser, profile, split.test, budgets_ms, rewards).utility.mean()) for chooser in choosers
+    )
+    assert (learned - static) / (best - static) > 0.15
 
 
 def test_the_description_of_the_run_is_the_default_configuration(about: dict[str, Any]) -> None:
