@@ -212,10 +212,16 @@ def six(words):
 
 
 def test_split_words():
-    made = table(six(["train", "Training", "val", "valid", "dev", "test"]))
-    assert made.parts == ("train", "train", "validation", "validation", "validation", "test")
-    assert [part.tolist() for part in made.split()] == [[0, 1], [2, 3, 4], [5]]
+    made = table(six(["train", "Training", "val", "valid", "test", "test"]))
+    assert made.parts == ("train", "train", "validation", "validation", "test", "test")
+    assert [part.tolist() for part in made.split()] == [[0, 1], [2, 3], [4, 5]]
     assert made.image_ids == ("0", "0", "1", "1", "2", "2")
+    assert table(six(["train", "train", "dev", "validation", "test", "test"])).parts == made.parts
+
+
+def test_a_split_that_tears_an_image_apart_is_refused():
+    with pytest.raises(InputError, match="1 images stand in several parts"):
+        table(six(["train", "train", "val", "val", "val", "test"])).split()
 
 
 def test_an_unknown_split_word_is_refused():
