@@ -39,9 +39,12 @@ def configuration_files(
             break
     else:
         held = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
+        example = (
+            f"{kind}_crops12_topk8_blocks16.json" if kind else f"{dataset}_imgsizetier-high_crops12_topk8_blocks16.json"
+        )
         raise InputError(
             f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder {folders[0].name} nor in the "
-            f"directory itself. Names must match {pattern.pattern!r}; the directory holds: {held}"
+            f"directory itself. A file is called like {example}; the directory holds: {held}"
         )
     ranks: dict[Path, list[Path]] = {}
     for path, match in matches.items():
