@@ -83,7 +83,10 @@ class FeatureNormaliser(nn.Module):
         for name, size in self.sizes.items():
             if name not in blocks or blocks[name].shape[-1] != size:
                 found = blocks[name].shape[-1] if name in blocks else "nothing"
-                raise InputError(f"features: block {name!r} must be {size} wide, got {found}")
+                raise InputError(
+                    f"features: block {name!r} must be {size} wide, got {found}; give the features "
+                    "that the policy was trained with (profile.features=…)"
+                )
         if not self.sizes:
             shape = next(iter(blocks.values())).shape[:-1] if blocks else torch.Size()
             return self.mean.new_zeros((*shape, 0))

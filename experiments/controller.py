@@ -179,7 +179,8 @@ def _claim(config: TrainRun, overrides: list[str]) -> Iterator[Path]:
 def run_name(overrides: list[str]) -> str:
     """A readable name, the same for the same words: what differs from the defaults, or `default`."""
     kept = sorted(word for word in overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in LEFT_OUT_OF_NAME)
-    name = "_".join(re.sub(r"[^\w.,=-]+", "-", word).replace("=", "-").strip("-") for word in kept)
+    short = [word.split("=")[0] + "=" + Path(word.partition("=")[2]).name for word in kept]  # of a path its last part
+    name = "_".join(re.sub(r"[^\w.,=-]+", "-", word).replace("=", "-").strip("-") for word in short)
     return name[:120] or "default"
 
 

@@ -44,6 +44,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             f"{config.checkpoint}: was trained for {len(controller.configurations)} configurations of "
             f"{', '.join(k.name for k in controller.knobs)}; profile {table.name!r} has others"
         )
+    controller.features(table.features, table.num_samples)  # other features than it was trained with: say so first
     split = table.split(config.split.train, config.split.validation, config.split.seed)
     if "seen" not in loaded.extra:
         raise InputError(f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt")
@@ -52,7 +53,10 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     else:
         seen = set(loaded.extra["seen"])
         new = torch.tensor([print_ not in seen for print_ in table.fingerprints(split.test)])
-        print(f"another profile: {int(new.sum())} of its {len(new)} test samples are new to the controller", flush=True)
+        print(
+            f"not the profile that the controller was trained on: {int(new.sum())} of its {len(new)} test samples are new",
+            flush=True,
+        )
         if not new.any():
             raise InputError(f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}")
         split = split._replace(test=split.test[new])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -289,13 +291,20 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
         InputError: an unknown key or group, a value of the wrong type.
     """
     register()
+    for word in overrides:
+        if word.startswith(("-", "+", "~")):
+            raise InputError(f"settings: {word!r}: settings are given as key=value, and every key exists already")
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose(verb, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         lines = f"{error}\n{cause if cause is not error else ''}".split("Config search path")[0].splitlines()
+        lines = [line for line in lines if not line.startswith("To append to your config")]
         words = " ".join(dict.fromkeys(line.strip() for line in lines if line.strip()))
+        if wrong := re.search(r"Could not override '([^']+)'", words):
+            close = get_close_matches(wrong[1], [key for key, _, _ in help_lines(verb)], n=1)
+            words = f"there is no {wrong[1]!r}" + (f"; did you mean {close[0]!r}?" if close else "")
         if isinstance(error, OverrideParseException):
             words += f" (in {error.override!r}; a value with blanks or brackets is quoted twice: 'key=\"a (1)\"')"
         raise InputError(f"settings: {words}\n`knobwise {verb} --help` lists every key") from error
@@ -341,9 +350,15 @@ def _lines(node: Any, prefix: str) -> list[tuple[str, str, str]]:
     docs, lines = field_docs(type(node)), []
     for f in fields(node):
         value, key = getattr(node, f.name), f"{prefix}{f.name}"
-        if is_dataclass(value):
+        if f.name == "profile":
+            lines.append((key, _FIRST[f.name], docs[f.name]))
+            for option, node_of in GROUPS["profile"].items():
+                own = [line for line in _lines(node_of(), "profile.") if line[0] != "profile.format"]
+                lines += [(f"{name} (profile={option})", usual, meaning) for name, usual, meaning in own]
+        elif is_dataclass(value):
             lines.append((key, _FIRST.get(f.name, ""), docs[f.name]))
             lines += _lines(value, f"{key}.")
         else:
-            lines.append((key, "none" if value is None else str(value), docs[f.name]))
+            usual = "must be given" if value == MISSING else "none" if value is None else str(value)
+            lines.append((key, usual, docs[f.name]))
     return lines

@@ -21,6 +21,9 @@ USAGE = """knobwise: which setting of a model's knobs for which input, under a l
 """
 
 
+HYDRA_FLAGS = ("-m", "--multirun", "-c", "--cfg", "-i", "--info")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; 0 when all went well, 2 when something given was wrong, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -59,7 +62,7 @@ def _run(verb: str, words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in words):
         _help(verb, settings)
         return 0
-    if verb == "train" and any(word.startswith("-") for word in words):
+    if verb == "train" and any(word in HYDRA_FLAGS for word in words):
         _train_by_hydra(words, settings)
         return 0
     verbs[verb](settings.read_settings(verb, words), words)
@@ -80,7 +83,8 @@ def _train_by_hydra(words: list[str], settings: Any) -> None:
     from knobwise.envs.errors import InputError
 
     words = sorted(words, key=lambda word: not word.startswith("-"))  # Hydra wants its flags first
-    settings.read_settings("train", settings.first_of_each_sweep(words))  # a mistake shows before any job runs
+    if "-m" in words or "--multirun" in words:
+        settings.read_settings("train", settings.first_of_each_sweep(words))  # a mistake shows before any job runs
     settings.register()
 
     def job(config: Any) -> None:

@@ -216,6 +216,10 @@ def test_a_sweep_leaves_a_run_for_each_setting(folder: Path, monkeypatch: pytest
         (["train", "-m", *TABLE, "policy.hiden=1,2"], "hiden"),
         (["train", "seeds=0,1", *TABLE], "seeds"),
         (["train", "profile=table", "profile.path=a (1).csv"], "quoted"),
+        (["train", *TABLE, "optimizer.iterations=3"], "did you mean 'optimiser.iterations'"),
+        (["train", *TABLE, "+foo=9"], "+foo=9"),
+        (["train", *TABLE, "--seeds", "3"], "key=value"),
+        (["evaluate", *TABLE, "-m"], "key=value"),
         (["train", *TABLE, "budgets_ms=[-1.0]"], "budgets_ms"),
         (["evaluate", *TABLE], "runs/latest"),
         (["inspect", "profile=table"], "profile.path"),
@@ -245,7 +249,7 @@ def test_names_of_runs() -> None:
     assert run_name([]) == "default"
     assert run_name(["experiment=controller", "runs=x", "tracking.mode=offline"]) == "default"
     assert run_name(["policy=joint", "loss.group_size=16"]) == run_name(["loss.group_size=16", "policy=joint"])
-    assert "/" not in run_name(["profile.path=/a/b.csv"])
+    assert run_name(["profile.path=/a/b.csv"]) == "profile.path-b.csv"
 
 
 def test_the_experiment_file_is_launchable_by_itself(folder: Path) -> None:
