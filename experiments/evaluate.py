@@ -54,7 +54,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         seen = set(loaded.extra["seen"])
         new = torch.tensor([print_ not in seen for print_ in table.fingerprints(split.test)])
         print(
-            f"not the profile that the controller was trained on: {int(new.sum())} of its {len(new)} test samples are new",
+            f"not the profile of the training: {int(new.sum())} of its {len(new)} test samples are new",
             flush=True,
         )
         if not new.any():
