@@ -98,11 +98,11 @@ def _against_static(learned: Row, means: Mapping[str, Row]) -> str:
     numbers = f"mean utility {utility_of(learned):.3f} against {utility_of(static):.3f}"
     if not known(gap) or not ends or not all(map(known, ends)):
         return f"Against budget-aware static the learned controller has {numbers}; no interval is known."
-    span = f"95% interval {ends[0]:.0%} to {ends[1]:.0%}"
+    span = f"95% interval {ends[0]:z.0%} to {ends[1]:z.0%}"
     if ends[0] > 0:
-        closes = f"It closes {gap:.0%} of the gap to the oracle ({span})"
+        closes = f"It closes {gap:z.0%} of the gap to the oracle ({span})"
         return f"The learned controller beats budget-aware static: {numbers}. {closes}."
-    gap_words = f"gap to the oracle closed: {gap:.0%} ({span})"
+    gap_words = f"gap to the oracle closed: {gap:z.0%} ({span})"
     if ends[1] < 0:
         return f"The learned controller is worse than budget-aware static: {numbers}; {gap_words}."
     return f"It is not shown that the learned controller beats budget-aware static: {numbers}; {gap_words}."
@@ -151,9 +151,9 @@ def utility_of(row: Row) -> float:
 
 
 def number(value: Any, how: str, unit: str = "") -> str:
-    return f"{value:{how}}{unit}" if known(value) else "–"
+    return f"{value:z{how}}{unit}" if known(value) else "–"
 
 
 def interval(ends: Any, how: str) -> str:
     """The small print under a number; nothing where the interval is a point, as for static and oracle in gap closed."""
-    return f"\n[{ends[0]:{how}}, {ends[1]:{how}}]" if ends and all(map(known, ends)) and ends[0] < ends[1] else ""
+    return f"\n[{ends[0]:z{how}}, {ends[1]:z{how}}]" if ends and all(map(known, ends)) and ends[0] < ends[1] else ""
