@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -51,9 +52,9 @@ class ActorLoss(LossModule):
         else:  # TorchRL looks only at modules that stand apart from their parameters
             self.actor_network.reset_parameters_recursive()
 
+    @abstractmethod
     def _own_keys(self) -> list[NestedKey]:
         """The keys that the loss reads beside those of the actor."""
-        raise NotImplementedError
 
     @property
     def in_keys(self) -> list[NestedKey]:
