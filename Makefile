@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.knobwise
 .PHONY: run test lint bench clean
 
 run: $(INSTALLED)
-	$(BIN)/python -m knobwise train experiment=controller
+	$(BIN)/python -m knobwise train experiment=controller seeds=[0,1,2,3,4]
 
 test: $(INSTALLED)-test lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from knobwise._lazy import lazy
 
 if TYPE_CHECKING:
+    from knobwise.agents.actor import make_actor
     from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
     from knobwise.agents.evaluation import judge
-    from knobwise.agents.policy import Controller, make_actor
+    from knobwise.agents.policy import Controller
     from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
     from knobwise.agents.trainer import Trainer
 
@@ -20,7 +21,7 @@ __getattr__ = lazy(
         "save_checkpoint": "checkpoint",
         "judge": "evaluation",
         "Controller": "policy",
-        "make_actor": "policy",
+        "make_actor": "actor",
         "LossConfig": "settings",
         "OptimiserConfig": "settings",
         "PolicyConfig": "settings",

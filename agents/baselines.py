@@ -1,26 +1,25 @@
 """The simple ways of choosing a configuration, done as well as they can be: what a learned policy must beat.
 
-Three read the table's averages only (`BudgetAwareStatic`, `BestStatic`, `LookupTable`); four predict accuracy and
+Three read the table's averages only (`BudgetAwareStatic`, `BestStatic`, `LookupTable`); six predict accuracy and
 latency from the features and take the best expected utility (`PredictThenChoose`); two are the ends of the scale
 (`Random`, `Oracle`). All are fitted on the rows given; the oracle alone knows the outcomes of what it chooses for.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from knobwise.agents.experts import Expert, Measured, fit_experts, inputs_of
 from knobwise.agents.features import FeatureNormaliser
-from knobwise.agents.regressors import Forest, Neighbours, Targets, folds_of
-from knobwise.envs.budgets import default_budgets, log_ms
+from knobwise.agents.prediction import Prediction, pick
+from knobwise.agents.regressors import FAMILIES
+from knobwise.envs.budgets import default_budgets
 from knobwise.envs.table import ProfileTable, Split
 
-SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
-"""Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more, above 1 less."""
 Statistic = Literal["mean", "median"]
 
 
@@ -40,23 +39,6 @@ class Chooser(Protocol):
         Returns:
             int64 [n], always inside `mask`.
         """
-
-
-def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor) -> Tensor:
-    """The best score inside the mask; among equals the lowest latency.
-
-    Args:
-        scores, latency_ms: [n, C] or what expands to it, any monotone scale of time, finite inside the mask.
-        mask: bool [n, C].
-
-    Raises:
-        ValueError: a sample without anything to choose from.
-    """
-    if not bool(mask.any(1).all()):
-        raise ValueError("the mask leaves a sample without any configuration")
-    scores = scores.expand(mask.shape).masked_fill(~mask, -torch.inf)
-    best = mask & (scores == scores.amax(1, keepdim=True))
-    return latency_ms.expand(mask.shape).masked_fill(~best, torch.inf).argmin(1)
 
 
 # -- from the table's averages -----------------------------------------------------------------------------------------
@@ -101,6 +83,17 @@ class BudgetAwareStatic:
         distinct, which = budgets_ms.unique(return_inverse=True)
         return pick(self.mean_utility(distinct)[which], self.latency_ms, mask)
 
+    def plain(self) -> dict[str, Tensor]:
+        """Tensors, for a checkpoint."""
+        return dict(vars(self))
+
+    @classmethod
+    def restored(cls, plain: dict[str, Tensor]) -> BudgetAwareStatic:
+        """The inverse of `plain`."""
+        static = cls.__new__(cls)
+        vars(static).update(plain)
+        return static
+
 
 class BestStatic:
     """The one configuration with the best mean utility over the rows and over the given budgets (float [b], ms)."""
@@ -139,103 +132,29 @@ class LookupTable:
 
 
 class PredictThenChoose:
-    """Predicts accuracy and log-latency of every configuration, then takes the best expected utility.
-
-    The expected utility is Â(x)·Φ((ln b − μ(x)) / (s·σ)): predicted accuracy times the probability that the latency
-    meets the budget. Residuals of the log-latency are taken as normal; their spread σ per configuration comes from
-    predictions out of fold. The regressor among the candidates and s are those with the best utility out of fold.
-    "Features do not help" is always among the candidates, and is the only one without features.
+    """Predicts accuracy and log-latency of every configuration, then takes the best expected utility Â·Φ((ln b − μ)/σ).
 
     Args:
         name: how the policy is called.
-        candidates: unfitted regressors for several outputs (scikit-learn's `fit` and `predict`).
-        table: the profile.
-        rows: int64 [n], the rows to fit on.
-        budgets_ms: float [b], the budgets that the utility is averaged over; None for `default_budgets`.
-        seed: of the division into folds. Samples of one image stay in one fold.
+        expert: what predicts.
+        normaliser: of the features.
         predict_accuracy: False takes each configuration's mean accuracy for every sample.
     """
 
-    def __init__(
-        self,
-        name: str,
-        candidates: Sequence[Any],
-        table: ProfileTable,
-        rows: Tensor,
-        budgets_ms: Tensor | None = None,
-        seed: int = 0,
-        predict_accuracy: bool = True,
-    ) -> None:
-        from sklearn.dummy import DummyRegressor
-
-        self.name = name
+    def __init__(self, name: str, expert: Expert, normaliser: FeatureNormaliser, predict_accuracy: bool = True) -> None:
+        self.name, self.expert, self._normaliser = name, expert, normaliser
         self._predict_accuracy = predict_accuracy
-        self._normalise = FeatureNormaliser.fit(table, rows)
-        x = self._inputs({block: values[rows] for block, values in table.features.items()}, len(rows))
-        self._targets = Targets(table, rows, x)
-        y = self._targets.values
-        outcome = _Outcome(table, rows, default_budgets(table) if budgets_ms is None else budgets_ms)
 
-        folds, most = folds_of(table, rows, seed), -1.0
-        for candidate in (DummyRegressor(), *(candidates if self._normalise.width else ())):
-            out_of_fold = torch.zeros(y.shape)
-            for fit, held_out in folds:
-                model = copy.deepcopy(candidate).fit(x[fit], y[fit])
-                out_of_fold[held_out] = torch.from_numpy(model.predict(x[held_out])).float()
-            accuracy, mean = self._read(out_of_fold)
-            spread = outcome.spread(mean)
-            if (utility := outcome.utility(accuracy, mean, spread)) > most:
-                most, best = utility, (candidate, accuracy, mean, spread)
-        self._model, (accuracy, mean, spread) = best[0].fit(x, y), best[1:]
-        # 1 comes first, so that it stays where the factor does not matter
-        factors = sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1))
-        self._spread = spread * max(factors, key=lambda factor: outcome.utility(accuracy, mean, factor * spread))
-
-    def predict(self, features: Mapping[str, Tensor], n: int) -> tuple[Tensor, Tensor]:
-        """Predicted accuracy and mean of the log-latency (ln ms) of n samples, float32 [n, C] each."""
-        return self._read(torch.from_numpy(self._model.predict(self._inputs(features, n))).float())
+    def predict(self, features: Mapping[str, Tensor], n: int) -> Prediction:
+        """What is expected of every configuration for n samples."""
+        prediction: Prediction = self.expert(inputs_of(self._normaliser, features, n))
+        if self._predict_accuracy:
+            return prediction
+        return prediction._replace(accuracy=self.expert.centre[0].expand_as(prediction.accuracy))
 
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
-        accuracy, mean = self.predict(features, len(budgets_ms))
-        return pick(expected_utility(accuracy, mean, self._spread, budgets_ms), mean, mask)
-
-    def _inputs(self, features: Mapping[str, Tensor], n: int) -> Any:
-        x = self._normalise(features)
-        return (x if self._normalise.width else x.new_zeros(n, 1)).double().numpy()
-
-    def _read(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
-        accuracy, mean = self._targets.unscale(predictions)
-        return accuracy if self._predict_accuracy else self._targets.centre[0].expand_as(accuracy), mean
-
-
-def expected_utility(accuracy: Tensor, mean: Tensor, spread: Tensor, budgets_ms: Tensor) -> Tensor:
-    """Â·Φ((ln b − μ)/σ): accuracy and mean [n, C], spread [C] or [n, C], budgets [n] in ms → [n, C]."""
-    margin = log_ms(budgets_ms).unsqueeze(1) - mean
-    return accuracy.clamp(1e-3, 1.0) * torch.special.ndtr(margin / spread)
-
-
-class _Outcome:
-    """What choices by predicted accuracy and log-latency would have got on some rows."""
-
-    def __init__(self, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> None:
-        self.mask, self.budgets_ms = table.mask[rows], budgets_ms
-        self.accuracy, self.latency_ms = table.accuracy[rows], table.latency_ms[rows]
-
-    def utility(self, accuracy: Tensor, mean: Tensor, spread: Tensor) -> float:
-        """Mean over rows and budgets of accuracy·1[latency ≤ budget]."""
-        total = 0.0
-        for budget in self.budgets_ms:
-            scores = expected_utility(accuracy, mean, spread, budget.expand(len(mean)))
-            chosen = pick(scores, mean, self.mask).unsqueeze(1)
-            met = self.latency_ms.gather(1, chosen) <= budget
-            total += float((self.accuracy.gather(1, chosen) * met).mean())
-        return total / len(self.budgets_ms)
-
-    def spread(self, mean: Tensor) -> Tensor:
-        """Root mean square residual of each configuration, [C], as if five more of its cells had been average."""
-        squares = (log_ms(self.latency_ms) - mean).square().masked_fill(~self.mask, 0.0)
-        overall = squares.sum() / self.mask.sum()
-        return ((squares.sum(0) + 5 * overall) / (self.mask.sum(0) + 5)).sqrt().clamp_min(1e-3)
+        prediction = self.predict(features, len(budgets_ms))
+        return pick(prediction.expected_utility(budgets_ms), prediction.log_latency, mask)
 
 
 # -- the ends of the scale ---------------------------------------------------------------------------------------------
@@ -277,28 +196,25 @@ class Oracle:
 
 
 def make_baselines(table: ProfileTable, split: Split, seed: int = 0, budgets_ms: Tensor | None = None) -> list[Chooser]:
-    """All baselines, fitted on the training rows; the oracle is for the test rows.
+    """All baselines, fitted on everything but the test rows; the oracle is for the test rows.
 
     Args:
         table: the profile.
-        split: its parts.
+        split: its parts. What the learned ones choose among they choose out of fold, so validation is fitted on too.
         seed: of folds, forests and random choices.
         budgets_ms: float [b], the budgets that the baselines will be judged on; None for `default_budgets`.
     """
-    from sklearn.linear_model import Ridge
-
-    rows = split.train
-    ridges = [Ridge(alpha=share * len(rows)) for share in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)]
-    neighbours = [Neighbours(k, weighted) for weighted in (False, True) for k in (5, 10, 20, 40, 80, 160)]
-    forests = [Forest(leaf, apart, seed) for apart in (False, True) for leaf in (4, 15)]
+    rows = torch.cat([split.train, split.validation])
+    budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
+    normaliser = FeatureNormaliser.fit(table, rows)
+    measured = Measured.of(table, rows, budgets_ms, seed)
+    experts = {f.expert.name: f.expert for f in fit_experts(table, measured, normaliser, tuple(FAMILIES), seed)}
     return [
         BudgetAwareStatic(table, rows),
         BestStatic(table, rows, budgets_ms),
         LookupTable(table, rows),
-        PredictThenChoose("latency_only", ridges, table, rows, budgets_ms, seed, predict_accuracy=False),
-        PredictThenChoose("knn", neighbours, table, rows, budgets_ms, seed),
-        PredictThenChoose("ridge", ridges, table, rows, budgets_ms, seed),
-        PredictThenChoose("random_forest", forests, table, rows, budgets_ms, seed),
+        PredictThenChoose("latency_only", experts["ridge"], normaliser, predict_accuracy=False),
+        *(PredictThenChoose(name, expert, normaliser) for name, expert in experts.items()),
         Random(seed),
         Oracle(table, split.test),
     ]

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from knobwise.agents.features import FeatureNormaliser
 from knobwise.agents.policy import Controller
-from knobwise.agents.settings import PolicyConfig
-from knobwise.envs.budgets import BudgetEncoding
+from knobwise.agents.priced import PricedChooser
+from knobwise.agents.stack import StackedController
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
-from knobwise.envs.table import Knob, ProfileTable
+from knobwise.envs.table import ProfileTable
 
-FORMAT = "knobwise.Controller/1"
+FORMAT = "knobwise.Controller/2"
+KINDS = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser)}
 
 
 class Loaded(NamedTuple):
     """What a checkpoint holds."""
 
-    controller: Controller
+    controller: Controller | StackedController | PricedChooser
     """In eval mode, on the CPU."""
     profile_name: str
     profile_digest: str
@@ -31,14 +30,17 @@ class Loaded(NamedTuple):
     """What the writer added: the trainer's state, the run's settings."""
 
 
-def save_checkpoint(path: str | Path, controller: Controller, table: ProfileTable, extra: dict[str, Any]) -> None:
+def save_checkpoint(
+    path: str | Path,
+    controller: Controller | StackedController | PricedChooser,
+    table: ProfileTable,
+    extra: dict[str, Any],
+) -> None:
     """Write a controller, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
     content = {
         "format": FORMAT,
-        "policy": asdict(controller.config),
-        "knobs": [[knob.name, list(knob.values)] for knob in controller.knobs],
-        "features": controller.normaliser.sizes,
-        "state": controller.state_dict(),
+        "kind": type(controller).__name__,
+        "controller": controller.plain(),
         "profile": {"name": table.name, "digest": table.digest},
         "extra": extra,
     }
@@ -61,20 +63,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of a controller (expected format {FORMAT})")
     try:
-        controller = _restored(content)
+        controller = KINDS[content["kind"]].restored(content["controller"])
     except (KeyError, TypeError, RuntimeError) as error:
         raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error
     return Loaded(controller, content["profile"]["name"], content["profile"]["digest"], content["extra"])
-
-
-def _restored(content: dict[str, Any]) -> Controller:
-    state, config = content["state"], PolicyConfig(**content["policy"])
-    controller = Controller(
-        [Knob(name, tuple(values)) for name, values in content["knobs"]],
-        state["configurations"],
-        FeatureNormaliser.restored(content["features"], state["normaliser.has_missing"]),
-        BudgetEncoding(torch.ones(1), config.budget_encoding, config.budget_width),
-        config,
-    )
-    controller.load_state_dict(state)
-    return controller.eval()

@@ -13,6 +13,18 @@ from torch import Tensor
 from knobwise.envs.reward import RewardTable, utility
 from knobwise.envs.table import ProfileTable
 
+LOGGED = {
+    "loss": "Loss",
+    "grad_norm": "Grad_Norm",
+    "entropy": "Entropy",
+    "kl_to_ref": "KL",
+    "clip_fraction": "Clip_Fraction",
+    "ESS": "ESS",
+    "ratio_mean": "Ratio_Mean",
+    "zero_advantage_fraction": "Zero_Advantage_Fraction",
+}
+"""What the loss modules say for the eye, and how it is logged."""
+
 
 class Chooses(Protocol):
     """Anything that decides: a controller, a baseline."""
@@ -63,7 +75,8 @@ class Judged:
     def row(self, budget: int | None) -> dict[str, Any]:
         """One row of `results.json` without intervals: budget number b, or None for the mean over budgets.
 
-        `satisfaction_feasible` is None where no sample has a configuration that meets the budget.
+        `infeasible` is the share of samples without a profiled configuration that meets the budget;
+        `satisfaction_feasible`, of the others, is None where there are none.
         """
         if budget is None:
             return mean_row([self.row(b) for b in range(len(self.budgets_ms))]) | {"budget_ms": None}
@@ -76,9 +89,31 @@ class Judged:
             "latency_ms_p95": float(latency.quantile(0.95)),
             "satisfaction": float(met.mean()),
             "satisfaction_feasible": float(met[feasible].mean()) if feasible.any() else None,
+            "infeasible": float(1 - feasible.double().mean()),
             "utility": float(self.utility[:, budget].double().mean()),
             "reward": float(self.reward[:, budget].double().mean()),
         }
+
+
+def drawn_metrics(
+    table: ProfileTable, rows: Tensor, chosen: Tensor, rewards: Tensor, budgets_ms: Tensor | None
+) -> dict[str, float]:
+    """What decisions drawn in training got, under the logged names (without `Train/`).
+
+    Args:
+        table: the profile.
+        rows: int64 [n].
+        chosen: int64 [n, G], configuration indices.
+        rewards: float [n, G].
+        budgets_ms: float [n]; None at a price, where nothing is late.
+    """
+    accuracy, latency = (values[rows.unsqueeze(1), chosen] for values in (table.accuracy, table.latency_ms))
+    metrics = {}
+    for name, values in (("Reward", rewards), ("Accuracy", accuracy), ("Latency", latency)):
+        metrics[f"{name}_Mean"], metrics[f"{name}_Std"] = float(values.mean()), float(values.std())
+    if budgets_ms is not None:
+        metrics["Budget_Violation_Rate"] = float((latency > budgets_ms.unsqueeze(1)).float().mean())
+    return metrics
 
 
 def mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,12 +1,26 @@
 """Policy heads: from a hidden vector to log-probs of every configuration that exists.
 
-`forward(hidden [*, H], mask bool [*, C] or None)` gives normalised log-probs [*, C], −inf where the mask is False.
+`forward(hidden [M, n, H], mask bool [M, n, C] or None)` gives normalised log-probs [M, n, C], −inf where the mask is
+False. M members of an ensemble stand side by side: one matrix product serves all of them.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+
+class MemberLinear(nn.Module):
+    """M linear layers side by side: [M, n, inputs] → [M, n, outputs]. `zero`: starts at 0."""
+
+    def __init__(self, members: int, inputs: int, outputs: int, zero: bool = False) -> None:
+        super().__init__()
+        bound = 0.0 if zero else max(inputs, 1) ** -0.5
+        self.weight = nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight)
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -17,9 +31,9 @@ def masked_log_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
 class JointHead(nn.Module):
     """One logit for each configuration."""
 
-    def __init__(self, hidden: int, configurations: Tensor) -> None:
+    def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
         super().__init__()
-        self.logits = nn.Linear(hidden, len(configurations))
+        self.logits = MemberLinear(members, hidden, len(configurations))
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         return masked_log_softmax(self.logits(hidden), mask)
@@ -33,11 +47,11 @@ class AdditiveHead(nn.Module):
 
     places: Tensor
 
-    def __init__(self, hidden: int, configurations: Tensor) -> None:
+    def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
         super().__init__()
         sizes = configurations.amax(0) + 1
         first = sizes.cumsum(0) - sizes
-        self.logits = nn.Linear(hidden, int(sizes.sum()))
+        self.logits = MemberLinear(members, hidden, int(sizes.sum()))
         # [values of all knobs, C]: which values make up a configuration
         membership = torch.zeros(int(sizes.sum()), len(configurations))
         membership.T.scatter_(1, configurations + first, 1.0)
@@ -47,24 +61,24 @@ class AdditiveHead(nn.Module):
         return masked_log_softmax(self.logits(hidden) @ self.places, mask)
 
 
-class IndependentHead(nn.Module):
-    """One categorical for each knob, the form of the original controller: ln p = Σ_k ln p_k.
+class _PrefixTree(nn.Module):
+    """Every way of setting the first k knobs, k = 1 … K, as the nodes of a tree, and a softmax below each of them.
 
-    Where some combinations do not exist, each knob is drawn among the values that the knobs before it leave possible:
-    the product still sums to 1 over the configurations that exist. On a full grid the knobs are independent.
+    A node is a prefix with one more value. The probability of a configuration is the product along its path, each value
+    drawn among those that its prefix leaves possible: it sums to 1 over the configurations that exist.
     """
 
     value: Tensor
     node: Tensor
     prefix: Tensor
+    path: Tensor
 
-    def __init__(self, hidden: int, configurations: Tensor) -> None:
+    def __init__(self, configurations: Tensor) -> None:
         super().__init__()
         sizes = (configurations.amax(0) + 1).tolist()
-        self.logits = nn.Linear(hidden, sum(sizes))
-        # a tree of prefixes, level by level: a node is a prefix with one more value; the column of 0 is its root
+        # the column of 0 is the root
         rooted = torch.cat([torch.zeros_like(configurations[:, :1]), configurations], 1)
-        value, node, prefix = [], [], []
+        value, node, prefix, path = [], [], [], []
         nodes, prefixes, first = 0, 0, 0
         for knob, size in enumerate(sizes):
             here, of_here = rooted[:, : knob + 2].unique(dim=0, return_inverse=True)
@@ -72,14 +86,20 @@ class IndependentHead(nn.Module):
             value.append(here[:, -1] + first)
             node.append(of_here + nodes)
             prefix.append(of_above + prefixes)
+            starts = torch.tensor([0, *sizes[:knob]], dtype=torch.int64).cumsum(0)[: knob + 1]
+            set_before = torch.zeros(len(above), sum(sizes))
+            if knob:
+                set_before.scatter_(1, above[:, 1:] + starts[:knob], 1.0)
+            path.append(set_before)
             nodes, prefixes, first = nodes + len(here), prefixes + len(above), first + size
-        self.register_buffer("value", torch.cat(value), persistent=False)  # [nodes]: which logit
+        self.register_buffer("value", torch.cat(value), persistent=False)  # [nodes]: which value of all knobs' values
         self.register_buffer("node", torch.stack(node), persistent=False)  # [K, C]: the nodes of a configuration
         self.register_buffer("prefix", torch.cat(prefix), persistent=False)  # [nodes]: what stands before
+        self.register_buffer("path", torch.cat(path), persistent=False)  # [prefixes, values]: 1 where a value is set
         self.prefixes = prefixes
 
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits = self.logits(hidden)[..., self.value]
+    def log_probs(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits of the nodes [*, nodes] → log-probs of the configurations [*, C]."""
         if mask is not None:
             alive = torch.zeros_like(logits, dtype=torch.bool)
             for nodes in self.node:  # a node is possible when any configuration through it is
@@ -96,8 +116,44 @@ class IndependentHead(nn.Module):
         return log_probs if mask is None else log_probs.masked_fill(~mask, -torch.inf)
 
 
-HEADS: dict[str, type[JointHead] | type[AdditiveHead] | type[IndependentHead]] = {
+class IndependentHead(nn.Module):
+    """One categorical for each knob, the form of the original controller: ln p = Σ_k ln p_k.
+
+    Where some combinations do not exist, each knob is drawn among the values that the knobs before it leave possible.
+    On a full grid the knobs are independent.
+    """
+
+    def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
+        super().__init__()
+        self.tree = _PrefixTree(configurations)
+        self.logits = MemberLinear(members, hidden, self.tree.path.shape[1])
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.tree.log_probs(self.logits(hidden)[..., self.tree.value], mask)
+
+
+class AutoregressiveHead(nn.Module):
+    """Knob after knob: ln p = Σ_k ln p(value_k | hidden, the values before it). The values set so far are embedded and
+    added to the hidden vector; all prefixes are gone through at once."""
+
+    def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
+        super().__init__()
+        self.tree = _PrefixTree(configurations)
+        values = self.tree.path.shape[1]
+        self.embedding = MemberLinear(members, values, hidden)
+        self.logits = MemberLinear(members, hidden, values)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        tree, (members, n, _) = self.tree, hidden.shape
+        before = self.embedding(tree.path.expand(members, -1, -1))  # [M, prefixes, H]
+        states = nn.functional.silu(hidden.unsqueeze(2) + before.unsqueeze(1)).flatten(1, 2)
+        of_values = self.logits(states).unflatten(1, (n, tree.prefixes))
+        return tree.log_probs(of_values[:, :, tree.prefix, tree.value], mask)
+
+
+HEADS: dict[str, type[JointHead] | type[AdditiveHead] | type[IndependentHead] | type[AutoregressiveHead]] = {
     "additive": AdditiveHead,
+    "autoregressive": AutoregressiveHead,
     "independent": IndependentHead,
     "joint": JointHead,
 }

@@ -1,118 +1,268 @@
-"""Regressors for the baselines: accuracy and log-latency of all configurations at once, from the features.
+"""Regressors from the features to many outputs at once, fitted by libraries and kept as tensors.
 
-With the interface of scikit-learn: `fit(x [n, d], y [n, outputs])` and `predict(x) → [n, outputs]`, float64.
+As tensors they travel in a checkpoint that loads without executing code, and decide in microseconds. Each family is a
+function `fit(x [n, d], y [n, o], settings, seed) → one module for each setting`, float64 NumPy in; each module maps
+float32 [n, d] to [n, o].
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from knobwise.envs.budgets import log_ms
-from knobwise.envs.table import ProfileTable
-
-FOLDS = 5
-
-
-class Targets:
-    """Accuracy and log-latency side by side, float64 [n, 2C], each centred per configuration and scaled as a block.
-
-    Regressors for several outputs need every cell. One that was not profiled is filled with what a ridge regression on
-    the features x (float64 [n, d]) predicts, plus the mean residual of its sample, shrunk as if one more were 0; the
-    regression is fitted again on what it filled, five times, so that in the end the filled cells hardly pull at it.
-    """
-
-    def __init__(self, table: ProfileTable, rows: Tensor, x: NDArray[np.float64]) -> None:
-        mask = table.mask[rows]
-        seen = mask.any(0)
-        accuracy, log_latency = table.accuracy[rows].double(), log_ms(table.latency_ms[rows].double())
-        slowest = log_latency.nanmean(0)[seen].amax()
-        blocks, centres, scales = [], [], []
-        for measured, never_seen in ((accuracy, torch.zeros_like(slowest)), (log_latency, slowest)):
-            centre = measured.nanmean(0).where(seen, never_seen)
-            deviation = (measured - centre).where(mask, 0.0)
-            if not mask.all():
-                deviation = _filled(deviation, mask, seen, x)
-            scale = deviation.square().mean().sqrt()
-            blocks.append(deviation / scale.where(scale > 1e-9, 1.0))
-            centres.append(centre)
-            scales.append(scale)
-        self.values = torch.cat(blocks, 1).numpy()
-        self.centre, self._scale = torch.stack(centres).float(), torch.stack(scales).float()
-
-    def unscale(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
-        """Regressors' outputs [n, 2C] → accuracy and log-latency, [n, C] each."""
-        accuracy, mean = predictions.chunk(2, 1)
-        return accuracy * self._scale[0] + self.centre[0], mean * self._scale[1] + self.centre[1]
+Array = NDArray[np.float64]
+MOST_POINTS = 2000
+"""Kernel ridge regression is fitted on no more samples than this."""
+COMPONENTS = 8
+"""Trees predict the largest principal components of the outputs: as good, and the cost does not grow with C."""
 
 
-def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64]) -> Tensor:
-    from sklearn.linear_model import Ridge
+class _Regressor(nn.Module):
+    """Buffers only, given by name: `type(r)(**r.state_dict())` is the same regressor again."""
 
-    ridge, predicted = Ridge(alpha=0.1 * len(x)), torch.zeros_like(deviation)
-    for _ in range(5):
-        residual = (deviation - predicted).where(mask, 0.0)
-        of_sample = residual.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) + 1)
-        deviation = deviation.where(mask, (predicted + of_sample).where(seen, 0.0))
-        predicted = torch.from_numpy(ridge.fit(x, deviation.numpy()).predict(x)).reshape(deviation.shape)
-    return deviation
+    def __init__(self, **buffers: Tensor) -> None:
+        super().__init__()
+        for name, value in buffers.items():
+            self.register_buffer(name, value if value.dtype in (torch.int64, torch.float64) else value.float())
 
 
-def folds_of(table: ProfileTable, rows: Tensor, seed: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Row positions to fit on and to hold out, `FOLDS` times; samples of one image stay together."""
-    from sklearn.model_selection import GroupKFold
+class Linear(_Regressor):
+    """x·weight + bias; without any weight, a constant."""
 
-    names, images = table.dataset_names, table.image_ids or table.sample_ids
-    numbers: dict[tuple[str, str], int] = {}
-    units = [numbers.setdefault((names[row], images[row]), len(numbers)) for row in rows.tolist()]
-    if len(numbers) < 2:
-        return [(np.arange(len(rows)), np.arange(len(rows)))]
-    division = GroupKFold(min(FOLDS, len(numbers)), shuffle=True, random_state=seed)
-    return list(division.split(units, groups=units))
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
 
 
-class Neighbours:
-    """k nearest neighbours; `weighted`: a feature counts by the length of its weights in a ridge regression."""
+class Kernel(_Regressor):
+    """Σ_i exp(−‖x − points_i‖²/(2·width²))·coefficients_i + bias."""
 
-    def __init__(self, k: int, weighted: bool) -> None:
-        self.k, self.weighted = k, weighted
+    points: Tensor
+    squares: Tensor
+    coefficients: Tensor
+    bias: Tensor
+    width: Tensor
 
-    def fit(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> Neighbours:
-        from sklearn.linear_model import Ridge
-        from sklearn.neighbors import KNeighborsRegressor
-
-        ridge = Ridge(alpha=0.1 * len(x))
-        self.weights = np.linalg.norm(ridge.fit(x, y).coef_, axis=0) if self.weighted else 1.0
-        self.neighbours = KNeighborsRegressor(min(self.k, len(x))).fit(x * self.weights, y)
-        return self
-
-    def predict(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        predictions: NDArray[np.float64] = self.neighbours.predict(x * self.weights)
-        return predictions
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            torch.exp(-_squared_distances(x, self.points, self.squares) / (2 * self.width**2)) @ self.coefficients
+            + self.bias
+        )
 
 
-class Forest:
-    """Random forest over the eight largest principal components of the targets: as good, and its cost does not grow
-    with the number of configurations. `apart`: one forest for accuracy, one for latency, instead of one for both."""
+class Neighbours(_Regressor):
+    """The mean of the k nearest points; points [n, d] stand with one weight for each feature taken in."""
 
-    def __init__(self, leaf: int, apart: bool, seed: int) -> None:
-        self.leaf, self.apart, self.seed = leaf, apart, seed
+    points: Tensor
+    squares: Tensor
+    values: Tensor
+    weights: Tensor
+    k: Tensor
 
-    def fit(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> Forest:
-        from sklearn.ensemble import RandomForestRegressor
+    def forward(self, x: Tensor) -> Tensor:
+        distance = _squared_distances(x * self.weights, self.points, self.squares)
+        nearest = distance.topk(int(self.k), largest=False, sorted=False).indices
+        return functional.embedding_bag(nearest, self.values, mode="mean")
 
-        self.parts = []
-        for block in np.split(y, 2, axis=1) if self.apart else [y]:
-            centre = block.mean(0)
-            components = np.linalg.svd(block - centre, full_matrices=False)[2][:8]
-            forest = RandomForestRegressor(30, min_samples_leaf=self.leaf, max_features=1 / 3, random_state=self.seed)
-            projected = (block - centre) @ components.T
-            forest.fit(x, projected if len(components) > 1 else projected.ravel())
-            self.parts.append((forest, components, centre))
-        return self
 
-    def predict(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        parts = [f.predict(x).reshape(len(x), -1) @ components + centre for f, components, centre in self.parts]
-        return np.concatenate(parts, 1)
+class Trees(_Regressor):
+    """The sum of the trees' leaves, times the components of their fit, plus bias. A leaf's children are itself."""
+
+    feature: Tensor
+    threshold: Tensor
+    left: Tensor
+    right: Tensor
+    value: Tensor
+    roots: Tensor
+    fit: Tensor
+    components: Tensor
+    bias: Tensor
+    depth: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        node = self.roots.expand(len(x), -1)
+        for _ in range(int(self.depth)):
+            goes_left = x.gather(1, self.feature[node]) <= self.threshold[node]
+            node = torch.where(goes_left, self.left[node], self.right[node])
+        # each tree's leaf is in the components of its own fit
+        sums = self.value[node].new_zeros(len(x), len(self.components), self.value.shape[1])
+        sums = sums.index_add_(1, self.fit, self.value[node])
+        return torch.einsum("nfk,fko->no", sums, self.components) + self.bias
+
+    def outputs(self, columns: slice) -> Trees:
+        """The same for some of the outputs."""
+        state = self.state_dict()
+        return Trees(**{**state, "components": self.components[..., columns], "bias": self.bias[columns]})
+
+    @staticmethod
+    def averaged(ensembles: Sequence[Trees]) -> Trees:
+        """One that predicts the mean of several."""
+        nodes = torch.tensor([0] + [len(e.feature) for e in ensembles]).cumsum(0)[:-1]
+        joined = {name: torch.cat([getattr(e, name) for e in ensembles]) for name in ("feature", "threshold")}
+        for name in ("left", "right", "roots"):
+            joined[name] = torch.cat([getattr(e, name) + first for e, first in zip(ensembles, nodes, strict=True)])
+        components = max(e.value.shape[1] for e in ensembles)
+        pad = torch.nn.functional.pad
+        return Trees(
+            **joined,
+            value=torch.cat([pad(e.value, (0, components - e.value.shape[1])) for e in ensembles]),
+            fit=torch.cat([torch.full_like(e.fit, number) for number, e in enumerate(ensembles)]),
+            components=torch.cat([pad(e.components, (0, 0, 0, components - e.components.shape[1])) for e in ensembles])
+            / len(ensembles),
+            bias=torch.stack([e.bias for e in ensembles]).mean(0),
+            depth=torch.stack([e.depth for e in ensembles]).amax(),
+        )
+
+
+def _squared_distances(x: Tensor, points: Tensor, squares: Tensor) -> Tensor:
+    """[n, d], [m, d] and the points' squared lengths [m] → [n, m]."""
+    return (x.square().sum(1, keepdim=True) + squares - 2 * x @ points.T).clamp_min(0)
+
+
+def _f(values: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).float()
+
+
+# -- the families ------------------------------------------------------------------------------------------------------
+
+
+def constant(y: Array, features: int) -> Linear:
+    """What is best when the features do not help."""
+    return Linear(weight=torch.zeros(features, y.shape[1]), bias=_f(y.mean(0)))
+
+
+def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Linear]:
+    """Ridge regression; each setting is α as a share of n (Hoerl & Kennard 1970), all from one decomposition."""
+    centre, bias = x.mean(0), y.mean(0)
+    u, s, vt = np.linalg.svd(x - centre, full_matrices=False)
+    projected = u.T @ (y - bias)
+    found: list[Linear] = []
+    for alpha in settings:
+        weight = vt.T @ ((s / (s**2 + alpha * len(x)))[:, None] * projected)
+        found.append(Linear(weight=_f(weight), bias=_f(bias - centre @ weight)))
+    return found
+
+
+def kernel_ridge(x: Array, y: Array, settings: Sequence[tuple[float, float]], seed: int) -> list[Kernel]:
+    """Kernel ridge regression with a Gaussian kernel (Saunders et al. 1998); a setting is (width² as a multiple of the
+    median squared distance, α). Its cost grows with n³, so that of more than `MOST_POINTS` samples a part is drawn."""
+    if len(x) > MOST_POINTS:
+        part = np.random.default_rng(seed).permutation(len(x))[:MOST_POINTS]
+        x, y = x[part], y[part]
+    norms = (x**2).sum(1)
+    squares = (norms[:, None] + norms - 2 * x @ x.T).clip(0)
+    off = squares[squares > 0]
+    median, bias = (np.median(off) if len(off) else 1.0), y.mean(0)
+    solved: dict[float, tuple[Array, Array, Array]] = {}
+    found: list[Kernel] = []
+    for multiple, alpha in settings:
+        if multiple not in solved:
+            values, vectors = np.linalg.eigh(np.exp(-squares / (2 * median * multiple)))
+            solved[multiple] = values, vectors, vectors.T @ (y - bias)
+        values, vectors, projected = solved[multiple]
+        coefficients = vectors @ (projected / (values + alpha)[:, None])
+        width = torch.tensor(float(np.sqrt(median * multiple)))
+        found.append(Kernel(points=_f(x), squares=_f(norms), coefficients=_f(coefficients), bias=_f(bias), width=width))
+    return found
+
+
+def neighbours(x: Array, y: Array, settings: Sequence[tuple[int, bool]], seed: int) -> list[Neighbours]:
+    """k nearest neighbours; a setting is (k, weighted). Weighted: a feature counts by the length of its weights in a
+    ridge regression."""
+    ruler = ridge(x, y, [0.1], seed)[0].weight.norm(dim=1)
+    found = []
+    for k, weighted in settings:
+        weights = ruler if weighted else torch.ones(x.shape[1])
+        points = _f(x) * weights
+        squares = points.square().sum(1)
+        count = torch.tensor(min(k, len(x)))
+        found.append(Neighbours(points=points, squares=squares, values=_f(y), weights=weights, k=count))
+    return found
+
+
+def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
+    """Random forests (Breiman 2001); a setting is the smallest leaf."""
+    from sklearn.ensemble import RandomForestRegressor
+
+    bias, components, projected = _principal(y)
+    found: list[Trees] = []
+    for leaf in settings:
+        model = RandomForestRegressor(40, min_samples_leaf=leaf, max_features=1 / 3, random_state=seed)
+        # of one sample there is one component, which scikit-learn wants flat
+        model.fit(x, projected if projected.shape[1] > 1 else projected.ravel())
+        found.append(_trees([tree.tree_ for tree in model.estimators_], 1 / 40, components, bias))
+    return found
+
+
+def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
+    """Stochastic gradient boosting for squared loss (Friedman 2002), every tree for all outputs; a setting is the
+    number of trees."""
+    from sklearn.tree import DecisionTreeRegressor
+
+    rate, draws = 0.05, np.random.default_rng(seed)
+    looked_at = min(x.shape[1], max(8, x.shape[1] // 10))  # features for each split
+    bias, components, residual = _principal(y)
+    trees = []
+    for _ in range(max(settings)):
+        part = draws.permutation(len(x))[: max(2, round(0.6 * len(x)))]
+        tree = DecisionTreeRegressor(
+            max_depth=4, min_samples_leaf=8, max_features=looked_at, random_state=int(draws.integers(1 << 31))
+        ).fit(x[part], residual[part])
+        residual = residual - rate * tree.predict(x).reshape(residual.shape)
+        trees.append(tree.tree_)
+    return [_trees(trees[:rounds], rate, components, bias) for rounds in settings]
+
+
+def _principal(y: Array) -> tuple[Array, Array, Array]:
+    bias = y.mean(0)
+    components = np.linalg.svd(y - bias, full_matrices=False)[2][:COMPONENTS]
+    return bias, components, (y - bias) @ components.T
+
+
+def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) -> Trees:
+    """scikit-learn's trees end to end in flat arrays."""
+    sizes = [tree.node_count for tree in trees]
+    first = np.cumsum([0, *sizes[:-1]])
+    own = np.arange(sum(sizes))
+    left, right = (
+        np.concatenate([np.where((c := getattr(t, side)) < 0, -1, c + f) for t, f in zip(trees, first, strict=True)])
+        for side in ("children_left", "children_right")
+    )
+    return Trees(
+        feature=torch.from_numpy(np.concatenate([t.feature for t in trees]).clip(0)).long(),
+        threshold=torch.from_numpy(np.concatenate([t.threshold for t in trees])),
+        left=torch.from_numpy(np.where(left < 0, own, left)).long(),
+        right=torch.from_numpy(np.where(right < 0, own, right)).long(),
+        value=_f(factor * np.concatenate([t.value[:, :, 0] for t in trees])),
+        roots=torch.from_numpy(first).long(),
+        fit=torch.zeros(len(trees), dtype=torch.int64),
+        components=_f(components).unsqueeze(0),
+        bias=_f(bias),
+        depth=torch.tensor(max(t.max_depth for t in trees)),
+    )
+
+
+class Family(NamedTuple):
+    """A way of fitting and the settings that are tried."""
+
+    fit: Callable[[Array, Array, Any, int], Sequence[nn.Module]]
+    settings: tuple[Any, ...]
+
+
+FAMILIES = {
+    "ridge": Family(ridge, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)),
+    "kernel_ridge": Family(kernel_ridge, tuple((w, a) for w in (0.25, 1.0, 4.0) for a in (0.03, 0.1, 0.3, 1.0, 3.0))),
+    "knn": Family(neighbours, tuple((k, weighted) for weighted in (False, True) for k in (5, 10, 20, 40, 80, 160))),
+    "random_forest": Family(forest, (4,)),
+    "gradient_boosting": Family(boosting, (50, 100, 200, 300)),
+}
+KINDS = {kind.__name__: kind for kind in (Linear, Kernel, Neighbours, Trees)}
+"""By name, for checkpoints."""

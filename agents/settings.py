@@ -9,6 +9,9 @@ from knobwise.agents.heads import HEADS
 from knobwise.envs.errors import InputError
 from knobwise.losses.advantage import ADVANTAGES
 
+EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
+"""The families of `knobwise.agents.regressors`."""
+
 
 def one_of(key: str, value: str, known: Collection[str]) -> None:
     """Refuse a word that is not known.
@@ -44,8 +47,27 @@ def at_least(key: str, value: float, least: float) -> None:
 class PolicyConfig:
     """The network."""
 
-    head: str = "additive"
-    """Structure over the knobs: `additive`, `independent` or `joint` (see `knobwise.agents.heads`)."""
+    structure: str = "additive"
+    """`utility` predicts accuracy and latency of every configuration (see `knobwise.agents.networks`); `additive`,
+    `autoregressive`, `independent` and `joint` are heads over the knobs (see `knobwise.agents.heads`)."""
+    members: int = 1
+    """Networks side by side. One is fitted on the training samples and stopped on the validation samples; of several
+    each is fitted on all of these but one fold, stopped together on their folds, and they decide together."""
+    experts: tuple[str, ...] = ()
+    """Stacked beside a `utility` network of several members: any of ridge, kernel_ridge, knn, random_forest,
+    gradient_boosting. None of them is the lean form, the network alone."""
+    retrieval: int = 0
+    """How many training samples a `utility` network looks at beside its prediction, by attention; 0 for none."""
+    guard: bool = True
+    """Whether a `utility` network of several members decides inside a guard (`knobwise.agents.guard`); under mean
+    budgets, whether any policy does (`knobwise.agents.priced`)."""
+    level: float = 0.95
+    """Share of the requests that could be met at all whose budget the guard keeps."""
+    level_cost: float = 0.1
+    """Share of the gain over budget-aware static that keeping the level may cost; where it costs more the report says
+    so, and nothing is forced. 1 keeps the level at any cost."""
+    confidence: float = 0.8
+    """How sure, one-sided, the guard wants to be that the policy is better than budget-aware static."""
     hidden: int = 256
     """Width of the hidden layers."""
     layers: int = 2
@@ -58,9 +80,19 @@ class PolicyConfig:
     """Width of the sinusoidal encoding: 1 + 2·frequencies."""
 
     def __post_init__(self) -> None:
-        one_of("policy.head", self.head, HEADS)
+        one_of("policy.structure", self.structure, ("utility", *HEADS))
+        for expert in self.experts:
+            one_of("policy.experts", expert, EXPERTS)
+        if self.experts and (self.structure != "utility" or self.members < 2):
+            raise InputError("policy.experts: they stand beside policy.structure=utility with policy.members ≥ 2 only")
+        for name in ("level", "confidence"):
+            if not 0 < getattr(self, name) < 1:
+                raise InputError(f"policy.{name}={getattr(self, name)}: must be between 0 and 1")
+        at_least("policy.retrieval", self.retrieval, 0)
+        if not 0 <= self.level_cost <= 1:
+            raise InputError(f"policy.level_cost={self.level_cost}: must be in [0, 1]")
         one_of("policy.budget_encoding", self.budget_encoding, ("sinusoidal", "linear"))
-        for name in ("hidden", "layers", "budget_width"):
+        for name in ("members", "hidden", "layers", "budget_width"):
             at_least(f"policy.{name}", getattr(self, name), 1)
         if not 0 <= self.dropout < 1:
             raise InputError(f"policy.dropout={self.dropout}: must be in [0, 1)")
@@ -75,7 +107,7 @@ class LossConfig:
     group_size: int = 8
     """G, draws for each context under `sampled`."""
     advantage: str = "centred"
-    """`zscore`, `centred` or `rank`, inside the group."""
+    """`zscore`, `centred`, `rank` or `unnormalised`, inside the group."""
     advantage_std_floor: float = 0.1
     """Smallest standard deviation that `zscore` divides by, in units of reward."""
     advantage_clip: float = 5.0
@@ -88,6 +120,8 @@ class LossConfig:
     """β, weight of the k3 KL to the policy at the end of the warm-up."""
     kl_band: tuple[float, float] | None = None
     """(low, high) in nats: β is raised above and lowered below this band; None keeps it fixed."""
+    regression_coeff: float = 0.2
+    """Weight of the regression on measured accuracy and latency beside GRPO, for a `utility` structure."""
     temperature_start: float = 0.5
     """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.1
@@ -97,7 +131,7 @@ class LossConfig:
         one_of("loss.objective", self.objective, ("exact", "sampled"))
         one_of("loss.advantage", self.advantage, ADVANTAGES)
         at_least("loss.group_size", self.group_size, 1)
-        for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
+        for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff", "regression_coeff"):
             at_least(f"loss.{name}", getattr(self, name), 0)
         for name in ("temperature_start", "temperature_end", "advantage_std_floor", "advantage_clip"):
             positive(f"loss.{name}", getattr(self, name))
@@ -110,7 +144,7 @@ class OptimiserConfig:
     """How it is minimised."""
 
     warmup_iterations: int = 600
-    """Iterations of RCE before GRPO; 0 starts cold."""
+    """Iterations before GRPO, of RCE or under `policy=utility` of regression; 0 starts cold."""
     iterations: int = 300
     """Iterations of GRPO."""
     contexts: int = 256

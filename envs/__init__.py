@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from knobwise.envs.errors import InputError
     from knobwise.envs.gym_bandit import ConfigBanditEnv, ConfigBanditVectorEnv
     from knobwise.envs.reward import RewardConfig
+    from knobwise.envs.simulator import SimulatedConfig, simulate
     from knobwise.envs.table import Knob, ProfileTable, Split
 
 __getattr__ = lazy(
@@ -26,6 +27,8 @@ __getattr__ = lazy(
         "ConfigBanditEnv": "gym_bandit",
         "ConfigBanditVectorEnv": "gym_bandit",
         "RewardConfig": "reward",
+        "SimulatedConfig": "simulator",
+        "simulate": "simulator",
         "Knob": "table",
         "ProfileTable": "table",
         "Split": "table",
@@ -41,7 +44,9 @@ __all__ = [
     "Knob",
     "ProfileTable",
     "RewardConfig",
+    "SimulatedConfig",
     "Split",
     "builtin_profile",
     "default_budgets",
+    "simulate",
 ]

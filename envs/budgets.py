@@ -14,13 +14,23 @@ from knobwise.envs.table import ProfileTable
 
 DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
 FEASIBLE_SHARE = 0.75
-LEAST_LATENCY_MS = 1e-3
-"""Timers report 0 for very short times; logarithms are taken of at least this."""
+LEAST_LATENCY_MS = 1e-9
+"""Budgets are at least this, and logarithms are taken of at least this: below any cost in any unit, were it USD."""
 
 
 def log_ms(latency_ms: Tensor) -> Tensor:
-    """Natural logarithm of times in ms, floored at `LEAST_LATENCY_MS` (a measured 0 is kept everywhere else)."""
+    """Natural logarithm of budgets in ms (or in the unit of the cost that stands for latency)."""
     return latency_ms.clamp_min(LEAST_LATENCY_MS).log()
+
+
+def log_measured(latency_ms: Tensor) -> Tensor:
+    """Natural logarithm of what was measured; a 0 counts as a tenth of the smallest value above it.
+
+    Timers report 0 for very short times, and a cost may be 0 for some configurations; only in logarithms the 0 is
+    replaced. NaN stays.
+    """
+    above = latency_ms[latency_ms > 0]
+    return latency_ms.clamp_min(float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS).log()
 
 
 def default_budgets(table: ProfileTable) -> Tensor:
@@ -70,6 +80,24 @@ def _positive(numbers: tuple[float, ...]) -> bool:
     return bool(numbers) and all(0 < number < math.inf for number in numbers)
 
 
+def worths_range(latencies_ms: Tensor) -> Tensor:
+    """What a right answer is worth, from the least to the most that is looked at, float32 [2], in ms.
+
+    The price of a mean budget is λ = 1/worth. From the 3 % quantile of the latencies, where only what is nearly free
+    pays, to thirty times their 97 % quantile, where a gain of some 3 points pays for the slowest; what costs nothing is
+    left out.
+    """
+    paid = latencies_ms[latencies_ms > 0]
+    low, high = _quantile(paid if len(paid) else torch.ones(1), torch.tensor([0.03, 0.97]))
+    return torch.stack([low, 30 * high])
+
+
+def judged_worths(table: ProfileTable) -> Tensor:
+    """Five worths evenly apart in logarithm, float32 [5], in ms: what a policy for mean budgets is validated at."""
+    low, high = worths_range(table.latency_ms[table.mask]).log().tolist()
+    return torch.linspace(low, high, 7)[1:-1].exp()
+
+
 @dataclass
 class BudgetConfig:
     """Which budgets a policy is trained on. They are drawn anew at every visit of a sample."""
@@ -91,10 +119,14 @@ class BudgetConfig:
     """Upper quantile for `quantiles`, in 0..1."""
     values_ms: tuple[float, ...] = ()
     """The budgets for `fixed`, in ms."""
+    sense: str = "deadline"
+    """`deadline`: every request has its own budget; `mean`: the average over the requests must not exceed it. A policy
+    is then conditioned on what a right answer is worth, in ms (1/λ, λ the price of time), drawn evenly in logarithm,
+    and rewarded by accuracy − latency/worth; the worth for a wanted mean latency is found on held-out samples."""
 
 
 class BudgetSampler:
-    """Draws budgets for samples of a table.
+    """Draws budgets for samples of a table, or under `sense="mean"` worths.
 
     Args:
         table: the profile.
@@ -111,9 +143,13 @@ class BudgetSampler:
         self.table, self.config = table, config
         rows = torch.arange(table.num_samples) if rows is None else rows
         latencies = table.latency_ms[rows][table.mask[rows]]
+        if config.sense not in ("deadline", "mean"):
+            raise InputError(f"budget.sense={config.sense!r}: must be deadline or mean")
         if config.strategy not in self.STRATEGIES:
             raise InputError(f"budget.strategy={config.strategy!r}: must be one of {', '.join(self.STRATEGIES)}")
-        if config.strategy == "relative":
+        if config.sense == "mean":
+            self._numbers = worths_range(latencies).log()
+        elif config.strategy == "relative":
             self._check(_positive(config.factors), "factors must be positive, at least one", config.factors)
             self._numbers = torch.tensor(list(config.factors))
         elif config.strategy == "fixed":
@@ -136,6 +172,9 @@ class BudgetSampler:
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw one budget for each of these samples: int64 [n] → float32 [n], ms, always positive."""
         n = len(rows)
+        if self.config.sense == "mean":
+            low, high = self._numbers
+            return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
         if self.config.strategy in ("relative", "fixed"):
             drawn = self._numbers[torch.randint(len(self._numbers), (n,), generator=generator)]
             if self.config.strategy == "relative":
@@ -170,7 +209,7 @@ class BudgetEncoding(nn.Module):
         super().__init__()
         if kind not in ("linear", "sinusoidal"):
             raise InputError(f"policy.budget_encoding={kind!r}: must be linear or sinusoidal")
-        logs = log_ms(latencies_ms)
+        logs = log_measured(latencies_ms)
         self.register_buffer("mean", logs.mean())
         self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))
         count = (width - 1) // 2 if kind == "sinusoidal" else 0

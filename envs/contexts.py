@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from knobwise.envs.budgets import BudgetConfig, BudgetSampler
 from knobwise.envs.errors import InputError
+from knobwise.envs.reward import RewardConfig
 from knobwise.envs.table import ProfileTable
 
 
@@ -18,21 +21,55 @@ class ContextSampler:
     Args:
         table: the profile.
         budget: which budgets.
-        rows: int64 [n], the samples to draw from; None for all.
+        rows: int64 [n], the samples to draw from; None for all. Of M such lists the contexts are drawn in turn: number
+            i from list i mod M.
         seed: of the generator.
     """
 
-    def __init__(self, table: ProfileTable, budget: BudgetConfig, rows: Tensor | None, seed: int) -> None:
-        self.rows = torch.arange(table.num_samples) if rows is None else torch.as_tensor(rows)
-        if not len(self.rows):
+    def __init__(
+        self, table: ProfileTable, budget: BudgetConfig, rows: Tensor | Sequence[Tensor] | None, seed: int
+    ) -> None:
+        rows = torch.arange(table.num_samples) if rows is None else rows
+        lists = [rows] if isinstance(rows, Tensor) else list(rows)
+        self.counts = torch.tensor([len(one) for one in lists])
+        if not lists or not self.counts.all():
             raise InputError("the environment got no samples to draw from")
-        self.budgets = BudgetSampler(table, budget, self.rows)
+        self.rows = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+        self.budgets = BudgetSampler(table, budget, torch.cat(lists).unique() if len(lists) > 1 else lists[0])
         self.generator = torch.Generator().manual_seed(seed)
+        self.before = self.generator.get_state()  # of the contexts drawn last: set back to it, they are drawn again
 
     def __call__(self, count: int) -> tuple[Tensor, Tensor]:
         """`count` contexts: rows int64 [count], budgets float32 [count] in ms."""
-        rows = self.rows[torch.randint(len(self.rows), (count,), generator=self.generator)]
+        self.before = self.generator.get_state()
+        if len(self.rows) == 1:
+            rows = self.rows[0][torch.randint(self.rows.shape[1], (count,), generator=self.generator)]
+        else:
+            turn = torch.arange(count) % len(self.counts)
+            place = torch.randint(1 << 62, (count,), generator=self.generator) % self.counts[turn]
+            rows = self.rows[turn, place]
         return rows, self.budgets(rows, self.generator)
+
+
+def limit_key(budget: BudgetConfig | None) -> str:
+    """What limits a request: `budget_ms`, or under a mean budget `worth_ms`, what a right answer is worth."""
+    return "worth_ms" if budget is not None and budget.sense == "mean" else "budget_ms"
+
+
+def reward_under(budget: BudgetConfig | None, reward: RewardConfig | None) -> RewardConfig:
+    """The reward asked for, by default `shaped`, or under a mean budget `priced`.
+
+    Raises:
+        InputError: a reward of one sense with budgets of the other.
+    """
+    mean = limit_key(budget) == "worth_ms"
+    reward = reward or RewardConfig(kind="priced" if mean else "shaped")
+    if (reward.kind == "priced") != mean:
+        sense = "mean" if mean else "deadline"
+        raise InputError(
+            f"reward.kind={reward.kind}: does not go with budget.sense={sense}; priced goes with mean only"
+        )
+    return reward
 
 
 def check_profiled(table: ProfileTable, rows: Tensor, configurations: Tensor) -> None:

@@ -47,6 +47,7 @@ def read_long_table(
     knobs: Sequence[str] | None = None,
     accuracy: str = "accuracy",
     latency: str = "latency_ms",
+    unit: str = "ms",
 ) -> ProfileTable:
     """Read a long table from CSV, Parquet or JSON lines (by suffix; CSV and JSON lines also gzipped).
 
@@ -62,6 +63,7 @@ def read_long_table(
         knobs=knobs,
         accuracy=accuracy,
         latency=latency,
+        unit=unit,
         features=features,
         source=str(path),
     )
@@ -74,6 +76,7 @@ def table_from_frame(
     knobs: Sequence[str] | None = None,
     accuracy: str = "accuracy",
     latency: str = "latency_ms",
+    unit: str = "ms",
     features: str | Path | Features | None = None,
     source: str = "",
     notes: Sequence[str] = (),
@@ -89,7 +92,8 @@ def table_from_frame(
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
         accuracy: the column to maximise.
-        latency: the column that the budget limits, in the unit of the budgets.
+        latency: the column that the budget limits: a time, or any other cost (energy, price).
+        unit: what that column is in, and with it the budgets.
         features: a feature file, or what `read_features` gave.
         source: what to call the frame in error messages; a file name.
         notes: what the caller skipped already.
@@ -170,6 +174,7 @@ def table_from_frame(
         image_ids=tuple(samples["image_id"]) if "image_id" in samples.columns else (),
         parts=parts,
         notes=tuple(said),
+        unit=unit,
     )
     return table if features is None else attach_features(table, features)
 

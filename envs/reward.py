@@ -16,7 +16,8 @@ class RewardConfig:
     """The training signal. The defaults of `shaped` are those of the original controller."""
 
     kind: str = "shaped"
-    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else −`miss`."""
+    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else −`miss`; `priced`:
+    α·accuracy − latency/worth, under a mean budget."""
     alpha: float = 1.0
     """α, weight of the accuracy."""
     beta: float = 0.5
@@ -31,8 +32,8 @@ class RewardConfig:
     """What a missed budget costs under `utility`."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("shaped", "utility"):
-            raise InputError(f"reward.kind={self.kind!r}: must be shaped or utility")
+        if self.kind not in ("shaped", "utility", "priced"):
+            raise InputError(f"reward.kind={self.kind!r}: must be shaped, utility or priced")
 
 
 def utility(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
@@ -49,22 +50,25 @@ def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: 
     Args:
         accuracy: in [0, 1].
         latency_ms: ms.
-        budget_ms: ms, positive.
+        budget_ms: ms, positive; under `priced` what a right answer is worth.
         complexity: in [0, 1], see `complexity`.
         config: the coefficients.
 
     All tensors broadcast against one another; so does the result. NaN in, NaN out.
     """
     relative = latency_ms / budget_ms
+    if config.kind == "priced":
+        return config.alpha * accuracy - relative
     if config.kind == "utility":
         kept = torch.where(relative <= 1, config.alpha * accuracy, -config.miss)
         return torch.where(relative.isnan(), torch.nan, kept)
+    excess = relative - 1
     return (
         config.alpha * accuracy
-        - config.beta * torch.sigmoid(10 * (relative - 1))
-        - config.gamma * (relative - 1).clamp_min(0).square()
+        - config.beta * torch.sigmoid(10 * excess)
+        - config.gamma * excess.clamp_min(0).square()
         - config.epsilon * complexity
-        + config.delta * torch.where(relative <= 1, 1 - relative, 0.0)
+        - config.delta * excess.clamp_max(0)
     )
 
 
@@ -89,18 +93,24 @@ class RewardTable:
     Args:
         table: the profile.
         config: the coefficients.
+        device: where the outcomes are looked up; None leaves them where the table has them.
     """
 
-    def __init__(self, table: ProfileTable, config: RewardConfig) -> None:
-        self.table, self.config = table, config
-        self.complexity = complexity(table)
+    def __init__(self, table: ProfileTable, config: RewardConfig, device: torch.device | str | None = None) -> None:
+        self.config, self.complexity = config, complexity(table).to(device)
+        self.accuracy, self.latency_ms = table.accuracy.to(device), table.latency_ms.to(device)
 
     def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
         """int64 [n], float [n] → float32 [n, C]; NaN where a cell was not profiled."""
-        cells = self.table.accuracy[rows], self.table.latency_ms[rows]
+        cells = self.accuracy.index_select(0, rows), self.latency_ms.index_select(0, rows)
         return reward(*cells, budgets_ms.unsqueeze(-1), self.complexity, self.config)
+
+    def outcome(self, rows: Tensor, configurations: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [n] rows, int64 [n, G] configurations → accuracy and latency in ms, float32 [n, G] each."""
+        cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
+        return self.accuracy.take(cells), self.latency_ms.take(cells)
 
     def of(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
         """int64 [n] rows, int64 [n, G] configurations, float [n] budgets → float32 [n, G]."""
-        cells = self.table.accuracy[rows[:, None], configurations], self.table.latency_ms[rows[:, None], configurations]
-        return reward(*cells, budgets_ms.unsqueeze(-1), self.complexity[configurations], self.config)
+        cells = self.outcome(rows, configurations)
+        return reward(*cells, budgets_ms.unsqueeze(-1), self.complexity.take(configurations), self.config)

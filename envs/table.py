@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,26 +53,38 @@ class ActionIndex(nn.Module):
     Shapes: forward takes int64 [*, K] and gives int64 [*], −1 where no configuration has these values.
     """
 
-    sizes: Tensor
-    strides: Tensor
     codes: Tensor
     order: Tensor
 
     def __init__(self, configurations: Tensor) -> None:
         super().__init__()
-        sizes = configurations.amax(0) + 1
-        strides = torch.cat([sizes[1:].flip(0).cumprod(0).flip(0), sizes.new_ones(1)])
-        if sizes.double().log2().sum() > 62:  # more combinations than int64 can number: hash them instead
-            strides = torch.randint(1 << 62, sizes.shape, generator=torch.Generator().manual_seed(0))
-        codes, order = (configurations * strides).sum(-1).sort()
-        for name, value in (("sizes", sizes), ("strides", strides), ("codes", codes), ("order", order)):
-            self.register_buffer(name, value, persistent=False)
+        # a knob's value is a digit; one more at either end of the digits stands for all values that do not exist (the
+        # lower one is −1: what is below 0 then counts from the end of `order`, and meets nothing else there)
+        self.most = int(configurations.max()) + 1
+        base, width = self.most + 2, configurations.shape[1]
+        self.dense = base**width <= 1 << 20
+        self.strides = [base**knob for knob in range(width)]
+        if base**width >= 1 << 62:  # more combinations than int64 can number: hash them instead
+            self.strides = torch.randint(1 << 62, (width,), generator=torch.Generator().manual_seed(0)).tolist()
+        codes, order = self._code(configurations).sort()
+        if self.dense:
+            codes, order = codes[:0], torch.full((base**width,), -1).scatter_(0, codes, order)
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("order", order, persistent=False)
+
+    def _code(self, actions: Tensor) -> Tensor:
+        digits = actions.clamp(-1, self.most).unbind(-1)
+        code = digits[0] * self.strides[0]
+        for digit, stride in zip(digits[1:], self.strides[1:], strict=True):
+            code = torch.add(code, digit, alpha=stride)
+        return code
 
     def forward(self, actions: Tensor) -> Tensor:
-        code = (actions * self.strides).sum(-1)
+        code = self._code(actions)
+        if self.dense:
+            return self.order.take(code)
         place = torch.searchsorted(self.codes, code).clamp_max(len(self.codes) - 1)
-        inside = ((actions >= 0) & (actions < self.sizes)).all(-1)
-        return torch.where(inside & (self.codes[place] == code), self.order[place], -1)
+        return torch.where(self.codes[place] == code, self.order[place], -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +123,8 @@ class ProfileTable:
     """N names out of train, validation, test when the file fixed the split; else empty."""
     notes: tuple[str, ...] = ()
     """What the reader skipped or could not join, counted, in words. Not part of the digest."""
+    unit: str = "ms"
+    """What `latency_ms` and budgets are in, for reports: another cost may stand for latency. Not part of the digest."""
 
     def __post_init__(self) -> None:
         if self.accuracy.ndim != 2:
@@ -128,20 +143,23 @@ class ProfileTable:
                 raise InputError(f"profile {self.name!r}: {what} has shape {found}, expected {wanted}")
         if n == 0 or c == 0 or not self.knobs:
             raise InputError(f"profile {self.name!r} is empty: {n} samples, {c} configurations")
-        profiled_accuracy, profiled_latency = self.accuracy[self.mask], self.latency_ms[self.mask]
-        problems = [
-            (~profiled_accuracy.isfinite(), "accuracy that is NaN or infinite"),
-            (~profiled_latency.isfinite(), "latency_ms that is NaN or infinite"),
-            (profiled_latency < 0, "negative latency_ms"),
-            ((profiled_accuracy < 0) | (profiled_accuracy > 1), "accuracy outside [0, 1]"),
-            (~self.mask.any(1), "samples without any profiled configuration"),
-            (~self.mask.any(0), "configurations without any profiled sample"),
-            (~self.mask & ~(self.accuracy.isnan() & self.latency_ms.isnan()), "cells not profiled that are not NaN"),
-        ]
-        for bad, what in problems:
-            if bad.any():
-                raise InputError(f"profile {self.name!r}: {int(bad.sum())} × {what}")
-        if len(set(zip(self.dataset_names, self.sample_ids, strict=True))) != n:
+        # in pieces, because a table that is mapped from a file may be larger than the memory
+        pieces = [x.split(1 << 18) for x in (self.accuracy, self.latency_ms, self.mask)]
+        problems: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+            "accuracy that is NaN or infinite": lambda a, t, m: m & ~a.isfinite(),
+            "latency_ms that is NaN or infinite": lambda a, t, m: m & ~t.isfinite(),
+            "negative latency_ms": lambda a, t, m: m & (t < 0),
+            "accuracy outside [0, 1]": lambda a, t, m: m & ((a < 0) | (a > 1)),
+            "samples without any profiled configuration": lambda a, t, m: ~m.any(1),
+            "cells not profiled that are not NaN": lambda a, t, m: ~m & ~(a.isnan() & t.isnan()),
+        }
+        counts = {"configurations without any profiled sample": int((~self.mask.any(0)).sum())}
+        counts |= {w: sum(int(bad(*p).sum()) for p in zip(*pieces, strict=True)) for w, bad in problems.items()}
+        for what, count in counts.items():
+            if count:
+                raise InputError(f"profile {self.name!r}: {count} × {what}")
+        names = zip(self.datasets, self.sample_ids, strict=True) if self.datasets else self.sample_ids
+        if len(set(names)) != n:
             raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
         if len(self.configurations.unique(dim=0)) != c:
             raise InputError(f"profile {self.name!r}: the same configuration stands in it twice")
@@ -270,14 +288,17 @@ class ProfileTable:
         head = {
             "format": "knobwise.ProfileTable/1",
             "name": self.name,
+            "unit": self.unit,
             "knobs": [[k.name, list(k.values)] for k in self.knobs],
             **{k: list(getattr(self, k)) for k in ("sample_ids", "datasets", "image_ids", "parts", "notes")},
         }
-        tensors = {f"features.{name}": block.contiguous() for name, block in self.features.items()}
+        # the head is a tensor too: what safetensors calls metadata must stay below 100 MB
+        tensors = {"head": torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)}
+        tensors |= {f"features.{name}": block.contiguous() for name, block in self.features.items()}
         for name in ("configurations", "accuracy", "latency_ms", "mask"):
             tensors[name] = getattr(self, name).contiguous()
         with written_whole(path) as temporary:
-            save_file(tensors, temporary, metadata={"head": json.dumps(head)})
+            save_file(tensors, temporary)
 
     @classmethod
     def load(cls, path: str | Path) -> ProfileTable:
@@ -288,8 +309,8 @@ class ProfileTable:
         """
         try:
             with safe_open(str(path), framework="pt") as file:
-                head: dict[str, Any] = json.loads((file.metadata() or {})["head"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            head: dict[str, Any] = json.loads(tensors.pop("head").numpy().tobytes())
             words: dict[str, Any] = {
                 k: tuple(head[k]) for k in ("sample_ids", "datasets", "image_ids", "parts", "notes")
             }
@@ -301,6 +322,7 @@ class ProfileTable:
             raise InputError(f"{path}: not a table that knobwise saved ({error})") from error
         return cls(
             name=head["name"],
+            unit=head.get("unit", "ms"),
             knobs=tuple(Knob(name, tuple(values)) for name, values in head["knobs"]),
             **words,
             features={k.removeprefix("features."): v for k, v in tensors.items() if k.startswith("features.")},

@@ -22,14 +22,14 @@ def _colour(policies: Sequence[str]) -> dict[str, Any]:
     return {"color": alt.Color("policy:N", scale=alt.Scale(domain=list(policies)), legend=legend)}
 
 
-def _budget_axis(budgets: Iterable[float], ticks: int) -> alt.X:
+def _budget_axis(budgets: Iterable[float], ticks: int, unit: str = "ms") -> alt.X:
     ends = [b for b in budgets if b > 0] or [1.0]
     scale = alt.Scale(type="log") if max(ends) > 20 * min(ends) else alt.Scale(zero=False, nice=False, padding=12)
-    return alt.X("budget_ms:Q", title="latency budget (ms)", scale=scale, axis=alt.Axis(tickCount=ticks))
+    return alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale, axis=alt.Axis(tickCount=ticks))
 
 
 def plane(
-    configurations: pl.DataFrame, paths: pl.DataFrame | None = None, policies: Sequence[str] = ()
+    configurations: pl.DataFrame, paths: pl.DataFrame | None = None, policies: Sequence[str] = (), unit: str = "ms"
 ) -> alt.LayerChart:
     """Mean accuracy against mean latency: configurations as dots, the Pareto front, one path over the budgets a policy.
 
@@ -38,7 +38,7 @@ def plane(
         paths: policy, budget_ms, accuracy, latency_ms.
         policies: the order of the policies, which gives their colours.
     """
-    x = alt.X("latency_ms:Q", title="mean latency (ms)", scale=alt.Scale(zero=False, padding=12))
+    x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=alt.Scale(zero=False, padding=12))
     y = alt.Y("accuracy:Q", title="mean accuracy (0 to 1)", scale=alt.Scale(zero=False, padding=12))
     base = alt.Chart(configurations).encode(x, y)
     front = configurations.filter(
@@ -78,6 +78,7 @@ def by_budget(
     percent: bool = False,
     level: float | None = None,
     size: tuple[int, int] = (820, 320),
+    unit: str = "ms",
 ) -> alt.LayerChart:
     """One number against the budget: the policies named are coloured, all others thin and grey.
 
@@ -85,7 +86,7 @@ def by_budget(
         rows: policy, name, budget_ms, `y`, and low and high where the interval is to be drawn.
         level: draws a line at this height.
     """
-    x = _budget_axis(rows["budget_ms"], size[0] // 80)
+    x = _budget_axis(rows["budget_ms"], size[0] // 80, unit)
     axis = alt.Axis(format="%") if percent else alt.Axis()
     scale = alt.Scale(zero=False, nice=False, padding=8) if percent else alt.Scale(zero=False)
     height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
@@ -112,7 +113,7 @@ def side_by_side(charts: Sequence[alt.LayerChart]) -> alt.HConcatChart:
     return alt.hconcat(*charts, spacing=40).resolve_scale(color="shared")
 
 
-def knob_usage(usage: pl.DataFrame, policies: Sequence[str]) -> alt.VConcatChart:
+def knob_usage(usage: pl.DataFrame, policies: Sequence[str], unit: str = "ms") -> alt.VConcatChart:
     """Which share of the requests gets which value of a knob, per budget: one row a knob, one column a policy.
 
     Args:
@@ -126,7 +127,9 @@ def knob_usage(usage: pl.DataFrame, policies: Sequence[str]) -> alt.VConcatChart
         kept = sorted(used.head(MOST_VALUES).to_list(), key=in_order)
         part = part.with_columns(
             pl.when(pl.col("value").is_in(kept)).then(pl.col("value")).otherwise(pl.lit("other")).alias("value"),
-            pl.col("budget_ms").map_elements(quantity, return_dtype=pl.String).alias("budget"),
+            pl.col("budget_ms")
+            .map_elements(lambda budget: quantity(budget, unit), return_dtype=pl.String)
+            .alias("budget"),
         )
         part = part.group_by("policy", "budget_ms", "budget", "value", maintain_order=True).agg(pl.col("share").sum())
         values = [*kept, "other"] if len(used) > MOST_VALUES else kept
@@ -146,6 +149,23 @@ def knob_usage(usage: pl.DataFrame, policies: Sequence[str]) -> alt.VConcatChart
             .properties(width=200, height=130)
         )
     return alt.vconcat(*rows).resolve_scale(color="independent")
+
+
+def weights(members: pl.DataFrame) -> alt.LayerChart:
+    """The weight of each member of a stack: a bar for the mean, a dot a seed.
+
+    Args:
+        members: member, seed, weight; in the order in which the members are to stand.
+    """
+    x, y = (
+        alt.X("weight:Q", title="weight in the stack", axis=alt.Axis(format="%", tickCount=8)),
+        alt.Y("member:N", sort=None),
+    )
+    means = members.group_by("member", maintain_order=True).agg(pl.col("weight").mean())
+    tooltip = ["member:N", alt.Tooltip("weight:Q", format=".1%")]
+    bars = alt.Chart(means).mark_bar(height=14, opacity=0.75).encode(x, y.title(None), tooltip=tooltip)
+    dots = alt.Chart(members).mark_circle(style="quiet", size=36, opacity=1).encode(x, y, tooltip=[*tooltip, "seed:N"])
+    return alt.layer(bars, dots).properties(width=680, height=alt.Step(26))
 
 
 def curves(logged: pl.DataFrame, panels: Sequence[str]) -> alt.FacetChart:

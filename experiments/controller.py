@@ -24,16 +24,21 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.baselines import make_baselines
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from knobwise.agents.mean_budget import judged_mean_budgets
 from knobwise.agents.policy import Controller
-from knobwise.agents.settings import at_least
+from knobwise.agents.priced import PricedChooser, make_priced_baselines, price_controller, price_stack
+from knobwise.agents.settings import PolicyConfig, at_least
+from knobwise.agents.stack import StackedController, fit_stack
 from knobwise.agents.trainer import Trainer
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.reward import RewardConfig
 from knobwise.envs.table import ProfileTable, Split
+from knobwise.experiments.mean_results import mean_results_of
 from knobwise.experiments.report import print_results, result_images, write_report
-from knobwise.experiments.results import results_of
+from knobwise.experiments.results import held_out_choices, results_of
 from knobwise.experiments.settings import TrainRun, read_profile
 from knobwise.experiments.tracking import Tracker, wandb_mode
 
@@ -63,7 +68,13 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
     table = read_profile(config.profile)
     split = table.split(config.split.train, config.split.validation, config.split.seed)
-    budgets_ms = judged_budgets(table, config.budgets_ms)
+    fitted = torch.cat([split.train, split.validation])
+    mean = config.budget.sense == "mean"
+    if mean:
+        config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
+    budgets_ms = (
+        judged_mean_budgets(table, fitted, config.budgets_ms) if mean else judged_budgets(table, config.budgets_ms)
+    )
     # all trainers before the first is run: what is wrong shows before anything is written
     trainers = _trainers(config, table, split, budgets_ms)
     console = Console(stderr=True)
@@ -72,13 +83,26 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
 
     with _claim(config, overrides) as folder:
         console.print(f"run: {folder}", soft_wrap=True)
-        _train(config, table, trainers, folder)
-        controllers, scores = _keep_best(folder, config.seeds)
+        _train(config, table, trainers, folder, budgets_ms)
+        best, scores = _keep_best(folder, config.seeds)
         console.print("judging every policy on the test split …")
         with threadpool_limits(config.threads):
-            baselines = make_baselines(table, split, seed=config.seeds[0], budgets_ms=budgets_ms)
-            rewards = trainers[0].env.rewards
-            results = results_of(table, split.test, budgets_ms, rewards, controllers, config.seeds, baselines)
+            if mean:
+                results = mean_results_of(
+                    table,
+                    fitted,
+                    split.test,
+                    budgets_ms,
+                    [one.controller for one in best if isinstance(one.controller, PricedChooser)],
+                    config.seeds,
+                    make_priced_baselines(table, split, budgets_ms, config.seeds[0]),
+                )
+            else:
+                baselines = make_baselines(table, split, seed=config.seeds[0], budgets_ms=budgets_ms)
+                rewards = trainers[0].env.rewards
+                controllers = [one.controller for one in best]
+                results = results_of(table, split.test, budgets_ms, rewards, controllers, config.seeds, baselines)
+        results |= held_out_choices(best)
         results["experiment"], results["validation_utility"] = config.experiment, scores
         results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
         with written_whole(folder / "results.json") as temporary:
@@ -92,7 +116,7 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
     return folder
 
 
-def _train(config: TrainRun, table: ProfileTable, trainers: list[Trainer], folder: Path) -> None:
+def _train(config: TrainRun, table: ProfileTable, trainers: list[Trainer], folder: Path, budgets_ms: Tensor) -> None:
     """Train every seed that is not finished, from its last checkpoint where there is one."""
     for trainer in trainers:
         trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
@@ -102,6 +126,35 @@ def _train(config: TrainRun, table: ProfileTable, trainers: list[Trainer], folde
             step = trainer.iteration - 1 if resumed else None
             with _tracker(config, table, folder, "train", trainer.seed, step) as trainer.log:
                 trainer.run()
+        with threadpool_limits(config.threads):
+            _finish(config.policy, table, trainer, budgets_ms)
+
+
+def _finish(policy: PolicyConfig, table: ProfileTable, trainer: Trainer, budgets_ms: Tensor) -> None:
+    """What comes after training, unless it is done: experts and a guard around an ensemble that predicts outcomes, and
+    under mean budgets the price of each."""
+    assert trainer.folder is not None
+    path = trainer.folder / "best.pt"
+    network = load_checkpoint(path).controller
+    stacked = policy.structure == "utility" and policy.members > 1
+    if not isinstance(network, Controller) or not (stacked or trainer.priced):
+        return
+    fitted, limits, seed = torch.cat([trainer.split.train, trainer.split.validation]), trainer.limits, trainer.seed
+    extra = trainer.provenance()
+    if trainer.priced and stacked:
+        done: StackedController | PricedChooser = price_stack(table, fitted, network, policy, limits, budgets_ms, seed)
+    elif trainer.priced:
+        trainer.controller.load_state_dict(network.state_dict())
+        folds = list(zip(*trainer.divide(), strict=True))
+        mask = table.mask[trainer.judged_rows]
+        done = price_controller(
+            table, network, lambda worth: trainer.choose({}, worth.reshape(1), mask), folds, policy, budgets_ms
+        )
+    else:
+        done = fit_stack(table, fitted, network, policy, limits, seed)
+    if isinstance(stack := getattr(done, "chooser", done), StackedController):
+        extra["validation_utility"] = stack.held_out_worth
+    save_checkpoint(path, done, table, extra)
 
 
 def _tracker(
@@ -120,7 +173,7 @@ def _tracker(
         config=asdict(config),
         settings=config.tracking,
         seed=seed,
-        tags=[config.policy.head, config.loss.objective, f"reward-{config.reward.kind}"],
+        tags=[config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"],
         profile_digest=table.digest,
         resume_step=resume_step,
     )
@@ -184,7 +237,7 @@ def run_name(overrides: list[str]) -> str:
     return name[:120] or "default"
 
 
-def _keep_best(folder: Path, seeds: list[int]) -> tuple[list[Controller], list[float]]:
+def _keep_best(folder: Path, seeds: list[int]) -> tuple[list[Loaded], list[float]]:
     """Load every seed's best controller; the best of them on validation becomes the run's `best.pt`."""
     paths = [folder / "checkpoints" / f"seed{seed}" / "best.pt" for seed in seeds]
     loaded = [load_checkpoint(path) for path in paths]
@@ -193,7 +246,7 @@ def _keep_best(folder: Path, seeds: list[int]) -> tuple[list[Controller], list[f
     for name in ("best.pt", "last.pt"):
         with written_whole(folder / "checkpoints" / name) as temporary:
             shutil.copyfile(winner.with_name(name), temporary)
-    return [one.controller for one in loaded], scores
+    return loaded, scores
 
 
 def _point_latest(folder: Path, link: Path) -> None:

@@ -12,14 +12,16 @@ from threadpoolctl import threadpool_limits
 
 from knobwise.agents.baselines import BudgetAwareStatic, Oracle, make_baselines
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.priced import PricedChooser, make_priced_baselines
 from knobwise.agents.settings import at_least
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.reward import RewardTable
-from knobwise.envs.table import Split
+from knobwise.envs.table import ProfileTable, Split
+from knobwise.experiments.mean_results import mean_results_of
 from knobwise.experiments.report import print_results
-from knobwise.experiments.results import results_of
+from knobwise.experiments.results import held_out_choices, results_of
 from knobwise.experiments.settings import EvaluateRun, read_profile
 
 
@@ -28,8 +30,8 @@ def run(config: EvaluateRun) -> dict[str, Any]:
 
     On the profile that the controller was trained on (same digest) the test samples are those kept from it in training,
     and the baselines are fitted on what it was fitted on. On another profile with the same configurations a split is
-    made anew, and test samples that the controller has seen in training (the same features, or
-    without features the same id) are left out.
+    made anew, and test samples that the controller has seen in training (the same features, or without features the
+    same id) are left out. A controller for mean budgets is judged at those that it was calibrated for.
 
     Raises:
         InputError: no such checkpoint, or a profile with other configurations or features.
@@ -38,7 +40,10 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     torch.set_num_threads(config.threads)
     loaded = load_checkpoint(config.checkpoint)
     table = read_profile(config.profile)
-    controller = loaded.controller
+    decides = loaded.controller
+    controller = decides.chooser if isinstance(decides, PricedChooser) else decides
+    if controller.priced and controller is decides:
+        raise InputError(f"{config.checkpoint}: its prices were not calibrated yet; let its training end")
     if table.knobs != controller.knobs or not torch.equal(table.configurations, controller.configurations):
         raise InputError(
             f"{config.checkpoint}: was trained for {len(controller.configurations)} configurations of "
@@ -60,16 +65,29 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         if not new.any():
             raise InputError(f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}")
         split = split._replace(test=split.test[new])
-    budgets_ms = judged_budgets(table, config.budgets_ms)
-    if config.baselines:
-        with threadpool_limits(config.threads):
-            baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
-    else:
-        baselines = [BudgetAwareStatic(table, split.train), Oracle(table, split.test)]
-    rewards = RewardTable(table, config.reward)
-    results = results_of(table, split.test, budgets_ms, rewards, [controller], [0], baselines)
+    with threadpool_limits(config.threads):
+        if isinstance(decides, PricedChooser):
+            results = _under_mean_budgets(config, table, split, decides)
+        else:
+            budgets_ms, rewards = judged_budgets(table, config.budgets_ms), RewardTable(table, config.reward)
+            few = [BudgetAwareStatic(table, split.train), Oracle(table, split.test)]
+            baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms) if config.baselines else few
+            results = results_of(table, split.test, budgets_ms, rewards, [decides], [0], baselines)
+    results |= held_out_choices([loaded])
     if config.json is not None:
         with written_whole(Path(config.json)) as temporary:
             temporary.write_text(json.dumps(results, indent=1))
     print_results(results, Console())
     return results
+
+
+def _under_mean_budgets(
+    config: EvaluateRun, table: ProfileTable, split: Split, controller: PricedChooser
+) -> dict[str, Any]:
+    """At the mean budgets that the controller was calibrated for; asking for another is refused."""
+    if config.budgets_ms is not None:
+        controller.groups(torch.tensor(config.budgets_ms))
+    budgets_ms = controller.budgets_ms
+    baselines = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
+    fitted = torch.cat([split.train, split.validation])
+    return mean_results_of(table, fitted, split.test, budgets_ms, [controller], [0], baselines)

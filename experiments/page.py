@@ -74,16 +74,28 @@ def figure(chart: alt.TopLevelMixin, caption: str) -> str:
     )
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], strong: Sequence[int] = ()) -> str:
-    """An HTML table: names in the first column, numbers in the others. What follows a line break is small print."""
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], strong: Sequence[int] = (), words: Sequence[int] = ()
+) -> str:
+    """An HTML table: names in the first column, numbers in the others. What follows a line break is small print.
 
-    def cell(text: str) -> str:
+    Args:
+        header, rows: the cells.
+        strong: numbers of rows that stand out.
+        words: numbers of columns with sentences instead of numbers.
+    """
+
+    def cell(place: int, text: str) -> str:
         first, *rest = map(html.escape, text.split("\n"))
-        return f"<td>{first}{''.join(f'<small>{line}</small>' for line in rest)}</td>"
+        kind = " class=words" if place in words else ""
+        return f"<td{kind}>{first}{''.join(f'<small>{line}</small>' for line in rest)}</td>"
 
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    head = "".join(
+        f"<th{' class=words' if i in words else ''}>{html.escape(name)}</th>" for i, name in enumerate(header)
+    )
     body = "".join(
-        f"<tr{' class=strong' if i in strong else ''}>{''.join(map(cell, row))}</tr>" for i, row in enumerate(rows)
+        f"<tr{' class=strong' if i in strong else ''}>{''.join(cell(*one) for one in enumerate(row))}</tr>"
+        for i, row in enumerate(rows)
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -131,6 +143,7 @@ figure{margin:16px 0;overflow-x:auto}.wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;width:100%}
 th,td{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);vertical-align:top;white-space:nowrap}
 th{font-weight:600;vertical-align:bottom;white-space:normal}th:first-child,td:first-child{text-align:left}
+.words{text-align:left;white-space:normal;min-width:240px}
 td small{display:block;font-size:12px}.strong td{font-weight:600;background:var(--tint)}.strong small{font-weight:400}
 details{margin:14px 0}summary{cursor:pointer}
 pre{background:var(--tint);padding:12px;overflow-x:auto;font-size:13px}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from knobwise.experiments import charts, page
+from knobwise.experiments import charts, mean_report, page
 from knobwise.experiments.verdict import (
     LEARNED,
     ORACLE,
@@ -22,12 +22,16 @@ from knobwise.experiments.verdict import (
     WORDS,
     Row,
     budgets_of,
+    guarantees,
     interval,
+    known,
+    mean_of,
     means_of,
     number,
     policy_name,
     ranked,
     read_results,
+    unit_of,
     verdict,
 )
 
@@ -51,21 +55,16 @@ def write_report(run_folder: str | Path) -> Path:
         f"{profile.get('configurations', '?')} configurations",
         f"judged on the {results.get('split', 'test')} split ({results.get('test_samples', '?')} samples)",
         f"seeds {', '.join(map(str, results.get('seeds', [])))}",
-        f"budgets {', '.join(map(page.quantity, budgets))}",
+        f"budgets {', '.join(page.quantity(budget, unit_of(results)) for budget in budgets)}",
     ]
-    drawn = result_charts(results)
+    says = mean_report.verdict(results) if _of_means(results) else verdict(results)
     parts = [
         f"<p class=soft>knobwise run report</p><h1>{html.escape(title)}</h1>",
         f"<p class=soft>{html.escape(' · '.join(facts))}</p>",
-        f"<div class=verdict>{''.join(f'<p>{html.escape(words)}</p>' for words in verdict(results))}</div>",
-        "<h2>Results</h2><p>Means over the budgets; the best policies come first.</p>",
-        _table_of_means(results),
-        page.folded("What the words mean", _glossary(results)),
-        "<h2>Per budget</h2>",
-        _table_per_budget(results, budgets),
+        f"<div class=verdict>{''.join(f'<p>{html.escape(words)}</p>' for words in says)}</div>",
+        *(mean_report.sections(results) if _of_means(results) else _sections(results)),
     ]
-    for name, (caption, chart) in drawn.items():
-        parts += [f"<h2>{name}</h2>", page.figure(chart, caption)]
+    parts += _chosen(results)
     parts += _training(folder / "metrics.csv")
     parts += ["<h2>How to reproduce</h2>", _reproduce(folder, results)]
     if (folder / "config.yaml").exists():
@@ -74,24 +73,50 @@ def write_report(run_folder: str | Path) -> Path:
     return page.write_page(folder / "report.html", f"knobwise: {title}", parts)
 
 
+def _of_means(results: Mapping[str, Any]) -> bool:
+    """Whether the budgets limit the mean over requests."""
+    return results.get("sense") == "mean"
+
+
+def _sections(results: Mapping[str, Any]) -> list[str]:
+    """Tables and charts for deadlines."""
+    parts = [
+        "<h2>Results</h2><p>Means over the budgets; the best policies come first.</p>",
+        _table_of_means(results),
+        page.folded("What the words mean", _glossary(results)),
+        "<h2>Per budget</h2>",
+        _table_per_budget(results, budgets_of(results)),
+        *_guarantees(results),
+    ]
+    for name, (caption, chart) in result_charts(results).items():
+        parts += [f"<h2>{name}</h2>", page.figure(chart, caption)]
+    return parts
+
+
 def print_results(results: Mapping[str, Any], console: Console) -> None:
     """The means over the budgets as a table, and the verdict; without colours and frames when this is no terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
+    if _of_means(results):
+        header, rows, says = mean_report.HEADER, mean_report.cells_of_means(results), mean_report.verdict(results)
+        few = (0, 1, 3, 5)
+    else:
+        header, rows, says = _HEADER, [_cells(row, unit_of(results)) for row in ranked(results)], verdict(results)
+        few = (0, 1, 2, 6)
     terminal = console.is_terminal
     shown = Table(box=box.SIMPLE_HEAD if terminal else None, header_style="bold", pad_edge=False)
     width = console.width if terminal else 200
-    kept = range(len(_HEADER)) if width >= 130 else (0, 1, 2, 6) if width >= 90 else (0, 1, 2)
+    kept = range(len(header)) if width >= 130 else few if width >= 90 else few[:3]
     for place in kept:
-        shown.add_column(_HEADER[place], justify="right" if place else "left", no_wrap=True)
-    for row in ranked(results):
-        cells = [cell.replace("\n", " ") for cell in _cells(row)]
-        shown.add_row(*(cells[place] for place in kept), style="bold" if row["policy"] == LEARNED else None)
+        shown.add_column(header[place], justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        cells = [cell.replace("\n", " ") for cell in row]
+        shown.add_row(*(cells[place] for place in kept), style="bold" if row[0] == policy_name(LEARNED) else None)
     wide = console if terminal else Console(file=console.file, width=width)
     wide.print(shown, markup=False, highlight=False)
-    for words in verdict(results):
+    for words in says:
         console.print(words, markup=False, highlight=False, soft_wrap=not terminal)
 
 
@@ -100,13 +125,13 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
 _HEADER = ["policy", "utility", "gap closed", "accuracy", "mean latency", "in time", "where possible", "decision"]
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, unit: str) -> list[str]:
     return [
         policy_name(row["policy"]),
         number(row.get("utility"), ".3f") + interval(row.get("utility_ci95"), ".3f"),
         number(row.get("gap_closed"), ".0%") + interval(row.get("gap_closed_ci95"), ".0%"),
         number(row.get("accuracy"), ".3f"),
-        page.quantity(row.get("latency_ms_mean")),
+        page.quantity(row.get("latency_ms_mean"), unit),
         number(row.get("satisfaction"), ".1%"),
         number(row.get("satisfaction_feasible"), ".1%"),
         page.quantity(row.get("decision_us_p50"), "µs"),
@@ -116,22 +141,104 @@ def _cells(row: Row) -> list[str]:
 def _table_of_means(results: Mapping[str, Any]) -> str:
     rows = ranked(results)
     strong = [i for i, row in enumerate(rows) if row["policy"] == LEARNED]
-    return page.table(_HEADER, [_cells(row) for row in rows], strong)
+    return page.table(_HEADER, [_cells(row, unit_of(results)) for row in rows], strong)
 
 
 def _table_per_budget(results: Mapping[str, Any], budgets: Sequence[float]) -> str:
     at = {(row["policy"], row["budget_ms"]): row for row in results["rows"] if row.get("budget_ms") is not None}
     policies = [row["policy"] for row in ranked(results)]
-    cells = [[policy_name(policy), *(_cell_at(at.get((policy, b), {})) for b in budgets)] for policy in policies]
+    unit = unit_of(results)
+    cells = [[policy_name(policy), *(_cell_at(at.get((policy, b), {}), unit) for b in budgets)] for policy in policies]
+    if any(known(row.get("infeasible")) for row in at.values()):
+        shares = [number(at.get((policies[0], b), {}).get("infeasible"), ".1%") for b in budgets]
+        cells.append(["infeasible\nlate under every configuration", *shares])
     strong = [i for i, policy in enumerate(policies) if policy == LEARNED]
     words = "<p>Utility, with its interval; below it accuracy, mean latency and the share in time.</p>"
-    return words + page.table(["policy", *map(page.quantity, budgets)], cells, strong)
+    return words + page.table(["policy", *(page.quantity(budget, unit) for budget in budgets)], cells, strong)
 
 
-def _cell_at(row: Row) -> str:
-    quality = f"{number(row.get('accuracy'), '.3f')} · {page.quantity(row.get('latency_ms_mean'))}"
+def _cell_at(row: Row, unit: str) -> str:
+    quality = f"{number(row.get('accuracy'), '.3f')} · {page.quantity(row.get('latency_ms_mean'), unit)}"
     kept = number(row.get("satisfaction"), ".1%", " in time")
     return f"{number(row.get('utility'), '.3f')}{interval(row.get('utility_ci95'), '.3f')}\n{quality}\n{kept}"
+
+
+def _guarantees(results: Mapping[str, Any]) -> list[str]:
+    """The guard, budget by budget."""
+    budgets = guarantees(results)
+    if not budgets:
+        return []
+    level = f"{100 * budgets[0][0]['level']:g}%"
+    cells = []
+    for rows in budgets:
+        kept = [number(mean_of(rows, f"satisfaction_{w}"), ".1%") for w in ("before", "deployed", "static")]
+        gain = f"{mean_of(rows, 'gain'):+z.3f}\n± {mean_of(rows, 'gain_se'):.3f}"
+        price = number(mean_of(rows, "miss_price"), ".3g")
+        cells.append([page.quantity(rows[0]["budget_ms"], unit_of(results)), *kept, price, gain, _decided(rows)])
+    words = (
+        f"Asked for: {level} of the requests in time, of those that some configuration could serve in time. A miss is "
+        "given the lowest price that keeps this; where the policy is then not better than budget-aware static by more "
+        "than chance, static decides. All of this was found on samples that the policy was not fitted on, by each seed "
+        "for itself: shares, prices and gains are means over the seeds, a sentence is that of the first seed concerned."
+    )
+    header = ["budget", "in time before", "after", "static", "price κ", "gain over static", "what was decided"]
+    return ["<h2>Guarantees</h2>", f"<p>{words}</p>", page.table(header, cells, words=[len(header) - 1])]
+
+
+def _decided(rows: Sequence[Row]) -> str:
+    """What was decided and why; where the seeds differ, how many decided what, and the reason of the first of each."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        title = "deployed" if row["deployed"] else "fell back"
+        title += ", unattainable" * row["unattainable"] + ", too dear" * row["too_dear"]
+        groups.setdefault(title, []).append(row)
+    reasons = [of[0]["reason"] for of in groups.values()]
+    if len(groups) == 1:
+        return str(reasons[0]).replace("; ", "\n", 1)
+    return "\n".join(["; ".join(f"{title}: {len(of)} of {len(rows)} seeds" for title, of in groups.items()), *reasons])
+
+
+SETTINGS = {
+    "ridge": "penalty",
+    "kernel_ridge": "squared width of the kernel, penalty",
+    "knn": "neighbours, whether features are weighed",
+    "random_forest": "smallest leaf",
+    "gradient_boosting": "number of trees",
+}
+"""What the settings of a member of a stack mean."""
+
+
+def _chosen(results: Mapping[str, Any]) -> list[str]:
+    """Weights, settings, iteration."""
+    chosen = results.get("chosen")
+    if not chosen:
+        return []
+    seeds = [str(seed) for seed in results.get("seeds", range(len(chosen)))]
+    iterations = ", ".join(str(one["iteration"]) for one in chosen)
+    words = f"<p>Chosen on held-out samples: the network of iteration {iterations} (seeds {', '.join(seeds)})"
+    members = list(chosen[0]["weights"])
+    if len(members) == 1:
+        return ["<h2>What was chosen</h2>", f"{words}.</p>"]
+    frame = pl.DataFrame(
+        [
+            {"member": policy_name(name), "seed": seed, "weight": one["weights"][name]}
+            for name in members
+            for seed, one in zip(seeds, chosen, strict=True)
+        ]
+    )
+    cells = [
+        [policy_name(name), SETTINGS.get(name, ""), "\n".join(dict.fromkeys(one["settings"][name] for one in chosen))]
+        for name in members
+        if name in chosen[0]["settings"]
+    ]
+    table = page.table(["expert", "what is set", "to what, in each seed"], cells, words=[1, 2])
+    caption = "How much each member counts in the decision; a bar is the mean over the seeds, a dot one seed."
+    return [
+        "<h2>What was chosen</h2>",
+        f"{words}, and beside it the experts with these weights.</p>",
+        page.figure(charts.weights(frame), caption),
+        page.folded("Settings of the experts", table),
+    ]
 
 
 def _glossary(results: Mapping[str, Any]) -> str:
@@ -182,13 +289,13 @@ def result_charts(results: Mapping[str, Any]) -> dict[str, tuple[str, alt.TopLev
             "Each grey dot is one configuration used for every test input, the dashed line joins those that no other "
             "beats. A coloured line is what a policy reached, one point per budget. Above the dashed line is what no "
             "single configuration gives." + strongest,
-            charts.plane(dots, paths, list(named.values())),
+            charts.plane(dots, paths, list(named.values()), unit=unit_of(results)),
         )
     if rows:
         utility = frame.drop(c for c in ("low", "high") if frame[c].is_null().any())
         drawn["Utility against budget"] = (
             "Mean accuracy of answers, counted 0 when late; shaded: 95% intervals." + strongest,
-            charts.by_budget(utility, "utility", "utility (0 to 1)", order),
+            charts.by_budget(utility, "utility", "utility (0 to 1)", order, unit=unit_of(results)),
         )
         asked, kept = results.get("satisfaction_level"), frame.drop("low", "high")
         level = 0.95 if asked is None else float(asked)
@@ -196,7 +303,12 @@ def result_charts(results: Mapping[str, Any]) -> dict[str, tuple[str, alt.TopLev
         drawn["Keeping the budget"] = (
             f"Share of requests that met their budget; dashed: {level:.0%}{'' if asked is None else ', as asked for'}.",
             charts.side_by_side(
-                [charts.by_budget(kept, y, t, order, percent=True, level=level, size=(365, 250)) for y, t in panels]
+                [
+                    charts.by_budget(
+                        kept, y, t, order, percent=True, level=level, size=(350, 250), unit=unit_of(results)
+                    )
+                    for y, t in panels
+                ]
             ),
         )
     usage = [
@@ -208,14 +320,17 @@ def result_charts(results: Mapping[str, Any]) -> dict[str, tuple[str, alt.TopLev
     if usage:
         drawn["Which settings are used"] = (
             "Share of the test requests that each value of a knob gets, per budget.",
-            charts.knob_usage(pl.DataFrame(usage, infer_schema_length=None), columns),
+            charts.knob_usage(
+                pl.DataFrame(usage, infer_schema_length=None).unique(maintain_order=True), columns, unit_of(results)
+            ),
         )
     return drawn
 
 
 def result_images(results: Mapping[str, Any]) -> dict[str, bytes]:
     """The same charts as pictures (PNG), for W&B: heading → bytes."""
-    return {name: page.png(chart) for name, (_, chart) in result_charts(results).items()}
+    drawn = mean_report.result_charts(results) if _of_means(results) else result_charts(results)
+    return {name: page.png(chart) for name, (_, chart) in drawn.items()}
 
 
 SHARED = {

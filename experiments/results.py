@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.evaluation import Chooses, Judged, bootstrap, judge, mean_row
+from knobwise.agents.priced import PricedChooser
+from knobwise.agents.stack import StackedController
 from knobwise.envs.reward import RewardTable
 from knobwise.envs.table import ProfileTable
 
@@ -69,11 +72,34 @@ def results_of(
         "split": "test",
         "test_samples": len(test),
         "seeds": list(seeds),
+        "unit": table.unit,
         "budgets_ms": budgets_ms.tolist(),
         "rows": rows,
-        "configurations": _configurations(table, test),
+        "configurations": configurations_of(table, test),
         "knob_usage": [use for name in SHOWN_IN_USAGE for use in _usage(table, name, judged[name])],
     }
+
+
+def held_out_choices(loaded: Sequence[Loaded]) -> dict[str, Any]:
+    """What was found on held-out samples in training, for `results.json`; every list has one entry for each seed.
+
+    `guard`: rows of `Guard.rows`, or under mean budgets of `knobwise.agents.priced.compared`, [] without any guard.
+    `chosen`: the weights of the stack, the settings of its experts, the iteration that the network is of.
+    `satisfaction_level`: what the guard was asked to keep, if any.
+    """
+    chosen, guards = [], []
+    for controller, extra in ((one.controller, one.extra) for one in loaded):
+        found: dict[str, Any] = {"weights": {"network": 1.0}, "settings": {}}
+        if isinstance(controller, PricedChooser):
+            guards += [controller.guard] if controller.guard else []
+            controller = controller.chooser
+        if isinstance(controller, StackedController):
+            found = controller.chosen()
+            if controller.guard is not None:
+                guards.append(controller.guard.rows())
+        chosen.append(found | {"iteration": extra["iteration"]})
+    level = {"satisfaction_level": guards[0][0]["level"]} if guards and "level" in guards[0][0] else {}
+    return {"guard": guards, "chosen": chosen, **level}
 
 
 def decision_us(chooser: Chooses, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, repeats: int = 30) -> float:
@@ -89,7 +115,7 @@ def decision_us(chooser: Chooses, table: ProfileTable, rows: Tensor, budgets_ms:
     return float(torch.tensor(times).median()) * 1e6
 
 
-def _configurations(table: ProfileTable, rows: Tensor) -> list[dict[str, Any]]:
+def configurations_of(table: ProfileTable, rows: Tensor) -> list[dict[str, Any]]:
     """Mean accuracy and latency of each configuration over the samples it was profiled for."""
     accuracy, latency = table.accuracy[rows].nanmean(0).tolist(), table.latency_ms[rows].nanmean(0).tolist()
     seen = table.mask[rows].any(0).tolist()

@@ -18,7 +18,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.agents.heads import HEADS
+from knobwise.agents.settings import EXPERTS, LossConfig, OptimiserConfig, PolicyConfig
 from knobwise.envs.budgets import BudgetConfig
 from knobwise.envs.errors import InputError
 from knobwise.envs.profiles import read_long_table
@@ -102,9 +103,26 @@ class TableProfile:
     accuracy: str = "accuracy"
     """Column of the accuracy, in 0..1."""
     latency: str = "latency_ms"
-    """Column of the latency in ms, or of another cost that is not negative."""
+    """Column of the latency in ms, or of another cost that is not negative: prefill time, energy, price."""
+    unit: str = "ms"
+    """What that column is in, for reports; budgets are given in it too."""
     name: str | None = None
     """What the profile is called; None for the file's name."""
+
+
+@dataclass
+class SimulatedProfile:
+    """A profile drawn from a model instead of measured, for comparing ways of choosing."""
+
+    format: str = "simulated"
+    """Which reader."""
+    kind: str = "router"
+    """Which kind: router, encoder, portfolio, noisy_labels, heavy_tails, weak_features, few_samples, low_headroom,
+    no_headroom, unattainable or wide_knobs."""
+    samples: int | None = None
+    """How many samples; None for the kind's own number."""
+    seed: int = 0
+    """Of everything that is drawn."""
 
 
 def read_profile(config: Any) -> ProfileTable:
@@ -118,6 +136,10 @@ def read_profile(config: Any) -> ProfileTable:
 
         return builtin_profile(config.accuracy)
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
+    if isinstance(config, SimulatedProfile):
+        from knobwise.envs.simulator import SimulatedConfig, simulate
+
+        return simulate(SimulatedConfig(**settings))
     if isinstance(config, TableProfile):
         path = settings.pop("path")
         return ProfileTable.load(path) if path.endswith(".safetensors") else read_long_table(path, **settings)
@@ -148,25 +170,26 @@ class TrainRun:
     experiment: str = "controller"
     """Which experiment; the name of a file in conf/experiment."""
     profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table."""
+    """Group: builtin, exp5_exp6, core_exp, table, simulated."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Shares of the samples."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Group: quantiles, relative, uniform, fixed. Budgets in training."""
+    """Group: quantiles, relative, uniform, fixed: deadlines in training; mean: the mean over requests is limited."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """Group: utility, shaped."""
+    """Group: utility, shaped. Under budget=mean it is always accuracy − latency/worth."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """Group: additive, independent, joint."""
+    """Group: auto, utility, additive, autoregressive, independent, joint."""
     loss: LossConfig = field(default_factory=LossConfig)
     """Group: exact, sampled."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    """Group: adamw."""
+    """Group: what suits each policy, under its name."""
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     """Group: auto, offline, online, disabled."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Training seeds; results are means over them."""
     budgets_ms: list[float] | None = None
-    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies."""
+    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
+    configurations' mean latencies. Under budget=mean prices are calibrated for these and no others."""
     name: str | None = None
     """Name of the run; None makes one from what was changed on the command line."""
     runs: str = "runs"
@@ -182,7 +205,7 @@ class InspectRun:
     """knobwise inspect: what is in a profile, what is wrong with it, how much there is to gain."""
 
     profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table."""
+    """Group: builtin, exp5_exp6, core_exp, table, simulated."""
     json: str | None = None
     """Write the facts to this file."""
     html: str | None = None
@@ -196,11 +219,12 @@ class EvaluateRun:
     checkpoint: str = "runs/latest/checkpoints/best.pt"
     """The controller."""
     profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table."""
+    """Group: builtin, exp5_exp6, core_exp, table, simulated."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Which part the baselines are fitted on, for a profile that the controller was not trained on."""
     budgets_ms: list[float] | None = None
-    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies."""
+    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies. A controller for mean budgets
+    is judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Group: utility, shaped. What the column `reward` is in."""
     baselines: bool = True
@@ -225,22 +249,48 @@ class ProfileRun:
 
 VERBS: dict[str, type[Any]] = {"train": TrainRun, "inspect": InspectRun, "evaluate": EvaluateRun, "profile": ProfileRun}
 
+_UTILITY: dict[str, Any] = {"structure": "utility", "members": 5, "hidden": 96, "layers": 2, "dropout": 0.2}
+_OF_UTILITY: dict[str, Any] = {
+    "warmup_iterations": 150,
+    "iterations": 50,
+    "contexts": 512,
+    "minibatch": 128,
+    "warmup_lr": 3e-3,
+    "lr": 2e-4,
+    "weight_decay": 0.05,
+    "clip_grad": 5.0,
+    "evaluate_every": 10,
+}
+
 GROUPS: dict[str, dict[str, Any]] = {
     "profile": {
         "builtin": BuiltinProfile,
         "exp5_exp6": Exp5Exp6Profile,
         "core_exp": CoreExpProfile,
         "table": TableProfile,
+        "simulated": SimulatedProfile,
     },
-    "budget": {name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
+    "budget": {
+        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
+        "mean": BudgetConfig(sense="mean"),
+    },
     "reward": {"utility": RewardConfig(kind="utility", miss=0.2), "shaped": RewardConfig(kind="shaped")},
-    "policy": {name: PolicyConfig(head=name) for name in ("additive", "independent", "joint")},
+    "policy": {
+        "auto": PolicyConfig(**_UTILITY, experts=EXPERTS),
+        "utility": PolicyConfig(**_UTILITY),
+        **{name: PolicyConfig(structure=name) for name in HEADS},
+    },
     "loss": {name: LossConfig(objective=name) for name in ("exact", "sampled")},
-    "optimiser": {"adamw": OptimiserConfig()},
+    # what suits each structure, under its name
+    "optimiser": {
+        "auto": OptimiserConfig(**_OF_UTILITY),
+        "utility": OptimiserConfig(**_OF_UTILITY),
+        **{name: OptimiserConfig() for name in HEADS},
+    },
     "tracking": {name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")},
 }
-_FIRST = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "additive", "loss": "exact"}
-_FIRST |= {"optimiser": "adamw", "tracking": "auto"}
+_FIRST = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
+_FIRST |= {"optimiser": "${policy}", "tracking": "auto"}
 
 
 def register() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from knobwise.envs.errors import InputError
+from knobwise.experiments.page import quantity
 
 Row = Mapping[str, Any]
 
@@ -27,7 +28,12 @@ WORDS = {
     "latency_only": ("latency only", "predicts latency from the input, and takes accuracy from the averages"),
     "knn": ("nearest neighbours", "predicts accuracy and latency from the most similar training inputs"),
     "ridge": ("ridge regression", "predicts accuracy and latency linearly"),
+    "kernel_ridge": ("kernel ridge", "predicts accuracy and latency from how near an input is to every training input"),
     "random_forest": ("random forest", "predicts accuracy and latency with a forest of trees"),
+    "gradient_boosting": (
+        "gradient boosting",
+        "predicts accuracy and latency with small trees, each for what those before it left",
+    ),
     "random": ("random", "any profiled configuration, each as likely"),
     "oracle": (
         "oracle (upper bound)",
@@ -39,6 +45,7 @@ TERMS = {
     "gap closed": "(policy − budget-aware static) / (oracle − budget-aware static), in utility; 100% is the oracle",
     "in time": "share of requests that met their budget",
     "where possible": "the same among requests that at least one profiled configuration could serve in time",
+    "infeasible": "share of requests that no profiled configuration could serve in time; every policy is late for them",
     "interval": "95% bootstrap interval over the test samples, in brackets",
     "decision": "median time that choosing takes, for one request",
 }
@@ -65,7 +72,7 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
-    """What the run showed, in up to three plain sentences: against static, against baselines, in keeping time."""
+    """What the run showed, in up to five plain lines: against static, against baselines, in keeping time; the guard."""
     means = means_of(results)
     learned = means.get(LEARNED)
     if learned is None:
@@ -85,8 +92,10 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         sentence = f"Where the budget could be met at all, the controller met it in {kept:.1%} of the requests"
         if level is not None:
             sentence += f"; that {'meets' if kept >= level else 'falls short of'} the {level:.0%} asked for"
+        if (learned.get("infeasible") or 0) > 0:
+            sentence += f" ({learned['infeasible']:.1%} of all could not be met)"
         sentences.append(f"{sentence}.")
-    return sentences
+    return sentences + _on_the_guard(guarantees(results), unit_of(results))
 
 
 def _against_static(learned: Row, means: Mapping[str, Row]) -> str:
@@ -106,6 +115,40 @@ def _against_static(learned: Row, means: Mapping[str, Row]) -> str:
     if ends[1] < 0:
         return f"The learned controller is worse than budget-aware static: {numbers}; {gap_words}."
     return f"It is not shown that the learned controller beats budget-aware static: {numbers}; {gap_words}."
+
+
+def _on_the_guard(budgets: Sequence[Sequence[Row]], unit: str) -> list[str]:
+    """Where it fell back, and where it does not keep the level."""
+
+    def where(test: Callable[[Row], bool], says: Callable[[Sequence[Row]], str]) -> str:
+        found = [(rows, [row for row in rows if test(row)]) for rows in budgets]
+        return ", ".join(
+            f"{quantity(rows[0]['budget_ms'], unit)}{says(those)}"
+            + (f" ({len(those)} of {len(rows)} seeds)" if len(those) < len(rows) else "")
+            for rows, those in found
+            if those
+        )
+
+    def kept(name: str) -> Callable[[Sequence[Row]], str]:
+        return lambda rows: f" (kept: {mean_of(rows, name):.1%})"
+
+    def nothing(rows: Sequence[Row]) -> str:
+        return ""
+
+    sentences = []
+    if worse := where(lambda row: not row["deployed"] and not row["better"], nothing):
+        every = all(not row["deployed"] and not row["better"] for rows in budgets for row in rows)
+        places = "every budget" if every else worse
+        why = "on held-out samples the policy was not shown to be better"
+        sentences.append(f"The guard fell back to budget-aware static at {places}: {why}.")
+    if safer := where(lambda row: not row["deployed"] and row["better"], nothing):
+        sentences.append(f"The guard fell back to budget-aware static at {safer}: only static keeps the level.")
+    level = f"{100 * budgets[0][0]['level']:g}% in time" if budgets else ""
+    if out_of_reach := where(lambda row: row["unattainable"], kept("satisfaction_deployed")):
+        sentences.append(f"{level} is unattainable at {out_of_reach}; nothing is forced there.")
+    if too_dear := where(lambda row: row["too_dear"], kept("satisfaction_deployed")):
+        sentences.append(f"{level} is too dear at {too_dear}; nothing is forced there.")
+    return sentences
 
 
 def _apart(row: Row, learned: Row) -> str:
@@ -140,6 +183,23 @@ def ranked(results: Mapping[str, Any]) -> list[Row]:
 
 def budgets_of(results: Mapping[str, Any]) -> list[float]:
     return sorted({row["budget_ms"] for row in results["rows"] if row.get("budget_ms") is not None})
+
+
+def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
+    """What the guard found at each budget: one row a seed. [] without a guard."""
+    at = {rows[0]["budget_ms"]: list(rows) for rows in zip(*(results.get("guard") or []), strict=True)}
+    return list(at.values())
+
+
+def mean_of(rows: Sequence[Row], name: str) -> float:
+    """The mean of what is known; NaN where nothing is."""
+    values = [row[name] for row in rows if known(row.get(name))]
+    return sum(values) / len(values) if values else math.nan
+
+
+def unit_of(results: Mapping[str, Any]) -> str:
+    """What latencies and budgets are in: ms, or the unit of the cost that stands for latency."""
+    return str(results.get("unit", "ms"))
 
 
 def known(value: Any) -> bool:

@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from knobwise.losses.advantage import group_advantage
     from knobwise.losses.grpo import GRPOLoss
     from knobwise.losses.rce import RCELoss
+    from knobwise.losses.regression import RegressionLoss
 
 __getattr__ = lazy(
     __name__,
-    {"GRPOLoss": "grpo", "RCELoss": "rce", "group_advantage": "advantage"},
+    {"GRPOLoss": "grpo", "RCELoss": "rce", "RegressionLoss": "regression", "group_advantage": "advantage"},
 )
 
-__all__ = ["GRPOLoss", "RCELoss", "group_advantage"]
+__all__ = ["GRPOLoss", "RCELoss", "RegressionLoss", "group_advantage"]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from knobwise.losses.functional import expectation
 
-ADVANTAGES = ("zscore", "centred", "rank")
+ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
 
 
 def group_advantage(
@@ -20,14 +20,14 @@ def group_advantage(
 ) -> Tensor:
     """Advantages inside each group.
 
-    `centred`: A = r − E r. `zscore`: A = (r − E r)/max(std, std_floor), the form of GRPO (Shao et al. 2024,
-    "DeepSeekMath", section 4.1.1) with a floor, so that where all rewards of a group are equal but for noise the noise
-    is not blown up to unit size. `rank`: the share of the group that is worse minus the share that is better; for draws
-    1 − 2·rank/(G − 1), ties in the middle.
+    `unnormalised`: A = r, without a baseline. `centred`: A = r − E r. `zscore`: A = (r − E r)/max(std, std_floor), the
+    form of GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1.1) with a floor, so that where all rewards of a group
+    are equal but for noise the noise is not blown up to unit size. `rank`: the share of the group that is worse minus
+    the share that is better; for draws 1 − 2·rank/(G − 1), ties in the middle.
 
     Args:
         reward: [*, J], the group is the last axis.
-        kind: `zscore`, `centred` or `rank`.
+        kind: one of `ADVANTAGES`.
         weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not touch the others.
         std_floor: smallest standard deviation divided by, in units of reward.
         clip: advantages are cut to ±clip.
@@ -47,6 +47,8 @@ def group_advantage(
         advantage = reward - expectation(reward, weight).unsqueeze(-1)
         if kind == "zscore":
             advantage = advantage / expectation(advantage.square(), weight).sqrt().clamp_min(std_floor).unsqueeze(-1)
+    elif kind == "unnormalised":
+        advantage = reward
     else:
         raise ValueError(f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}")
     return torch.clamp(advantage, -clip, clip)

@@ -32,11 +32,10 @@ def clipped_surrogate(
     Returns:
         the objective, to be maximised, [*]; and where the clip cut the gradient off, bool [*].
     """
-    ratio = (log_prob - old_log_prob).exp()
-    epsilon = torch.as_tensor(clip_epsilon, dtype=ratio.dtype, device=ratio.device)
-    clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
-    objective = torch.minimum(ratio * advantage, clipped * advantage)
-    return objective, (clipped != ratio) & (clipped * advantage < ratio * advantage)
+    surrogate = (log_prob - old_log_prob).exp() * advantage
+    # the clip matters only on the side that A pulls to, where it holds min(ρA, ·) at (1 ± ε)A
+    most = advantage + clip_epsilon * advantage.abs()
+    return surrogate.clamp_max(most), surrogate > most
 
 
 def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
@@ -46,6 +45,19 @@ def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
     """
     log_ratio = reference_log_prob - log_prob
     return log_ratio.exp() - 1 - log_ratio
+
+
+def expected_k3(
+    log_prob: Tensor, reference_log_prob: Tensor, old_log_prob: Tensor | None = None, weight: Tensor | None = None
+) -> Tensor:
+    """E_j k3_j over the last axis, [*, J] → [*]; the plain mean, or weighted by π_old = `weight`.
+
+    Far from the reference π_ref/π overflows where π is next to 0. Its weight, given also as ln π_old, meets it first.
+    """
+    if weight is None or old_log_prob is None:
+        return k3(log_prob, reference_log_prob).mean(-1)
+    log_ratio = reference_log_prob - log_prob
+    return ((old_log_prob + log_ratio).exp() - weight * (1 + log_ratio)).sum(-1)
 
 
 def entropy(log_probs: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -10,9 +11,9 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor import ActorLoss
+from knobwise.losses.actor import ActorLoss, is_zero
 from knobwise.losses.advantage import ADVANTAGES, group_advantage
-from knobwise.losses.functional import clipped_surrogate, effective_sample_size, expectation, k3
+from knobwise.losses.functional import clipped_surrogate, effective_sample_size, expectation, expected_k3
 
 
 class GRPOLoss(ActorLoss):
@@ -43,7 +44,7 @@ class GRPOLoss(ActorLoss):
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from knobwise.agents.policy import ConfigurationCategorical
+        >>> from knobwise.agents.distribution import ConfigurationCategorical
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> net = TensorDictModule(torch.nn.Linear(3, 4), in_keys=["observation"], out_keys=["log_probs"])
         >>> draw = ProbabilisticTensorDictModule(
@@ -63,6 +64,8 @@ class GRPOLoss(ActorLoss):
 
         Attributes:
             action: int64 [P, G, K].
+            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read, and
+                the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
             sample_log_prob: float [P, G], of the draws under the behaviour policy.
             reference_log_prob: float [P, G], of the draws under the reference policy; may be missing when β = 0.
@@ -72,6 +75,7 @@ class GRPOLoss(ActorLoss):
         """
 
         action: NestedKey = "action"
+        configuration: NestedKey = "configuration"
         reward: NestedKey = ("next", "reward")
         sample_log_prob: NestedKey = "action_log_prob"
         reference_log_prob: NestedKey = "reference_log_prob"
@@ -81,6 +85,10 @@ class GRPOLoss(ActorLoss):
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
+    out_keys = [
+        *("loss_objective", "loss_entropy", "loss_kl_to_ref", "entropy", "kl_to_ref", "kl_approx"),
+        *("clip_fraction", "ESS", "ratio_mean", "zero_advantage_fraction"),
+    ]
     _schedulable_buffers = frozenset({"clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"})
 
     clip_epsilon: Tensor
@@ -122,38 +130,26 @@ class GRPOLoss(ActorLoss):
         own = own if sampled else [keys.reward_per_configuration, keys.behaviour_log_probs]
         return [*own, keys.reference_log_prob if sampled else keys.reference_log_probs]
 
-    @property
-    def out_keys(self) -> list[str]:
-        if self._out_keys is None:
-            self._out_keys = [
-                *("loss_objective", "loss_entropy", "loss_kl_to_ref", "entropy", "kl_to_ref", "kl_approx"),
-                *("clip_fraction", "ESS", "ratio_mean", "zero_advantage_fraction"),
-            ]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[str]) -> None:
-        self._out_keys = values
-
-    _out_keys: list[str] | None = None
-
-    def _group(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
-        """log π, log π_old, log π_ref, rewards, all [P, J], weights [P, J] or None, and the entropy [P]."""
+    def _group(
+        self, tensordict: TensorDictBase, finite: bool
+    ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+        """The distribution, log π, log π_old, log π_ref, rewards, all [P, J], and weights [P, J] or None."""
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
         if self.objective == "sampled":
-            log_prob = dist.log_prob(tensordict.get(keys.action))
-            old = tensordict.get(keys.sample_log_prob)
-            reference = tensordict.get(keys.reference_log_prob, None)
-            return log_prob, old, reference, tensordict.get(keys.reward), None, dist.entropy()
-        old = tensordict.get(keys.behaviour_log_probs).detach()
+            chosen = tensordict.get(keys.configuration, None)
+            log_prob = dist.log_prob(tensordict.get(keys.action)) if chosen is None else dist.log_prob_of_index(chosen)
+            old, reference = tensordict.get(keys.sample_log_prob), tensordict.get(keys.reference_log_prob, None)
+            return dist, log_prob, old, reference, tensordict.get(keys.reward), None
+        log_prob, old = dist.log_probs, tensordict.get(keys.behaviour_log_probs)
         reference = tensordict.get(keys.reference_log_probs, None)
-        # what is masked has weight 0; a finite number in its place keeps 0 · inf out of value and gradient
-        masked = old == -torch.inf
-        log_prob, old_filled = dist.log_probs.masked_fill(masked, 0.0), old.masked_fill(masked, 0.0)
-        reference = None if reference is None else reference.masked_fill(masked, 0.0)
+        # what is masked has weight 0; finite numbers in its place keep 0 · ∞ out of values and gradients
+        masked, weight = old == -torch.inf, old.exp().detach()
+        if finite:  # the objective alone can do with log π = −∞
+            log_prob = log_prob.masked_fill(masked, 0.0)
+            reference = None if reference is None else reference.masked_fill(masked, torch.finfo(old.dtype).min)
         reward = tensordict.get(keys.reward_per_configuration).masked_fill(masked, 0.0)
-        return log_prob, old_filled, reference, reward, old.exp(), dist.entropy()
+        return dist, log_prob, old.masked_fill(masked, 0.0), reference, reward, weight
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -165,37 +161,33 @@ class GRPOLoss(ActorLoss):
         Returns:
             the outputs named in the class docstring.
         """
-        log_prob, old, reference, reward, weight, entropy = self._group(tensordict)
-        old, reward = old.detach(), reward.detach()
+        penalised = not is_zero(self.kl_to_ref_coeff)
+        dist, log_prob, old, reference, reward, weight = self._group(tensordict, finite=penalised or self.diagnostics)
         advantage = group_advantage(
             reward, self.advantage, weight=weight, std_floor=self.advantage_std_floor, clip=self.advantage_clip
         )
-        surrogate, cut = clipped_surrogate(log_prob, old, advantage, self.clip_epsilon)
-        penalised = self.kl_to_ref_coeff > 0
-        if reference is None:
-            kl = torch.where(penalised, torch.nan, 0.0).to(log_prob.dtype).expand_as(log_prob)
-        else:
-            # far from the reference k3 overflows; where it costs nothing that must not reach the gradient as 0 · inf
-            kl = k3(torch.where(penalised, log_prob, log_prob.detach()), reference.detach())
-        losses = {
-            "loss_objective": -expectation(surrogate, weight),
-            "loss_entropy": -self.entropy_coeff * entropy,
-            "loss_kl_to_ref": torch.where(penalised, self.kl_to_ref_coeff * expectation(kl, weight), 0.0),
-        }
-        out = {name: self._reduce_loss(loss, tensordict) for name, loss in losses.items()}
-        with torch.no_grad():
-            log_ratio = log_prob - old
-            taught = advantage if weight is None else advantage * (weight > 0)
-            out |= {
-                "entropy": entropy.mean(),
-                "kl_to_ref": expectation(kl, weight).mean(),
-                "kl_approx": -expectation(log_ratio, weight).mean(),
-                "clip_fraction": expectation(cut.to(log_prob.dtype), weight).mean(),
-                "ESS": effective_sample_size(log_ratio, weight),
-                "ratio_mean": expectation(log_ratio.exp(), weight).mean(),
-                "zero_advantage_fraction": (taught.abs() < 1e-6).all(-1).to(log_prob.dtype).mean(),
-            }
-        out = {name: value if name.startswith("loss_") else value.detach() for name, value in out.items()}
+        surrogate, cut = clipped_surrogate(log_prob, old.detach(), advantage, self.clip_epsilon)
+        out = {"loss_objective": self._reduce_loss(-expectation(surrogate, weight), tensordict)}
+        out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
+        if not is_zero(self.entropy_coeff):
+            out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * dist.entropy(), tensordict)
+        reference = log_prob.detach() + (torch.nan if penalised else 0) if reference is None else reference.detach()
+        if penalised:
+            kl = expected_k3(log_prob, reference, old.detach(), weight)
+            out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
+        if self.diagnostics:
+            with torch.no_grad():
+                log_ratio = log_prob - old
+                taught = advantage if weight is None else advantage * (weight > 0)
+                out |= {
+                    "entropy": dist.entropy().mean(),
+                    "kl_to_ref": expected_k3(log_prob, reference, old, weight).mean(),
+                    "kl_approx": -expectation(log_ratio, weight).mean(),
+                    "clip_fraction": expectation(cut.to(log_prob.dtype), weight).mean(),
+                    "ESS": effective_sample_size(log_ratio, weight),
+                    "ratio_mean": expectation(log_ratio.exp(), weight).mean(),
+                    "zero_advantage_fraction": (taught.abs() < 1e-6).all(-1).to(log_prob.dtype).mean(),
+                }
         return TensorDict(out, batch_size=[])
 
     def adapt_kl(

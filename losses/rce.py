@@ -67,5 +67,8 @@ class RCELoss(ActorLoss):
         dist = self._distribution(tensordict)
         rewards = tensordict.get(self.tensor_keys.reward_per_configuration)
         loss = reward_weighted_cross_entropy(dist.log_probs, rewards, self.temperature, ~rewards.isnan())
-        out = {"loss_rce": self._reduce_loss(loss, tensordict), "entropy": dist.entropy().mean().detach()}
+        out = {"loss_rce": self._reduce_loss(loss, tensordict)}
+        if self.diagnostics:
+            with torch.no_grad():
+                out["entropy"] = dist.entropy().mean()
         return TensorDict(out, batch_size=[])

@@ -7,6 +7,8 @@ import torch
 
 from knobwise.losses.advantage import ADVANTAGES, group_advantage
 
+RELATIVE = [kind for kind in ADVANTAGES if kind != "unnormalised"]
+
 
 def rewards(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -50,7 +52,15 @@ def test_weighted_by_hand() -> None:
     assert group_advantage(reward, "rank", weight=weight).tolist() == [[-0.5, 0.25, 0.75]]
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_unnormalised_is_the_reward_itself() -> None:
+    reward = torch.tensor([[1.0, 2.0, 6.0]])
+    assert group_advantage(reward, "unnormalised").tolist() == [[1.0, 2.0, 5.0]]  # cut at 5, as all of them
+    weight = torch.tensor([[0.5, 0.25, 0.25]])
+    assert group_advantage(reward, "unnormalised", weight=weight, clip=9.0).tolist() == [[1.0, 2.0, 6.0]]
+    assert group_advantage(torch.tensor([[3.7]]), "unnormalised").item() == pytest.approx(3.7)  # no baseline
+
+
+@pytest.mark.parametrize("kind", RELATIVE)
 def test_a_group_of_one_and_a_group_of_equals_teach_nothing(kind: str) -> None:
     assert group_advantage(torch.tensor([[3.7], [-2.0]]), kind).tolist() == [[0.0], [0.0]]
     assert group_advantage(torch.full((2, 4), 0.25), kind).tolist() == [[0.0] * 4] * 2
@@ -79,7 +89,7 @@ def test_alternatives_of_weight_zero_do_not_touch_the_others(kind: str) -> None:
         torch.testing.assert_close(group_advantage(filled, kind, weight=weight.expand(3, -1))[:, kept], alone)
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", RELATIVE)
 def test_the_expectation_of_advantages_is_zero_in_every_group(kind: str) -> None:
     reward, weight = rewards(50, 6), torch.rand(50, 6, dtype=torch.float64).softmax(-1)
     for w in (None, weight):

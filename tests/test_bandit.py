@@ -70,19 +70,59 @@ def test_every_episode_is_one_decision_on_one_context() -> None:
     assert len(out["budget_ms"].unique()) == 20  # and the next one is another
 
 
-def test_a_step_gives_what_was_measured_for_the_sample_and_the_action() -> None:
-    table = small_table(holes=0.3)
-    out = ConfigBandit(table, batch_size=30, group_size=4, full_information=True).rollout(1).squeeze(-1)
+@pytest.mark.parametrize("kind", ["shaped", "utility"])
+def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind: str) -> None:
+    table, config = small_table(holes=0.3), RewardConfig(kind=kind)
+    env = ConfigBandit(table, batch_size=30, group_size=4, full_information=True, reward=config)
+    out = env.rollout(1).squeeze(-1)
     chosen = table.find(out["action"])
     cells = out["row"][:, None], chosen
     assert torch.equal(out["next", "accuracy"], table.accuracy[cells])
     assert torch.equal(out["next", "latency_ms"], table.latency_ms[cells])
-    assert torch.equal(out["next", "reward"], out["reward_per_configuration"].gather(1, chosen))
+    # where a number stands in a tensor decides whether torch's sigmoid rounds its last bit up or down
+    last_bit = 1e-7 if kind == "shaped" else 0
+    wanted = out["reward_per_configuration"].gather(1, chosen)
+    torch.testing.assert_close(out["next", "reward"], wanted, rtol=0, atol=last_bit)
     assert torch.equal(out["mask"], table.mask[out["row"]])
     assert torch.equal(out["image_features"], table.features["image_features"][out["row"]])
     assert (out["reward_per_configuration"].isnan() == ~out["mask"]).all()
-    rewards = RewardTable(table, RewardConfig()).of(out["row"], chosen, out["budget_ms"])
+    rewards = RewardTable(table, config).of(out["row"], chosen, out["budget_ms"])
     assert torch.equal(out["next", "reward"], rewards)
+
+
+def test_a_step_and_the_contexts_after_it_are_what_stepping_and_resetting_gives() -> None:
+    table = small_table(holes=0.3)
+    one, two = (ConfigBandit(table, batch_size=5, group_size=2, full_information=True) for _ in range(2))
+    context = one.rand_action(one.reset())
+    two.reset()
+    stepped, following = one.step_and_maybe_reset(context.clone())
+    wanted = two.step(context.clone())
+    assert set(stepped.keys(True, True)) == set(wanted.keys(True, True))
+    for key, value in wanted.items(True, True):
+        torch.testing.assert_close(stepped[key], value, rtol=0, atol=0, equal_nan=True)
+    after = two.reset()
+    assert set(following.keys()) == set(after.keys())
+    for key, value in after.items():
+        torch.testing.assert_close(following[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_seed_gives_the_same_on_a_device_that_is_named() -> None:
+    table = small_table(holes=0.3)
+    here, there = (ConfigBandit(table, batch_size=6, group_size=2, seed=3, device=device) for device in (None, "cpu"))
+    context = here.rand_action(here.reset())
+    assert torch.equal(there.reset()["budget_ms"], context["budget_ms"])
+    rewards = [env.step(context.clone())["next", "reward"] for env in (here, there)]
+    assert torch.equal(*rewards)
+
+
+def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
+    table = small_table(holes=0.5)
+    env = ConfigBandit(table, batch_size=1, group_size=60_000)
+    torch.manual_seed(0)
+    for row in range(3):
+        context = env.reset().set("row", torch.tensor([row]))
+        share = torch.bincount(table.find(env.rand_action(context)["action"]).flatten(), minlength=12) / 60_000
+        torch.testing.assert_close(share, table.mask[row] / table.mask[row].sum(), rtol=0, atol=0.02)
 
 
 def test_the_reward_of_a_draw_depends_on_this_draw_alone() -> None:
@@ -112,7 +152,7 @@ def test_a_group_is_the_same_as_flat_rows_with_repeated_contexts() -> None:
 
 @pytest.mark.parametrize("strategy", ["relative", "quantiles"])
 def test_one_seed_gives_one_sequence_of_contexts(strategy: str) -> None:
-    table, budget = small_table(), BudgetConfig(strategy)
+    table, budget = small_table(), BudgetConfig(strategy=strategy)
     one, same, other = (ConfigBandit(table, batch_size=6, budget=budget, seed=seed, lean=True) for seed in (3, 3, 4))
     for _ in range(3):
         context = one.reset()

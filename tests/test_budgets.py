@@ -13,7 +13,10 @@ from knobwise.envs.budgets import (
     BudgetEncoding,
     BudgetSampler,
     default_budgets,
+    judged_worths,
+    log_measured,
     log_ms,
+    worths_range,
 )
 from knobwise.envs.errors import InputError
 from knobwise.envs.table import Knob, ProfileTable
@@ -103,9 +106,33 @@ def test_budgets_are_positive_where_a_timer_said_zero(strategy: str) -> None:
     assert drawn.isfinite().all()
 
 
+def test_the_range_of_worths_and_those_that_are_judged_by_hand() -> None:
+    latency = torch.arange(101.0).reshape(101, 1) + 1  # 3 % and 97 % quantiles: 4 and 98
+    assert worths_range(latency.flatten()).tolist() == pytest.approx([4, 30 * 98])
+    # five, evenly apart in logarithm, the ends left out
+    step = (30 * 98 / 4) ** (1 / 6)
+    assert judged_worths(of_latencies(latency)).tolist() == pytest.approx([4 * step**k for k in range(1, 6)], rel=1e-4)
+
+
+def test_worths_are_drawn_evenly_in_logarithm() -> None:
+    table = of_latencies(torch.arange(101.0).reshape(101, 1) + 1)
+    drawn = draw(table, torch.zeros(20_000, dtype=torch.int64), sense="mean").log()
+    assert drawn.min() >= math.log(4) - 1e-5
+    assert drawn.max() <= math.log(30 * 98) + 1e-5
+    quarters = torch.histc(drawn, 4, math.log(4), math.log(30 * 98)) / len(drawn)
+    torch.testing.assert_close(quarters, torch.full((4,), 0.25), atol=0.02, rtol=0)
+
+
+def test_what_costs_nothing_is_left_out_of_the_range_of_worths() -> None:
+    paid = torch.arange(101.0) + 1
+    assert torch.equal(worths_range(torch.cat([paid, torch.zeros(50)])), worths_range(paid))
+    assert worths_range(torch.zeros(4)).tolist() == [1, 30]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"sense": "median"}, "must be deadline or mean"),
         ({"strategy": "best"}, "relative, uniform, quantiles, fixed"),
         ({"strategy": "relative", "factors": ()}, "factors must be positive"),
         ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must be positive"),
@@ -146,8 +173,20 @@ def test_default_budgets_are_positive() -> None:
     assert default_budgets(of_latencies(torch.zeros(4, 2))).tolist() == pytest.approx([LEAST_LATENCY_MS] * 5)
 
 
-def test_log_ms_floors_what_a_timer_called_zero() -> None:
-    torch.testing.assert_close(log_ms(torch.tensor([0.0, 1.0, math.e])), torch.tensor([math.log(1e-3), 0.0, 1.0]))
+def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_the_unit() -> None:
+    nothing = torch.tensor([math.log(LEAST_LATENCY_MS), 0.0, 1.0])
+    torch.testing.assert_close(log_ms(torch.tensor([0.0, 1.0, math.e])), nothing)
+    for unit in (1.0, 1e-5, 1e4):
+        measured = unit * torch.tensor([0.0, 2.0, 20.0, math.nan])
+        wanted = math.log(unit) + torch.tensor([0.2, 2.0, 20.0, math.nan]).log()
+        torch.testing.assert_close(log_measured(measured), wanted, equal_nan=True)
+    assert log_measured(torch.zeros(2)).tolist() == pytest.approx([math.log(LEAST_LATENCY_MS)] * 2)
+
+
+def test_worths_are_of_what_costs_something() -> None:
+    costs = torch.cat([torch.zeros(500), 1e-5 * torch.arange(1.0, 102.0)])  # 3 % and 97 % quantiles: 4 and 98 · 1e-5
+    assert worths_range(costs).tolist() == pytest.approx([4e-5, 30 * 98e-5])
+    assert worths_range(torch.zeros(3)).tolist() == [1, 30]
 
 
 def test_linear_encoding_by_hand() -> None:

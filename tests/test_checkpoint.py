@@ -8,18 +8,21 @@ import torch
 from helpers import small_table
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.heads import HEADS
 from knobwise.agents.policy import Controller
 from knobwise.agents.settings import PolicyConfig
 from knobwise.envs.errors import InputError
 
 
-@pytest.mark.parametrize("head", ["additive", "independent", "joint"])
+@pytest.mark.parametrize("head", ["utility", *sorted(HEADS)])
 @pytest.mark.parametrize("encoding", ["linear", "sinusoidal"])
 def test_a_loaded_controller_decides_like_the_saved_one(tmp_path: Path, head: str, encoding: str) -> None:
     table = small_table(50)
     table.features["image_features"][3, 1] = torch.nan
     rows = torch.arange(50)
-    controller = Controller.for_table(table, rows, PolicyConfig(head=head, budget_encoding=encoding, hidden=16)).eval()
+    controller = Controller.for_table(
+        table, rows, PolicyConfig(structure=head, budget_encoding=encoding, hidden=16)
+    ).eval()
     save_checkpoint(tmp_path / "c.pt", controller, table, {"note": 1})
     loaded = load_checkpoint(tmp_path / "c.pt")
     assert loaded.profile_digest == table.digest
@@ -57,7 +60,7 @@ def test_a_missing_weight_is_refused(tmp_path: Path) -> None:
     controller = Controller.for_table(table, torch.arange(20), PolicyConfig(hidden=16))
     save_checkpoint(tmp_path / "c.pt", controller, table, {})
     content = torch.load(tmp_path / "c.pt", weights_only=True)
-    del content["state"]["trunk.0.weight"]
+    del content["controller"]["state"]["network.layers.0.weight"]
     torch.save(content, tmp_path / "c.pt")
     with pytest.raises(InputError, match=r"c\.pt"):
         load_checkpoint(tmp_path / "c.pt")

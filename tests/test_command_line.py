@@ -19,18 +19,22 @@ from tensordict import TensorDictBase
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.settings import EXPERTS
 from knobwise.agents.trainer import Trainer
-from knobwise.envs.profiles import read_long_table, write_features, write_long_table
+from knobwise.envs.profiles import long_frame, read_long_table, write_features, write_long_table
+from knobwise.envs.simulator import SimulatedConfig, simulate
 from knobwise.experiments.controller import run_name
 
 POLICIES = [
-    *("controller", "budget_aware_static", "best_static", "lookup_table", "latency_only", "knn", "ridge"),
-    *("random_forest", "random", "oracle"),
+    *("controller", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
+    *("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "random", "oracle"),
 ]
 QUICK = [
     *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
     *("policy.hidden=16", "tracking=disabled", "seeds=[0,1,2]"),
 ]
+LEAN = [*QUICK, "policy=utility", "policy.hidden=16", "seeds=[0]"]
+"""Where it does not matter what is trained: one network, no experts."""
 
 
 @pytest.fixture
@@ -76,11 +80,19 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: pytest.Captur
         low, high = row["utility_ci95"]
         assert low - 1e-9 <= row["utility"] <= high + 1e-9
         assert 0 <= row["satisfaction"] <= row["satisfaction_feasible"] <= 1
+        assert row["satisfaction"] <= 1 - row["infeasible"] + 1e-9
         assert row["utility"] <= best[row["budget_ms"]] + 1e-9
     mean = [r["utility"] for r in results["rows"] if r["policy"] == "ridge" and r["budget_ms"] is not None]
     assert named["ridge"]["utility"] == pytest.approx(sum(mean) / 5)
     shares = [u["share"] for u in results["knob_usage"] if u["policy"] == "controller" and u["knob"] == "top_k"]
     assert sum(shares) == pytest.approx(5)
+    assert [[row["budget_ms"] for row in rows] for rows in results["guard"]] == [results["budgets_ms"]] * 3
+    assert {row["level"] for rows in results["guard"] for row in rows} == {results["satisfaction_level"]} == {0.95}
+    for chosen in results["chosen"]:
+        assert list(chosen["weights"]) == ["network", *EXPERTS]
+        assert sum(chosen["weights"].values()) == pytest.approx(1)
+        assert list(chosen["settings"]) == list(EXPERTS)
+        assert chosen["iteration"] in range(0, 13, 4)
     printed = capsys.readouterr().out
     assert "budget-aware static" in printed
     assert "report.html" in printed
@@ -135,7 +147,7 @@ def write_exp_files_by_hand(folder: Path, old_spelling: bool) -> None:
 def test_training_on_exp5_and_exp6_files_written_by_hand(folder: Path, old_spelling: bool) -> None:
     write_exp_files_by_hand(folder, old_spelling)
     words = ["profile=exp5_exp6", "profile.exp5_dir=exp5", "profile.exp6_dir=exp6", "profile.dataset_name=okvqa"]
-    assert main(["train", *words, *QUICK]) == 0
+    assert main(["train", *words, *LEAN]) == 0
     assert main(["inspect", *words, "json=facts.json", "html=page.html"]) == 0
     facts = json.loads(Path("facts.json").read_text())
     assert (facts["samples"], facts["configurations"]) == (30, 3)
@@ -153,31 +165,25 @@ def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
     for first, second in zip(trained["rows"], again["rows"], strict=True):
         for key in ("policy", "budget_ms", "utility", "accuracy", "latency_ms_mean", "satisfaction"):
             assert first[key] == second[key], (first["policy"], key)
+    assert again["guard"] == trained["guard"]
+    assert again["chosen"] == trained["chosen"]
 
 
 def test_a_second_run_does_not_overwrite_the_first(folder: Path) -> None:
     for _ in range(2):
-        assert main(["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]) == 0
+        assert main(["train", *TABLE, *LEAN, "name=x"]) == 0
     assert sorted(p.name for p in Path("runs/controller").iterdir()) == ["x", "x-2"]
 
 
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
-    words = [
-        *TABLE,
-        *QUICK,
-        "seeds=[0]",
-        "optimiser.iterations=240",
-        "optimiser.epochs=4",
-        "optimiser.patience=0",
-        "name=k",
-    ]
+    words = [*TABLE, *LEAN, "optimiser.iterations=60", "optimiser.epochs=4", "optimiser.patience=0", "name=k"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "knobwise", "train", *words]
     killed = subprocess.Popen([*command, "runs=killed"], env=environment, stderr=subprocess.DEVNULL)
     last = folder / "killed" / "controller" / "k" / "checkpoints" / "seed0" / "last.pt"
     limit = time.monotonic() + 120
     while time.monotonic() < limit and killed.poll() is None:
-        if last.exists() and torch.load(last, weights_only=True)["extra"]["training"]["iteration"] >= 40:
+        if last.exists() and torch.load(last, weights_only=True)["extra"]["training"]["iteration"] >= 12:
             break
         time.sleep(0.05)
     killed.send_signal(signal.SIGKILL)
@@ -189,14 +195,15 @@ def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
         for runs in ("killed", "whole")
     ]
     assert len(list((folder / "killed" / "controller").iterdir())) == 1
-    assert all(torch.equal(found[0]["state"][name], found[1]["state"][name]) for name in found[1]["state"])
+    states = [one["controller"]["state"] for one in found]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
     metrics = [pl.read_csv(folder / runs / "latest" / "metrics.csv") for runs in ("killed", "whole")]
     assert metrics[0].equals(metrics[1])
 
 
 def test_a_sweep_leaves_a_run_for_each_setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["knobwise"])
-    assert main(["train", "-m", *TABLE, *QUICK, "seeds=[0]", "policy=joint,independent", "hydra.sweep.dir=sweep"]) == 0
+    assert main(["train", "-m", *TABLE, *QUICK, "seeds=[0]", "policy=joint,utility", "hydra.sweep.dir=sweep"]) == 0
     assert len(list(Path("runs/controller").iterdir())) == 2
 
 
@@ -205,7 +212,7 @@ def test_a_sweep_leaves_a_run_for_each_setting(folder: Path, monkeypatch: pytest
     [
         (["train", "profile=table", "profile.path=none.csv"], "none.csv"),
         (["train", "profile=exp5_exp6", "profile.exp5_dir=a", "profile.exp6_dir=b", "profile.dataset_name=c"], "b"),
-        (["train", *TABLE, "policy.head=tree"], "additive"),
+        (["train", *TABLE, "policy.structure=tree"], "additive"),
         (["train", *TABLE, "split.train=0.9"], "train=0.9"),
         (["train", *TABLE, "seeds=[]"], "seeds"),
         (["train", *TABLE, "budget=uniform", "budget.low_ms=-3"], "low_ms"),
@@ -262,7 +269,7 @@ def test_the_experiment_file_is_launchable_by_itself(folder: Path) -> None:
 def test_ctrl_c_leaves_a_run_that_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]
+    words = ["train", *TABLE, *LEAN, "name=x"]
     with monkeypatch.context() as patch:
         learn = Trainer._learn
 
@@ -283,7 +290,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
 def test_a_run_stopped_while_reporting_is_finished_by_the_same_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]
+    words = ["train", *TABLE, *LEAN, "name=x"]
     with monkeypatch.context() as patch:
 
         def pressed(folder: Path) -> Path:
@@ -297,7 +304,7 @@ def test_a_run_stopped_while_reporting_is_finished_by_the_same_command(
 
 
 def test_two_processes_do_not_train_one_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]
+    words = ["train", *TABLE, *LEAN, "name=x"]
     assert main(words) == 0
     mark = Path("runs/controller/x/.unfinished")
     with mark.open("w") as lock:
@@ -309,7 +316,7 @@ def test_two_processes_do_not_train_one_run(folder: Path, capsys: pytest.Capture
 def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", *TABLE, *QUICK, "seeds=[0]", "split.seed=3"]) == 0
+    assert main(["train", *TABLE, *LEAN, "split.seed=3"]) == 0
     pl.read_parquet("t.parquet").with_columns(pl.col("latency_ms") * 2).write_parquet("slower.parquet")
     other = ["profile=table", "profile.path=slower.parquet", "profile.features=f.npz"]
     assert main(["evaluate", *other, "json=e.json", "baselines=false"]) == 0
@@ -318,3 +325,56 @@ def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
     new = [row for row in table.split().test.tolist() if row not in seen]
     assert f"{len(new)} of its 18" in capsys.readouterr().out
     assert json.loads(Path("e.json").read_text())["test_samples"] == len(new)
+
+
+SIMULATED = [*QUICK, "optimiser.warmup_iterations=10", "optimiser.iterations=4", "optimiser.contexts=64", "seeds=[0]"]
+
+
+def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile=simulated", "profile.kind=no_headroom", "profile.samples=150"]
+    assert main(["train", *words, *SIMULATED]) == 0
+    results = json.loads(Path("runs/latest/results.json").read_text())
+    (rows,) = results["guard"]
+    fallen = [row for row in rows if not row["deployed"]]
+    assert len(fallen) >= 3
+    page = Path("runs/latest/report.html").read_text()
+    for row in fallen:
+        assert row["satisfaction_deployed"] == row["satisfaction_static"]
+        assert row["reason"].startswith("fell back to budget-aware static: ")
+        assert row["reason"].split("; ")[0] in page
+    named = {(row["policy"], row["budget_ms"]): row["utility"] for row in results["rows"]}
+    for row in fallen:
+        budget = row["budget_ms"]
+        assert named["controller", budget] == named["budget_aware_static", budget]
+    printed = capsys.readouterr().out
+    assert "The guard fell back to budget-aware static at " in printed
+    assert "was not shown to be better" in printed
+
+
+def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile=simulated", "profile.kind=unattainable", "profile.samples=200"]
+    assert main(["train", *words, *SIMULATED]) == 0
+    assert "95% in time is unattainable at " in capsys.readouterr().out
+    assert main(["evaluate", *words, "baselines=false"]) == 0
+    assert "95% in time is unattainable at " in capsys.readouterr().out
+    (rows,) = json.loads(Path("runs/latest/results.json").read_text())["guard"]
+    page = Path("runs/latest/report.html").read_text()
+    for row in rows:
+        assert row["unattainable"]
+        assert row["miss_price"] == 0
+        assert row["satisfaction_after"] == row["satisfaction_before"] <= row["satisfaction_cautious"] < 0.95
+        assert row["reason"].split("; ")[1] in page
+    assert len(rows) == 5
+
+
+def test_a_table_without_knobs(folder: Path) -> None:
+    table = simulate(SimulatedConfig(kind="portfolio"))
+    frame = long_frame(table).rename({"solver": "configuration"})
+    frame.select("sample_id", "configuration", "accuracy", "latency_ms").write_csv("solvers.csv")
+    write_features(table, "instances.npz")
+    words = ["profile=table", "profile.path=solvers.csv", "profile.features=instances.npz"]
+    assert main(["train", *words, *SIMULATED]) == 0
+    results = json.loads(Path("runs/latest/results.json").read_text())
+    assert (results["profile"]["samples"], results["profile"]["configurations"]) == (300, 37)
+    means = {row["policy"]: row["utility"] for row in results["rows"] if row["budget_ms"] is None}
+    assert means["controller"] > means["budget_aware_static"] + 0.05

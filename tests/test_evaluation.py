@@ -44,12 +44,14 @@ def test_judged_by_hand() -> None:
     first = judged.row(0)
     assert first["budget_ms"] == 15
     assert (first["satisfaction"], first["satisfaction_feasible"], first["utility"]) == (0, 0, 0)
+    assert first["infeasible"] == 1 / 2
     mean = judged.row(None)
     assert mean["budget_ms"] is None
     assert mean["accuracy"] == pytest.approx(0.875)
     assert mean["latency_ms_mean"] == pytest.approx(30)
     assert mean["satisfaction"] == pytest.approx(1 / 4)
     assert mean["satisfaction_feasible"] == pytest.approx((0 + 1 / 2) / 2)
+    assert mean["infeasible"] == 1 / 4
     assert mean["utility"] == pytest.approx(1 / 4)
     assert mean["reward"] == pytest.approx(1 / 4)
 
@@ -99,4 +101,5 @@ def test_where_nothing_is_feasible_no_share_of_it_is_reported() -> None:
     rewards = RewardTable(two_by_two(), RewardConfig(kind="utility"))
     judged = judge(Always(0), two_by_two(), torch.arange(2), torch.tensor([1.0, 15.0]), rewards)
     assert judged.row(0)["satisfaction_feasible"] is None
+    assert judged.row(0)["infeasible"] == 1
     assert judged.row(None)["satisfaction_feasible"] == 1

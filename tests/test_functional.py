@@ -10,6 +10,7 @@ from knobwise.losses.functional import (
     effective_sample_size,
     entropy,
     expectation,
+    expected_k3,
     k3,
     kl_divergence,
     reward_weighted_cross_entropy,
@@ -67,6 +68,19 @@ def test_k3_averages_to_the_kl_over_draws_of_the_policy() -> None:
     draws = torch.multinomial(p.exp(), 400_000, replacement=True, generator=torch.Generator().manual_seed(0))
     assert k3(p, q)[draws].mean().item() == pytest.approx(kl_divergence(p, q).item(), rel=0.01)
     assert expectation(k3(p, q), p.exp()).item() == pytest.approx(kl_divergence(p, q).item())
+
+
+def test_the_weighted_k3_is_the_sum_and_does_not_overflow_where_the_weight_is_nothing() -> None:
+    old, new, reference = (random_log_probs(5, 4, seed=seed) for seed in range(3))
+    wanted = expectation(k3(new, reference), old.exp())
+    torch.testing.assert_close(expected_k3(new, reference, old, old.exp()), wanted)
+    torch.testing.assert_close(expected_k3(new, reference), k3(new, reference).mean(-1))
+    far = torch.tensor([[0.0, -300.0]], requires_grad=True)  # float32: e⁻³⁰⁰ is 0, e³⁰⁰ is ∞
+    reference = torch.tensor([[0.5, 0.5]]).log()
+    found = expected_k3(far, reference, far.detach(), far.detach().exp())
+    assert found.item() == pytest.approx((0.5 - 1 + math.log(2)) + 0.5, rel=1e-5)  # 2nd: π·(½/π − 1 − ln(½/π)) → ½
+    (slope,) = torch.autograd.grad(found.sum(), far)
+    assert slope.tolist()[0] == pytest.approx([0.5, -0.5], rel=1e-5)
 
 
 def test_entropy_by_hand_and_masked_alternatives_count_nothing() -> None:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
 
+from knobwise.agents.actor import make_actor
+from knobwise.agents.distribution import ConfigurationCategorical
 from knobwise.agents.heads import HEADS
-from knobwise.agents.policy import ConfigurationCategorical, Controller, make_actor
+from knobwise.agents.policy import Controller
 from knobwise.agents.settings import PolicyConfig
 from knobwise.envs.bandit import ConfigBandit
 from knobwise.losses import GRPOLoss, grpo
@@ -259,7 +261,7 @@ def test_what_was_recorded_gets_no_gradient(objective: str) -> None:
 def played(head: str, objective: str, holes: float, group_size: int = 6) -> tuple[GRPOLoss, TensorDict]:
     table = small_table(holes=holes)
     torch.manual_seed(0)
-    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(head=head, hidden=16, dropout=0.0))
+    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(structure=head, hidden=16, dropout=0.0))
     actor = make_actor(controller, table, group_size)
     env = ConfigBandit(table, batch_size=32, group_size=group_size, lean=True, full_information=True)
     with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
@@ -308,6 +310,36 @@ def test_what_stands_where_nothing_was_profiled_does_not_matter() -> None:
         after = loss(data)
         assert all(torch.equal(before[name], after[name]) for name in loss.out_keys)
         assert torch.equal(gradient(loss, data), slope)
+
+
+def test_the_index_of_a_draw_may_stand_in_for_its_action() -> None:
+    loss, data = played("additive", "sampled", holes=0.3)
+    wanted, slope = loss(data), gradient(loss, data)
+    data["configuration"] = small_table(holes=0.3).find(data.pop("action"))
+    assert all(torch.equal(wanted[name], value) for name, value in loss(data).items())
+    assert torch.equal(gradient(loss, data), slope)
+
+
+def test_what_is_next_to_impossible_spoils_no_diagnostics() -> None:
+    loss = GRPOLoss(certain_actor([1.0, math.exp(-60), 1e-3]), objective="exact", functional=False)
+    with torch.no_grad():
+        loss.actor_network[0].module.weight[1] -= 200  # e⁻²⁶⁰ is 0 in float32, its logarithm is not −∞
+        behaviour = loss.actor_network.get_dist(TensorDict({"observation": torch.ones(1, 1)}, [1])).log_probs
+    assert behaviour[0, 1] < -200
+    data = {"observation": torch.ones(1, 1), "behaviour_log_probs": behaviour}
+    data["reward_per_configuration"] = torch.tensor([[1.0, 0.5, 0.0]])
+    out = loss(TensorDict(data, [1]))
+    for name, wanted in {"ESS": 1, "ratio_mean": 1, "kl_approx": 0, "clip_fraction": 0}.items():
+        assert out[name].item() == pytest.approx(wanted, abs=1e-6), name
+
+
+def test_without_diagnostics_the_losses_are_the_same() -> None:
+    for objective in ("sampled", "exact"):
+        loss, data = played("additive", objective, holes=0.3)
+        wanted, loss.diagnostics = loss(data), False
+        found = loss(data)
+        assert list(found.keys()) == ["loss_objective", "loss_entropy", "loss_kl_to_ref"]
+        assert all(torch.equal(wanted[name], value) for name, value in found.items())
 
 
 def test_leading_axes_are_free() -> None:

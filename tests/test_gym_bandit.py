@@ -17,7 +17,7 @@ from knobwise.envs.budgets import BudgetConfig
 from knobwise.envs.errors import InputError
 from knobwise.envs.gym_bandit import ConfigBanditEnv, ConfigBanditVectorEnv, oracle
 from knobwise.envs.reward import RewardConfig
-from knobwise.envs.table import ProfileTable
+from knobwise.envs.table import Knob, ProfileTable
 
 ID = "knobwise/ConfigBandit-v0"
 
@@ -48,7 +48,7 @@ def test_torchrl_wraps_it() -> None:
 @pytest.mark.parametrize("strategy", ["relative", "uniform", "quantiles"])
 def test_all_three_environments_give_the_same_contexts_and_rewards(strategy: str) -> None:
     table, reward = small_table(holes=0.3), RewardConfig(alpha=2.0, miss=0.5, kind="utility")
-    budget = BudgetConfig(strategy)
+    budget = BudgetConfig(strategy=strategy)
     one = ConfigBanditEnv(table, budget, reward)
     many = ConfigBanditVectorEnv(1, table, budget, reward)
     native = ConfigBandit(table, budget=budget, reward=reward, lean=False)
@@ -84,7 +84,7 @@ def test_without_a_seed_no_two_environments_draw_the_same() -> None:
 
 def test_infos_tell_the_outcome_by_hand() -> None:
     table = small_table()
-    env = ConfigBanditEnv(table, BudgetConfig("fixed", values_ms=(12.0,)))
+    env = ConfigBanditEnv(table, BudgetConfig(strategy="fixed", values_ms=(12.0,)))
     _, before = env.reset(seed=0)
     row, action = int(before["sample_id"]), np.array([2, 1, 0])
     _, _, terminated, truncated, info = env.step(action)
@@ -179,7 +179,7 @@ def test_a_missing_feature_shows_as_the_median_of_its_column() -> None:
 
 
 def test_render_tells_in_words_what_happened() -> None:
-    env = ConfigBanditEnv(small_table(), BudgetConfig("fixed", values_ms=(12.0,)), render_mode="ansi")
+    env = ConfigBanditEnv(small_table(), BudgetConfig(strategy="fixed", values_ms=(12.0,)), render_mode="ansi")
     assert env.render() == "Nothing yet: call reset()."
     _, info = env.reset(seed=0)
     assert env.render() == f"Sample {info['sample_id']}, budget 12.00 ms: what will you set?"
@@ -192,6 +192,82 @@ def test_render_tells_in_words_what_happened() -> None:
     )
     assert best.startswith("Oracle: max_crops = ")
     assert ConfigBanditEnv(small_table()).render() is None
+
+
+def test_under_a_mean_budget_all_three_environments_give_the_same_worths_and_rewards() -> None:
+    table, budget = small_table(holes=0.3), BudgetConfig(sense="mean")
+    one, many = ConfigBanditEnv(table, budget), ConfigBanditVectorEnv(1, table, budget)
+    native = ConfigBandit(table, budget=budget)
+    _, info = one.reset(seed=5)
+    _, infos = many.reset(seed=5)
+    native.set_seed(5)
+    for step in range(6):
+        context = native.reset()
+        action = profiled_action(table, info, step % int(info["mask"].sum()))
+        assert info["sample_id"] == infos["sample_id"][0] == table.sample_ids[int(context["row"])]
+        assert info["worth_ms"] == infos["worth_ms"][0] == context["worth_ms"].item()
+        assert not {"budget_ms", "violation"} & {*info, *infos, *context.keys()}
+        out = native.step(context.set("action", torch.from_numpy(action)[None, None]))["next"]
+        _, got, _, _, told = one.step(action)
+        _, rewards, _, _, infos = many.step(action[None])
+        assert got == rewards[0] == out["reward"].item()
+        assert got == pytest.approx(told["accuracy"] - told["latency_ms"] / told["worth_ms"], rel=1e-6)
+        assert "violation" not in told
+        _, info = one.reset()
+
+
+def test_under_a_mean_budget_the_spaces_stay_and_gymnasium_is_content() -> None:
+    table = small_table()
+    priced = gymnasium.make(ID, table=table, budget=BudgetConfig(sense="mean"))
+    assert priced.observation_space == gymnasium.make(ID, table=table).observation_space
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(priced.unwrapped)
+    check_env_specs(GymWrapper(priced, categorical_action_encoding=True))
+    # worths are told apart over their whole range, which reaches far beyond the latencies
+    env = ConfigBanditVectorEnv(200, table, BudgetConfig(sense="mean"))
+    observations, infos = env.reset(seed=0)
+    ordered = observations["budget"][infos["worth_ms"].argsort(), 0]
+    assert (np.diff(ordered) >= 0).all()
+    assert len(np.unique(ordered)) == 200
+    assert abs(ordered).max() <= 1.01
+
+
+def test_under_a_mean_budget_the_oracle_weighs_accuracy_against_latency_by_hand() -> None:
+    table = ProfileTable(
+        name="by hand",
+        knobs=(Knob("size", (1, 2, 3)),),
+        configurations=torch.arange(3).unsqueeze(1),
+        accuracy=torch.tensor([[0.25, 0.75, 1.0], [0.5, 0.5, torch.nan]]),
+        latency_ms=torch.tensor([[1.0, 2.0, 4.0], [3.0, 2.0, torch.nan]]),
+        mask=torch.tensor([[True, True, True], [True, True, False]]),
+        sample_ids=("a", "b"),
+    )
+    # the first gains .5 for one ms more, .25 for two more; the second loses nothing by the faster
+    worths = torch.tensor([1.0, 3.0, 7.9, 8.1])
+    assert oracle(table, torch.zeros(4, dtype=torch.int64), worths, priced=True).tolist() == [0, 1, 1, 2]
+    assert oracle(table, torch.ones(4, dtype=torch.int64), worths, priced=True).tolist() == [1, 1, 1, 1]
+
+
+def test_render_under_a_mean_budget() -> None:
+    env = ConfigBanditEnv(small_table(), BudgetConfig(sense="mean"), render_mode="ansi")
+    _, info = env.reset(seed=0)
+    first = f"Sample {info['sample_id']}, a right answer is worth {info['worth_ms']:.2f} ms"
+    assert env.render() == f"{first}: what will you set?"
+    _, reward, _, _, info = env.step(np.array([2, 1, 0]))
+    assert env.render().splitlines()[:2] == [
+        f"{first}.",
+        f"Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy {info['accuracy']:.2f}, "
+        f"{info['latency_ms']:.2f} ms; reward {reward:+.3f}.",
+    ]
+
+
+@pytest.mark.parametrize("make", [ConfigBanditEnv, ConfigBandit])
+def test_a_reward_of_another_sense_is_refused(make: type) -> None:
+    with pytest.raises(InputError, match=r"reward\.kind=utility.*budget\.sense=mean"):
+        make(small_table(), budget=BudgetConfig(sense="mean"), reward=RewardConfig(kind="utility"))
+    with pytest.raises(InputError, match=r"reward\.kind=priced.*budget\.sense=deadline"):
+        make(small_table(), reward=RewardConfig(kind="priced"))
 
 
 # -- the vector environment --------------------------------------------------------------------------------------------

@@ -1,35 +1,30 @@
 from __future__ import annotations
 
-import math
+import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import small_table
 from tensordict import TensorDict
-from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from knobwise.agents.actor import OutcomesOfRows, make_actor
 from knobwise.agents.heads import HEADS
-from knobwise.agents.policy import ConfigurationCategorical, Controller, make_actor
+from knobwise.agents.policy import Controller
 from knobwise.agents.settings import PolicyConfig
 from knobwise.envs.bandit import ConfigBandit
 from knobwise.envs.errors import InputError
 from knobwise.envs.table import ProfileTable
 
-SOME = torch.tensor([[0, 0], [0, 1], [2, 1]])  # (1, ·), (2, 0) and (0, 2) do not exist
+STRUCTURES = ("utility", *sorted(HEADS))
 
 
-def distribution(
-    *shape: int, group_size: int | None = None, configurations: Tensor = SOME, seed: int = 0
-) -> ConfigurationCategorical:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(*shape, len(configurations), generator=generator)
-    return ConfigurationCategorical(logits, configurations, group_size)
-
-
-def small_controller(table: ProfileTable, head: str = "additive", dropout: float = 0.1) -> Controller:
+def small_controller(
+    table: ProfileTable, structure: str = "additive", dropout: float = 0.1, members: int = 1
+) -> Controller:
     torch.manual_seed(0)
-    config = PolicyConfig(head=head, hidden=16, dropout=dropout)
+    config = PolicyConfig(structure=structure, hidden=16, dropout=dropout, members=members)
     return Controller.for_table(table, torch.arange(table.num_samples), config)
 
 
@@ -41,91 +36,14 @@ def contexts(table: ProfileTable, count: int = 20, seed: int = 0) -> TensorDict:
     return TensorDict({"row": rows, "budget_ms": budgets, "mask": table.mask[rows], **blocks}, [count])
 
 
-# -- the distribution --------------------------------------------------------------------------------------------------
-
-
-def test_probabilities_sum_to_one_whether_the_logits_did_or_not() -> None:
-    torch.testing.assert_close(distribution(4, 2).log_probs.exp().sum(-1), torch.ones(4, 2))
-
-
-@pytest.mark.parametrize("group_size", [None, 1, 5])
-@pytest.mark.parametrize("batch", [(), (4,), (4, 2)])
-@pytest.mark.parametrize("sample", [(), (3,), (3, 2)])
-def test_shapes_of_draws_and_their_log_probs(
-    group_size: int | None, batch: tuple[int, ...], sample: tuple[int, ...]
-) -> None:
-    dist = distribution(*batch, group_size=group_size)
-    group = () if group_size is None else (group_size,)
-    drawn = dist.sample(sample)
-    assert drawn.shape == (*sample, *batch, *group, 2)
-    found = dist.log_prob(drawn)
-    assert found.shape == (*sample, *batch, *group)
-    # what is drawn exists, and its log-prob is that of its own context
-    wanted = dist.log_probs.reshape(*([1] * len(sample)), *batch, *([1] * len(group)), 3).expand(*found.shape, 3)
-    torch.testing.assert_close(found, wanted.gather(-1, dist.index(drawn).unsqueeze(-1)).squeeze(-1))
-    assert dist.entropy().shape == batch
-    assert dist.mode.shape == (*batch, *group, 2)
-
-
-@pytest.mark.parametrize("group_size", [None, 4])
-def test_draws_have_the_frequencies_of_their_context(group_size: int | None) -> None:
-    torch.manual_seed(0)
-    dist = distribution(2, group_size=group_size)
-    drawn = dist.index(dist.sample((20_000,)))  # [20000, 2, (4)]
-    for context in range(2):
-        seen = drawn[:, context].flatten().bincount(minlength=3) / drawn[:, context].numel()
-        torch.testing.assert_close(seen, dist.log_probs[context].exp(), atol=0.015, rtol=0)
-
-
-def test_actions_that_do_not_exist_have_log_prob_minus_infinity() -> None:
-    actions = torch.tensor([[1, 0], [2, 0], [0, 2], [-1, 0], [3, 1], [2, 1]])
-    found = distribution().log_prob(actions)
-    assert found[:5].tolist() == [-math.inf] * 5
-    assert found[5].isfinite()
-    assert distribution(group_size=6).log_prob(actions).tolist() == found.tolist()
-
-
-def test_masked_configurations_are_never_drawn() -> None:
-    dist = ConfigurationCategorical(torch.tensor([[0.0, -torch.inf, 0.0]]), SOME, group_size=1000)
-    assert set(dist.sample_index().flatten().tolist()) == {0, 2}
-    assert dist.entropy().item() == pytest.approx(math.log(2))
-
-
-def test_mode_is_the_most_probable_action() -> None:
-    dist = ConfigurationCategorical(torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0]]), SOME)
-    assert dist.mode.tolist() == [[0, 1], [2, 1]]
-    assert dist.deterministic_sample.tolist() == dist.mode.tolist()
-    grouped = ConfigurationCategorical(torch.tensor([1.0, 3.0, 2.0]), SOME, group_size=2)
-    assert grouped.mode.tolist() == [[0, 1], [0, 1]]
-
-
-def test_entropy_and_kl_are_those_of_torch() -> None:
-    p, q = distribution(4, 2), distribution(4, 2, seed=1)
-    stock_p, stock_q = (torch.distributions.Categorical(logits=d.log_probs) for d in (p, q))
-    torch.testing.assert_close(p.entropy(), stock_p.entropy())
-    torch.testing.assert_close(p.kl(q), torch.distributions.kl_divergence(stock_p, stock_q))
-    assert p.kl(p).abs().max() == 0
-
-
-def test_configurations_in_another_order_are_found() -> None:
-    shuffled = distribution(configurations=SOME[[2, 0, 1]])
-    assert shuffled.log_prob(SOME[[2, 0, 1]]).tolist() == shuffled.log_probs.tolist()
-
-
-def test_gradient_of_a_log_prob_is_that_of_softmax() -> None:
-    logits = torch.tensor([0.2, -0.1, 0.7], requires_grad=True)
-    ConfigurationCategorical(logits, SOME).log_prob(torch.tensor([0, 1])).backward()
-    torch.testing.assert_close(logits.grad, torch.tensor([0.0, 1.0, 0.0]) - logits.detach().softmax(-1))
-
-
 # -- the controller ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", sorted(HEADS))
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("holes", [0.0, 0.6])
-def test_choose_is_the_argmax_inside_the_mask(head: str, holes: float) -> None:
+def test_choose_is_the_argmax_inside_the_mask(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
-    controller, data = small_controller(table, head), contexts(table)
+    controller, data = small_controller(table, structure), contexts(table)
     chosen = controller.choose(data, data["budget_ms"], data["mask"])
     assert data["mask"].gather(1, chosen[:, None]).all()
     actor = make_actor(controller.eval(), table)
@@ -133,10 +51,10 @@ def test_choose_is_the_argmax_inside_the_mask(head: str, holes: float) -> None:
     assert torch.equal(table.configurations[chosen], actor(data)["action"])  # TorchRL's default: deterministic
 
 
-@pytest.mark.parametrize("head", sorted(HEADS))
-def test_rows_of_a_table_and_feature_blocks_give_the_same(head: str) -> None:
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str) -> None:
     table = small_table()
-    controller, data = small_controller(table, head).eval(), contexts(table)
+    controller, data = small_controller(table, structure).eval(), contexts(table)
     by_row, by_blocks = make_actor(controller, table, 3), make_actor(controller, group_size=3)
     assert by_row.in_keys == ["row", "budget_ms"]
     assert by_blocks.in_keys == ["budget_ms", "image_features", "language_features"]
@@ -144,10 +62,10 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(head: str) -> None:
     assert torch.equal(by_row(data.clone())["action"], by_blocks(data.clone())["action"])
 
 
-@pytest.mark.parametrize("head", sorted(HEADS))
-def test_a_profile_without_features_has_a_policy_that_sees_the_budget_alone(head: str) -> None:
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_profile_without_features_has_a_policy_that_sees_the_budget_alone(structure: str) -> None:
     table = small_table(features=False)
-    controller, data = small_controller(table, head).eval(), contexts(table)
+    controller, data = small_controller(table, structure).eval(), contexts(table)
     assert controller.normaliser.width == 0
     by_row, by_blocks = make_actor(controller, table), make_actor(controller)
     assert by_blocks.in_keys == ["budget_ms"]
@@ -197,20 +115,128 @@ def test_statistics_come_from_the_rows_given_alone() -> None:
     table, rows = small_table(), torch.arange(10)
     controller = Controller.for_table(table, rows, PolicyConfig(hidden=8))
     torch.testing.assert_close(controller.normaliser.mean[:4], table.features["image_features"][:10].mean(0))
-    torch.testing.assert_close(controller.encoding.mean, table.latency_ms[:10].log().mean())
+    torch.testing.assert_close(controller.network.encoding.mean, table.latency_ms[:10].log().mean())
 
 
 def test_gradients_reach_every_parameter() -> None:
     table = small_table(holes=0.5)
-    for head in HEADS:
-        controller, data = small_controller(table, head), contexts(table)
+    for structure in STRUCTURES:
+        controller, data = small_controller(table, structure), contexts(table)
         make_actor(controller, table, 4).get_dist(data).entropy().sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in controller.parameters())
 
 
-def test_another_head_is_refused() -> None:
-    with pytest.raises(InputError, match=r"policy\.head='tree'"):
+def test_another_structure_is_refused() -> None:
+    with pytest.raises(InputError, match=r"policy\.structure='tree'"):
         small_controller(small_table(), "tree")
+
+
+# -- an ensemble -------------------------------------------------------------------------------------------------------
+
+
+def alone(controller: Controller, number: int) -> Controller:
+    """One member of an ensemble as a controller of its own."""
+    config = dataclasses.replace(controller.config, members=1)
+    parts = controller.knobs, controller.configurations, controller.normaliser
+    one = Controller(*parts, controller.network.encoding, config)
+    state = controller.state_dict()
+    learned = {name for name, _ in controller.named_parameters()}
+    one.load_state_dict({k: v[number : number + 1] if k in learned else v for k, v in state.items()})
+    return one.eval()
+
+
+def stirred(controller: Controller) -> Controller:
+    """With nothing left at 0, so that members differ whatever their structure."""
+    torch.manual_seed(1)
+    for p in controller.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return controller.eval()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("holes", [0.0, 0.6])
+def test_members_decide_together_by_the_mean_of_their_log_probs(structure: str, holes: float) -> None:
+    table = small_table(holes=holes)
+    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table)
+    features, mask = controller.features(data, 20), data["mask"] if holes else None
+    each = torch.stack([alone(controller, i)(features, data["budget_ms"], mask) for i in range(3)])
+    torch.testing.assert_close(controller(features, data["budget_ms"], mask), each.mean(0).log_softmax(-1))
+    assert not torch.allclose(each[0].exp(), each[1].exp(), atol=1e-3)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("holes", [0.0, 0.6])
+def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, holes: float) -> None:
+    table = small_table(holes=holes)
+    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
+    flat = make_actor(controller, table).get_dist(data).log_probs
+    for number in range(3):
+        wanted = make_actor(alone(controller, number), table).get_dist(data).log_probs
+        torch.testing.assert_close(flat[number::3], wanted[number::3])
+        assert not torch.allclose(flat.exp(), wanted.exp(), atol=1e-3)
+    # [P, M], as the buffer holds them, is the same
+    square = make_actor(controller, table, 4).get_dist(data.reshape(7, 3))
+    torch.testing.assert_close(square.log_probs.reshape(21, -1), flat)
+    assert square.sample().shape == (7, 3, 4, 3)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_gradient_touches_its_own_member_alone(structure: str) -> None:
+    table = small_table(holes=0.5)
+    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
+    make_actor(controller, table).get_dist(data).entropy()[1::3].sum().backward()
+    for name, p in controller.named_parameters():
+        assert not p.grad[[0, 2]].any(), name
+        assert p.grad[1].any(), name
+
+
+def test_predicted_outcomes_of_rows_are_those_of_their_member() -> None:
+    table = small_table()
+    controller, data = stirred(small_controller(table, "utility", members=3)), contexts(table, 21).reshape(7, 3)
+    found = OutcomesOfRows(make_actor(controller, table))(data.clone())
+    features = controller.features(data.flatten(), 21)
+    for number in range(3):
+        outcomes = alone(controller, number).network.outcomes(features[None])
+        for key in ("accuracy_logits", "log_latency", "spread"):
+            torch.testing.assert_close(found[key][:, number], getattr(outcomes, key)[0].reshape(7, 3, -1)[:, number])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("features", [True, False])
+def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, features: bool) -> None:
+    table = small_table(features=features, holes=0.5)
+    controller, data = stirred(small_controller(table, structure, members=members)), contexts(table, 6)
+    x, limits, mask = controller.features(data, 6), data["budget_ms"], data["mask"]
+    flat = controller(x, limits, mask)
+    assert flat.shape == (6, 12)
+    width = controller.normaliser.width
+    torch.testing.assert_close(
+        controller(x.reshape(2, 3, width), limits.reshape(2, 3), mask.reshape(2, 3, 12)), flat.reshape(2, 3, 12)
+    )
+    torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_plain_values_and_back(structure: str, tmp_path: Path) -> None:
+    table = small_table()
+    table.features["image_features"][3, 1] = torch.nan
+    controller, data = stirred(small_controller(table, structure, members=2)), contexts(table)
+    torch.save(controller.plain(), tmp_path / "c.pt")
+    again = Controller.restored(torch.load(tmp_path / "c.pt", weights_only=True))
+    assert (again.config, again.knobs, again.priced) == (controller.config, controller.knobs, False)
+    x = controller.features(data, 20)
+    assert torch.equal(again(again.features(data, 20), data["budget_ms"]), controller(x, data["budget_ms"]))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_under_a_price_the_limit_has_another_name(structure: str) -> None:
+    table = small_table()
+    config = PolicyConfig(structure=structure, hidden=16)
+    controller = Controller.for_table(table, torch.arange(60), config, priced=True).eval()
+    assert make_actor(controller, table).in_keys == ["row", "worth_ms"]
+    assert make_actor(controller).in_keys == ["worth_ms", "image_features", "language_features"]
+    assert Controller.restored(controller.plain()).limit_key == "worth_ms"
 
 
 # -- in the environment ------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from sklearn.linear_model import Ridge
 
 from knobwise.agents.baselines import BudgetAwareStatic, Oracle, PredictThenChoose
 from knobwise.agents.evaluation import judge
+from knobwise.agents.experts import Measured, fit_experts
+from knobwise.agents.features import FeatureNormaliser
 from knobwise.envs.budgets import default_budgets
 from knobwise.envs.builtin import builtin_profile
 from knobwise.envs.reward import RewardConfig, RewardTable
@@ -92,7 +93,9 @@ def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) 
     split, budgets_ms = profile.split(), default_budgets(profile)
     rewards = RewardTable(profile, RewardConfig(kind="utility"))
     rows = split.train
-    ridge = PredictThenChoose("ridge", [Ridge(alpha=0.1 * len(rows))], profile, rows, budgets_ms)
+    normaliser = FeatureNormaliser.fit(profile, rows)
+    (fitted,) = fit_experts(profile, Measured.of(profile, rows, budgets_ms, 0), normaliser, ("ridge",), 0)
+    ridge = PredictThenChoose("ridge", fitted.expert, normaliser)
     choosers = [BudgetAwareStatic(profile, rows), ridge, Oracle(profile, split.test)]
     static, learned, best = (
         float(judge(chooser, profile, split.test, budgets_ms, rewards).utility.mean()) for chooser in choosers

@@ -9,8 +9,10 @@ from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
+from knobwise.agents.actor import make_actor
+from knobwise.agents.distribution import ConfigurationCategorical
 from knobwise.agents.heads import HEADS
-from knobwise.agents.policy import ConfigurationCategorical, Controller, make_actor
+from knobwise.agents.policy import Controller
 from knobwise.agents.settings import PolicyConfig
 from knobwise.envs.bandit import ConfigBandit
 from knobwise.losses import RCELoss
@@ -32,7 +34,7 @@ def certain_actor(probabilities: list[float]) -> ProbabilisticTensorDictSequenti
 def played(head: str) -> tuple[RCELoss, TensorDict]:
     table = small_table(holes=0.6)
     torch.manual_seed(0)
-    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(head=head, hidden=16, dropout=0.0))
+    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(structure=head, hidden=16, dropout=0.0))
     env = ConfigBandit(table, batch_size=32, lean=True, full_information=True)
     return RCELoss(make_actor(controller, table), temperature=0.3, functional=False), env.reset()
 

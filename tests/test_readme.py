@@ -62,7 +62,7 @@ def test_every_command_of_a_guide(guide: str, folder: Path) -> None:
 def test_every_python_snippet_of_a_guide(guide: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snippets = blocks(guide, "python")
     if any("runs/latest" in snippet for snippet in snippets):
-        assert main(["train", "experiment=controller", "policy.hidden=16", *SHORTER]) == 0
+        assert main(["train", "experiment=controller", "policy=utility", "policy.hidden=16", *SHORTER]) == 0
     names: dict[str, object] = {}
     for snippet in snippets:
         exec(compile(snippet, guide, "exec"), names)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from knobwise.envs.errors import InputError
 from knobwise.experiments import charts, page
-from knobwise.experiments.report import print_results, write_report
+from knobwise.experiments.report import print_results, result_charts, write_report
 from knobwise.experiments.verdict import policy_name, read_results, verdict
 
 BUDGETS = (120.0, 480.0)
@@ -36,6 +36,7 @@ def row(policy: str, budget: float | None, utility: float) -> dict[str, Any]:
         "latency_ms_p95": 400.0,
         "satisfaction": 0.9,
         "satisfaction_feasible": 0.96,
+        "infeasible": 0.0 if budget == BUDGETS[1] else 0.04,
         "utility": utility,
         "utility_ci95": [utility - 0.015, utility + 0.015],
         "reward": utility,
@@ -70,6 +71,42 @@ def results(**utilities: float) -> dict[str, Any]:
         ],
         "a key of tomorrow": 1,
     }
+
+
+def guard_row(budget: float, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "budget_ms": budget,
+        "level": 0.95,
+        "miss_price": 0.5,
+        "unattainable": False,
+        "too_dear": False,
+        "better": True,
+        "deployed": True,
+        "reason": "deployed: better than <static> by +0.100 ± 0.010",
+        **{"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955},
+        **{"satisfaction_static": 0.981, "gain": 0.1, "gain_se": 0.01},
+    }
+    return found | more
+
+
+FELL_BACK = {"deployed": False, "better": False, "reason": "fell back to static: +0.000 is not above 0"}
+UNATTAINABLE: dict[str, Any] = {"unattainable": True, "miss_price": 0.0, "satisfaction_deployed": 0.713}
+UNATTAINABLE |= {"reason": "deployed: better by far; 95% is unattainable at this budget"}
+TOO_DEAR = {"too_dear": True, "miss_price": 0.0, "satisfaction_deployed": 0.9, "reason": "deployed; too dear"}
+
+
+def with_guard(*seeds: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """Results of so many seeds, each with what the guard found at the tight and at the loose budget."""
+    chosen = [
+        {
+            "weights": {"network": 0.25 + seed / 4, "kernel_ridge": 0.75 - seed / 4},
+            "settings": {"kernel_ridge": f"accuracy constant, latency ({seed}.0, 0.3)"},
+            "iteration": 40 + seed,
+        }
+        for seed in range(len(seeds))
+    ]
+    guard = [[guard_row(b, **more) for b, more in zip(BUDGETS, both, strict=True)] for both in seeds]
+    return results() | {"seeds": list(range(len(seeds))), "satisfaction_level": 0.95, "guard": guard, "chosen": chosen}
 
 
 METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
@@ -114,6 +151,9 @@ def test_report_tells_every_number_of_every_policy(run: Path) -> None:
     text = write_report(run).read_text()
     means, per_budget = (re.findall(r"<tr.*?</tr>", t, re.S) for t in re.findall(r"<tbody>(.*?)</tbody>", text, re.S))
     order = sorted(POLICIES, key=lambda p: -POLICIES[p])
+    infeasible = per_budget.pop()
+    assert "infeasible" in infeasible
+    assert re.findall(r"<td>([\d.]+%)", infeasible) == ["4.0%", "0.0%"]
     for policy, line, small in zip(order, means, per_budget, strict=True):
         utility = POLICIES[policy]
         assert policy_name(policy) in line
@@ -201,13 +241,73 @@ def test_verdict_names_every_baseline_that_is_better() -> None:
 
 def test_verdict_on_the_budget_and_without_numbers() -> None:
     found = results()
-    assert verdict(found)[2].endswith("the controller met it in 96.0% of the requests.")
+    assert verdict(found)[2].endswith("the controller met it in 96.0% of the requests (4.0% of all could not be met).")
     assert "that meets the 95% asked for" in verdict(found | {"satisfaction_level": 0.95})[2]
     assert "falls short of the 99% asked for" in verdict(found | {"satisfaction_level": 0.99})[2]
     found["rows"][0] |= {"gap_closed": math.nan, "satisfaction_feasible": None}
     assert verdict(found)[0].endswith("no interval is known.")
     assert len(verdict(found)) == 2
     assert verdict({"rows": found["rows"][1:]})[0].startswith("No learned policy was judged. Best: random forest")
+
+
+def test_verdict_says_where_the_guard_fell_back_and_why() -> None:
+    assert len(verdict(with_guard(({}, {})))) == 3
+    one = verdict(with_guard((FELL_BACK, {}), (FELL_BACK, {}), ({}, {})))[3:]
+    assert one == [
+        "The guard fell back to budget-aware static at 120 ms (2 of 3 seeds): on held-out samples the policy was not "
+        "shown to be better."
+    ]
+    assert "static at every budget: " in verdict(with_guard((FELL_BACK, FELL_BACK), (FELL_BACK, FELL_BACK)))[3]
+    safer = verdict(with_guard(({}, FELL_BACK | {"better": True})))[3:]
+    assert safer == ["The guard fell back to budget-aware static at 480 ms: only static keeps the level."]
+
+
+def test_verdict_says_what_cannot_be_kept() -> None:
+    found = verdict(with_guard((UNATTAINABLE, TOO_DEAR), (UNATTAINABLE | {"satisfaction_deployed": 0.733}, {})))[3:]
+    assert found == [
+        "95% in time is unattainable at 120 ms (kept: 72.3%); nothing is forced there.",
+        "95% in time is too dear at 480 ms (kept: 90.0%) (1 of 2 seeds); nothing is forced there.",
+    ]
+
+
+def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
+    assert "<h2>Guarantees" not in write_report(run).read_text()
+    assert "<h2>What was chosen" not in write_report(run).read_text()
+    content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, {"miss_price": 0.7, "satisfaction_deployed": 0.965}))
+    (run / "results.json").write_text(json.dumps(content))
+    text = write_report(run).read_text()
+    guarantees = text.split("<h2>Guarantees</h2>")[1].split("<h2>")[0]
+    assert "95% of the requests in time" in guarantees
+    _, tight, loose = re.findall(r"<tr.*?</tr>", guarantees, re.S)
+    for cell in ("120 ms", "91.0%", "71.3%", "98.1%", "<td>0<", "+0.100", "± 0.010", "95% is unattainable"):
+        assert cell in tight
+    for cell in ("480 ms", "96.0%", "<td>0.6<", "fell back: 1 of 2 seeds; deployed: 1 of 2 seeds"):
+        assert cell in loose
+    assert FELL_BACK["reason"] in loose
+    assert "deployed: better than &lt;static&gt;" in loose
+    chosen = text.split("<h2>What was chosen</h2>")[1].split("<h2>")[0]
+    assert "the network of iteration 40, 41 (seeds 0, 1)" in chosen
+    assert "accuracy constant, latency (0.0, 0.3)<small>accuracy constant, latency (1.0, 0.3)" in chosen
+    (weights,) = charts_of(chosen)
+    assert "<svg" in vl_convert.vegalite_to_svg(weights, config=page.THEMES["dark"])
+    bars, dots = sorted(data_of(weights), key=len)
+    assert [(r["member"], r["weight"]) for r in bars] == [("network", 0.375), ("kernel ridge", 0.625)]
+    assert {(r["member"], r["seed"], r["weight"]) for r in dots} >= {("network", "1", 0.5), ("kernel ridge", "0", 0.75)}
+
+
+def test_report_of_a_network_alone(run: Path) -> None:
+    content = with_guard(({}, {})) | {"chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 7}]}
+    (run / "results.json").write_text(json.dumps(content))
+    assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in write_report(run).read_text()
+
+
+def test_budgets_that_are_equal_are_shown_once() -> None:
+    content = with_guard((TOO_DEAR, TOO_DEAR))
+    for row in [*content["guard"][0], *content["knob_usage"]]:
+        row["budget_ms"] = 120.0
+    assert verdict(content)[3:] == ["95% in time is too dear at 120 ms (kept: 90.0%); nothing is forced there."]
+    usage = page.specification(result_charts(content)["Which settings are used"][1])
+    assert sum(r["share"] for rows in data_of(usage) for r in rows) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
 
 
 def test_results_are_printed_plainly_where_there_is_no_terminal() -> None:

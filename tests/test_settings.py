@@ -60,7 +60,7 @@ def test_the_settings_of_the_original_system() -> None:
     assert (r.kind, r.alpha, r.beta, r.gamma, r.delta, r.epsilon) == ("shaped", 1, 0.5, 10, 0.1, 0.05)
     assert settings.budget.strategy == "relative"
     assert list(settings.budget.factors) == [0.8, 1.0, 1.2]
-    assert (settings.policy.head, settings.policy.hidden) == ("independent", 256)
+    assert (settings.policy.structure, settings.policy.hidden) == ("independent", 256)
     assert settings.loss.objective == "sampled"
 
 
@@ -71,7 +71,7 @@ def test_defaults_and_overrides() -> None:
     assert len(settings.seeds) >= 3
     changed = read_settings("train", ["profile=table", "profile.path=a.csv", "policy=joint", "policy.hidden=8"])
     assert isinstance(changed.profile, TableProfile)
-    assert (changed.policy.head, changed.policy.hidden) == ("joint", 8)
+    assert (changed.policy.structure, changed.policy.hidden) == ("joint", 8)
 
 
 @pytest.mark.parametrize(

@@ -227,8 +227,9 @@ def test_files_that_are_no_saved_table(tmp_path):
     (tmp_path / "t.safetensors").write_text("hello")
     with pytest.raises(InputError, match=r"t\.safetensors: not a table that knobwise saved"):
         ProfileTable.load(tmp_path / "t.safetensors")
-    for head in ({}, {"head": "{}"}, {"head": '{"name": "t", "sample_ids": ["a"]}'}):
-        save_file({"x": torch.zeros(1)}, tmp_path / "t.safetensors", metadata=head)
+    for head in (b"", b"{}", b'{"name": "t", "sample_ids": ["a"]}'):
+        tensors = {"head": torch.tensor(list(head), dtype=torch.uint8)} if head else {"x": torch.zeros(1)}
+        save_file(tensors, tmp_path / "t.safetensors")
         with pytest.raises(InputError, match=r"t\.safetensors: not a table that knobwise saved"):
             ProfileTable.load(tmp_path / "t.safetensors")
 

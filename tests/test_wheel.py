@@ -19,8 +19,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     source = folder / "source"
     # a copy, because building leaves build/ and *.egg-info beside the sources
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in tracked.split("\0"):
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    ours = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in ours.split("\0"):
         if name and not name.startswith("tests/") and (ROOT / name).exists():
             target = source / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,9 @@ def test_help_and_a_training_run_from_another_folder(installed: Path, tmp_path: 
     where = run(installed, tmp_path, "-c", "import knobwise; print(knobwise.__file__)")
     assert where.startswith(str(installed))
     assert "knobwise train" in run(installed, tmp_path, "-m", "knobwise", "--help")
+    assert "samples" in run(installed, tmp_path, "-m", "knobwise", "inspect")  # the built-in profile is in it
     words = ["optimiser.warmup_iterations=2", "optimiser.iterations=2", "seeds=[0]", "tracking=disabled"]
+    words += ["profile=simulated", "profile.samples=60", "policy.experts=[ridge]"]
     out = run(installed, tmp_path, "-m", "knobwise", "train", *words)
     assert "report.html" in out
     assert (tmp_path / "runs" / "latest" / "results.json").exists()

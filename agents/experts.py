@@ -1,0 +1,193 @@
+"""Experts: accuracy and log-latency of every configuration, predicted from the features without a network.
+
+Each is a family of regressors (`knobwise.agents.regressors`). What it is fitted on is divided into folds; the settings
+with the smallest squared error out of fold are kept, one for accuracy and one for latency, and fitted again on all;
+trees are not, the mean of the folds' is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from knobwise.agents.features import FeatureNormaliser
+from knobwise.agents.prediction import Prediction, pick
+from knobwise.agents.regressors import FAMILIES, KINDS, Trees, constant
+from knobwise.agents.targets import Targets, folds_of
+from knobwise.envs.budgets import log_measured
+from knobwise.envs.table import ProfileTable
+
+SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
+"""Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more, above 1 less."""
+
+
+class Measured(NamedTuple):
+    """The rows that something is fitted on, with everything that is known of them."""
+
+    rows: Tensor
+    """int64 [n]."""
+    accuracy: Tensor
+    """[n, C], NaN where not profiled; so are the next two."""
+    latency_ms: Tensor
+    mask: Tensor
+    budgets_ms: Tensor
+    """[B], what utility is averaged over; none where no deadlines are wanted."""
+    folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+    """Positions to fit on and to hold out."""
+
+    @classmethod
+    def of(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int) -> Measured:
+        """Look these rows (int64 [n]) up, and divide them by image or sample."""
+        cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
+        return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed))
+
+    def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
+        """Mean over rows and budgets of what the best score gets, accuracy·1[latency ≤ budget].
+
+        Args:
+            scores: for each budget [n, C].
+            latency: [n, C], any monotone scale of time, which decides between equals.
+        """
+        total = 0.0
+        for budget, score in zip(self.budgets_ms, scores, strict=True):
+            chosen = pick(score, latency, self.mask).unsqueeze(1)
+            met = self.latency_ms.gather(1, chosen) <= budget
+            total += float((self.accuracy.gather(1, chosen) * met).mean())
+        return total / len(self.budgets_ms)
+
+    def residual_spread(self, log_latency: Tensor) -> Tensor:
+        """Root mean square residual of each configuration, [C], as if five more of its cells had been average."""
+        squares = (log_measured(self.latency_ms) - log_latency).square().masked_fill(~self.mask, 0.0)
+        overall = squares.sum() / self.mask.sum()
+        return ((squares.sum(0) + 5 * overall) / (self.mask.sum(0) + 5)).sqrt().clamp_min(1e-3)
+
+
+class Expert(nn.Module):
+    """Predicts from normalised features.
+
+    Args:
+        name: of its family.
+        accuracy, log_latency: regressors to [n, C], in units of their scales.
+        centre, scale: [2, C] and [2], of accuracy and log-latency.
+        spread: [C], of the log-latency.
+        settings: what was chosen, in words.
+    """
+
+    centre: Tensor
+    scale: Tensor
+    spread: Tensor
+
+    def __init__(
+        self,
+        name: str,
+        accuracy: nn.Module,
+        log_latency: nn.Module,
+        centre: Tensor,
+        scale: Tensor,
+        spread: Tensor,
+        settings: str,
+    ) -> None:
+        super().__init__()
+        self.name, self.settings = name, settings
+        self.accuracy, self.log_latency = accuracy, log_latency
+        for key, value in (("centre", centre), ("scale", scale), ("spread", spread)):
+            self.register_buffer(key, value)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Prediction:
+        """Normalised features [n, d] → predictions for n requests."""
+        accuracy = self.accuracy(x) * self.scale[0] + self.centre[0]
+        return Prediction(accuracy, self.log_latency(x) * self.scale[1] + self.centre[1], self.spread)
+
+    def plain(self) -> dict[str, Any]:
+        """Tensors and plain values, for a checkpoint."""
+        parts = {part: (type(r).__name__, r.state_dict()) for part, r in self.named_children()}
+        own = {key: getattr(self, key) for key in ("name", "centre", "scale", "spread", "settings")}
+        return {**own, **parts}
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> Expert:
+        """The inverse of `plain`."""
+        regressors = {part: KINDS[plain[part][0]](**plain[part][1]) for part in ("accuracy", "log_latency")}
+        return cls(**{**plain, **regressors})
+
+
+class Fitted(NamedTuple):
+    """An expert, and what it says of the rows it was fitted on when they are held out."""
+
+    expert: Expert
+    out_of_fold: Prediction
+
+
+def inputs_of(normaliser: FeatureNormaliser, features: Mapping[str, Tensor], n: int) -> Tensor:
+    """Normalised features float32 [n, d]; without any, a column of zeros."""
+    x = normaliser(features)
+    return x if normaliser.width else x.new_zeros(n, 1)
+
+
+def fit_experts(
+    table: ProfileTable, measured: Measured, normaliser: FeatureNormaliser, families: Sequence[str], seed: int
+) -> list[Fitted]:
+    """Fit one expert of each family.
+
+    "The features do not help" is among the settings of every family, and is the only one without features. The spread
+    is that of the residuals out of fold, times the factor with the best utility out of fold (for deadlines only).
+
+    Args:
+        table: the profile.
+        measured: the rows to fit on.
+        normaliser: of the features, fitted on these rows.
+        families: names in `FAMILIES`.
+        seed: of trees.
+    """
+    rows = measured.rows
+    x32 = inputs_of(normaliser, {name: block[rows] for name, block in table.features.items()}, len(rows))
+    x = x32.double().numpy()
+    targets = Targets(table, rows, x)
+    return [_fit(name, x, x32, targets, measured, seed, bool(normaliser.width)) for name in families]
+
+
+def _fit(
+    name: str, x: NDArray[np.float64], x32: Tensor, targets: Targets, measured: Measured, seed: int, informed: bool
+) -> Fitted:
+    family, y = FAMILIES[name], targets.values
+    settings = family.settings if informed else ()
+    # [settings, n, 2C]; 0 is the constant
+    held_out, of_folds = torch.zeros(len(settings) + 1, *y.shape), []
+    for fit, hold in measured.folds:
+        models: list[nn.Module] = [constant(y[fit], x.shape[1])]
+        models += family.fit(x[fit], y[fit], settings, seed) if informed else []
+        of_folds.append(models)
+        for number, model in enumerate(models):
+            held_out[number, hold] = model(x32[hold])
+    mask, wanted = measured.mask, torch.from_numpy(y).float()
+    chosen = []
+    for part in range(2):
+        columns = slice(part * mask.shape[1], (part + 1) * mask.shape[1])
+        errors = (held_out[..., columns] - wanted[:, columns]).square().masked_fill(~mask, 0.0).sum((1, 2))
+        best, block = int(errors.argmin()), y[:, columns]
+        trees = [model for models in of_folds if isinstance(model := models[best], Trees)]
+        if trees:
+            regressor: nn.Module = Trees.averaged(trees).outputs(columns)
+        else:
+            regressor = family.fit(x, block, [settings[best - 1]], seed)[0] if best else constant(block, x.shape[1])
+        chosen.append((regressor, held_out[best, :, columns], str(settings[best - 1]) if best else "constant"))
+    (accuracy, a, one), (latency, m, other) = chosen
+    a, m = targets.unscale(torch.cat([a, m], 1))
+    spread = measured.residual_spread(m)
+
+    def utility(factor: float) -> float:
+        prediction = Prediction(a, m, factor * spread)
+        return measured.utility([prediction.expected_utility(b.expand(len(a))) for b in measured.budgets_ms], m)
+
+    if len(measured.budgets_ms):
+        # 1 comes first, so that it stays where the factor does not matter
+        spread = spread * max(sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1)), key=utility)
+    words = f"accuracy {one}, latency {other}"
+    expert = Expert(name, accuracy, latency, targets.centre, targets.scale, spread, words)
+    return Fitted(expert, Prediction(a, m, spread))

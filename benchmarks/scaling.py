@@ -1,0 +1,85 @@
+"""What a drawn and replayed context costs as the table grows from 10³ to 10⁷ samples, and how much memory it takes.
+
+The table (simulated: 4 configurations, no features) is written by `ProfileTable.save` and mapped back by
+`ProfileTable.load`, so that its pages are the file's and not the process's own. Prints for each size how long loading
+takes, ns of CPU time for each context drawn, decided on and rewarded (batches of 16,384, one thread), the growth of
+the process's own memory (RssAnon) while it loads and while it draws, and of its peak with the file's pages. What grows
+at loading are the sample ids, which are Python strings. The last line is the ratio of the two ends.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from knobwise.envs import ConfigBandit
+from knobwise.envs.table import Knob, ProfileTable
+
+SIZES, BATCH, CALLS = (10**3, 10**4, 10**5, 10**6, 10**7), 16_384, 60
+
+
+def memory(line: str) -> float:
+    """MiB by the kernel's count: `RssAnon` belongs to this process alone, `VmHWM` is the peak with files' pages."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(each.split()[1]) for each in lines if each.startswith(line)) / 1024
+
+
+def write(path: Path, samples: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    latency = torch.rand(samples, 4, generator=generator)
+    ProfileTable(
+        name="simulated",
+        knobs=(Knob("size", (1, 2, 3, 4)),),
+        configurations=torch.arange(4).unsqueeze(1),
+        accuracy=torch.rand(samples, 4, generator=generator),
+        latency_ms=latency.add_(1).mul_(torch.tensor([1.0, 2.0, 3.0, 4.0])),
+        mask=torch.ones(samples, 4, dtype=torch.bool),
+        sample_ids=tuple(map(str, range(samples))),
+    ).save(path)
+
+
+def measure(path: Path) -> None:
+    """In a process of its own, so that nothing of the writing is counted."""
+    before, peak_before = memory("RssAnon"), memory("VmHWM")
+    start = time.process_time()
+    table = ProfileTable.load(path)
+    env = ConfigBandit(table, batch_size=BATCH, lean=True)
+    loading, loaded = time.process_time() - start, memory("RssAnon")
+    actions = torch.zeros(BATCH, 1, 1, dtype=torch.int64)
+    spent = []
+    context = env.reset()
+    for _ in range(CALLS):
+        start = time.process_time()
+        _, context = env.step_and_maybe_reset(context.set("action", actions))
+        spent.append(time.process_time() - start)
+    per_context = float(torch.tensor(spent[CALLS // 3 :]).median()) / BATCH * 1e9
+    drawing, peak = memory("RssAnon") - loaded, memory("VmHWM") - peak_before
+    print(loading, per_context, loaded - before, drawing, peak)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if len(sys.argv) == 2:
+        measure(Path(sys.argv[1]))
+        sys.exit()
+    costs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for size in SIZES:
+            file = Path(folder) / "table.safetensors"
+            write(file, size)
+            answer = subprocess.run(
+                [sys.executable, __file__, str(file)], check=True, capture_output=True, text=True
+            ).stdout
+            loading, cost, at_load, drawing, peak = map(float, answer.split())
+            costs.append(cost)
+            print(
+                f"{size:>10,} samples ({file.stat().st_size / 2**20:,.1f} MiB): loaded in {loading:.2f} s, own memory "
+                f"+{at_load:.0f} MiB; {cost:.0f} ns a context, own memory +{drawing:.1f} MiB; peak +{peak:.0f} MiB",
+                flush=True,
+            )
+    print(f"ratio {SIZES[-1]:,} / {SIZES[0]:,} samples: {costs[-1] / costs[0]:.2f}")
