@@ -17,7 +17,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 
 from knobwise.agents.distribution import ConfigurationCategorical
-from knobwise.agents.networks import UtilityNetwork
+from knobwise.agents.networks import Outcomes, UtilityNetwork
 from knobwise.agents.policy import Controller
 from knobwise.envs.table import ProfileTable
 
@@ -38,7 +38,8 @@ class _FromBlocks(nn.Module):
 class _FromRows(nn.Module):
     """Row numbers of a table and a limit, as they travel in training: features were normalised once, for all rows.
 
-    Contexts [*] belong to the members in turn: in a flat batch number i to member i mod M.
+    Contexts [*] belong to the members in turn: in a flat batch number i to member i mod M. While `keep` is set, what a
+    `UtilityNetwork` predicted stays in `kept`, for the regression beside GRPO to take up.
     """
 
     all_features: Tensor
@@ -53,6 +54,8 @@ class _FromRows(nn.Module):
         self.register_buffer("all_features", features, persistent=False)
         self.register_buffer("mask", table.mask.to(device), persistent=False)
         self.complete = bool(table.mask.all())
+        self.keep = False
+        self.kept: Outcomes | None = None
 
     def encode(self, row: Tensor) -> Tensor:
         """int64 [*] → features [M, n, width]."""
@@ -62,12 +65,21 @@ class _FromRows(nn.Module):
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
         columns = row.reshape(-1, self.controller.config.members).T
         mask = None if self.complete else self.mask[columns]
-        log_probs: Tensor = self.controller.network(self.encode(row), limit.reshape(columns.T.shape).T, mask)
+        x, limits, network = self.encode(row), limit.reshape(columns.T.shape).T, self.controller.network
+        log_probs: Tensor
+        if self.keep and isinstance(network, UtilityNetwork):
+            self.kept = network.outcomes(x)
+            log_probs = network.log_probs(self.kept, limits, mask)
+        else:
+            log_probs = network(x, limits, mask)
         return log_probs.transpose(0, 1).reshape(*row.shape, -1)
 
 
 class OutcomesOfRows(TensorDictModuleBase):
-    """What a `UtilityNetwork` predicts for row numbers of a table; reads `row`, writes what `RegressionLoss` reads."""
+    """What a `UtilityNetwork` predicts for row numbers of a table; reads `row`, writes what `RegressionLoss` reads.
+
+    With `after_loss` it takes what the actor has just predicted for the same rows, and predicts nothing again.
+    """
 
     in_keys = ["row"]
     out_keys = ["accuracy_logits", "log_latency", "spread"]
@@ -76,10 +88,20 @@ class OutcomesOfRows(TensorDictModuleBase):
         super().__init__()
         self.rows: _FromRows = actor.module[0].module
 
+    @property
+    def after_loss(self) -> bool:
+        return self.rows.keep
+
+    @after_loss.setter
+    def after_loss(self, value: bool) -> None:
+        self.rows.keep = value
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         row, network = tensordict["row"], self.rows.controller.network
         assert isinstance(network, UtilityNetwork)
-        outcomes = network.outcomes(self.rows.encode(row))
+        outcomes, self.rows.kept = self.rows.kept, None
+        if outcomes is None:
+            outcomes = network.outcomes(self.rows.encode(row))
         for key in self.out_keys:
             tensordict[key] = getattr(outcomes, key).transpose(0, 1).reshape(*row.shape, -1)
         return tensordict

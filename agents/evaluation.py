@@ -141,7 +141,13 @@ def judge(chooser: Chooses, table: ProfileTable, rows: Tensor, budgets_ms: Tenso
     chosen = torch.stack([chooser.choose(features, b.expand(len(rows)), mask).cpu() for b in budgets_ms], 1)
     got_accuracy, got_latency = accuracy.gather(1, chosen), latency.gather(1, chosen)
     fastest = latency.masked_fill(~mask, torch.inf).amin(1, keepdim=True)
-    reward = torch.stack([rewards.of(rows, chosen[:, i, None], b.expand(len(rows))) for i, b in enumerate(budgets_ms)])
+    there = rewards.accuracy.device
+    reward = torch.stack(
+        [
+            rewards.of(rows.to(there), chosen[:, i, None].to(there), b.expand(len(rows)).to(there)).cpu()
+            for i, b in enumerate(budgets_ms)
+        ]
+    )
     return Judged(
         budgets_ms=budgets_ms,
         chosen=chosen,

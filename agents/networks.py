@@ -167,8 +167,12 @@ class UtilityNetwork(nn.Module):
         residual: Tensor = self.residual(outcomes.hidden * (1 + self.modulation(self.encoding(limit))))
         return outcomes.accuracy * self.meets(outcomes, limit) + residual
 
+    def log_probs(self, outcomes: Outcomes, limit: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Of what was predicted before."""
+        return masked_log_softmax(self.sharpness * self.scores(outcomes, limit), mask)
+
     def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
-        return masked_log_softmax(self.sharpness * self.scores(self.outcomes(x), limit), mask)
+        return self.log_probs(self.outcomes(x), limit, mask)
 
     def sharpen(self, share: float) -> None:
         """s rises from 20 to 60 over the fine-tuning; share in 0 … 1."""

@@ -128,7 +128,8 @@ class Trainer:
         group = self.loss.group_size if self.loss.objective == "sampled" else 1
         self.actor = make_actor(self.controller, table, group).to(self.device)
         self.regresses = self.policy.structure == "utility"
-        self.regression = RegressionLoss(OutcomesOfRows(self.actor)) if self.regresses else None
+        self.predictor = OutcomesOfRows(self.actor)
+        self.regression = RegressionLoss(self.predictor) if self.regresses else None
         self.rce = RCELoss(self.actor, functional=False)
         names = "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_std_floor advantage_clip"
         settings = {name: getattr(self.loss, name) for name in names.split()}
@@ -267,12 +268,13 @@ class Trainer:
         loss.diagnostics = self._watched
         self.controller.train(self.warming_up)
         outputs: list[TensorDictBase] = []
+        beside = self.regresses and not self.warming_up and self.loss.regression_coeff > 0
+        self.predictor.after_loss = beside
         for _ in range(self.settings.epochs):
             for minibatch in self.buffer.sample().split(self.settings.minibatch):
                 out = self._regress(minibatch) if self.regresses and self.warming_up else loss(minibatch)
-                if self.regresses and not self.warming_up and self.loss.regression_coeff > 0:
-                    beside = self._regress(minibatch)
-                    out.update({name: self.loss.regression_coeff * value for name, value in beside.items()})
+                if beside:
+                    out.update({k: self.loss.regression_coeff * v for k, v in self._regress(minibatch).items()})
                 total = functools.reduce(torch.add, (value for value in out.values() if value.requires_grad))
                 self.optimiser.zero_grad()
                 total.backward()
@@ -281,6 +283,7 @@ class Trainer:
                 if loss.diagnostics:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
         self.controller.eval()
+        self.predictor.after_loss = False
         if not self._watched:
             return {}
         seen: TensorDict = lazy_stack(outputs).mean(0)

@@ -1,9 +1,10 @@
 """The training loop with TorchRL against the same mathematics in plain torch, interleaved, in CPU time on one thread.
 
-Prints ms of CPU time per iteration of each (the fastest of 12 rounds) and their ratio, for both objectives and two
-sizes: the built-in profile, and a simulated one with 2,848 features and 240 configurations, where the same network has
-.8 M parameters. Both loops draw contexts, let the policy decide, make two passes of GRPO over them in minibatches of
-64, clip the gradient, and every 20th iteration work out what a run logs.
+Prints ms of CPU time per iteration of each (the fastest of 12 rounds) and their ratio: for both stages of the default
+policy on the built-in profile; and for a plain head over the knobs, both objectives, on the built-in profile and on a
+simulated one with 2,848 features and 240 configurations, where the same network has .8 M parameters. Of the plain head
+both loops draw contexts, let the policy decide, make two passes of GRPO over them in minibatches of 64, clip the
+gradient, and every 20th iteration work out what a run logs.
 """
 
 from __future__ import annotations
@@ -11,24 +12,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from knobwise.agents.policy import Controller
 from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.agents.targets import rows_of_members
 from knobwise.agents.trainer import Trainer
 from knobwise.envs import RewardConfig, builtin_profile
 from knobwise.envs.budgets import BudgetConfig
 from knobwise.envs.contexts import ContextSampler
 from knobwise.envs.reward import RewardTable
 from knobwise.envs.table import Knob, ProfileTable
+from knobwise.experiments.settings import GROUPS
 from knobwise.losses.advantage import group_advantage
 from knobwise.losses.functional import clipped_surrogate, effective_sample_size, entropy, expectation, k3
+from knobwise.losses.regression import gaussian_nll
 
 ROUNDS, ITERATIONS = 12, 20
 REWARD = RewardConfig(kind="utility")
 POLICY = PolicyConfig(structure="additive", members=1)
+DEFAULT = GROUPS["optimiser"]["auto"]
 SETTINGS = OptimiserConfig(warmup_iterations=0, iterations=10**6, contexts=256, minibatch=64, epochs=2)
 
 
@@ -135,14 +142,75 @@ def in_plain_torch(table: ProfileTable, settings: LossConfig) -> Callable[[], No
     return iterate
 
 
-def compare(name: str, loops: dict[str, Callable[[], None]]) -> None:
+def default_with_torchrl(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
+    optimiser = replace(DEFAULT, warmup_iterations=10**6 if warming_up else 0, iterations=10**6)
+    trainer = Trainer(table, table.split(), policy=GROUPS["policy"]["auto"], optimiser=optimiser, reward=REWARD)
+    stream = iter(trainer.collector)
+
+    def iterate() -> None:
+        trainer.iterate(stream)
+        trainer.iteration += 1
+
+    return iterate
+
+
+def default_in_plain_torch(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
+    """The default policy: five utility networks side by side, regression or exact GRPO with regression beside it."""
+    torch.manual_seed(0)
+    split, config, settings = table.split(), GROUPS["policy"]["auto"], LossConfig()
+    members = rows_of_members(table, split, config.members, 0)[0]
+    fitted = torch.cat([split.train, split.validation])
+    controller = Controller.for_table(table, fitted, config)
+    network = controller.network
+    features = controller.features(table.features, table.num_samples)
+    contexts, rewards = ContextSampler(table, BudgetConfig(), members, seed=0), RewardTable(table, REWARD)
+    log_latency = table.latency_ms.log()
+    named = list(controller.named_parameters())
+    groups = [
+        {"params": [p for name, p in named if not name.endswith("bias")], "weight_decay": DEFAULT.weight_decay},
+        {"params": [p for name, p in named if name.endswith("bias")]},
+    ]
+    optimiser = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+
+    def iterate() -> None:
+        rows, budgets = contexts(DEFAULT.contexts * config.members)
+        rows, budgets = (each.reshape(DEFAULT.contexts, config.members).T for each in (rows, budgets))
+        x = features[rows]
+        controller.eval()
+        with torch.no_grad():
+            old = network(x, budgets)
+            drawn = torch.multinomial(old.exp().flatten(0, 1), 1)
+            rewards.of(rows.flatten(), drawn, budgets.flatten())
+            if not warming_up:
+                reward = rewards.all(rows.flatten(), budgets.flatten()).reshape(old.shape)
+                weight = old.exp()
+                advantage = group_advantage(reward, settings.advantage, weight=weight)
+        controller.train(warming_up)
+        for batch in torch.randperm(DEFAULT.contexts).split(DEFAULT.minibatch):
+            outcomes = network.outcomes(x[:, batch])
+            which = rows[:, batch]
+            wrong = functional.binary_cross_entropy_with_logits(outcomes.accuracy_logits, table.accuracy[which])
+            loss = wrong + gaussian_nll(log_latency[which], outcomes.log_latency, outcomes.spread).mean()
+            if not warming_up:
+                new = (network.sharpness * network.scores(outcomes, budgets[:, batch])).log_softmax(-1)
+                surrogate, _ = clipped_surrogate(new, old[:, batch], advantage[:, batch], settings.clip_epsilon)
+                loss = settings.regression_coeff * loss - expectation(surrogate, weight[:, batch]).mean()
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(controller.parameters(), DEFAULT.clip_grad)
+            optimiser.step()
+
+    return iterate
+
+
+def compare(name: str, loops: dict[str, Callable[[], None]], iterations: int = ITERATIONS) -> None:
     times: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(ROUNDS):
         for way, iterate in loops.items():
             start = time.process_time()
-            for _ in range(ITERATIONS):
+            for _ in range(iterations):
                 iterate()
-            times[way].append((time.process_time() - start) / ITERATIONS * 1e3)
+            times[way].append((time.process_time() - start) / iterations * 1e3)
     # the fastest round of each, as timeit takes it: whatever else goes on in the machine only adds
     first, second = (min(values) for values in times.values())
     print(f"{name}: TorchRL {first:.2f} ms, plain torch {second:.2f} ms; ratio {first / second:.3f}", flush=True)
@@ -151,6 +219,11 @@ def compare(name: str, loops: dict[str, Callable[[], None]]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
+    for stage in ("regression", "GRPO"):
+        first = stage == "regression"
+        table = builtin_profile()
+        ways = {"TorchRL": default_with_torchrl(table, first), "plain torch": default_in_plain_torch(table, first)}
+        compare(f"built-in, default policy, {stage}", ways, 4)
     for table in (builtin_profile(), simulated()):
         for objective in ("exact", "sampled"):
             settings = LossConfig(objective=objective, group_size=8)

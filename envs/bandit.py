@@ -76,17 +76,17 @@ class ConfigBandit(EnvBase):
         self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
         p, g, c = batch_size, group_size, table.num_configurations
         observation: dict[str, Unbounded | Binary | Categorical] = {
-            "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64),
-            self.limit_key: Unbounded(shape=(p,)),
+            "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
+            self.limit_key: Unbounded(shape=(p,), device=device),
         }
         if full_information:
-            observation["reward_per_configuration"] = Unbounded(shape=(p, c))
+            observation["reward_per_configuration"] = Unbounded(shape=(p, c), device=device)
         if not lean:
             for name, block in table.features.items():
-                observation[name] = Unbounded(shape=(p, block.shape[1]))
-            observation["mask"] = Binary(shape=(p, c), dtype=torch.bool)
-            observation["accuracy"] = Unbounded(shape=(p, g))
-            observation["latency_ms"] = Unbounded(shape=(p, g))
+                observation[name] = Unbounded(shape=(p, block.shape[1]), device=device)
+            observation["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=device)
+            observation["accuracy"] = Unbounded(shape=(p, g), device=device)
+            observation["latency_ms"] = Unbounded(shape=(p, g), device=device)
         self.observation_spec = Composite(observation, shape=(p,), device=device)
         sizes = torch.tensor(table.knob_sizes)
         self.action_spec = MultiCategorical(
