@@ -150,7 +150,7 @@ class PredictThenChoose:
         prediction: Prediction = self.expert(inputs_of(self._normaliser, features, n))
         if self._predict_accuracy:
             return prediction
-        return prediction._replace(accuracy=self.expert.centre[0].expand_as(prediction.accuracy))
+        return prediction._replace(accuracy=self.expert.mean_accuracy.expand_as(prediction.accuracy))
 
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
         prediction = self.predict(features, len(budgets_ms))

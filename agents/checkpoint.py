@@ -64,6 +64,6 @@ def load_checkpoint(path: str | Path) -> Loaded:
         raise InputError(f"{path}: not a checkpoint of a controller (expected format {FORMAT})")
     try:
         controller = KINDS[content["kind"]].restored(content["controller"])
-    except (KeyError, TypeError, RuntimeError) as error:
+        return Loaded(controller, content["profile"]["name"], content["profile"]["digest"], content["extra"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error
-    return Loaded(controller, content["profile"]["name"], content["profile"]["digest"], content["extra"])

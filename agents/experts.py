@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.features import FeatureNormaliser
 from knobwise.agents.prediction import Prediction, pick
-from knobwise.agents.regressors import FAMILIES, KINDS, Trees, constant
+from knobwise.agents.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.agents.targets import Targets, folds_of
 from knobwise.envs.budgets import log_measured
 from knobwise.envs.table import ProfileTable
@@ -72,14 +72,13 @@ class Expert(nn.Module):
 
     Args:
         name: of its family.
-        accuracy, log_latency: regressors to [n, C], in units of their scales.
-        centre, scale: [2, C] and [2], of accuracy and log-latency.
+        accuracy, log_latency: regressors to [n, C].
+        mean_accuracy: [C], of the rows it was fitted on.
         spread: [C], of the log-latency.
         settings: what was chosen, in words.
     """
 
-    centre: Tensor
-    scale: Tensor
+    mean_accuracy: Tensor
     spread: Tensor
 
     def __init__(
@@ -87,27 +86,25 @@ class Expert(nn.Module):
         name: str,
         accuracy: nn.Module,
         log_latency: nn.Module,
-        centre: Tensor,
-        scale: Tensor,
+        mean_accuracy: Tensor,
         spread: Tensor,
         settings: str,
     ) -> None:
         super().__init__()
         self.name, self.settings = name, settings
         self.accuracy, self.log_latency = accuracy, log_latency
-        for key, value in (("centre", centre), ("scale", scale), ("spread", spread)):
-            self.register_buffer(key, value)
+        self.register_buffer("mean_accuracy", mean_accuracy)
+        self.register_buffer("spread", spread)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Prediction:
         """Normalised features [n, d] → predictions for n requests."""
-        accuracy = self.accuracy(x) * self.scale[0] + self.centre[0]
-        return Prediction(accuracy, self.log_latency(x) * self.scale[1] + self.centre[1], self.spread)
+        return Prediction(self.accuracy(x), self.log_latency(x), self.spread)
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""
         parts = {part: (type(r).__name__, r.state_dict()) for part, r in self.named_children()}
-        own = {key: getattr(self, key) for key in ("name", "centre", "scale", "spread", "settings")}
+        own = {key: getattr(self, key) for key in ("name", "mean_accuracy", "spread", "settings")}
         return {**own, **parts}
 
     @classmethod
@@ -148,37 +145,50 @@ def fit_experts(
     rows = measured.rows
     x32 = inputs_of(normaliser, {name: block[rows] for name, block in table.features.items()}, len(rows))
     x = x32.double().numpy()
+    # what stands in the holes, and the centres, must not come from what is held out
+    folds = [(fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])) for fit, hold in measured.folds]
     targets = Targets(table, rows, x)
-    return [_fit(name, x, x32, targets, measured, seed, bool(normaliser.width)) for name in families]
+    return [_fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width)) for name in families]
 
 
 def _fit(
-    name: str, x: NDArray[np.float64], x32: Tensor, targets: Targets, measured: Measured, seed: int, informed: bool
+    name: str,
+    x: NDArray[np.float64],
+    x32: Tensor,
+    targets: Targets,
+    folds: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], Targets]],
+    measured: Measured,
+    seed: int,
+    informed: bool,
 ) -> Fitted:
-    family, y = FAMILIES[name], targets.values
+    family, mask, features = FAMILIES[name], measured.mask, x.shape[1]
     settings = family.settings if informed else ()
     # [settings, n, 2C]; 0 is the constant
-    held_out, of_folds = torch.zeros(len(settings) + 1, *y.shape), []
-    for fit, hold in measured.folds:
-        models: list[nn.Module] = [constant(y[fit], x.shape[1])]
-        models += family.fit(x[fit], y[fit], settings, seed) if informed else []
-        of_folds.append(models)
-        for number, model in enumerate(models):
+    held_out, of_folds = torch.zeros(len(settings) + 1, *targets.values.shape), []
+    for fit, hold, own in folds:
+        fitted: list[Regressor] = [
+            constant(own.values, features),
+            *(family.fit(x[fit], own.values, settings, seed) if informed else ()),
+        ]
+        of_folds.append([model.rescaled(*own.units) for model in fitted])
+        for number, model in enumerate(of_folds[-1]):
             held_out[number, hold] = model(x32[hold])
-    mask, wanted = measured.mask, torch.from_numpy(y).float()
+    wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
     chosen = []
     for part in range(2):
         columns = slice(part * mask.shape[1], (part + 1) * mask.shape[1])
         errors = (held_out[..., columns] - wanted[:, columns]).square().masked_fill(~mask, 0.0).sum((1, 2))
-        best, block = int(errors.argmin()), y[:, columns]
+        best, block = int(errors.argmin()), targets.values[:, columns]
         trees = [model for models in of_folds if isinstance(model := models[best], Trees)]
         if trees:
-            regressor: nn.Module = Trees.averaged(trees).outputs(columns)
+            regressor: Regressor = Trees.averaged(trees).outputs(columns)
         else:
-            regressor = family.fit(x, block, [settings[best - 1]], seed)[0] if best else constant(block, x.shape[1])
+            again: Regressor = (
+                family.fit(x, block, [settings[best - 1]], seed)[0] if best else constant(block, features)
+            )
+            regressor = again.rescaled(*(unit[columns] for unit in targets.units))
         chosen.append((regressor, held_out[best, :, columns], str(settings[best - 1]) if best else "constant"))
     (accuracy, a, one), (latency, m, other) = chosen
-    a, m = targets.unscale(torch.cat([a, m], 1))
     spread = measured.residual_spread(m)
 
     def utility(factor: float) -> float:
@@ -189,5 +199,4 @@ def _fit(
         # 1 comes first, so that it stays where the factor does not matter
         spread = spread * max(sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1)), key=utility)
     words = f"accuracy {one}, latency {other}"
-    expert = Expert(name, accuracy, latency, targets.centre, targets.scale, spread, words)
-    return Fitted(expert, Prediction(a, m, spread))
+    return Fitted(Expert(name, accuracy, latency, targets.centre[0], spread, words), Prediction(a, m, spread))

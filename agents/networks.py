@@ -119,19 +119,14 @@ class UtilityNetwork(nn.Module):
             shares = torch.linspace(0, 1, BINS + 1)
             # one feature at a time: torch refuses quantiles of more than 16 M values
             self.edges.copy_(torch.stack([column.quantile(shares) for column in x.T], 1))
+        if own is None:
+            own = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
         if self.retrieval is not None:
-            members = len(self.retrieval.usable)
-            everything = torch.ones(members, len(x), dtype=torch.bool)
-            self.retrieval.remember(x, accuracy, latency_ms, everything if own is None else own)
-        seen, log_latency = ~accuracy.isnan(), log_measured(latency_ms)
-        count = seen.sum(0)
-        # as if one more cell of each configuration had been half right, as slow as the average
-        mean = ((accuracy.nan_to_num().sum(0) + 0.5) / (count + 1)).clamp(0.02, 0.98)
-        overall = log_latency[seen].mean()
-        center = (log_latency.nan_to_num().sum(0) + overall) / (count + 1)
-        square = (log_latency - center).square().nan_to_num().sum(0)
-        spread = ((square + square.sum() / count.sum()) / (count + 1)).sqrt().clamp_min(0.02)
-        self.outcome_head.bias.copy_(torch.cat([mean.logit(), center, spread.log()]).expand_as(self.outcome_head.bias))
+            self.retrieval.remember(x, accuracy, latency_ms, own)
+        log_latency = log_measured(latency_ms)
+        for member, mine in enumerate(own):  # what was held out of a member must not be in what it starts from
+            start = torch.cat(_means(accuracy[mine], log_latency[mine]))
+            self.outcome_head.bias[member, 0].copy_(start)
 
     def outcomes(self, x: Tensor) -> Outcomes:
         """Features [M, n, d] → predictions."""
@@ -177,3 +172,17 @@ class UtilityNetwork(nn.Module):
     def sharpen(self, share: float) -> None:
         """s rises from 20 to 60 over the fine-tuning; share in 0 … 1."""
         self.sharpness.fill_(20.0 * math.exp(math.log(3.0) * share))
+
+
+def _means(accuracy: Tensor, log_latency: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logit of the mean accuracy, mean of ln ms, and ln of its standard deviation, [C] each; NaN is not profiled.
+
+    As if one more cell of each configuration had been half right, and as slow as the average.
+    """
+    seen = ~accuracy.isnan()
+    count = seen.sum(0)
+    mean = ((accuracy.nan_to_num().sum(0) + 0.5) / (count + 1)).clamp(0.02, 0.98)
+    centre = (log_latency.nan_to_num().sum(0) + log_latency[seen].mean()) / (count + 1)
+    square = (log_latency - centre).square().nan_to_num().sum(0)
+    spread = ((square + square.sum() / count.sum()) / (count + 1)).sqrt().clamp_min(0.02)
+    return mean.logit(), centre, spread.log()

@@ -77,7 +77,7 @@ class PricedChooser:
         return group
 
     @torch.no_grad()
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         """Decisions for requests under mean budgets: blocks [n, d], [n] ms, bool [n, C] → configurations int64 [n].
 
         Where the static mix decides, a request's side of it follows from a hash of its features: the same request gets
@@ -91,6 +91,8 @@ class PricedChooser:
         if self.mix is None or bool(self.deployed[group].all()):
             return chosen
         place = hashed(features) if features else torch.rand(len(group), generator=self._draws)
+        if mask is None:
+            mask = torch.ones(len(group), len(self.chooser.configurations), dtype=torch.bool)
         return chosen.where(self.deployed[group], self.mix.choose(place, group, mask.cpu()))
 
     @torch.no_grad()
@@ -321,7 +323,7 @@ def make_priced_baselines(table: ProfileTable, split: Split, budgets_ms: Tensor,
         chooser = PredictAtPrice(name, one.expert, normaliser, knows_accuracy)
         accuracy, cost = one.out_of_fold.accuracy, one.out_of_fold.latency_ms
         if not knows_accuracy:
-            accuracy = one.expert.centre[0].expand_as(accuracy)
+            accuracy = one.expert.mean_accuracy.expand_as(accuracy)
         prices = calibrate_prices(accuracy, cost, measured.latency_ms, measured.mask, budgets_ms)
         found.append(PricedChooser(name, chooser, budgets_ms, prices))
     return found

@@ -23,7 +23,7 @@ COMPONENTS = 8
 """Trees predict the largest principal components of the outputs: as good, and the cost does not grow with C."""
 
 
-class _Regressor(nn.Module):
+class Regressor(nn.Module):
     """Buffers only, given by name: `type(r)(**r.state_dict())` is the same regressor again."""
 
     def __init__(self, **buffers: Tensor) -> None:
@@ -31,8 +31,17 @@ class _Regressor(nn.Module):
         for name, value in buffers.items():
             self.register_buffer(name, value if value.dtype in (torch.int64, torch.float64) else value.float())
 
+    def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
+        """The same with outputs·scale + offset, [o] each."""
+        state = self.state_dict()
+        for name in state.keys() & {"weight", "coefficients", "components"}:
+            state[name] = state[name] * scale
+        for name in state.keys() & {"bias", "values"}:
+            state[name] = state[name] * scale + offset
+        return type(self)(**state)
 
-class Linear(_Regressor):
+
+class Linear(Regressor):
     """x·weight + bias; without any weight, a constant."""
 
     weight: Tensor
@@ -42,7 +51,7 @@ class Linear(_Regressor):
         return x @ self.weight + self.bias
 
 
-class Kernel(_Regressor):
+class Kernel(Regressor):
     """Σ_i exp(−‖x − points_i‖²/(2·width²))·coefficients_i + bias."""
 
     points: Tensor
@@ -58,7 +67,7 @@ class Kernel(_Regressor):
         )
 
 
-class Neighbours(_Regressor):
+class Neighbours(Regressor):
     """The mean of the k nearest points; points [n, d] stand with one weight for each feature taken in."""
 
     points: Tensor
@@ -73,7 +82,7 @@ class Neighbours(_Regressor):
         return functional.embedding_bag(nearest, self.values, mode="mean")
 
 
-class Trees(_Regressor):
+class Trees(Regressor):
     """The sum of the trees' leaves, times the components of their fit, plus bias. A leaf's children are itself."""
 
     feature: Tensor
@@ -253,7 +262,7 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
 class Family(NamedTuple):
     """A way of fitting and the settings that are tried."""
 
-    fit: Callable[[Array, Array, Any, int], Sequence[nn.Module]]
+    fit: Callable[[Array, Array, Any, int], Sequence[Regressor]]
     settings: tuple[Any, ...]
 
 

@@ -32,6 +32,9 @@ from knobwise.envs.table import ProfileTable
 
 GUARD_SETTINGS = ("level", "confidence", "level_cost")
 
+HOPELESS = 0.01
+"""Where no configuration is more likely than this to be in time, the one expected to be fastest is taken."""
+
 
 class View(NamedTuple):
     """What one member, or all together, expect under one deadline for each request."""
@@ -40,6 +43,8 @@ class View(NamedTuple):
     """[n, C], expected utility."""
     meets: Tensor
     """[n, C], probability of meeting the deadline."""
+    log_latency: Tensor
+    """[n, C], ln ms."""
 
 
 class Costs(NamedTuple):
@@ -52,7 +57,7 @@ class Costs(NamedTuple):
 
 
 def _of_expert(prediction: Prediction, limits: Tensor) -> View:
-    return View(prediction.expected_utility(limits), prediction.meets(limits))
+    return View(prediction.expected_utility(limits), prediction.meets(limits), prediction.log_latency)
 
 
 class StackedController(nn.Module):
@@ -135,16 +140,19 @@ class StackedController(nn.Module):
         """Decisions inside the guard: blocks [n, d], limits [n] in ms, mask bool [n, C] → configurations int64 [n]."""
         device = self.configurations.device
         normal = self.features({name: block.to(device) for name, block in features.items()}, len(limits))
-        limits = limits.to(device)
+        limits = limits.to(device, torch.float32)
         if mask is None:
             mask = torch.ones(len(limits), len(self.configurations), dtype=torch.bool)
         mask = mask.to(device)
         if self.priced:
             return choose_at_price(*self.accuracy_and_cost(normal), 1 / limits.double(), mask)
-        view = self.view(normal, limits)
+        score, meets, log_latency = self.view(normal, limits)
         if self.guard is None or self.static is None:
-            return pick(view.score, -view.meets, mask)
-        return self.guard.choose(*view, limits, mask, self.static.choose({}, limits, mask))
+            chosen = pick(score, log_latency, mask)
+        else:
+            chosen = self.guard.choose(score, meets, limits, mask, self.static.choose({}, limits, mask))
+        hopeless = meets.masked_fill(~mask, 0.0).amax(1) < HOPELESS
+        return torch.where(hopeless, pick(-log_latency, log_latency, mask), chosen)
 
     def chosen(self) -> dict[str, Any]:
         """What was chosen on held-out samples, in plain values."""
@@ -183,12 +191,12 @@ class StackedController(nn.Module):
 # -- fitting -----------------------------------------------------------------------------------------------------------
 
 
-def _of_members(controller: Controller, features: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
-    """Score and probability of being in time of each member of a network, [M, n, C] each."""
+def _of_members(controller: Controller, features: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Score, probability of being in time and log-latency of each member of a network, [M, n, C] each."""
     network, members = controller.network, controller.config.members
     assert isinstance(network, UtilityNetwork)
     outcomes, own = network.outcomes(features.expand(members, -1, -1)), limits.expand(members, -1)
-    return network.scores(outcomes, own), network.meets(outcomes, own)
+    return network.scores(outcomes, own), network.meets(outcomes, own), outcomes.log_latency
 
 
 def _costs_of_members(controller: Controller, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,7 +258,7 @@ def fit_stack(
     each = [limit.expand(len(rows)) for limit in limits]
     views = [[View(*basis.own(_of_members(network, basis.features, limit))) for limit in each]]
     views += [[_of_expert(one.out_of_fold, limit) for limit in each] for one in basis.fitted]
-    scores, meets = (
+    scores, meets, _ = (
         [torch.stack([getattr(v, part) for v in of_limits]) for of_limits in views] for part in View._fields
     )
     got = utility(measured.accuracy, measured.latency_ms, limits[:, None, None])

@@ -40,10 +40,10 @@ class Targets:
         self.values = torch.cat(blocks, 1).numpy()
         self.centre, self.scale = torch.stack(centres).float(), torch.stack(scales).float()
 
-    def unscale(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
-        """Regressors' outputs [n, 2C] → accuracy and log-latency, [n, C] each."""
-        accuracy, mean = predictions.chunk(2, 1)
-        return accuracy * self.scale[0] + self.centre[0], mean * self.scale[1] + self.centre[1]
+    @property
+    def units(self) -> tuple[Tensor, Tensor]:
+        """Scale and offset, float32 [2C] each, that lead from `values` back to what was measured."""
+        return self.scale.repeat_interleave(self.centre.shape[1]), self.centre.flatten()
 
 
 def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64]) -> Tensor:

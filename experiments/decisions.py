@@ -199,23 +199,27 @@ def _with_weights(stack: StackedController, weights: Tensor) -> StackedControlle
 
 
 class _Trajectory:
-    """Held-out utility at every evaluation, and the CPU seconds until then."""
+    """Utility on the test part at every evaluation, and the CPU seconds of training until then."""
 
-    def __init__(self) -> None:
-        self.start = time.process_time()
+    def __init__(self, trainer: Trainer, test: Tensor) -> None:
+        self._trainer, self._test, self._judging = trainer, test, 0.0
+        self._start = time.process_time()
         self.utility: list[float] = []
         self.seconds: list[float] = []
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if "Val/Utility" in metrics:
-            self.utility.append(metrics["Val/Utility"])
-            self.seconds.append(time.process_time() - self.start)
+            begun, trainer = time.process_time(), self._trainer
+            self.seconds.append(begun - self._start - self._judging)
+            judged = judge(trainer.controller, trainer.table, self._test, trainer.limits, trainer.env.rewards)
+            self.utility.append(float(judged.utility.mean()))
+            self._judging += time.process_time() - begun
 
 
 def _tuned(
     warm: Trainer, loss: LossConfig, table: ProfileTable, split: Split, budgets: Tensor, seed: int
 ) -> dict[str, list[float]]:
-    """GRPO alone, from where a warm-up was best: 60 iterations, judged every 5 on what is held out of each member."""
+    """GRPO alone, from where a warm-up was best: 60 iterations, judged on the test part every 5."""
     trainer = Trainer(
         table,
         split,
@@ -227,9 +231,9 @@ def _tuned(
         seed=seed,
     )
     trainer.controller.load_state_dict(warm.best["state"])
-    trainer.log = trajectory = _Trajectory()
+    trainer.log = trajectory = _Trajectory(trainer, split.test)
     trainer.run()
-    return vars(trajectory)
+    return {"utility": trajectory.utility, "seconds": trajectory.seconds}
 
 
 def main(words: Sequence[str]) -> int:

@@ -70,7 +70,8 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             results = _under_mean_budgets(config, table, split, decides)
         else:
             budgets_ms, rewards = judged_budgets(table, config.budgets_ms), RewardTable(table, config.reward)
-            few = [BudgetAwareStatic(table, split.train), Oracle(table, split.test)]
+            fitted = torch.cat([split.train, split.validation])
+            few = [BudgetAwareStatic(table, fitted), Oracle(table, split.test)]
             baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms) if config.baselines else few
             results = results_of(table, split.test, budgets_ms, rewards, [decides], [0], baselines)
     results |= held_out_choices([loaded])

@@ -31,7 +31,7 @@ class GRPOLoss(ActorLoss):
         clip_epsilon: ε.
         entropy_coeff: η.
         kl_to_ref_coeff: β; may be changed between steps, also by `adapt_kl`.
-        advantage: `zscore`, `centred` or `rank`, see `group_advantage`.
+        advantage: one of `ADVANTAGES`, see `group_advantage`.
         advantage_std_floor: smallest standard deviation divided by.
         advantage_clip: advantages are cut to ± this.
         reduction: `mean`, `sum` or `none` over contexts.

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.experts import Measured, fit_experts
+from knobwise.agents.features import FeatureNormaliser
 from knobwise.agents.policy import Controller
 from knobwise.agents.settings import EXPERTS, PolicyConfig
 from knobwise.agents.stack import Costs, StackedController, fit_priced_stack, fit_stack
 from knobwise.agents.stacking import HeldOut, stack_weights, weighted
-from knobwise.agents.targets import folds_of
+from knobwise.agents.targets import folds_of, rows_of_members
 from knobwise.envs.budgets import default_budgets, judged_worths
-from knobwise.envs.table import ProfileTable
+from knobwise.envs.table import Knob, ProfileTable, Split
 
 FAST = ("ridge", "knn")
 
@@ -284,3 +285,43 @@ def test_at_a_price_it_is_the_same_again_after_a_checkpoint(tmp_path: Path) -> N
     assert again.limit_key == "worth_ms"
     worths = torch.linspace(1, 200, 90)
     assert torch.equal(again.choose(table.features, worths), stack.choose(table.features, worths))
+
+
+@pytest.mark.parametrize("profiled", [1.0, 0.1])
+def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
+    """Accuracies are coin flips: what is held out must not look better than it is, also where most cells are holes."""
+    generator = torch.Generator().manual_seed(0)
+    n, c = 240, 30
+    mask = torch.rand(n, c, generator=generator) < profiled
+    mask[torch.arange(n), torch.arange(n) % c] = True
+    accuracy = (torch.rand(n, c, generator=generator) < 0.5).float().masked_fill(~mask, torch.nan)
+    table = ProfileTable(
+        name="noise",
+        knobs=(Knob("model", tuple(str(i) for i in range(c))),),
+        configurations=torch.arange(c).unsqueeze(1),
+        accuracy=accuracy,
+        latency_ms=torch.ones(n, c).masked_fill(~mask, torch.nan),
+        mask=mask,
+        sample_ids=tuple(str(i) for i in range(n)),
+        features={"features": torch.randn(n, 8, generator=generator)},
+    )
+    rows, budgets = torch.arange(n), torch.tensor([2.0])
+    measured = Measured.of(table, rows, budgets, 0)
+    normaliser = FeatureNormaliser.fit(table, rows)
+    for one in fit_experts(table, measured, normaliser, ("ridge", "knn", "random_forest"), 0):
+        chosen = one.out_of_fold.accuracy.masked_fill(~mask, -1.0).argmax(1, keepdim=True)
+        assert abs(float(accuracy.gather(1, chosen).mean()) - 0.5) < 0.11, one.expert.name  # 3.4 standard errors
+
+    config = PolicyConfig(structure="utility", members=5, hidden=8)
+    own, held_out = rows_of_members(table, Split(rows[:200], rows[200:], rows[:0]), 5, 0)
+    mine = torch.stack([torch.isin(rows, fitted) for fitted in own])
+    network = Controller.for_table(table, rows, config, own=mine).eval()
+    x = network.features(table.features, n)
+    got = []
+    for member, held in enumerate(held_out):
+        with torch.no_grad():
+            scores = network.network(
+                x[held].expand(5, -1, -1), budgets.expand(5, len(held)), mask[held].expand(5, -1, -1)
+            )
+        got.append(accuracy[held].gather(1, scores[member].argmax(-1, keepdim=True)))
+    assert abs(float(torch.cat(got).mean()) - 0.5) < 0.11

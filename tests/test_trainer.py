@@ -304,20 +304,23 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced() -> None:
     assert student.table.latency_ms[rows, cheap].mean() < student.table.latency_ms[rows, dear].mean()
 
 
-def test_grpo_starts_from_the_best_of_the_warm_up() -> None:
-    student = trainer(small_table(80))
+@pytest.mark.parametrize("structure", ["additive", "utility"])
+def test_grpo_starts_from_the_best_of_the_regression_and_from_the_end_of_rce(structure: str) -> None:
+    student = trainer(small_table(80), policy=PolicyConfig(structure=structure, hidden=16))
+    regresses = structure == "utility"
+    moved = "network.outcome_head.bias" if regresses else "network.head.logits.bias"
     start = {name: value.clone() for name, value in student.controller.state_dict().items()}
     student.best = {"utility": 2.0, "iteration": 0, "state": start}  # as if nothing after it had been as good
     begin, began = student._begin_grpo, []
 
     def watch() -> None:
-        assert not torch.equal(
-            student.controller.state_dict()["network.head.logits.bias"], start["network.head.logits.bias"]
-        )
+        end = {name: value.clone() for name, value in student.controller.state_dict().items()}
+        assert not torch.equal(end[moved], start[moved])
         begin()
         began.append(student.iteration)
         for network in (student.controller, student.reference):
-            assert all(torch.equal(network.state_dict()[name], value) for name, value in start.items())
+            wanted = start if regresses else end
+            assert all(torch.equal(network.state_dict()[name], value) for name, value in wanted.items())
 
     student._begin_grpo = watch  # type: ignore[method-assign]
     student.run()
