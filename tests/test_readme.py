@@ -15,7 +15,8 @@ from knobwise.envs.profiles import long_frame, write_features, write_long_table
 from knobwise.experiments.settings import first_of_each_sweep, read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+RESULTS = {"decisions.md"}  # pages of figures, without anything to type
+GUIDES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS)]
 SHORTER = [
     *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
     *("tracking=disabled", "seeds=[0]"),
