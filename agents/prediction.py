@@ -33,10 +33,6 @@ class Prediction(NamedTuple):
         """E[latency] in ms, [n, C], of a log-normal variable: exp(μ + σ²/2)."""
         return torch.exp(self.log_latency + self.spread.square() / 2)
 
-    def priced(self, prices: Tensor) -> Tensor:
-        """Â − λ·E[latency], prices λ [n] in accuracy per ms → [n, C]."""
-        return self.accuracy - prices.unsqueeze(-1) * self.latency_ms
-
 
 def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor) -> Tensor:
     """The best score inside the mask; among equals the lowest latency.

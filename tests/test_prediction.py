@@ -34,11 +34,6 @@ def test_mean_latency_is_that_of_a_log_normal_variable() -> None:
     assert draws.mean().item() == pytest.approx(math.exp(1.5), rel=0.02)
 
 
-def test_worth_under_a_price_by_hand() -> None:
-    wanted = torch.tensor([[0.5 - 0.1 * math.exp(1.5), 2 - 0.1 * math.exp(3.5), -1 - 0.1 * math.exp(1.125)]])
-    torch.testing.assert_close(BY_HAND.priced(torch.tensor([0.1])), wanted)
-
-
 def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask() -> None:
     scores, latency = torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([1.0, 9.0, 8.0, 1.0])
     mask = torch.tensor([[True, True, True, False], [True, True, False, False], [True, False, False, False]])
