@@ -9,10 +9,14 @@ from knobwise._lazy import lazy
 if TYPE_CHECKING:
     from knobwise.agents.actor import make_actor
     from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+    from knobwise.agents.controller_trainer import ControllerTrainer
     from knobwise.agents.evaluation import judge
+    from knobwise.agents.pointer import SelectorConfig
     from knobwise.agents.policy import Controller
+    from knobwise.agents.selector import Selector, StoredEmbeddings
+    from knobwise.agents.selector_settings import SelectorLossConfig, StageConfig
+    from knobwise.agents.selector_trainer import SelectorTrainer
     from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
-    from knobwise.agents.trainer import Trainer
 
 __getattr__ = lazy(
     __name__,
@@ -25,16 +29,28 @@ __getattr__ = lazy(
         "LossConfig": "settings",
         "OptimiserConfig": "settings",
         "PolicyConfig": "settings",
-        "Trainer": "trainer",
+        "ControllerTrainer": "controller_trainer",
+        "Selector": "selector",
+        "SelectorConfig": "pointer",
+        "SelectorTrainer": "selector_trainer",
+        "StoredEmbeddings": "selector",
+        "SelectorLossConfig": "selector_settings",
+        "StageConfig": "selector_settings",
     },
 )
 
 __all__ = [
     "Controller",
+    "ControllerTrainer",
     "LossConfig",
     "OptimiserConfig",
     "PolicyConfig",
-    "Trainer",
+    "Selector",
+    "SelectorConfig",
+    "SelectorLossConfig",
+    "SelectorTrainer",
+    "StageConfig",
+    "StoredEmbeddings",
     "judge",
     "load_checkpoint",
     "make_actor",

@@ -9,19 +9,22 @@ import torch
 
 from knobwise.agents.policy import Controller
 from knobwise.agents.priced import PricedChooser
+from knobwise.agents.selector import Selector
 from knobwise.agents.stack import StackedController
+from knobwise.envs.beams import BeamTable
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.table import ProfileTable
 
 FORMAT = "knobwise.Controller/2"
-KINDS = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser)}
+Agent = Controller | StackedController | PricedChooser | Selector
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector)}
 
 
 class Loaded(NamedTuple):
     """What a checkpoint holds."""
 
-    controller: Controller | StackedController | PricedChooser
+    agent: Agent
     """In eval mode, on the CPU."""
     profile_name: str
     profile_digest: str
@@ -29,18 +32,40 @@ class Loaded(NamedTuple):
     extra: dict[str, Any]
     """What the writer added: the trainer's state, the run's settings."""
 
+    @property
+    def controller(self) -> Controller | StackedController | PricedChooser:
+        """The agent, when it is a controller.
+
+        Raises:
+            InputError: it is a selector.
+        """
+        if isinstance(self.agent, Selector):
+            raise InputError(f"the checkpoint holds a selector, trained on {self.profile_name!r}, and no controller")
+        return self.agent
+
+    @property
+    def selector(self) -> Selector:
+        """The agent, when it is a selector.
+
+        Raises:
+            InputError: it is a controller.
+        """
+        if not isinstance(self.agent, Selector):
+            raise InputError(f"the checkpoint holds a controller, trained on {self.profile_name!r}, and no selector")
+        return self.agent
+
 
 def save_checkpoint(
     path: str | Path,
-    controller: Controller | StackedController | PricedChooser,
-    table: ProfileTable,
+    agent: Agent,
+    table: ProfileTable | BeamTable,
     extra: dict[str, Any],
 ) -> None:
-    """Write a controller, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
+    """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
     content = {
         "format": FORMAT,
-        "kind": type(controller).__name__,
-        "controller": controller.plain(),
+        "kind": type(agent).__name__,
+        "controller": agent.plain(),
         "profile": {"name": table.name, "digest": table.digest},
         "extra": extra,
     }
@@ -52,7 +77,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
     """Read what `save_checkpoint` wrote, strictly.
 
     Raises:
-        InputError: no such file, or not a checkpoint of a controller.
+        InputError: no such file, or not a checkpoint of knobwise.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -61,9 +86,9 @@ def load_checkpoint(path: str | Path) -> Loaded:
     except Exception as error:
         raise InputError(f"{path}: not a checkpoint that knobwise can read ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"{path}: not a checkpoint of a controller (expected format {FORMAT})")
+        raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:
-        controller = KINDS[content["kind"]].restored(content["controller"])
-        return Loaded(controller, content["profile"]["name"], content["profile"]["digest"], content["extra"])
+        agent = KINDS[content["kind"]].restored(content["controller"])
+        return Loaded(agent, content["profile"]["name"], content["profile"]["digest"], content["extra"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error

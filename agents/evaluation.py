@@ -24,6 +24,8 @@ LOGGED = {
     "zero_advantage_fraction": "Zero_Advantage_Fraction",
 }
 """What the loss modules say for the eye, and how it is logged."""
+ENDS = torch.tensor([0.025, 0.975], dtype=torch.float64)
+"""Of a 95 % interval."""
 
 
 class Chooses(Protocol):
@@ -175,18 +177,32 @@ def bootstrap(policy: Tensor, static: Tensor, best: Tensor, draws: int = 2000, s
     Returns:
         `utility_ci95` and `gap_closed_ci95`, each [2.5 %, 97.5 %].
     """
-    generator = np.random.default_rng(seed)
-    seeds, n = policy.shape
-    # how often each sample and each seed was drawn: means are then matrix products
-    samples = torch.from_numpy(generator.multinomial(n, np.full(n, 1 / n), draws) / n)
-    runs = torch.from_numpy(generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds)
-    mean_policy = ((samples @ policy.double().T) * runs).sum(1)
-    mean_static, mean_best = samples @ static.double(), samples @ best.double()
+    everyone = torch.stack([values.double().expand(policy.shape) for values in (policy, static, best)])
+    mean_policy, mean_static, mean_best = resampled_means(everyone, draws, seed).unbind(1)
     between = mean_best - mean_static
     # with very few samples a draw may hold none where choosing could gain; it says nothing about the share gained
     gap = torch.where(between > 1e-9, (mean_policy - mean_static) / between, torch.nan)
-    shares = torch.tensor([0.025, 0.975], dtype=torch.float64)
     return {
-        "utility_ci95": mean_policy.quantile(shares).tolist(),
-        "gap_closed_ci95": gap.nanquantile(shares).nan_to_num().tolist(),
+        "utility_ci95": mean_policy.quantile(ENDS).tolist(),
+        "gap_closed_ci95": gap.nanquantile(ENDS).nan_to_num().tolist(),
     }
+
+
+def mean_ci95(values: Tensor, draws: int = 2000, seed: int = 0) -> Tensor:
+    """Bootstrap intervals [2.5 %, 97.5 %] of means over n samples and S seeds, float [*, S, n] → float64 [*, 2].
+
+    Of a difference of two policies it is the paired interval: the draws are the same for all.
+    """
+    return resampled_means(values, draws, seed).quantile(ENDS, dim=0).movedim(0, -1)
+
+
+def resampled_means(values: Tensor, draws: int, seed: int) -> Tensor:
+    """Means of float [*, S, n] in each draw of n samples and of S seeds, both with replacement: float64 [draws, *]."""
+    generator = np.random.default_rng(seed)
+    seeds, n = values.shape[-2:]
+    # how often each sample and each seed was drawn: means are then matrix products
+    samples = torch.from_numpy(generator.multinomial(n, np.full(n, 1 / n), draws) / n)
+    runs = torch.from_numpy(generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds)
+    per_seed = samples @ values.double().reshape(-1, n).T
+    means = (per_seed.view(draws, -1, seeds) * runs.unsqueeze(1)).sum(-1)
+    return means.view(draws, *values.shape[:-2])

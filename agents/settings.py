@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from knobwise.agents.heads import HEADS
 from knobwise.envs.errors import InputError
@@ -41,6 +42,16 @@ def at_least(key: str, value: float, least: float) -> None:
     """
     if not value >= least:
         raise InputError(f"{key}={value}: must be at least {least}")
+
+
+def band(key: str, value: tuple[float, float] | None) -> None:
+    """Refuse what is not (low, high).
+
+    Raises:
+        InputError: naming the key.
+    """
+    if value is not None and not 0 <= value[0] <= value[1]:
+        raise InputError(f"{key}={list(value)}: must be [low, high] with 0 ≤ low ≤ high")
 
 
 @dataclass
@@ -99,13 +110,11 @@ class PolicyConfig:
 
 
 @dataclass
-class LossConfig:
-    """What is minimised after the warm-up."""
+class GRPOConfig:
+    """What controller and selector share of what is minimised."""
 
-    objective: str = "exact"
-    """`exact`: the expectation over all configurations; `sampled`: over `group_size` draws."""
     group_size: int = 8
-    """G, draws for each context under `sampled`."""
+    """G, draws for each context."""
     advantage: str = "centred"
     """`zscore`, `centred`, `rank` or `unnormalised`, inside the group."""
     advantage_std_floor: float = 0.1
@@ -117,26 +126,45 @@ class LossConfig:
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float = 0.0
-    """β, weight of the k3 KL to the policy at the end of the warm-up."""
+    """β, weight of the k3 KL to the reference policy."""
     kl_band: tuple[float, float] | None = None
     """(low, high) in nats: β is raised above and lowered below this band; None keeps it fixed."""
-    regression_coeff: float = 0.2
-    """Weight of the regression on measured accuracy and latency beside GRPO, for a `utility` structure."""
     temperature_start: float = 0.5
     """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.1
     """τ at its end; it falls linearly."""
 
+    def of_grpo(self) -> dict[str, Any]:
+        """Those that `GRPOLoss` takes."""
+        names = "clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_std_floor advantage_clip"
+        return {name: getattr(self, name) for name in names.split()}
+
     def __post_init__(self) -> None:
-        one_of("loss.objective", self.objective, ("exact", "sampled"))
         one_of("loss.advantage", self.advantage, ADVANTAGES)
         at_least("loss.group_size", self.group_size, 1)
-        for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff", "regression_coeff"):
+        for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
             at_least(f"loss.{name}", getattr(self, name), 0)
         for name in ("temperature_start", "temperature_end", "advantage_std_floor", "advantage_clip"):
             positive(f"loss.{name}", getattr(self, name))
-        if self.kl_band is not None and not 0 <= self.kl_band[0] <= self.kl_band[1]:
-            raise InputError(f"loss.kl_band={list(self.kl_band)}: must be [low, high] with 0 ≤ low ≤ high")
+        band("loss.kl_band", self.kl_band)
+
+
+@dataclass
+class LossConfig(GRPOConfig):
+    """What is minimised after the warm-up. The reference policy is that of the end of the warm-up."""
+
+    objective: str = "exact"
+    """`exact`: the expectation over all configurations; `sampled`: over `group_size` draws."""
+    regression_coeff: float = 0.2
+    """Weight of the regression on measured accuracy and latency beside GRPO, for a `utility` structure."""
+
+    def of_grpo(self) -> dict[str, Any]:
+        return super().of_grpo() | {"objective": self.objective}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("loss.objective", self.objective, ("exact", "sampled"))
+        at_least("loss.regression_coeff", self.regression_coeff, 0)
 
 
 @dataclass
@@ -158,7 +186,9 @@ class OptimiserConfig:
     lr: float = 1e-3
     """Learning rate of AdamW in GRPO."""
     schedule: str = "cosine"
-    """`cosine` (to 0 over each stage, after a linear rise over its first 4 %) or `constant`."""
+    """`cosine` (to 0 over each stage, after a linear rise at its beginning) or `constant`."""
+    rise: float = 0.05
+    """Share of a stage in which the learning rate rises."""
     weight_decay: float = 0.01
     """Weight decay of AdamW, in both stages."""
     clip_grad: float = 1.0
@@ -175,3 +205,4 @@ class OptimiserConfig:
         for name in ("warmup_iterations", "iterations", "patience", "lr", "warmup_lr", "weight_decay"):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         positive("optimiser.clip_grad", self.clip_grad)
+        positive("optimiser.rise", self.rise)

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 
 import torch
 
+from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
-from knobwise.agents.trainer import Trainer
 from knobwise.envs import RewardConfig, builtin_profile
 
 SEEDS, WARM_UP, ITERATIONS, EVERY = 5, 100, 120, 5
@@ -32,7 +32,7 @@ REWARD, POLICY = RewardConfig(kind="utility"), PolicyConfig(structure="additive"
 class Curve:
     """A log that keeps validation utility against the CPU time spent on iterations so far."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: ControllerTrainer) -> None:
         self.seconds, self.points = 0.0, []
         iterate = trainer.iterate
 
@@ -59,12 +59,16 @@ def compare(seed: int) -> dict[str, tuple[float, float]]:
     table = builtin_profile()
     split = table.split()
     warm_up = OptimiserConfig(warmup_iterations=WARM_UP, iterations=0)
-    start = Trainer(table, split, policy=POLICY, optimiser=warm_up, reward=REWARD, seed=seed).run().state_dict()
+    start = (
+        ControllerTrainer(table, split, policy=POLICY, optimiser=warm_up, reward=REWARD, seed=seed).run().state_dict()
+    )
     curves = {}
     for name, loss in WAYS.items():
         settings = OptimiserConfig(warmup_iterations=0, iterations=ITERATIONS, evaluate_every=EVERY, patience=0)
-        trainer = Trainer(table, split, policy=POLICY, loss=loss, optimiser=settings, reward=REWARD, seed=seed)
-        trainer.controller.load_state_dict(start)
+        trainer = ControllerTrainer(
+            table, split, policy=POLICY, loss=loss, optimiser=settings, reward=REWARD, seed=seed
+        )
+        trainer.agent.load_state_dict(start)
         trainer.reference.load_state_dict(start)
         curves[name] = Curve(trainer)
         trainer.run()

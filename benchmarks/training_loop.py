@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.policy import Controller
 from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
 from knobwise.agents.targets import rows_of_members
-from knobwise.agents.trainer import Trainer
 from knobwise.envs import RewardConfig, builtin_profile
 from knobwise.envs.budgets import BudgetConfig
 from knobwise.envs.contexts import ContextSampler
@@ -55,7 +55,7 @@ def simulated(samples: int = 2_000, features: int = 2_848) -> ProfileTable:
 
 
 def with_torchrl(table: ProfileTable, settings: LossConfig) -> Callable[[], None]:
-    trainer = Trainer(table, table.split(), policy=POLICY, loss=settings, optimiser=SETTINGS, reward=REWARD)
+    trainer = ControllerTrainer(table, table.split(), policy=POLICY, loss=settings, optimiser=SETTINGS, reward=REWARD)
     stream = iter(trainer.collector)
 
     def iterate() -> None:
@@ -144,7 +144,9 @@ def in_plain_torch(table: ProfileTable, settings: LossConfig) -> Callable[[], No
 
 def default_with_torchrl(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
     optimiser = replace(DEFAULT, warmup_iterations=10**6 if warming_up else 0, iterations=10**6)
-    trainer = Trainer(table, table.split(), policy=GROUPS["policy"]["auto"], optimiser=optimiser, reward=REWARD)
+    trainer = ControllerTrainer(
+        table, table.split(), policy=GROUPS["policy"]["auto"], optimiser=optimiser, reward=REWARD
+    )
     stream = iter(trainer.collector)
 
     def iterate() -> None:

@@ -8,10 +8,15 @@ from knobwise._lazy import lazy
 
 if TYPE_CHECKING:
     from knobwise.envs.bandit import ConfigBandit
+    from knobwise.envs.beam_files import read_beam_data
+    from knobwise.envs.beams import BeamTable
     from knobwise.envs.budgets import BudgetConfig, default_budgets
     from knobwise.envs.builtin import builtin_profile
+    from knobwise.envs.demonstration_reward import DemonstrationRewardConfig
+    from knobwise.envs.demonstrations import DemonstrationBandit, GroupConfig
     from knobwise.envs.errors import InputError
     from knobwise.envs.gym_bandit import ConfigBanditEnv, ConfigBanditVectorEnv
+    from knobwise.envs.gym_demonstrations import DemonstrationBanditEnv
     from knobwise.envs.reward import RewardConfig
     from knobwise.envs.simulator import SimulatedConfig, simulate
     from knobwise.envs.table import Knob, ProfileTable, Split
@@ -32,14 +37,25 @@ __getattr__ = lazy(
         "Knob": "table",
         "ProfileTable": "table",
         "Split": "table",
+        "BeamTable": "beams",
+        "read_beam_data": "beam_files",
+        "DemonstrationBandit": "demonstrations",
+        "GroupConfig": "demonstrations",
+        "DemonstrationRewardConfig": "demonstration_reward",
+        "DemonstrationBanditEnv": "gym_demonstrations",
     },
 )
 
 __all__ = [
+    "BeamTable",
     "BudgetConfig",
     "ConfigBandit",
     "ConfigBanditEnv",
     "ConfigBanditVectorEnv",
+    "DemonstrationBandit",
+    "DemonstrationBanditEnv",
+    "DemonstrationRewardConfig",
+    "GroupConfig",
     "InputError",
     "Knob",
     "ProfileTable",
@@ -48,5 +64,6 @@ __all__ = [
     "Split",
     "builtin_profile",
     "default_budgets",
+    "read_beam_data",
     "simulate",
 ]

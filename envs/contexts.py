@@ -50,6 +50,10 @@ class ContextSampler:
             rows = self.rows[turn, place]
         return rows, self.budgets(rows, self.generator)
 
+    def set_back(self, before: Tensor) -> None:
+        """To what `before` was: the contexts drawn after that come again."""
+        self.generator.set_state(before)
+
 
 def limit_key(budget: BudgetConfig | None) -> str:
     """What limits a request: `budget_ms`, or under a mean budget `worth_ms`, what a right answer is worth."""

@@ -11,7 +11,7 @@ import polars as pl
 
 from knobwise.experiments.page import quantity
 
-OTHER = "other baselines"
+OTHER = "others"
 MOST_VALUES = 12
 """A knob with more values than this is drawn with its most used ones and "other"."""
 
@@ -87,10 +87,38 @@ def by_budget(
         level: draws a line at this height.
     """
     x = _budget_axis(rows["budget_ms"], size[0] // 80, unit)
+    return _lines(rows, x, y, title, policies, percent, level).properties(width=size[0], height=size[1])
+
+
+def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.LayerChart:
+    """Accuracy against the number of demonstrations: the policies named are coloured, all others thin and grey.
+
+    Args:
+        rows: policy, name, shots, accuracy, low, high.
+        policies: the order of the policies, which gives their colours.
+        trained: the number of shots that selectors were trained on; a dashed line stands there.
+    """
+    axis = alt.Axis(values=sorted(rows["shots"].unique()), format="d", grid=False)
+    x = alt.X("shots:Q", title="demonstrations (shots)", axis=axis, scale=alt.Scale(padding=24, nice=False, zero=False))
+    mark = alt.Chart(pl.DataFrame({"shots": [trained]})).mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4])
+    lines = _lines(rows, x, "accuracy", "accuracy (0 to 1)", policies)
+    return alt.layer(mark.encode(x), lines).properties(width=820, height=340)
+
+
+def _lines(
+    rows: pl.DataFrame,
+    x: alt.X,
+    y: str,
+    title: str,
+    policies: Sequence[str],
+    percent: bool = False,
+    level: float | None = None,
+) -> alt.LayerChart:
+    """Lines over x, with a band where the interval is known (low, high)."""
     axis = alt.Axis(format="%") if percent else alt.Axis()
     scale = alt.Scale(zero=False, nice=False, padding=8) if percent else alt.Scale(zero=False)
     height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
-    tooltip = ["name:N", "budget_ms:Q", alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".3f")]
+    tooltip = ["name:N", x.shorthand, alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".3f")]
     line = alt.Chart(rows).encode(x, height, tooltip=tooltip, **_colour(policies))
     layers = []
     if "low" in rows.columns:
@@ -105,7 +133,32 @@ def by_budget(
     if level is not None:
         mark = alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4])
         layers.append(mark.encode(y="level:Q"))
-    return alt.layer(*layers).properties(width=size[0], height=size[1])
+    return alt.layer(*layers)
+
+
+def policy_bars(policies: pl.DataFrame, kinds: Sequence[str]) -> alt.LayerChart:
+    """Accuracy of each policy as a bar with its interval and its number, coloured by kind.
+
+    Args:
+        policies: name, kind, accuracy, low, high; in the order in which the policies are to stand.
+        kinds: the order of the kinds, which gives their colours.
+    """
+    scale = alt.Scale(domain=[0, max(1.0, policies["high"].max())])  # type: ignore[type-var]
+    axis = alt.Axis(tickCount=5, labelFlush=False)
+    x, y = (
+        alt.X("accuracy:Q", title="accuracy (0 to 1)", scale=scale, axis=axis),
+        alt.Y("name:N", sort=None, title=None),
+    )
+    legend = alt.Legend(orient="top", title=None, columns=5, labelLimit=340)
+    colour = alt.Color("kind:N", scale=alt.Scale(domain=list(kinds)), legend=legend)
+    tooltip = ["name:N", *(alt.Tooltip(f"{name}:Q", format=".3f") for name in ("accuracy", "low", "high"))]
+    base = alt.Chart(policies).encode(y.axis(labelLimit=260), tooltip=tooltip)
+    bars = base.mark_bar(height=15, opacity=0.75).encode(x, colour)
+    interval = base.mark_rule(style="quiet", strokeWidth=2).encode(alt.X("low:Q"), alt.X2("high:Q"))
+    words = base.mark_text(style="quiet", align="left", dx=6).encode(
+        alt.X("high:Q"), alt.Text("accuracy:Q", format=".3f")
+    )
+    return alt.layer(bars, interval, words).properties(width=640, height=alt.Step(24))
 
 
 def side_by_side(charts: Sequence[alt.LayerChart]) -> alt.HConcatChart:
@@ -181,7 +234,8 @@ def curves(logged: pl.DataFrame, panels: Sequence[str]) -> alt.FacetChart:
         alt.Chart(logged)
         .mark_line(strokeWidth=1.5, opacity=0.85)
         .encode(
-            alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4)),
+            # stages of training come one after the other, each in panels of its own
+            alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)),
             alt.Y("value:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
             colour,
             alt.Facet("panel:N", columns=3, sort=list(panels), title=None),
@@ -189,8 +243,7 @@ def curves(logged: pl.DataFrame, panels: Sequence[str]) -> alt.FacetChart:
             tooltip=["part:N", "seed:N", "step:Q", "value:Q"],
         )
         .properties(width=225, height=130, bounds="flush", spacing={"row": 74, "column": 62})
-        .resolve_scale(y="independent")
-        .resolve_axis(x="independent")
+        .resolve_scale(x="independent", y="independent")
     )
 
 

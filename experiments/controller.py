@@ -5,46 +5,39 @@ Launch it as `python experiments/controller.py key=value …` or `knobwise train
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import logging
-import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.baselines import make_baselines
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.mean_budget import judged_mean_budgets
 from knobwise.agents.policy import Controller
 from knobwise.agents.priced import PricedChooser, make_priced_baselines, price_controller, price_stack
 from knobwise.agents.settings import PolicyConfig, at_least
 from knobwise.agents.stack import StackedController, fit_stack
-from knobwise.agents.trainer import Trainer
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.reward import RewardConfig
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.experiments.mean_results import mean_results_of
+from knobwise.experiments.profile_settings import read_profile
 from knobwise.experiments.report import print_results, result_images, write_report
 from knobwise.experiments.results import held_out_choices, results_of
-from knobwise.experiments.settings import TrainRun, read_profile
+from knobwise.experiments.run_folder import claim
+from knobwise.experiments.settings import TrainRun
 from knobwise.experiments.tracking import Tracker, wandb_mode
-
-UNFINISHED = ".unfinished"
-"""Stands in a run's folder, locked, until its last step is done."""
-LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads")
 
 
 def run(config: TrainRun, overrides: list[str]) -> Path:
@@ -63,9 +56,6 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
     wandb_mode(config.tracking)
-    latest = Path(config.runs) / "latest"
-    if latest.exists() and not latest.is_symlink():
-        raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
     table = read_profile(config.profile)
     split = table.split(config.split.train, config.split.validation, config.split.seed)
     fitted = torch.cat([split.train, split.validation])
@@ -81,7 +71,7 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
     for note in table.notes:
         console.print(f"[dim]{table.name}: {note}[/dim]")
 
-    with _claim(config, overrides) as folder:
+    with claim(config, overrides) as folder:
         console.print(f"run: {folder}", soft_wrap=True)
         _train(config, table, trainers, folder, budgets_ms)
         best, scores = _keep_best(folder, config.seeds)
@@ -110,13 +100,14 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
         report = write_report(folder)
         with _tracker(config, table, folder, "evaluate") as tracker:
             tracker.log_results(results, images=result_images(results))
-        _point_latest(folder, latest)
     print_results(results, Console())
     print(f"report: {report}")
     return folder
 
 
-def _train(config: TrainRun, table: ProfileTable, trainers: list[Trainer], folder: Path, budgets_ms: Tensor) -> None:
+def _train(
+    config: TrainRun, table: ProfileTable, trainers: list[ControllerTrainer], folder: Path, budgets_ms: Tensor
+) -> None:
     """Train every seed that is not finished, from its last checkpoint where there is one."""
     for trainer in trainers:
         trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
@@ -130,7 +121,7 @@ def _train(config: TrainRun, table: ProfileTable, trainers: list[Trainer], folde
             _finish(config.policy, table, trainer, budgets_ms)
 
 
-def _finish(policy: PolicyConfig, table: ProfileTable, trainer: Trainer, budgets_ms: Tensor) -> None:
+def _finish(policy: PolicyConfig, table: ProfileTable, trainer: ControllerTrainer, budgets_ms: Tensor) -> None:
     """What comes after training, unless it is done: experts and a guard around an ensemble that predicts outcomes, and
     under mean budgets the price of each."""
     assert trainer.folder is not None
@@ -144,7 +135,7 @@ def _finish(policy: PolicyConfig, table: ProfileTable, trainer: Trainer, budgets
     if trainer.priced and stacked:
         done: StackedController | PricedChooser = price_stack(table, fitted, network, policy, limits, budgets_ms, seed)
     elif trainer.priced:
-        trainer.controller.load_state_dict(network.state_dict())
+        trainer.agent.load_state_dict(network.state_dict())
         folds = list(zip(*trainer.divide(), strict=True))
         mask = table.mask[trainer.judged_rows]
         done = price_controller(
@@ -179,13 +170,13 @@ def _tracker(
     )
 
 
-def _trainers(config: TrainRun, table: ProfileTable, split: Split, budgets_ms: Tensor) -> list[Trainer]:
+def _trainers(config: TrainRun, table: ProfileTable, split: Split, budgets_ms: Tensor) -> list[ControllerTrainer]:
     if not config.seeds or len(set(config.seeds)) < len(config.seeds):
         raise InputError(f"seeds={config.seeds}: at least one seed is needed, and none twice")
     if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not torch.cuda.is_available()):
         raise InputError(f"device={config.device}: must be cpu, or cuda where torch finds it")
     return [
-        Trainer(
+        ControllerTrainer(
             table,
             split,
             policy=config.policy,
@@ -201,42 +192,6 @@ def _trainers(config: TrainRun, table: ProfileTable, split: Split, budgets_ms: T
     ]
 
 
-@contextlib.contextmanager
-def _claim(config: TrainRun, overrides: list[str]) -> Iterator[Path]:
-    """The folder of this run, new or that of the same run where it was stopped; ours alone until the block ends.
-
-    Raises:
-        InputError: another process is at work in it.
-    """
-    name = config.name or run_name(overrides)
-    words = OmegaConf.to_yaml(asdict(config))
-    folder, number = Path(config.runs) / config.experiment / name, 1
-    while folder.exists():
-        saved = folder / "config.yaml"
-        if (folder / UNFINISHED).exists() and (not saved.exists() or saved.read_text() == words):
-            break
-        number += 1
-        folder = Path(config.runs) / config.experiment / f"{name}-{number}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / UNFINISHED).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{folder}: another process is training this run; give yours another name=…") from None
-        with written_whole(folder / "config.yaml") as temporary:
-            temporary.write_text(words)
-        yield folder
-        (folder / UNFINISHED).unlink()
-
-
-def run_name(overrides: list[str]) -> str:
-    """A readable name, the same for the same words: what differs from the defaults, or `default`."""
-    kept = sorted(word for word in overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in LEFT_OUT_OF_NAME)
-    short = [word.split("=")[0] + "=" + Path(word.partition("=")[2]).name for word in kept]  # of a path its last part
-    name = "_".join(re.sub(r"[^\w.,=-]+", "-", word).replace("=", "-").strip("-") for word in short)
-    return name[:120] or "default"
-
-
 def _keep_best(folder: Path, seeds: list[int]) -> tuple[list[Loaded], list[float]]:
     """Load every seed's best controller; the best of them on validation becomes the run's `best.pt`."""
     paths = [folder / "checkpoints" / f"seed{seed}" / "best.pt" for seed in seeds]
@@ -247,13 +202,6 @@ def _keep_best(folder: Path, seeds: list[int]) -> tuple[list[Loaded], list[float
         with written_whole(folder / "checkpoints" / name) as temporary:
             shutil.copyfile(winner.with_name(name), temporary)
     return loaded, scores
-
-
-def _point_latest(folder: Path, link: Path) -> None:
-    temporary = link.with_name(".latest-new")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.absolute().relative_to(link.parent.absolute()))
-    temporary.replace(link)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.baselines import make_baselines
+from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.evaluation import judge
 from knobwise.agents.experts import Expert
 from knobwise.agents.settings import LossConfig
 from knobwise.agents.stack import StackedController, fit_stack
-from knobwise.agents.trainer import Trainer
 from knobwise.envs.budgets import default_budgets
 from knobwise.envs.builtin import builtin_profile
 from knobwise.envs.errors import InputError
@@ -144,9 +144,9 @@ def _measured(table: ProfileTable, split: Split, seed: int, compare_objectives: 
         result = fit()
         return result, time.process_time() - start
 
-    def trained(structure: str, loss: LossConfig | None = None, **changed: Any) -> Trainer:
+    def trained(structure: str, loss: LossConfig | None = None, **changed: Any) -> ControllerTrainer:
         policy, optimiser = GROUPS["policy"][structure], replace(GROUPS["optimiser"][structure], **changed)
-        trainer = Trainer(
+        trainer = ControllerTrainer(
             table,
             split,
             policy=policy,
@@ -201,7 +201,7 @@ def _with_weights(stack: StackedController, weights: Tensor) -> StackedControlle
 class _Trajectory:
     """Utility on the test part at every evaluation, and the CPU seconds of training until then."""
 
-    def __init__(self, trainer: Trainer, test: Tensor) -> None:
+    def __init__(self, trainer: ControllerTrainer, test: Tensor) -> None:
         self._trainer, self._test, self._judging = trainer, test, 0.0
         self._start = time.process_time()
         self.utility: list[float] = []
@@ -217,10 +217,10 @@ class _Trajectory:
 
 
 def _tuned(
-    warm: Trainer, loss: LossConfig, table: ProfileTable, split: Split, budgets: Tensor, seed: int
+    warm: ControllerTrainer, loss: LossConfig, table: ProfileTable, split: Split, budgets: Tensor, seed: int
 ) -> dict[str, list[float]]:
     """GRPO alone, from where a warm-up was best: 60 iterations, judged on the test part every 5."""
-    trainer = Trainer(
+    trainer = ControllerTrainer(
         table,
         split,
         policy=warm.policy,
@@ -230,7 +230,7 @@ def _tuned(
         budgets_ms=budgets,
         seed=seed,
     )
-    trainer.controller.load_state_dict(warm.best["state"])
+    trainer.agent.load_state_dict(warm.best["state"])
     trainer.log = trajectory = _Trajectory(trainer, split.test)
     trainer.run()
     return {"utility": trajectory.utility, "seconds": trajectory.seconds}

@@ -20,9 +20,10 @@ from knobwise.envs.files import written_whole
 from knobwise.envs.reward import RewardTable
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.experiments.mean_results import mean_results_of
+from knobwise.experiments.profile_settings import read_profile
 from knobwise.experiments.report import print_results
 from knobwise.experiments.results import held_out_choices, results_of
-from knobwise.experiments.settings import EvaluateRun, read_profile
+from knobwise.experiments.settings import EvaluateRun
 
 
 def run(config: EvaluateRun) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from knobwise.experiments import charts, mean_report, page
+from knobwise.experiments import charts, mean_report, page, selector_report
+from knobwise.experiments.training_curves import training_curves
 from knobwise.experiments.verdict import (
     LEARNED,
     ORACLE,
@@ -48,24 +50,18 @@ def write_report(run_folder: str | Path) -> Path:
     """
     folder = Path(run_folder).resolve()
     results = read_results(folder)
-    profile, budgets = results.get("profile", {}), budgets_of(results)
     title = f"{folder.parent.name} / {folder.name}"
-    facts = [
-        f"profile {profile.get('name', 'unnamed')}: {profile.get('samples', '?')} samples × "
-        f"{profile.get('configurations', '?')} configurations",
-        f"judged on the {results.get('split', 'test')} split ({results.get('test_samples', '?')} samples)",
-        f"seeds {', '.join(map(str, results.get('seeds', [])))}",
-        f"budgets {', '.join(page.quantity(budget, unit_of(results)) for budget in budgets)}",
-    ]
-    says = mean_report.verdict(results) if _of_means(results) else verdict(results)
+    facts = selector_report.facts(results) if _of_selector(results) else _facts(results)
+    own = _own_module(results)
+    says, found = (own.verdict(results), own.sections(results)) if own else (verdict(results), _sections(results))
     parts = [
         f"<p class=soft>knobwise run report</p><h1>{html.escape(title)}</h1>",
         f"<p class=soft>{html.escape(' · '.join(facts))}</p>",
         f"<div class=verdict>{''.join(f'<p>{html.escape(words)}</p>' for words in says)}</div>",
-        *(mean_report.sections(results) if _of_means(results) else _sections(results)),
+        *found,
     ]
     parts += _chosen(results)
-    parts += _training(folder / "metrics.csv")
+    parts += training_curves(folder / "metrics.csv")
     parts += ["<h2>How to reproduce</h2>", _reproduce(folder, results)]
     if (folder / "config.yaml").exists():
         config = html.escape((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -73,9 +69,31 @@ def write_report(run_folder: str | Path) -> Path:
     return page.write_page(folder / "report.html", f"knobwise: {title}", parts)
 
 
+def _of_selector(results: Mapping[str, Any]) -> bool:
+    """Whether demonstrations were chosen, not configurations."""
+    return results.get("system") == "selector"
+
+
 def _of_means(results: Mapping[str, Any]) -> bool:
     """Whether the budgets limit the mean over requests."""
     return results.get("sense") == "mean"
+
+
+def _own_module(results: Mapping[str, Any]) -> ModuleType | None:
+    """What shows such results; None where this module does: under deadlines."""
+    return selector_report if _of_selector(results) else mean_report if _of_means(results) else None
+
+
+def _facts(results: Mapping[str, Any]) -> list[str]:
+    """What was judged on what."""
+    profile = results.get("profile", {})
+    return [
+        f"profile {profile.get('name', 'unnamed')}: {profile.get('samples', '?')} samples × "
+        f"{profile.get('configurations', '?')} configurations",
+        f"judged on the {results.get('split', 'test')} split ({results.get('test_samples', '?')} samples)",
+        f"seeds {', '.join(map(str, results.get('seeds', [])))}",
+        f"budgets {', '.join(page.quantity(budget, unit_of(results)) for budget in budgets_of(results))}",
+    ]
 
 
 def _sections(results: Mapping[str, Any]) -> list[str]:
@@ -94,12 +112,17 @@ def _sections(results: Mapping[str, Any]) -> list[str]:
 
 
 def print_results(results: Mapping[str, Any], console: Console) -> None:
-    """The means over the budgets as a table, and the verdict; without colours and frames when this is no terminal."""
+    """The results as a table, and the verdict; without colours and frames when this is no terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    if _of_means(results):
+    learned = policy_name(LEARNED)
+    if _of_selector(results):
+        header, rows = selector_report.header(results), selector_report.cells(results)
+        says = selector_report.verdict(results)
+        learned, few = selector_report.learned(results), selector_report.few(results)
+    elif _of_means(results):
         header, rows, says = mean_report.HEADER, mean_report.cells_of_means(results), mean_report.verdict(results)
         few = (0, 1, 3, 5)
     else:
@@ -113,7 +136,7 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
         shown.add_column(header[place], justify="right" if place else "left", no_wrap=True)
     for row in rows:
         cells = [cell.replace("\n", " ") for cell in row]
-        shown.add_row(*(cells[place] for place in kept), style="bold" if row[0] == policy_name(LEARNED) else None)
+        shown.add_row(*(cells[place] for place in kept), style="bold" if row[0] == learned else None)
     wide = console if terminal else Console(file=console.file, width=width)
     wide.print(shown, markup=False, highlight=False)
     for words in says:
@@ -329,54 +352,6 @@ def result_charts(results: Mapping[str, Any]) -> dict[str, tuple[str, alt.TopLev
 
 def result_images(results: Mapping[str, Any]) -> dict[str, bytes]:
     """The same charts as pictures (PNG), for W&B: heading → bytes."""
-    drawn = mean_report.result_charts(results) if _of_means(results) else result_charts(results)
+    own = _own_module(results)
+    drawn = own.result_charts(results) if own else result_charts(results)
     return {name: page.png(chart) for name, (_, chart) in drawn.items()}
-
-
-SHARED = {
-    "Reward_Mean": "reward, mean",
-    "Accuracy_Mean": "accuracy, mean (0 to 1)",
-    "Latency_Mean": "latency, mean (ms)",
-    "Budget_Violation_Rate": "over budget (share)",
-    "Loss": "loss",
-}
-POINTS = 6000
-"""At most this many points of training curves go into a page."""
-
-
-def _training(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    frame = pl.read_csv(path, infer_schema_length=None, schema_overrides={"seed": pl.String})
-    names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
-    if not names:
-        return []
-    logged = frame.unpivot(names, index=["seed", "step"]).drop_nulls()
-    logged = logged.filter(pl.col("value").cast(pl.Float64).is_finite())
-    logged = logged.with_columns(
-        pl.col("variable").str.extract(r"/(.*)$").alias("metric"),
-        pl.when(pl.col("variable").str.starts_with("Train/"))
-        .then(pl.lit("train"))
-        .otherwise(pl.lit("validation"))
-        .alias("part"),
-    )
-    curve = ["metric", "part", "seed"]
-    most = max(10, min(120, POINTS // logged.select(curve).n_unique()))
-    place = pl.int_range(pl.len()).over(curve, order_by="step") * most // pl.len().over(curve).clip(most)
-    thinned = logged.group_by(*curve, place.alias("bin")).agg(
-        pl.col("step").max(), pl.col("value").mean().round_sig_figs(5)
-    )
-    thinned = thinned.sort(*curve, "step").drop("bin")
-    seen = set(thinned["metric"])
-    both = [name for name in SHARED if name in seen]
-    rest = sorted(seen - set(both))
-    panel = pl.col("metric").replace(SHARED).str.replace_all("_", " ").alias("panel")
-
-    def figure(metrics: list[str], caption: str) -> str:
-        chosen = thinned.filter(pl.col("metric").is_in(metrics)).with_columns(panel).drop("metric")
-        order = [SHARED.get(name, name).replace("_", " ") for name in metrics]
-        return page.figure(charts.curves(chosen, order), caption)
-
-    caption = "One line a seed; long curves are averaged in steps."
-    parts = ["<h2>Training</h2>", figure(both, caption)] if both else ["<h2>Training</h2>"]
-    return [*parts, page.folded("All other logged numbers", figure(rest, caption))] if rest else parts

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,130 +23,15 @@ from knobwise.agents.heads import HEADS
 from knobwise.agents.settings import EXPERTS, LossConfig, OptimiserConfig, PolicyConfig
 from knobwise.envs.budgets import BudgetConfig
 from knobwise.envs.errors import InputError
-from knobwise.envs.profiles import read_long_table
 from knobwise.envs.reward import RewardConfig
-from knobwise.envs.table import ProfileTable
+from knobwise.experiments.profile_settings import PROFILES
+from knobwise.experiments.selector_settings import SELECTOR_GROUPS, SelectorRun
 from knobwise.experiments.tracking import TrackingSettings
+from knobwise.profiling.beam_runner import BeamProfileConfig
+from knobwise.profiling.beam_tasks import LearnerTaskConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.runner import ElasticProfileConfig
 
 CONF = Path(__file__).resolve().parent / "conf"
-
-
-# -- profiles ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class BuiltinProfile:
-    """The profile that comes with knobwise."""
-
-    format: str = "builtin"
-    """Which reader."""
-    accuracy: str = "accuracy"
-    """`accuracy` (exact match) or `soft_score` (share of right tokens)."""
-
-
-@dataclass
-class Exp5Exp6Profile:
-    """Accuracy files and latency files as the profiler of the original system writes them."""
-
-    format: str = "exp5_exp6"
-    """Which reader."""
-    exp5_dir: str = MISSING
-    """Folder of the accuracy files."""
-    exp6_dir: str = MISSING
-    """Folder of the latency files."""
-    dataset_name: Any = MISSING
-    """Name of the data set, such as text_vqa; or a list of names."""
-    features: str | None = None
-    """Feature file keyed by sample id; None for a policy that sees the budget only."""
-    latency: str = "total"
-    """Which time the budget limits: total, prefill or decode."""
-    accuracy: str = "score"
-    """Which value of the exp5 rows is the accuracy."""
-    exp6_accuracy: bool = False
-    """Take the accuracy that the latency files recorded themselves."""
-    broadcast_latency: bool = False
-    """Give a configuration's mean latency to all its samples where nothing finer was measured."""
-    name: str | None = None
-    """What the profile is called; None for the data set's name."""
-
-
-@dataclass
-class CoreExpProfile:
-    """core_exp folders: one file for each configuration, resolution tiers instead of crops."""
-
-    format: str = "core_exp"
-    """Which reader."""
-    directory: str = MISSING
-    """Folder of the files, or of folders called as the data sets."""
-    dataset_name: str = MISSING
-    """Name of the data set."""
-    latency: str = "total"
-    """Which time the budget limits: total, prefill or vision_prefill."""
-    features: str | None = None
-    """Feature file keyed by sample id; None for a policy that sees the budget only."""
-    name: str | None = None
-    """What the profile is called; None for the data set's name."""
-
-
-@dataclass
-class TableProfile:
-    """A long table of any system: one row for each sample and configuration."""
-
-    format: str = "table"
-    """Which reader."""
-    path: str = MISSING
-    """CSV, Parquet or JSON lines; or a `.safetensors` that `ProfileTable.save` wrote, with all the rest inside."""
-    features: str | None = None
-    """Feature file keyed by sample id; None for a policy that sees the budget only."""
-    knobs: list[str] | None = None
-    """Columns that are knobs; None for every column that is not known to be something else."""
-    accuracy: str = "accuracy"
-    """Column of the accuracy, in 0..1."""
-    latency: str = "latency_ms"
-    """Column of the latency in ms, or of another cost that is not negative: prefill time, energy, price."""
-    unit: str = "ms"
-    """What that column is in, for reports; budgets are given in it too."""
-    name: str | None = None
-    """What the profile is called; None for the file's name."""
-
-
-@dataclass
-class SimulatedProfile:
-    """A profile drawn from a model instead of measured, for comparing ways of choosing."""
-
-    format: str = "simulated"
-    """Which reader."""
-    kind: str = "router"
-    """Which kind: router, encoder, portfolio, noisy_labels, heavy_tails, weak_features, few_samples, low_headroom,
-    no_headroom, unattainable or wide_knobs."""
-    samples: int | None = None
-    """How many samples; None for the kind's own number."""
-    seed: int = 0
-    """Of everything that is drawn."""
-
-
-def read_profile(config: Any) -> ProfileTable:
-    """Read the profile that a config of group `profile` names.
-
-    Raises:
-        InputError: see the readers.
-    """
-    if isinstance(config, BuiltinProfile):
-        from knobwise.envs.builtin import builtin_profile
-
-        return builtin_profile(config.accuracy)
-    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
-    if isinstance(config, SimulatedProfile):
-        from knobwise.envs.simulator import SimulatedConfig, simulate
-
-        return simulate(SimulatedConfig(**settings))
-    if isinstance(config, TableProfile):
-        path = settings.pop("path")
-        return ProfileTable.load(path) if path.endswith(".safetensors") else read_long_table(path, **settings)
-    from knobwise.envs.exp_files import read_core_exp, read_exp5_exp6
-
-    return read_core_exp(**settings) if isinstance(config, CoreExpProfile) else read_exp5_exp6(**settings)
 
 
 # -- verbs -------------------------------------------------------------------------------------------------------------
@@ -237,17 +123,37 @@ class EvaluateRun:
 
 @dataclass
 class ProfileRun:
-    """knobwise profile: measure a model at every configuration."""
+    """knobwise profile: measure a model at every configuration, or record which demonstrations help it."""
 
     model: str = "elastic"
-    """Which model: elastic."""
-    out: str = "profiles/elastic"
+    """elastic: measured at every configuration. For recorded demonstrations: learner, the built-in in-context learner,
+    or a Hugging Face vision-language model by its name or folder (with vlm.data and vlm.embeddings)."""
+    out: str = "profiles/${model}"
     """Folder for the files. Called again with the same settings after an interruption, it goes on where it stopped."""
+    checkpoint: str | None = None
+    """A trained selector: what it draws is recorded as one more round, beside all else that `out` holds."""
     elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
     """The elastic vision-language model and what is measured of it."""
+    learner: LearnerTaskConfig = field(default_factory=LearnerTaskConfig)
+    """With model=learner: the built-in task."""
+    vlm: VLMTaskConfig = field(default_factory=VLMTaskConfig)
+    """With a vision-language model: what it is asked, and how it runs."""
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """Which candidates a query's demonstrations are chosen from."""
+    beams: BeamProfileConfig = field(default_factory=BeamProfileConfig)
+    """Which sequences of demonstrations are recorded."""
 
 
-VERBS: dict[str, type[Any]] = {"train": TrainRun, "inspect": InspectRun, "evaluate": EvaluateRun, "profile": ProfileRun}
+VERBS: dict[str, type[Any]] = {
+    "train": TrainRun,
+    "train_selector": SelectorRun,
+    "inspect": InspectRun,
+    "evaluate": EvaluateRun,
+    "profile": ProfileRun,
+}
+"""The settings of every verb. `train` has two, see `schema_of`."""
+EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
+"""The experiment that is meant when none is named."""
 
 _UTILITY: dict[str, Any] = {"structure": "utility", "members": 5, "hidden": 96, "layers": 2, "dropout": 0.2}
 _OF_UTILITY: dict[str, Any] = {
@@ -263,13 +169,8 @@ _OF_UTILITY: dict[str, Any] = {
 }
 
 GROUPS: dict[str, dict[str, Any]] = {
-    "profile": {
-        "builtin": BuiltinProfile,
-        "exp5_exp6": Exp5Exp6Profile,
-        "core_exp": CoreExpProfile,
-        "table": TableProfile,
-        "simulated": SimulatedProfile,
-    },
+    "profile": PROFILES,
+    **SELECTOR_GROUPS,
     "budget": {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
         "mean": BudgetConfig(sense="mean"),
@@ -290,7 +191,21 @@ GROUPS: dict[str, dict[str, Any]] = {
     "tracking": {name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")},
 }
 _FIRST = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
-_FIRST |= {"optimiser": "${policy}", "tracking": "auto"}
+_FIRST |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin"}
+_GROUPS_OF = {
+    "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
+    "train_selector": ("beams", "tracking"),
+    "inspect": ("profile",),
+    "evaluate": ("profile", "reward"),
+    "profile": (),
+}
+"""Which groups the settings of a verb are put together from."""
+
+
+def schema_of(verb: str, words: Sequence[str]) -> str:
+    """Which of `VERBS` is meant: controllers and selectors are both trained, by experiments with their own settings."""
+    selector = verb == "train" and any(re.match(r"\+*experiment=['\"]?selector", word) for word in words)
+    return "train_selector" if selector else verb
 
 
 def register() -> None:
@@ -300,10 +215,9 @@ def register() -> None:
         for name, node in options.items():
             store.store(group=group, name=name, node=node)
     for verb, node in VERBS.items():
-        names = {f.name for f in fields(node)}
-        defaults: list[Any] = [{group: first} for group, first in _FIRST.items() if group in names]
-        if verb == "train":
-            defaults.append({"experiment": "controller"})
+        defaults: list[Any] = [{group: _FIRST[group]} for group in _GROUPS_OF[verb]]
+        if verb in EXPERIMENTS:
+            defaults.append({"experiment": EXPERIMENTS[verb]})
         store.store(name=f"{verb}_schema", node=node)
         root = {"defaults": [f"{verb}_schema", *defaults, "_self_"], "hydra": HYDRA}
         store.store(name=verb, node=root)
@@ -357,7 +271,8 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
             words = f"there is no {wrong[1]!r}" + (f"; did you mean {close[0]!r}?" if close else "")
         if isinstance(error, OverrideParseException):
             words += f" (in {error.override!r}; a value with blanks or brackets is quoted twice: 'key=\"a (1)\"')"
-        raise InputError(f"settings: {words}\n`knobwise {verb} --help` lists every key") from error
+        shown = "train experiment=selector" if verb == "train_selector" else verb
+        raise InputError(f"settings: {words}\n`knobwise {shown} --help` lists every key") from error
     return settings_of(config)
 
 
@@ -377,36 +292,37 @@ def first_of_each_sweep(words: list[str]) -> list[str]:
 
 
 def field_docs(node: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a dataclass, by name."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(node)))
-    assert isinstance(tree.body[0], ast.ClassDef)
+    """The docstring under each field of a dataclass and of those it is made from, by name."""
     found: dict[str, str] = {}
-    previous: ast.stmt | None = None
-    for statement in tree.body[0].body:
-        if isinstance(previous, ast.AnnAssign) and isinstance(statement, ast.Expr):
-            assert isinstance(previous.target, ast.Name)
-            assert isinstance(statement.value, ast.Constant)
-            found[previous.target.id] = " ".join(str(statement.value.value).split())
-        previous = statement
+    for part in reversed(node.__mro__[:-1]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        assert isinstance(tree.body[0], ast.ClassDef)
+        previous: ast.stmt | None = None
+        for statement in tree.body[0].body:
+            if isinstance(previous, ast.AnnAssign) and isinstance(statement, ast.Expr):
+                assert isinstance(previous.target, ast.Name)
+                assert isinstance(statement.value, ast.Constant)
+                found[previous.target.id] = " ".join(str(statement.value.value).split())
+            previous = statement
     return found
 
 
 def help_lines(verb: str) -> list[tuple[str, str, str]]:
     """(key, default, meaning) of every setting of a verb."""
-    return _lines(read_settings(verb, []), "")
+    return _lines(read_settings(verb, []), "", _GROUPS_OF[verb])
 
 
-def _lines(node: Any, prefix: str) -> list[tuple[str, str, str]]:
+def _lines(node: Any, prefix: str, groups: Sequence[str] = ()) -> list[tuple[str, str, str]]:
     docs, lines = field_docs(type(node)), []
     for f in fields(node):
         value, key = getattr(node, f.name), f"{prefix}{f.name}"
-        if f.name == "profile":
+        if f.name in groups and f.name in ("profile", "beams"):  # every option has settings of its own
             lines.append((key, _FIRST[f.name], docs[f.name]))
-            for option, node_of in GROUPS["profile"].items():
-                own = [line for line in _lines(node_of(), "profile.") if line[0] != "profile.format"]
-                lines += [(f"{name} (profile={option})", usual, meaning) for name, usual, meaning in own]
+            for option, node_of in GROUPS[f.name].items():
+                own = [line for line in _lines(node_of(), f"{key}.") if line[0] != f"{key}.format"]
+                lines += [(f"{name} ({key}={option})", usual, meaning) for name, usual, meaning in own]
         elif is_dataclass(value):
-            lines.append((key, _FIRST.get(f.name, ""), docs[f.name]))
+            lines.append((key, _FIRST[f.name] if f.name in groups else "", docs[f.name]))
             lines += _lines(value, f"{key}.")
         else:
             usual = "must be given" if value == MISSING else "none" if value is None else str(value)

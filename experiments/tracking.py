@@ -25,9 +25,12 @@ from urllib.parse import urlsplit
 import torch
 
 from knobwise.envs.errors import InputError
+from knobwise.experiments import selector_results
 from knobwise.experiments.metrics_file import MetricsFile
 
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+LEARNED = ("controller", *selector_results.LEARNED)
+"""What is trained, whose numbers go with its checkpoint."""
 HIGHER_IS_BETTER = re.compile(r"Reward_Mean|Accuracy_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.IGNORECASE)
 LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.IGNORECASE)
 PATIENCE_S = 20
@@ -179,9 +182,15 @@ class Tracker:
         `Test/policies`; numbers per budget become curves `Budget/<policy>/<number>` over `budget_ms`; images (name →
         PNG, from `report.result_images`) become `Charts/<name>`. Artifacts: the profile (its digest and sizes; the
         files only when given), the best checkpoint with the configuration.
+
+        Of a selector the summaries are those at the shots of training, the curves `Shots/<policy>/<number>` go over
+        `shots`, controls are among the policies, and `Test/differences` is a second table.
         """
-        rows = [_flat(row) for row in results["rows"]]
-        means = _numbers("Test", [row for row in rows if row.get("budget_ms") is None])
+        rows = [_flat(row) for row in [*results["rows"], *results.get("controls", [])]]
+        axis, summarised = "budget_ms", None
+        if results.get("system") == "selector":
+            axis, summarised = "shots", selector_results.shown_at(results)
+        means = _numbers("Test", [row for row in rows if row.get(axis) == summarised])
         self._to_tensorboard(means, 0)
         if self._wandb is None:
             return
@@ -189,17 +198,22 @@ class Tracker:
         from PIL import Image
 
         self._wandb.summary.update(means)
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in rows])
+        tables = {"Test/policies": rows, "Test/differences": [_flat(row) for row in results.get("differences", [])]}
+        shown = {}
+        for name, content in tables.items():
+            if content:
+                columns = list(dict.fromkeys(column for row in content for column in row))
+                shown[name] = wandb.Table(columns=columns, data=[[row.get(c) for c in columns] for row in content])
         report = self.folder / "report.html"
         page = {"report": wandb.Html(str(report), inject=False)} if report.exists() else {}
         pictures = {f"Charts/{k}": wandb.Image(Image.open(io.BytesIO(png))) for k, png in (images or {}).items()}
-        self._wandb.log({"Test/policies": table, **page, **pictures})
-        self._wandb.define_metric("budget_ms", hidden=True)
-        self._wandb.define_metric("Budget/*", step_metric="budget_ms")
-        for budget in sorted({row["budget_ms"] for row in rows if row.get("budget_ms") is not None}):
-            numbers = _numbers("Budget", [row for row in rows if row.get("budget_ms") == budget])
-            self._wandb.log({"budget_ms": budget, **numbers})
+        self._wandb.log({**shown, **page, **pictures})
+        head = axis.removesuffix("_ms").capitalize()
+        self._wandb.define_metric(axis, hidden=True)
+        self._wandb.define_metric(f"{head}/*", step_metric=axis)
+        for place in sorted({row[axis] for row in rows if row.get(axis) is not None}):
+            numbers = _numbers(head, [row for row in rows if row.get(axis) == place])
+            self._wandb.log({axis: place, **numbers})
 
         profile = dict(results.get("profile", {}))
         data = wandb.Artifact(_artifact_name(f"profile-{profile.get('name', self.name)}"), "dataset", metadata=profile)
@@ -210,7 +224,7 @@ class Tracker:
         self._wandb.log_artifact(data)
         if (self.folder / "checkpoints" / "best.pt").exists():
             # W&B takes at most 100 keys
-            learned = {key: value for key, value in means.items() if key.startswith("Test/controller/")}
+            learned = {key: value for key, value in means.items() if key.split("/")[1] in LEARNED}
             model = wandb.Artifact(_artifact_name(f"{self.experiment}-{self.name}"), "model", metadata=learned)
             for path in ("checkpoints/best.pt", "config.yaml", "results.json"):
                 if (self.folder / path).exists():
@@ -317,7 +331,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of results.json with its intervals as two columns; other lists are left out."""
-    ends = {f"{k}_{end}": v[i] for k, v in row.items() if k.endswith("_ci95") for i, end in enumerate(("low", "high"))}
+    ends = {f"{k}_{end}": v[i] for k, v in row.items() if k.endswith("ci95") for i, end in enumerate(("low", "high"))}
     return {name: value for name, value in row.items() if not isinstance(value, list)} | ends
 
 
@@ -326,7 +340,7 @@ def _numbers(head: str, rows: list[dict[str, Any]]) -> dict[str, float]:
         f"{head}/{row['policy']}/{name}": float(value)
         for row in rows
         for name, value in row.items()
-        if isinstance(value, int | float) and name != "budget_ms"
+        if isinstance(value, int | float) and name not in ("budget_ms", "shots")
     }
 
 

@@ -1,6 +1,7 @@
 """knobwise: learn which setting of a large model's knobs to use for each input under a latency budget.
 
-`import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` known and nothing more. The parts, in
+`import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` and, for selectors of demonstrations,
+`gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing more. The parts, in
 the order in which data passes through them: `knobwise.profiling` measures, `knobwise.envs` reads and replays,
 `knobwise.agents` decides and learns, `knobwise.losses` holds what is minimised, `knobwise.experiments` launches,
 tracks and reports.
@@ -14,6 +15,10 @@ gymnasium.register(
     id="knobwise/ConfigBandit-v0",
     entry_point="knobwise.envs.gym_bandit:ConfigBanditEnv",
     vector_entry_point="knobwise.envs.gym_bandit:ConfigBanditVectorEnv",
+)
+
+gymnasium.register(
+    id="knobwise/DemonstrationBandit-v0", entry_point="knobwise.envs.gym_demonstrations:DemonstrationBanditEnv"
 )
 
 __all__ = ["__version__"]

@@ -13,7 +13,7 @@ USAGE = """knobwise: which setting of a model's knobs for which input, under a l
   knobwise train      learn a controller from a profile, judge it beside every simple way, report
   knobwise evaluate   judge a trained controller again
   knobwise inspect    what is in a profile, and how much there is to gain
-  knobwise profile    measure a model at every configuration
+  knobwise profile    measure a model at every configuration, or record which demonstrations help it
 
   knobwise VERB --help lists the settings; they are given as key=value, a sweep as -m key=a,b,c (train).
   Profiles: profile=builtin | exp5_exp6 | core_exp | table, for example
@@ -59,23 +59,31 @@ def _run(verb: str, words: list[str]) -> int:
         raise InputError(f"unknown verb {verb!r}; known are {', '.join(verbs)} (knobwise --help)")
     from knobwise.experiments import settings
 
+    schema = settings.schema_of(verb, words)
     if any(word in ("-h", "--help") for word in words):
-        _help(verb, settings)
+        _help(schema, settings)
         return 0
     if verb == "train" and any(word in HYDRA_FLAGS for word in words):
-        _train_by_hydra(words, settings)
+        _train_by_hydra(schema, words, settings)
         return 0
-    verbs[verb](settings.read_settings(verb, words), words)
+    verbs[verb](settings.read_settings(schema, words), words)
     return 0
 
 
 def _train(config: Any, words: list[str]) -> None:
-    from knobwise.experiments.controller import run
+    from knobwise.experiments.selector_settings import SelectorRun
 
-    run(config, words)
+    if isinstance(config, SelectorRun):
+        from knobwise.experiments import selector
+
+        selector.run(config, words)
+    else:
+        from knobwise.experiments import controller
+
+        controller.run(config, words)
 
 
-def _train_by_hydra(words: list[str], settings: Any) -> None:
+def _train_by_hydra(schema: str, words: list[str], settings: Any) -> None:
     """Multirun (-m) and Hydra's own flags (--cfg job, …), with Hydra's launchers."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -84,7 +92,7 @@ def _train_by_hydra(words: list[str], settings: Any) -> None:
 
     words = sorted(words, key=lambda word: not word.startswith("-"))  # Hydra wants its flags first
     if "-m" in words or "--multirun" in words:
-        settings.read_settings("train", settings.first_of_each_sweep(words))  # a mistake shows before any job runs
+        settings.read_settings(schema, settings.first_of_each_sweep(words))  # a mistake shows before any job runs
     settings.register()
 
     def job(config: Any) -> None:
@@ -95,7 +103,7 @@ def _train_by_hydra(words: list[str], settings: Any) -> None:
             raise SystemExit(2) from error
 
     sys.argv = ["knobwise train", *words]
-    hydra.main(config_path=str(settings.CONF), config_name="train", version_base="1.3")(job)()
+    hydra.main(config_path=str(settings.CONF), config_name=schema, version_base="1.3")(job)()
 
 
 def _evaluate(config: Any, words: list[str]) -> None:
@@ -111,7 +119,7 @@ def _inspect(config: Any, words: list[str]) -> None:
 
     from knobwise.envs.files import written_whole
     from knobwise.experiments.inspection import inspect_table, print_inspection, write_inspection
-    from knobwise.experiments.settings import read_profile
+    from knobwise.experiments.profile_settings import read_profile
 
     facts = inspect_table(read_profile(config.profile))
     print_inspection(facts, Console())
@@ -125,14 +133,53 @@ def _inspect(config: Any, words: list[str]) -> None:
 def _profile(config: Any, words: list[str]) -> None:
     from knobwise.envs.errors import InputError
 
-    if config.model != "elastic":
-        raise InputError(f"model={config.model!r}: knobwise can measure model=elastic")
-    from knobwise.profiling.runner import profile_elastic
-
     try:
-        print(f"profile: {profile_elastic(config.out, config.elastic)}")
+        if config.model == "elastic":
+            from knobwise.profiling.runner import profile_elastic
+
+            print(f"profile: {profile_elastic(config.out, config.elastic)}")
+        else:
+            _profile_beams(config)
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"profile: {error}") from error
+
+
+def _profile_beams(config: Any) -> None:
+    from contextlib import nullcontext
+    from pathlib import Path
+
+    from knobwise.profiling.beam_runner import profile_beams
+    from knobwise.profiling.beam_tasks import learner_task, vlm_task
+    from knobwise.profiling.measuring import one_thread
+
+    is_learner = config.model == "learner"
+    task = learner_task(config.learner, config.pool) if is_learner else vlm_task(config.model, config.vlm, config.pool)
+    draw, drawn_by = None, ""
+    if config.checkpoint is not None:
+        import hashlib
+
+        from knobwise.agents.checkpoint import load_checkpoint
+        from knobwise.agents.selector import StoredEmbeddings
+
+        selector = load_checkpoint(config.checkpoint).selector
+        embeddings = StoredEmbeddings(task.table.queries, task.table.candidates)
+        drawn_by = hashlib.sha256(Path(config.checkpoint).read_bytes()).hexdigest()
+
+        def draw(rows: Any, count: int) -> Any:
+            query, pool = embeddings.both(rows, task.table.pool[rows])
+            return selector.distribution(query, pool, task.table.pool_mask[rows], config.beams.shots, count).sample()
+
+    with one_thread() if is_learner else nullcontext():
+        table = profile_beams(config.out, task, config.beams, draw, drawn_by)
+    if is_learner:
+        from knobwise.profiling.demonstrations import demonstrations_path, save_demonstrations
+
+        about = config.learner
+        compact = Path(config.out) / demonstrations_path(about.variant, about.part).name
+        save_demonstrations(table, about.variant, about.part, compact, seed=about.seed)
+    print(f"beams: {config.out}")
 
 
 def _help(verb: str, settings: Any) -> None:

@@ -16,6 +16,22 @@ def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
     return values.mean(-1) if weight is None else (weight * values).sum(-1)
 
 
+def even_weight(there: Tensor) -> Tensor:
+    """Weights of the alternatives that are there: 1/n each, 0 for the others, bool [*, J] → float [*, J]."""
+    return there / there.sum(-1, keepdim=True).clamp_min(1)
+
+
+def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> Tensor:
+    """Even weights of the `count` alternatives of the highest reward, of those whose weight is not 0. [*, J] → [*, J].
+
+    Equal rewards go by place.
+    """
+    there = torch.ones_like(reward, dtype=torch.bool) if weight is None else weight > 0
+    order = reward.masked_fill(~there, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(-1)
+    return even_weight(there & (rank < count))
+
+
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_epsilon: Tensor | float
 ) -> tuple[Tensor, Tensor]:
@@ -50,12 +66,13 @@ def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
 def expected_k3(
     log_prob: Tensor, reference_log_prob: Tensor, old_log_prob: Tensor | None = None, weight: Tensor | None = None
 ) -> Tensor:
-    """E_j k3_j over the last axis, [*, J] → [*]; the plain mean, or weighted by π_old = `weight`.
+    """E_j k3_j over the last axis, [*, J] → [*]; the plain mean, or weighted by `weight`.
 
-    Far from the reference π_ref/π overflows where π is next to 0. Its weight, given also as ln π_old, meets it first.
+    Far from the reference π_ref/π overflows where π is next to 0. Where the weight is π_old and given also as ln π_old,
+    it meets it first.
     """
     if weight is None or old_log_prob is None:
-        return k3(log_prob, reference_log_prob).mean(-1)
+        return expectation(k3(log_prob, reference_log_prob), weight)
     log_ratio = reference_log_prob - log_prob
     return ((old_log_prob + log_ratio).exp() - weight * (1 + log_ratio)).sum(-1)
 
@@ -88,13 +105,13 @@ def reward_weighted_cross_entropy(
     Args:
         log_probs: [*, C], −inf where masked.
         rewards: [*, C]; what stands where masked does not matter.
-        temperature: τ > 0, in units of reward.
-        mask: bool [*, C], True where an alternative takes part.
+        temperature: τ > 0, in units of reward; infinite for a plain mean, which is supervised learning.
+        mask: bool [*, C], True where an alternative takes part; where none does the result is 0.
 
     Returns: [*].
     """
+    scores = rewards / temperature
     if mask is not None:
-        rewards = rewards.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # finite: there may be nothing else
         log_probs = log_probs.masked_fill(~mask, 0.0)
-    target = torch.softmax(rewards / temperature, -1)
-    return -(target * log_probs).sum(-1)
+    return -(torch.softmax(scores, -1) * log_probs).sum(-1)

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from knobwise.losses.actor import ActorLoss, is_zero
 from knobwise.losses.advantage import ADVANTAGES, group_advantage
-from knobwise.losses.functional import clipped_surrogate, effective_sample_size, expectation, expected_k3
+from knobwise.losses.functional import (
+    clipped_surrogate,
+    effective_sample_size,
+    even_weight,
+    expectation,
+    expected_k3,
+    weight_of_best,
+)
 
 
 class GRPOLoss(ActorLoss):
@@ -34,6 +41,9 @@ class GRPOLoss(ActorLoss):
         advantage: one of `ADVANTAGES`, see `group_advantage`.
         advantage_std_floor: smallest standard deviation divided by.
         advantage_clip: advantages are cut to ± this.
+        top: under `sampled`, how many of a group, those of the highest reward, take part after the advantages were
+            taken in the whole group; None for all. May be changed between steps (a curriculum).
+        masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there are.
         reduction: `mean`, `sum` or `none` over contexts.
         functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
 
@@ -67,6 +77,7 @@ class GRPOLoss(ActorLoss):
             configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read, and
                 the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
+            group_mask: bool [P, G], for `masked`, which draws there are. A group of one draw, or of none, teaches nothing.
             sample_log_prob: float [P, G], of the draws under the behaviour policy.
             reference_log_prob: float [P, G], of the draws under the reference policy; may be missing when β = 0.
             reward_per_configuration: float [P, C], for `exact`; anything where not profiled.
@@ -77,6 +88,7 @@ class GRPOLoss(ActorLoss):
         action: NestedKey = "action"
         configuration: NestedKey = "configuration"
         reward: NestedKey = ("next", "reward")
+        group_mask: NestedKey = "group_mask"
         sample_log_prob: NestedKey = "action_log_prob"
         reference_log_prob: NestedKey = "reference_log_prob"
         reward_per_configuration: NestedKey = "reward_per_configuration"
@@ -106,6 +118,8 @@ class GRPOLoss(ActorLoss):
         advantage: str = "zscore",
         advantage_std_floor: float = 0.1,
         advantage_clip: float = 5.0,
+        top: int | None = None,
+        masked: bool = False,
         reduction: str = "mean",
         functional: bool = True,
     ) -> None:
@@ -114,7 +128,7 @@ class GRPOLoss(ActorLoss):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
         if advantage not in ADVANTAGES:
             raise ValueError(f"advantage {advantage!r}: must be one of {', '.join(ADVANTAGES)}")
-        self.objective, self.advantage = objective, advantage
+        self.objective, self.advantage, self.top, self.masked = objective, advantage, top, masked
         self.advantage_std_floor, self.advantage_clip = advantage_std_floor, advantage_clip
         for name, value in (
             ("clip_epsilon", clip_epsilon),
@@ -126,7 +140,7 @@ class GRPOLoss(ActorLoss):
     def _own_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
         sampled = self.objective == "sampled"
-        own = [keys.action, keys.reward, keys.sample_log_prob]
+        own = [keys.action, keys.reward, *([keys.group_mask] if self.masked else []), keys.sample_log_prob]
         own = own if sampled else [keys.reward_per_configuration, keys.behaviour_log_probs]
         return [*own, keys.reference_log_prob if sampled else keys.reference_log_probs]
 
@@ -140,16 +154,17 @@ class GRPOLoss(ActorLoss):
             chosen = tensordict.get(keys.configuration, None)
             log_prob = dist.log_prob(tensordict.get(keys.action)) if chosen is None else dist.log_prob_of_index(chosen)
             old, reference = tensordict.get(keys.sample_log_prob), tensordict.get(keys.reference_log_prob, None)
-            return dist, log_prob, old, reference, tensordict.get(keys.reward), None
+            weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
+            return dist, log_prob, old, reference, tensordict.get(keys.reward), weight
         log_prob, old = dist.log_probs, tensordict.get(keys.behaviour_log_probs)
         reference = tensordict.get(keys.reference_log_probs, None)
         # what is masked has weight 0; finite numbers in its place keep 0 · ∞ out of values and gradients
-        masked, weight = old == -torch.inf, old.exp().detach()
+        impossible, weight = old == -torch.inf, old.exp().detach()
         if finite:  # the objective alone can do with log π = −∞
-            log_prob = log_prob.masked_fill(masked, 0.0)
-            reference = None if reference is None else reference.masked_fill(masked, torch.finfo(old.dtype).min)
-        reward = tensordict.get(keys.reward_per_configuration).masked_fill(masked, 0.0)
-        return dist, log_prob, old.masked_fill(masked, 0.0), reference, reward, weight
+            log_prob = log_prob.masked_fill(impossible, 0.0)
+            reference = None if reference is None else reference.masked_fill(impossible, torch.finfo(old.dtype).min)
+        reward = tensordict.get(keys.reward_per_configuration).masked_fill(impossible, 0.0)
+        return dist, log_prob, old.masked_fill(impossible, 0.0), reference, reward, weight
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -166,14 +181,17 @@ class GRPOLoss(ActorLoss):
         advantage = group_advantage(
             reward, self.advantage, weight=weight, std_floor=self.advantage_std_floor, clip=self.advantage_clip
         )
+        if self.top is not None:
+            weight = weight_of_best(reward, self.top, weight)
         surrogate, cut = clipped_surrogate(log_prob, old.detach(), advantage, self.clip_epsilon)
         out = {"loss_objective": self._reduce_loss(-expectation(surrogate, weight), tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         if not is_zero(self.entropy_coeff):
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * dist.entropy(), tensordict)
         reference = log_prob.detach() + (torch.nan if penalised else 0) if reference is None else reference.detach()
+        behaviour = old.detach() if self.objective == "exact" else None
         if penalised:
-            kl = expected_k3(log_prob, reference, old.detach(), weight)
+            kl = expected_k3(log_prob, reference, behaviour, weight)
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
             with torch.no_grad():
@@ -181,7 +199,7 @@ class GRPOLoss(ActorLoss):
                 taught = advantage if weight is None else advantage * (weight > 0)
                 out |= {
                     "entropy": dist.entropy().mean(),
-                    "kl_to_ref": expected_k3(log_prob, reference, old, weight).mean(),
+                    "kl_to_ref": expected_k3(log_prob, reference, behaviour, weight).mean(),
                     "kl_approx": -expectation(log_ratio, weight).mean(),
                     "clip_fraction": expectation(cut.to(log_prob.dtype), weight).mean(),
                     "ESS": effective_sample_size(log_ratio, weight),

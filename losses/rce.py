@@ -1,4 +1,4 @@
-"""RCE, the warm-up before GRPO: imitate the softmax of the rewards."""
+"""RCE, the warm-up before GRPO: imitate the softmax of the rewards. With an infinite temperature: imitate all alike."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from knobwise.losses.actor import ActorLoss
-from knobwise.losses.functional import reward_weighted_cross_entropy
+from knobwise.losses.advantage import ADVANTAGES, group_advantage
+from knobwise.losses.functional import even_weight, reward_weighted_cross_entropy
 
 
 class RCELoss(ActorLoss):
     """Reward-weighted cross-entropy to softmax(reward/τ) over every profiled configuration of a context.
 
+    With `recorded` it is over the group's recorded actions instead, for contexts with more alternatives than can be
+    listed: −Σ_b softmax(score/τ)_b ln π(b).
+
     Args:
-        actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs` [P, C].
-        temperature: τ, in units of reward; may be changed between steps (it falls during the warm-up).
+        actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs` [P, C], or with
+            `recorded` with `log_prob(action)` [P, G].
+        recorded: imitate `action` instead of every configuration.
+        scores: `raw`, the rewards as they are, or one of `ADVANTAGES`, with which they are compared inside the group
+            first. `rank` gives every context the same weights.
+        temperature: τ, in units of the scores; may be changed between steps (it falls during the warm-up); infinite for
+            a plain mean, supervised fine-tuning.
         reduction: `mean`, `sum` or `none` over contexts.
         functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
 
@@ -32,9 +41,15 @@ class RCELoss(ActorLoss):
 
         Attributes:
             reward_per_configuration: float [P, C], NaN where not profiled.
+            action: with `recorded`, the actions of the group, [P, G, …].
+            reward: with `recorded`, float [P, G].
+            group_mask: with `recorded`, bool [P, G], which of them there are.
         """
 
         reward_per_configuration: NestedKey = "reward_per_configuration"
+        action: NestedKey = "action"
+        reward: NestedKey = ("next", "reward")
+        group_mask: NestedKey = "group_mask"
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
@@ -47,15 +62,21 @@ class RCELoss(ActorLoss):
         self,
         actor_network: ProbabilisticTensorDictSequential,
         *,
+        recorded: bool = False,
+        scores: str = "raw",
         temperature: float = 1.0,
         reduction: str = "mean",
         functional: bool = True,
     ) -> None:
         super().__init__(actor_network, reduction=reduction, functional=functional)
+        if scores not in ("raw", *ADVANTAGES):
+            raise ValueError(f"scores {scores!r}: must be one of raw, {', '.join(ADVANTAGES)}")
+        self.recorded, self.scores = recorded, scores
         self.register_buffer("temperature", torch.tensor(float(temperature)))
 
     def _own_keys(self) -> list[NestedKey]:
-        return [self.tensor_keys.reward_per_configuration]
+        keys = self.tensor_keys
+        return [keys.action, keys.reward, keys.group_mask] if self.recorded else [keys.reward_per_configuration]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -64,9 +85,16 @@ class RCELoss(ActorLoss):
         Args:
             tensordict: batch [P] with the keys above and those that the actor reads.
         """
-        dist = self._distribution(tensordict)
-        rewards = tensordict.get(self.tensor_keys.reward_per_configuration)
-        loss = reward_weighted_cross_entropy(dist.log_probs, rewards, self.temperature, ~rewards.isnan())
+        keys, dist = self.tensor_keys, self._distribution(tensordict)
+        if self.recorded:
+            rewards, log_probs = tensordict.get(keys.reward), dist.log_prob(tensordict.get(keys.action))
+            there = tensordict.get(keys.group_mask)
+        else:
+            rewards, log_probs = tensordict.get(keys.reward_per_configuration), dist.log_probs
+            there = ~rewards.isnan()
+        if self.scores != "raw":
+            rewards = group_advantage(rewards.masked_fill(~there, 0.0), self.scores, weight=even_weight(there))
+        loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, there)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}
         if self.diagnostics:
             with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from knobwise.envs.beams import BeamTable
 from knobwise.envs.table import Knob, ProfileTable
 
 
@@ -63,3 +64,67 @@ def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:
     if shown:
         x[:, 0] = kind * 2.0 - 1
     return table_of(accuracy.tolist(), latency.tolist(), x)
+
+
+class MatchScorer:
+    """A scorer: right where each of the query's two wishes is met by a demonstration, and none by a liar.
+
+    Query i wishes for kinds w₁(i) and w₂(i); candidate j is of kind k(j), and may be a liar.
+    """
+
+    def __init__(self, wishes: Tensor, kinds: Tensor, liar: Tensor) -> None:
+        self.wishes, self.kinds, self.liar = wishes, kinds, liar
+
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        shown = demonstrations.clamp_min(0)
+        honest = (demonstrations >= 0) & ~self.liar[shown]
+        kinds = torch.where(honest, self.kinds[shown], -1)
+        met = (kinds.unsqueeze(-1) == self.wishes[queries].unsqueeze(1)).any(1).float()
+        right = met.prod(-1)
+        probability = (0.05 + 0.9 * right) * (0.5 + 0.5 * met.mean(-1))
+        return {
+            "logprob_score": probability.log(),
+            "vqa_gt_prob": probability,
+            "vqa_correct": right,
+            "vqa_acc_score": met.mean(-1),
+            "vqa_rel_score": probability,
+        }
+
+    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+        return self(queries, demonstrations)["vqa_correct"]
+
+
+def small_beams(queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3) -> tuple[BeamTable, MatchScorer]:
+    """Queries that wish for one or two kinds, a bank with liars, and six recorded sequences of two for each: two that
+    were found by looking at the answer, four at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    wishes, bank = draw(kinds, queries, 2), 4 * pool
+    kind, liar = torch.arange(bank) % kinds, torch.rand(bank, generator=generator) < 0.4
+    places = torch.rand(queries, bank, generator=generator).argsort(1)[:, :pool]
+    scorer = MatchScorer(wishes, kind, liar)
+    every = torch.cartesian_prod(torch.arange(pool), torch.arange(pool))
+    every = every[every[:, 0] != every[:, 1]]
+    rows = torch.arange(queries).repeat_interleave(len(every))
+    tried = scorer(rows, places[rows, :][torch.arange(len(rows))[:, None], every.repeat(queries, 1)])
+    best = tried["vqa_gt_prob"].view(queries, -1).add(1e-3 * torch.rand(queries, len(every), generator=generator))
+    found = torch.cat([best.topk(2).indices, torch.rand(best.shape, generator=generator).topk(4).indices], 1)
+    fields = {name: values.view(queries, -1).gather(1, found) for name, values in tried.items()}
+    fields["beam_score"] = fields["vqa_gt_prob"] - 0.025
+    wanted = (torch.nn.functional.one_hot(wishes, kinds).sum(1) > 0).float()
+    table = BeamTable(
+        name="small beams",
+        query_ids=tuple(str(i) for i in range(queries)),
+        pool=places,
+        sequences=every[found],
+        fields=fields,
+        found_by=torch.tensor([0, 0, 3, 3, 3, 3]).expand(queries, -1).contiguous(),
+        round=torch.zeros(queries, 6, dtype=torch.int64),
+        queries=torch.cat([wanted, torch.zeros(queries, 1)], 1),
+        candidates=torch.cat([torch.nn.functional.one_hot(kind, kinds).float(), liar.float().unsqueeze(1)], 1),
+        blocks={"image": (0, kinds), "liar": (kinds, kinds + 1)},
+    )
+    return table, scorer

@@ -26,7 +26,13 @@ KINDS: dict[str, tuple[Callable[..., LossModule], dict[str, Any], set[Any]]] = {
         {**SAMPLED, "objective": "exact"},
         {"reward_per_configuration", "behaviour_log_probs", "reference_log_probs"},
     ),
+    "masked": (
+        GRPOLoss,
+        {**SAMPLED, "masked": True},
+        {"action", ("next", "reward"), "action_log_prob", "reference_log_prob", "group_mask"},
+    ),
     "rce": (RCELoss, {}, {"reward_per_configuration"}),
+    "recorded": (RCELoss, {"recorded": True}, {"action", ("next", "reward"), "group_mask"}),
 }
 every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
 either_way = pytest.mark.parametrize("functional", [True, False])
@@ -60,6 +66,7 @@ def make_data(contexts: int = 5) -> TensorDict:
             "action": GRID[index],
             "action_log_prob": old.gather(1, index),
             "reference_log_prob": reference.gather(1, index),
+            "group_mask": torch.arange(4) < torch.arange(contexts).unsqueeze(1),  # the first group is empty
             "next": {"reward": reward.gather(1, index)},
             "reward_per_configuration": reward,
             "behaviour_log_probs": old,

@@ -39,7 +39,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a checkpoint"):
         load_checkpoint(tmp_path / "text.pt")
     torch.save({"state": {}}, tmp_path / "other.pt")
-    with pytest.raises(InputError, match="not a checkpoint of a controller"):
+    with pytest.raises(InputError, match="not a checkpoint of knobwise"):
         load_checkpoint(tmp_path / "other.pt")
 
 

@@ -19,11 +19,11 @@ from tensordict import TensorDictBase
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.settings import EXPERTS
-from knobwise.agents.trainer import Trainer
 from knobwise.envs.profiles import long_frame, read_long_table, write_features, write_long_table
 from knobwise.envs.simulator import SimulatedConfig, simulate
-from knobwise.experiments.controller import run_name
+from knobwise.experiments.run_folder import run_name
 
 POLICIES = [
     *("controller", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
@@ -271,14 +271,14 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
 ) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
     with monkeypatch.context() as patch:
-        learn = Trainer._learn
+        learn = ControllerTrainer._learn
 
-        def pressed(self: Trainer, data: TensorDictBase) -> dict[str, float]:
+        def pressed(self: ControllerTrainer, data: TensorDictBase) -> dict[str, float]:
             if self.iteration == 9:
                 raise KeyboardInterrupt
             return learn(self, data)
 
-        patch.setattr(Trainer, "_learn", pressed)
+        patch.setattr(ControllerTrainer, "_learn", pressed)
         assert main(words) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert main(words) == 0

@@ -7,7 +7,7 @@ import torch
 from helpers import small_table
 from torch import Tensor
 
-from knobwise.agents.evaluation import bootstrap, judge
+from knobwise.agents.evaluation import bootstrap, judge, mean_ci95
 from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.envs.table import Knob, ProfileTable
 
@@ -86,6 +86,19 @@ def test_bootstrap_takes_the_seeds_into_account() -> None:
     assert high > 0.65
     low, high = bootstrap(torch.full((3, 50), 0.5), static, best)["gap_closed_ci95"]
     assert (low, high) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_intervals_of_several_means_come_from_the_same_draws() -> None:
+    values = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    both = mean_ci95(values)
+    assert both.shape == (2, 2)
+    for one, found in zip(values, both, strict=True):
+        torch.testing.assert_close(mean_ci95(one), found)
+        assert found[0] < one.mean() < found[1]
+        nothing = torch.zeros(50)
+        assert bootstrap(one, nothing, nothing)["utility_ci95"] == pytest.approx(found.tolist())
+    shifted = mean_ci95(torch.stack([values[0], values[0] + 0.25]))
+    torch.testing.assert_close(shifted[1], shifted[0] + 0.25)
 
 
 def test_where_nothing_can_be_gained_nothing_was_closed() -> None:

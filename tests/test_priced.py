@@ -11,6 +11,7 @@ from helpers import small_table
 from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.experts import Measured
 from knobwise.agents.mean_budget import StaticMix, calibrate_prices, choose_at_price, mean_budgets
 from knobwise.agents.networks import UtilityNetwork
@@ -27,7 +28,6 @@ from knobwise.agents.priced import (
 from knobwise.agents.settings import OptimiserConfig, PolicyConfig
 from knobwise.agents.stack import StackedController, _weights_of_folds, fit_priced_stack
 from knobwise.agents.stacking import HeldOut
-from knobwise.agents.trainer import Trainer
 from knobwise.envs.budgets import BudgetConfig, BudgetEncoding
 from knobwise.envs.errors import InputError
 from knobwise.envs.table import ProfileTable
@@ -37,8 +37,8 @@ SHORT = OptimiserConfig(warmup_iterations=10, iterations=4, contexts=32, minibat
 STACK = PolicyConfig(structure="utility", members=3, experts=("ridge", "knn"), hidden=16, dropout=0.0)
 
 
-def trained(table: ProfileTable, policy: PolicyConfig) -> Trainer:
-    trainer = Trainer(table, table.split(), policy=policy, optimiser=SHORT, budget=MEAN)
+def trained(table: ProfileTable, policy: PolicyConfig) -> ControllerTrainer:
+    trainer = ControllerTrainer(table, table.split(), policy=policy, optimiser=SHORT, budget=MEAN)
     trainer.run()
     return trainer
 

@@ -8,17 +8,16 @@ import pytest
 from helpers import small_table
 
 from knobwise.envs.errors import InputError
+from knobwise.experiments.profile_settings import BuiltinProfile, TableProfile, read_profile
 from knobwise.experiments.settings import (
     CONF,
     GROUPS,
     VERBS,
-    BuiltinProfile,
-    TableProfile,
     TrainRun,
     field_docs,
     help_lines,
-    read_profile,
     read_settings,
+    schema_of,
 )
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -45,7 +44,8 @@ def test_every_field_of_every_config_has_a_docstring(node: type[Any]) -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_file_composes_and_says_what_it_asks(name: str) -> None:
-    settings = read_settings("train", [f"experiment={name}"])
+    words = [f"experiment={name}"]
+    settings = read_settings(schema_of("train", words), words)
     assert settings.experiment == name
     comment = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()[1]
     assert comment.startswith("# ")

@@ -19,7 +19,8 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.envs.simulator import BASE_MS, KINDS, Kind, SimulatedConfig, simulate
 from knobwise.envs.table import Knob, ProfileTable
-from knobwise.experiments.settings import SimulatedProfile, field_docs, read_profile, read_settings
+from knobwise.experiments.profile_settings import SimulatedProfile, read_profile
+from knobwise.experiments.settings import field_docs, read_settings
 
 PLAIN = Kind(
     question="Nothing but compute.",

@@ -182,6 +182,42 @@ def test_results_become_summaries_curves_and_a_table(run: Path, logged: dict) ->
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_results_of_a_selector_are_logged_by_shots(tmp_path: Path) -> None:
+    accuracies = {("sft", 1): 0.4, ("sft", 2): 0.6, ("grpo_live", 1): 0.5, ("grpo_live", 2): 0.9}
+    rows = [
+        {"policy": policy, "shots": shots, "accuracy": share, "accuracy_ci95": [share - 0.1, share + 0.1]}
+        | {"queries": 1500, "decision_us_p50": None, "accuracy_per_seed": [share, share]}
+        for (policy, shots), share in accuracies.items()
+    ]
+    controls = [{"policy": "shuffled_live", "shots": 2, "accuracy": 0.59, "accuracy_ci95": [0.5, 0.7]}]
+    pair = {"policy": "grpo_live", "against": "sft", "shots": 2, "difference": 0.3, "ci95": [0.25, 0.35]}
+    found = {"system": "selector", "trained_shots": 2, "shots": [1, 2], "rows": rows, "controls": controls}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.pt").write_bytes(b"the weights")
+    with tracker(tmp_path, experiment="selector", job_type="evaluate") as log:
+        log.log_results(found | {"profile": RESULTS["profile"], "differences": [pair]})
+    ((content,),) = records(tmp_path).values()
+    assert {k: v for k, v in summary(content).items() if k.endswith("/accuracy") and k.startswith("Test/")} == {
+        **{"Test/sft/accuracy": 0.6, "Test/grpo_live/accuracy": 0.9, "Test/shuffled_live/accuracy": 0.59}
+    }
+    curve = [
+        (r["shots"], r["Shots/sft/accuracy"], r["Shots/grpo_live/accuracy"]) for r in history(content) if "shots" in r
+    ]
+    assert curve == [(1, 0.4, 0.5), (2, 0.6, 0.9)]
+    assert {m.get("step_metric") for m in of_kind(content, "metric") if m.get("glob_name") == "Shots/*"} == {"shots"}
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.json")]
+    policies, differences = sorted(tables, key=lambda table: -len(table["data"]))
+    assert len(policies["data"]) == 5
+    assert dict(zip(differences["columns"], differences["data"][0], strict=True)) == {
+        **{"policy": "grpo_live", "against": "sft", "shots": 2, "difference": 0.3, "ci95_low": 0.25, "ci95_high": 0.35}
+    }
+    assert events(tmp_path / "tensorboard" / "evaluate")["Test/grpo_live/accuracy", 0] == pytest.approx(0.9)
+    (model,) = (a for a in of_kind(content, "artifact") if a["type"] == "model")
+    learned = model["metadata"] if isinstance(model["metadata"], dict) else json.loads(model["metadata"])
+    assert learned["Test/grpo_live/accuracy"] == 0.9
+    assert not any("shuffled" in key for key in learned)
+
+
 def test_artifacts_are_logged_with_their_bodies_inside_the_run(run: Path, logged: dict) -> None:
     (content,) = logged["lr-0.003"]
     artifacts = {a["type"]: a for a in of_kind(content, "artifact")}

@@ -11,10 +11,10 @@ from helpers import small_table
 
 from knobwise.agents.baselines import BudgetAwareStatic
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.evaluation import judge
 from knobwise.agents.policy import Controller
 from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
-from knobwise.agents.trainer import Trainer
 from knobwise.envs.budgets import BudgetConfig, judged_worths
 from knobwise.envs.errors import InputError
 from knobwise.envs.reward import RewardConfig
@@ -36,9 +36,9 @@ class Lines:
         self.lines.append((step, dict(metrics)))
 
 
-def trainer(table: ProfileTable, folder: Path | None = None, **settings: object) -> Trainer:
+def trainer(table: ProfileTable, folder: Path | None = None, **settings: object) -> ControllerTrainer:
     options = {"optimiser": SHORT, "reward": UTILITY, "policy": PolicyConfig(hidden=32), **settings}
-    return Trainer(table, table.split(), folder=folder, **options)  # type: ignore[arg-type]
+    return ControllerTrainer(table, table.split(), folder=folder, **options)  # type: ignore[arg-type]
 
 
 def equal_states(first: torch.nn.Module, second: torch.nn.Module) -> bool:
@@ -236,7 +236,7 @@ def test_members_are_judged_on_what_was_held_out_of_them_by_hand() -> None:
             total += float((table.accuracy[hold, chosen] * (table.latency_ms[hold, chosen] <= budget)).sum())
             count += len(hold)
     student._evaluate()
-    assert student.best["utility"] == pytest.approx(total / count, abs=1e-6)
+    assert student.best["score"] == pytest.approx(total / count, abs=1e-6)
 
 
 def test_contexts_of_a_member_are_never_those_held_out_of_it() -> None:
@@ -310,7 +310,7 @@ def test_grpo_starts_from_the_best_of_the_regression_and_from_the_end_of_rce(str
     regresses = structure == "utility"
     moved = "network.outcome_head.bias" if regresses else "network.head.logits.bias"
     start = {name: value.clone() for name, value in student.controller.state_dict().items()}
-    student.best = {"utility": 2.0, "iteration": 0, "state": start}  # as if nothing after it had been as good
+    student.best = {"score": 2.0, "iteration": 0, "state": start}  # as if nothing after it had been as good
     begin, began = student._begin_grpo, []
 
     def watch() -> None:

@@ -1,0 +1,238 @@
+"""Canvases: small images with three questions each, and annotators of whom some are careless.
+
+The built-in task of the selector. A canvas of 10 × 10 pixels shows a handwritten digit (scikit-learn's) before one of
+six textures, in one of six frames. A demonstration is a canvas, one of the questions (which digit, frame, texture?) and
+the answer that an annotator stated. A query asks one or two questions about its own canvas; a demonstration *covers* a
+question when it asks the same and the true answer is the same. Careless annotators work on clean canvases, so that
+theirs resemble the query more, and are often wrong.
+
+Everything is drawn with `numpy.random.RandomState`, whose streams NumPy's compatibility policy (NEP 19) freezes, and
+pixels are whole multiples of 1/256: canvases are drawn again wherever they are needed instead of being stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+
+SIDE = 10  # pixels: a digit of 8 × 8 and the frame around it
+PIXELS = SIDE * SIDE
+QUESTIONS = ("digit", "frame", "texture")
+VALUES = (10, 6, 6)
+"""How many values each question's answer can have."""
+LABELS = 10
+"""Answers are shown as one of so many labels, which mean something else for every query."""
+ANNOTATORS = 10
+POOL = 48
+"""Candidates of a query."""
+_TRAINING_DIGITS = 900  # of 1,797; the others are held out
+_QUERY_NOISE = 0.05
+_FRAME_INK, _TEXTURE_INK = 0.6, 0.35
+_LEVELS = 256  # pixels are multiples of 1/256
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Who annotated, and what a pool is made of: per question asked so many covers, then look-alikes that cover
+    nothing, then random items."""
+
+    careless_annotators: int
+    """Of the ten; an annotator is careful or careless in everything."""
+    careful_covers: int
+    """Covers of careful annotators, per question asked."""
+    careless_covers: int
+    careful_look_alikes: int
+    """Of the careful annotators' items that cover nothing, the nearest to the query in pixels."""
+    careless_look_alikes: int
+    noise: tuple[float, float] = (0.2, 0.05)
+    """Standard deviation of the pixels' noise, careful and careless."""
+    wrong: tuple[float, float] = (0.02, 0.4)
+    """How often the stated answer is wrong, careful and careless."""
+
+
+VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14, 0)}
+
+
+@dataclass(frozen=True)
+class Bank:
+    """M items that can be demonstrations."""
+
+    images: NDArray[np.float32]
+    """[M, 100], about 0 to 1 (noise goes beyond)."""
+    question: NDArray[np.int64]
+    """[M]: index into `QUESTIONS`."""
+    annotator: NDArray[np.int64]
+    """[M]: 0 to 9."""
+    careless: NDArray[np.bool_]
+    """[M]: whether the annotator is."""
+    value: NDArray[np.int64]
+    """[M]: the answer that the annotator stated."""
+    true_value: NDArray[np.int64]
+    """[M]: the right answer."""
+
+    def __len__(self) -> int:
+        return len(self.question)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Q canvases, with one or two questions asked about each."""
+
+    images: NDArray[np.float32]
+    """[Q, 100]."""
+    values: NDArray[np.int64]
+    """[Q, 3]: the right answer to each question."""
+    asked: NDArray[np.int64]
+    """[Q, 2]: the questions asked, the second −1 where there is only one."""
+    labels: NDArray[np.int64]
+    """[Q, 3, 10]: the label of each value of each question, a permutation of 0 to 9."""
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+
+def draw_bank(rng: RandomState, size: int, held_out: bool, variant: Variant) -> Bank:
+    """Draw the items of a bank, values, questions and annotators uniform."""
+    values = _draw_values(rng, size)
+    question = rng.randint(len(QUESTIONS), size=size, dtype=np.int64)
+    annotator = rng.randint(ANNOTATORS, size=size, dtype=np.int64)
+    careless = annotator < variant.careless_annotators
+    images = _draw_images(rng, values, held_out, np.array(variant.noise)[careless.astype(int)])
+    right, count = values[np.arange(size), question], np.array(VALUES)[question]
+    wrong = rng.random_sample(size) < np.array(variant.wrong)[careless.astype(int)]
+    other = (right + 1 + (rng.random_sample(size) * (count - 1)).astype(np.int64)) % count
+    return Bank(images, question, annotator, careless, np.where(wrong, other, right), right)
+
+
+def draw_queries(rng: RandomState, size: int, held_out: bool) -> Queries:
+    """Draw queries, half of them with two questions."""
+    values = _draw_values(rng, size)
+    images = _draw_images(rng, values, held_out, np.full(size, _QUERY_NOISE))
+    asked = rng.random_sample((size, len(QUESTIONS))).argsort(1)[:, :2]
+    asked[rng.random_sample(size) < 0.5, 1] = -1
+    labels = rng.random_sample((size, len(QUESTIONS), LABELS)).argsort(2)
+    return Queries(images, values, asked, labels)
+
+
+def draw_pools(
+    rng: RandomState, queries: Queries, bank: Bank, variant: Variant, size: int = POOL, chunk: int = 256
+) -> NDArray[np.int64]:
+    """Draw each query's candidates, shuffled: [Q, size] rows of the bank.
+
+    A bank with too few covers or look-alikes gives more random items in their place; one with too few items altogether
+    leaves −1 at the end.
+    """
+    pools = []
+    careless, bank_images = bank.careless, bank.images.astype(np.float64)
+    bank_norm = (bank_images**2).sum(1)
+    for start in range(0, len(queries), chunk):
+        rows = slice(start, start + chunk)
+        asked, values = queries.asked[rows], queries.values[rows]
+        order = rng.random_sample((len(asked), len(bank)))
+        # squared distance, without the query's own norm; in multiples of 2⁻¹⁶, so exact whatever computes it
+        distance = bank_norm - 2 * queries.images[rows].astype(np.float64) @ bank_images.T
+        covers, chosen = np.zeros(order.shape, bool), []
+        for part in asked.T:
+            right = np.where(part < 0, -1, values[np.arange(len(part)), part])
+            cover = (bank.question == part[:, None]) & (bank.true_value == right[:, None])
+            covers |= cover
+            chosen += [
+                _lowest(order, cover & ~careless, variant.careful_covers),
+                _lowest(order, cover & careless, variant.careless_covers),
+            ]
+        chosen += [
+            _lowest(distance, ~covers & ~careless, variant.careful_look_alikes),
+            _lowest(distance, ~covers & careless, variant.careless_look_alikes),
+        ]
+        special = np.concatenate(chosen, 1)
+        free = ~covers
+        query, place = np.nonzero(special >= 0)
+        free[query, special[query, place]] = False
+        pool = np.concatenate([special, _lowest(order, free, size)], 1)
+        first = np.argsort(pool < 0, axis=1, kind="stable")[:, :size]
+        pools.append(np.take_along_axis(pool, first, 1))
+    pool = np.concatenate(pools)
+    shuffled = np.where(pool < 0, np.inf, rng.random_sample(pool.shape)).argsort(1)
+    return np.take_along_axis(pool, shuffled, 1)
+
+
+def digest(queries: Queries, bank: Bank) -> str:
+    """`sha256:…` of everything drawn, the same on every machine."""
+    sha = hashlib.sha256()
+    for images in (queries.images, bank.images):
+        sha.update(np.rint(images * _LEVELS).astype("<i2").tobytes())
+    of_bank = (bank.question, bank.annotator, bank.careless.astype(np.int64), bank.value, bank.true_value)
+    for numbers in (queries.values, queries.asked, queries.labels, *of_bank):
+        sha.update(numbers.astype("<i2").tobytes())
+    return f"sha256:{sha.hexdigest()}"
+
+
+def paint(values: NDArray[np.int64], pick: NDArray[np.int64], held_out: bool) -> NDArray[np.float32]:
+    """Canvases without noise, [n, 100].
+
+    Args:
+        values: [n, 3], digit, frame, texture.
+        pick: [n], any numbers: each chooses one of the digit's images, counted round and round.
+        held_out: whether the digits are of the held-out half.
+    """
+    digits, counts = _digits(held_out)
+    frames, textures = _patterns()
+    canvas = frames[values[:, 1]] * np.float32(_FRAME_INK)
+    digit = digits[values[:, 0], pick % counts[values[:, 0]]]
+    canvas[:, 1:-1, 1:-1] = np.maximum(digit, np.float32(_TEXTURE_INK) * textures[values[:, 2]])
+    return canvas.reshape(len(values), PIXELS)
+
+
+def _draw_values(rng: RandomState, size: int) -> NDArray[np.int64]:
+    return np.stack([rng.randint(count, size=size, dtype=np.int64) for count in VALUES], 1)
+
+
+def _draw_images(
+    rng: RandomState, values: NDArray[np.int64], held_out: bool, noise: NDArray[np.float64]
+) -> NDArray[np.float32]:
+    clean = paint(values, rng.randint(1 << 30, size=len(values), dtype=np.int64), held_out)
+    noisy = clean + noise[:, None] * rng.standard_normal(clean.shape)
+    return (np.rint(noisy * _LEVELS) / _LEVELS).astype(np.float32)
+
+
+@cache
+def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The images of each digit, [10, most, 8, 8] in 0–1 and filled up with blanks, and how many there are, [10]."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    order = RandomState(0).permutation(len(bunch.target))
+    chosen = order[_TRAINING_DIGITS:] if held_out else order[:_TRAINING_DIGITS]
+    images, labels = (bunch.images[chosen] / 16).astype(np.float32), bunch.target[chosen]
+    counts = np.bincount(labels)
+    grouped = np.zeros((len(counts), counts.max(), 8, 8), np.float32)
+    for digit, count in enumerate(counts):
+        grouped[digit, :count] = images[labels == digit]
+    return grouped, counts
+
+
+@cache
+def _patterns() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Six frames [6, 10, 10], inside blank, and six textures [6, 8, 8]: fixed random black and white."""
+    rng = RandomState(11)
+    border = np.ones((SIDE, SIDE), bool)
+    border[1:-1, 1:-1] = False
+    frames = (rng.random_sample((VALUES[1], SIDE, SIDE)) < 0.5) & border
+    textures = rng.random_sample((VALUES[2], SIDE - 2, SIDE - 2)) < 0.5
+    return frames.astype(np.float32), textures.astype(np.float32)
+
+
+def _lowest(key: NDArray[np.float64], allowed: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+    """Columns of the `count` lowest keys among those allowed, from the lowest on; −1 where there are fewer."""
+    count = min(count, key.shape[1])
+    if count == 0:
+        return np.zeros((len(key), 0), np.int64)
+    keys = np.where(allowed, key, np.inf)
+    found = np.argpartition(keys, count - 1, axis=1)[:, :count]
+    found = np.take_along_axis(found, np.take_along_axis(keys, found, 1).argsort(1, kind="stable"), 1)
+    return np.where(np.take_along_axis(allowed, found, 1), found, -1)
