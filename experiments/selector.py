@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
@@ -25,23 +26,27 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector import DECODINGS, Selector, StoredEmbeddings
-from knobwise.agents.selector_evaluation import decision_us, judge_selector, judge_simple
+from knobwise.agents.selector_baselines import SIMPLE
+from knobwise.agents.selector_evaluation import decision_us, judge_selector, judge_simple, recorded
 from knobwise.agents.selector_trainer import SelectorTrainer
 from knobwise.agents.settings import at_least, one_of
 from knobwise.envs.beam_files import read_beam_data
 from knobwise.envs.beams import BeamTable
-from knobwise.envs.demonstrations import GroupConfig
+from knobwise.envs.demonstrations import GroupConfig, recorded_groups
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.table import Split
 from knobwise.experiments.report import print_results, result_images, write_report
 from knobwise.experiments.run_folder import claim
-from knobwise.experiments.selector_results import selector_results
+from knobwise.experiments.selector_results import UPPER, selector_results
 from knobwise.experiments.selector_settings import BeamFiles, BuiltinBeams, SelectorRun
 from knobwise.experiments.tracking import Tracker, wandb_mode
 from knobwise.profiling.beam_search import probability, score
 from knobwise.profiling.demonstrations import builtin_demonstrations, careful_candidates
 from knobwise.profiling.scorers import Scorer
+
+TAKEN = ("sft", "rce", "hidden_sft", "hidden_rce", *SIMPLE, *UPPER)
+"""Names that no variant may have."""
 
 
 class SelectorData(NamedTuple):
@@ -138,7 +143,7 @@ def run(config: SelectorRun, overrides: list[str]) -> Path:
         _train(config, folder)
         console.print("judging every policy on held-out queries …")
         results = judge_run(config, data, folder)
-        results["experiment"] = config.experiment
+        results["experiment"], results["variants"] = config.experiment, list(config.variants)
         results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
         with written_whole(folder / "results.json") as temporary:
             temporary.write_text(json.dumps(results, indent=1))
@@ -159,18 +164,35 @@ def _checked(config: SelectorRun) -> SelectorData:
     one_of("decoding", config.decoding, DECODINGS)
     for key in ("jobs", "shots"):
         at_least(key, getattr(config, key), 1)
+    if not config.judged_shots or len(set(config.judged_shots)) < len(config.judged_shots):
+        raise InputError(f"judged_shots={config.judged_shots}: at least one number is needed, and none twice")
     for shots in config.judged_shots:
         at_least("judged_shots", shots, 1)
     data = read_data(config.beams)
+    stages = SelectorStages(config, data, config.seeds[0], None)
+    stages.check(config.reward)
+    recorded_groups(data.table, GroupConfig("beams"), config.shots)
     for name in config.variants:
         variant = config.variant(name)
-        if name in ("sft", "rce", "hidden_sft", "hidden_rce"):
+        if name in TAKEN:
             raise InputError(f"variants.{name}: the name is taken; choose another")
-        if data.scorer is None and variant.live:
-            raise InputError(f"variants.{name}.live: these beams have no scorer; leave the variant out, or replay")
+        if data.scorer is None and (variant.live or variant.rounds > 1):
+            raise InputError(
+                f"variants.{name}: live draws and rounds need a scorer, which recorded beams do not have; leave it out "
+                f"by variants.{name}=null, or train with experiment=selector_replay"
+            )
         hide(data.table, variant.hidden)
         reward, _ = config.of(variant, name)
-        SelectorStages(config, data, config.seeds[0], None).check(reward)
+        stages.check(reward)
+        if not (variant.live or (variant.own_draws and data.scorer is not None)):
+            recorded_groups(data.table, GroupConfig(variant.groups, rounds=1), config.shots)
+    if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
+        raise InputError("variants: those with hidden blocks share hidden_sft, so all must hide the same blocks")
+    if data.test_scorer is None:
+        test = data.test.select(data.test_rows)
+        if all(recorded(test, t, torch.zeros_like(test.beam_mask)).isnan().all() for t in config.judged_shots):
+            lengths = sorted(set(test.lengths[test.beam_mask].tolist()))
+            raise InputError(f"judged_shots={config.judged_shots}: recorded test sequences have {lengths} shots only")
     return data
 
 
@@ -194,8 +216,19 @@ def _train(config: SelectorRun, folder: Path) -> None:
 
 
 def _plain() -> None:
-    """Bars of several processes would write over one another: they say a line once in a while instead."""
+    """Bars of several processes would write over one another: they say a line once in a while instead.
+
+    And no process outlives the one that started it: that run may be started again, and would meet it in its folder.
+    """
     os.environ["TTY_COMPATIBLE"] = "0"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def train_seed(config: SelectorRun, seed: int, folder: Path) -> None:

@@ -99,13 +99,13 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         return [*sentences, f"No learned policy was judged.{words}"]
     queries = found[form].get("queries") or results["test_queries"]
     sentences.append(
-        f"At {_shots(shown_at(results))} {_name(form, results)} gets {found[form]['accuracy']:.1%} of {queries:,} "
-        f"held-out queries right{_span(found[form].get('accuracy_ci95'), '.1%')}."
+        f"At {_shots(shown_at(results))} {policy_words(form, results)} gets {found[form]['accuracy']:.1%} of "
+        f"{queries:,} held-out queries right{_span(found[form].get('accuracy_ci95'), '.1%')}."
     )
     for name in LEARNED:
         clauses = [_gain(at[name, other], results) for other in ("rce", "sft") if (name, other) in at]
         if clauses:
-            sentences.append(f"{_name(name, results)} {'; it '.join(clauses)}.")
+            sentences.append(f"{policy_words(name, results)} {'; it '.join(clauses)}.")
     sentences += _against_simple(form, found, at, results)
     sentences += _on_controls(form, at, results)
     more = [
@@ -115,14 +115,14 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     ]
     if more:
         sentences.append(
-            f"Trained at {_shots(results['trained_shots'])} alone, {_name(form, results)} has {_listed(more)}."
+            f"Trained at {_shots(results['trained_shots'])} alone, {policy_words(form, results)} has {_listed(more)}."
         )
     return sentences
 
 
 def _gain(row: Row, results: Mapping[str, Any]) -> str:
     """What a policy adds to another, without naming it."""
-    other, points, span = _name(row["against"], results), _points(row["difference"]), _span(row["ci95"])
+    other, points, span = policy_words(row["against"], results), _points(row["difference"]), _span(row["ci95"])
     if _sign(row) == 0:
         return f"is not shown to differ from {other}: {points} points{span}"
     size = _points(abs(row["difference"]), "")
@@ -137,7 +137,7 @@ def _against_simple(
     if not rivals:
         return []
     ways = f"the {len(rivals)} simple ways"
-    ours, best = _name(form, results), _with_accuracy(found[rivals[0]], results)
+    ours, best = policy_words(form, results), _with_accuracy(found[rivals[0]], results)
     difference = at[form, rivals[0]]
     beaten = [name for name in rivals if _sign(at[form, name]) > 0]
     winners = [name for name in rivals if _sign(at[form, name]) < 0]
@@ -201,7 +201,7 @@ def cells(results: Mapping[str, Any], rows: str = "rows") -> list[list[str]]:
     at = {(row["policy"], row["shots"]): row for row in results.get(rows, [])}
     return [
         [
-            _name(policy, results),
+            policy_words(policy, results),
             *(_with_interval(at.get((policy, shots), {})) for shots in results["shots"]),
             page.quantity(at.get((policy, shown_at(results)), {}).get("decision_us_p50"), "µs"),
         ]
@@ -212,7 +212,7 @@ def cells(results: Mapping[str, Any], rows: str = "rows") -> list[list[str]]:
 def learned(results: Mapping[str, Any]) -> str:
     """The first cell of the row that stands for the run; "" where nothing was trained."""
     form = _form(_at(results, shown_at(results)))
-    return "" if form is None else _name(form, results)
+    return "" if form is None else policy_words(form, results)
 
 
 def few(results: Mapping[str, Any]) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ def sections(results: Mapping[str, Any]) -> list[str]:
     """The parts of the report between the verdict and the training curves."""
     rows = cells(results)
     ordered = [name for names in KINDS.values() for name in names if name in _names(results)]
-    policies = [(_name(name, results), WORDS[name][1].format(hidden=_hidden(results))) for name in ordered]
+    policies = [(policy_words(name, results), WORDS[name][1].format(hidden=_hidden(results))) for name in ordered]
     terms = "".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in [*TERMS.items(), *policies])
     parts = [
         "<h2>Results</h2><p>Share of held-out queries answered right, by how many demonstrations are shown; the best "
@@ -265,7 +265,7 @@ def _table_of_differences(results: Mapping[str, Any], differences: Sequence[Row]
         found = [at.get((policy, against, shots)) for shots in results["shots"]]
         shown = at.get((policy, against, shown_at(results)))
         words = "" if shown is None else ("worse", "no difference shown", "better")[_sign(shown) + 1]
-        name = f"{_name(policy, results)}\nover {_name(against, results)}"
+        name = f"{policy_words(policy, results)}\nover {policy_words(against, results)}"
         rows.append([name, *("–" if row is None else _difference(row) for row in found), words])
     return page.table(["policy", *header(results)[1:-1], f"at {_shots(shown_at(results))}"], rows)
 
@@ -296,7 +296,7 @@ def result_charts(results: Mapping[str, Any]) -> dict[str, tuple[str, alt.TopLev
     every = [*results["rows"], *results.get("controls", [])]
     frame = pl.DataFrame(
         [
-            {"policy": row["policy"], "name": _name(row["policy"], results), "shots": row["shots"]}
+            {"policy": row["policy"], "name": policy_words(row["policy"], results), "shots": row["shots"]}
             | {"accuracy": row["accuracy"], "low": row["accuracy_ci95"][0], "high": row["accuracy_ci95"][1]}
             | {"kind": next((kind for kind, names in KINDS.items() if row["policy"] in names), "other")}
             for row in every
@@ -313,10 +313,10 @@ def result_charts(results: Mapping[str, Any]) -> dict[str, tuple[str, alt.TopLev
         found = _at(results, shown_at(results))
         simple = sorted((n for n in SIMPLE if n in found), key=lambda n: -float(found[n]["accuracy"]))
         kept = [name for name in (_form(found), "rce", "sft", *simple[:1]) if name in found]
-        named = {name: _name(str(name), results) for name in dict.fromkeys(kept)}
+        named = {name: policy_words(str(name), results) for name in dict.fromkeys(kept)}
         lines = frame.filter(pl.col("kind") != "control")
         colours = pl.when(pl.col("policy").is_in(list(named))).then(pl.col("name")).otherwise(pl.lit(charts.OTHER))
-        strongest = f" The strongest simple way is {_name(simple[0], results)}." if simple else ""
+        strongest = f" The strongest simple way is {policy_words(simple[0], results)}." if simple else ""
         drawn["Accuracy against shots"] = (
             f"Trained at {_shots(results['trained_shots'])} (dashed), asked for others without retraining; shaded: 95% "
             f"intervals; grey: everything else in the table.{strongest}",
@@ -360,13 +360,14 @@ def _hidden(results: Mapping[str, Any]) -> str:
     return _listed(results.get("hidden") or ["information"])
 
 
-def _name(policy: str, results: Mapping[str, Any]) -> str:
+def policy_words(policy: str, results: Mapping[str, Any]) -> str:
+    """A policy of these results in plain words."""
     words = WORDS[policy][0] if policy in WORDS else policy.replace("_", " ")
     return words.format(hidden=_hidden(results))
 
 
 def _with_accuracy(row: Row, results: Mapping[str, Any]) -> str:
-    return f"{_name(row['policy'], results)} ({row['accuracy']:.3f})"
+    return f"{policy_words(row['policy'], results)} ({row['accuracy']:.3f})"
 
 
 def _with_interval(row: Row) -> str:

@@ -126,7 +126,15 @@ def _rows(
 def _differences(known: Mapping[str, Tensor], shots: int) -> list[dict[str, Any]]:
     """policy − against, query by query and seed by seed."""
     form = next((name for name in LEARNED if name in known), None)
-    pairs = dict.fromkeys([*PAIRS, *((form, way) for way in SIMPLE if form is not None)])
+    own = [name for name in known if name not in (*TRAINED, *SIMPLE, *UPPER)]
+    pairs = dict.fromkeys(
+        [
+            *PAIRS,
+            *((form, way) for way in SIMPLE if form is not None),
+            *((name, other) for name in own for other in ("rce", "sft")),
+            *((name, own[0]) for name in own[1:]),
+        ]
+    )
     pairs = {pair: None for pair in pairs if set(pair) <= set(known)}
     apart = [_paired(known, *pair) for pair in pairs]
     return [

@@ -111,7 +111,7 @@ class SelectorRun:
     grpo: StageConfig = field(default_factory=lambda: StageConfig(epochs=6, lr=3e-4, rise=0.1))
     """GRPO, where a variant says nothing else."""
     variants: dict[str, Any] = field(default_factory=dict)
-    """What is post-trained, by name; see `knobwise.experiments.selector_settings.Variant`."""
+    """What is post-trained, by name; see `knobwise.experiments.selector_settings.Variant`. null leaves one out."""
     shots: int = 2
     """Demonstrations in a sequence, in training."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
@@ -131,13 +131,16 @@ class SelectorRun:
     device: str = "cpu"
     """cpu or cuda."""
 
+    def __post_init__(self) -> None:
+        self.variants = {name: values for name, values in self.variants.items() if values is not None}
+
     def variant(self, name: str) -> Variant:
         """The variant of this name, checked.
 
         Raises:
             InputError: an unknown key, a value of the wrong type.
         """
-        return checked(Variant, self.variants[name] or {}, f"variants.{name}")
+        return checked(Variant, self.variants[name], f"variants.{name}")
 
     def of(self, variant: Variant, name: str) -> tuple[DemonstrationRewardConfig, SelectorLossConfig]:
         """Reward and loss of a variant: those of the run, but for what it says."""

@@ -77,7 +77,7 @@ class GRPOLoss(ActorLoss):
             configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read, and
                 the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
-            group_mask: bool [P, G], for `masked`, which draws there are. A group of one draw, or of none, teaches nothing.
+            group_mask: bool [P, G], for `masked`: which draws there are. A group of one or of none teaches nothing.
             sample_log_prob: float [P, G], of the draws under the behaviour policy.
             reference_log_prob: float [P, G], of the draws under the reference policy; may be missing when β = 0.
             reward_per_configuration: float [P, C], for `exact`; anything where not profiled.

@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import small_beams
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.pointer import SelectorConfig
 from knobwise.agents.selector import Selector
+from knobwise.agents.selector_settings import StageConfig
+from knobwise.agents.selector_trainer import SelectorTrainer
 from knobwise.envs.errors import InputError
 
 pytest.importorskip("peft")
@@ -199,3 +203,45 @@ def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"pip install knobwise\[models\]"):
         ClipEncoder.pretrained("clip", items(), QUERY_ITEMS, CANDIDATE_ITEMS)
+
+
+def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
+    """v2_lora: SFT, then GRPO on live draws; of CLIP the LoRA weights alone move, and the first KL is 0."""
+    table, scorer = small_beams(12, pool=3)
+    generator = torch.Generator().manual_seed(0)
+    count = table.num_queries + len(table.candidates)
+    words = torch.randint(1, 48, (count, 6), generator=generator)
+    words[:, 5] = 49
+    shown = ClipItems(torch.randn(count, 3, 16, 16, generator=generator), words, torch.ones_like(words))
+    torch.manual_seed(1)
+    rows = torch.arange(count)
+    made = ClipEncoder(clip(), shown, rows[:12], rows[12:]).eval()
+    stored = made.stored()
+    start = Selector.fitted(SelectorConfig(width=16, heads=2), stored.queries(rows[:12]), stored.candidates(rows[:12]))
+    config = StageConfig(epochs=1, lr=1e-2, queries=4)
+    for stage, live in (("sft", False), ("grpo", True)):
+        before = {name: p.detach().clone() for name, p in made.named_parameters()}
+        student = SelectorTrainer(
+            stage,
+            table,
+            table.split(0.7, 0.2),
+            start,
+            embeddings=made,
+            scorer=scorer,
+            live=live,
+            config=config,
+            folder=tmp_path / stage,
+        )
+        if live:
+            next(iter(student.collector))
+            first = student._loss_of(student._loss(), student.buffer[:])
+            assert float(first["kl_to_ref"]) == pytest.approx(0, abs=1e-6)
+        start = student.run()
+        moved = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
+        last = load_checkpoint(tmp_path / stage / "last.pt").extra["training"]["agent"]
+        changed = {n for n, p in before.items() if not torch.equal(last[f"embeddings.{n}"], p)}
+        assert moved <= changed
+        assert changed
+        assert all("lora" in name for name in changed)
+    best = load_checkpoint(tmp_path / "grpo" / "best.pt")
+    made.load_lora_state(best.extra["lora"])
