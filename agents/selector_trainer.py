@@ -210,7 +210,7 @@ class SelectorTrainer(Trainer):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save(self, folder: Path) -> None:
-        extra = {"validation": self.best["score"], "iteration": self.iteration}
+        extra = {"policy": folder.name, "validation": self.best["score"], "iteration": self.iteration}
         if isinstance(self.agent.embeddings, ClipEncoder):
             extra["lora"] = self.agent.embeddings.lora_state()
         epoch = self.iteration // self.settings.evaluate_every

@@ -1,4 +1,5 @@
-"""Judge a trained controller again: on the test samples of its own profile, or on another profile."""
+"""Judge a trained controller again: on the test samples of its own profile, or on another profile. Of a selector: on
+the held-out queries of its own beams, or on others."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents.baselines import BudgetAwareStatic, Oracle, make_baselines
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.priced import PricedChooser, make_priced_baselines
+from knobwise.agents.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector_evaluation import judge_selector, judge_simple
 from knobwise.agents.settings import at_least
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
@@ -23,6 +26,8 @@ from knobwise.experiments.mean_results import mean_results_of
 from knobwise.experiments.profile_settings import read_profile
 from knobwise.experiments.report import print_results
 from knobwise.experiments.results import held_out_choices, results_of
+from knobwise.experiments.selector import read_data
+from knobwise.experiments.selector_results import selector_results
 from knobwise.experiments.settings import EvaluateRun
 
 
@@ -35,11 +40,16 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     same id) are left out. A controller for mean budgets is judged at those that it was calibrated for.
 
     Raises:
-        InputError: no such checkpoint, or a profile with other configurations or features.
+        InputError: no such checkpoint, or a profile with other configurations or features; of a selector, beams with
+            embeddings of another width, or without a query that it was not trained on.
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
     loaded = load_checkpoint(config.checkpoint)
+    if isinstance(loaded.agent, Selector):
+        results = evaluate_selector(loaded, config)
+        _tell(results, config)
+        return results
     table = read_profile(config.profile)
     decides = loaded.controller
     controller = decides.chooser if isinstance(decides, PricedChooser) else decides
@@ -76,11 +86,15 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms) if config.baselines else few
             results = results_of(table, split.test, budgets_ms, rewards, [decides], [0], baselines)
     results |= held_out_choices([loaded])
+    _tell(results, config)
+    return results
+
+
+def _tell(results: dict[str, Any], config: EvaluateRun) -> None:
     if config.json is not None:
         with written_whole(Path(config.json)) as temporary:
             temporary.write_text(json.dumps(results, indent=1))
     print_results(results, Console())
-    return results
 
 
 def _under_mean_budgets(
@@ -93,3 +107,33 @@ def _under_mean_budgets(
     baselines = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
     fitted = torch.cat([split.train, split.validation])
     return mean_results_of(table, fitted, split.test, budgets_ms, [controller], [0], baselines)
+
+
+def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
+    """A selector beside the simple ways, at every number of shots asked for; queries that it was trained on are left
+    out."""
+    data, selector = read_data(config.beams), loaded.selector
+    embeddings, rows = StoredEmbeddings(data.test.queries, data.test.candidates), data.test_rows
+    if data.test.digest == loaded.profile_digest:
+        seen = set(loaded.extra.get("fitted", ()))
+        rows = torch.tensor([row for row in range(data.test.num_queries) if data.test.query_ids[row] not in seen])
+    if not len(rows):
+        raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
+    name = loaded.extra.get("policy", selector.stage)
+    correct: dict[str, dict[int, torch.Tensor]] = {name: {}}
+    for shots in config.judged_shots:
+        at_least("judged_shots", shots, 1)
+        correct[name][shots] = judge_selector(selector, embeddings, data.test, data.test_scorer, shots, rows).unsqueeze(
+            0
+        )
+        if config.baselines:
+            simple = judge_simple(data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted)
+            for way, found in simple.items():
+                correct.setdefault(way, {})[shots] = found
+    return selector_results(
+        correct,
+        data.test,
+        seeds=[0],
+        trained_shots=loaded.extra.get("shots", config.judged_shots[0]),
+        judged_by="recorded" if data.test_scorer is None else "scorer",
+    )

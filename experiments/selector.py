@@ -7,11 +7,13 @@ Launch it as `python experiments/selector.py key=value …` or `knobwise train e
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.selector import DECODINGS, Selector, StoredEmbeddings
 from knobwise.agents.selector_baselines import SIMPLE
 from knobwise.agents.selector_evaluation import decision_us, judge_selector, judge_simple, recorded
@@ -141,6 +143,7 @@ def run(config: SelectorRun, overrides: list[str]) -> Path:
     with claim(config, overrides) as folder:
         console.print(f"run: {folder}", soft_wrap=True)
         _train(config, folder)
+        _keep_best(config, data, folder)
         console.print("judging every policy on held-out queries …")
         results = judge_run(config, data, folder)
         results["experiment"], results["variants"] = config.experiment, list(config.variants)
@@ -359,6 +362,22 @@ class SelectorStages:
             trainer.run()
         self.step += trainer.total + 1
         return load_checkpoint(folder / "best.pt").selector
+
+
+def _keep_best(config: SelectorRun, data: SelectorData, folder: Path) -> None:
+    """The seed and policy that were best on validation become the run's `best.pt`; controls do not compete."""
+    competing = [n for n in config.variants if not config.variant(n).hidden and not config.variant(n).last]
+    found = {}
+    for name, seed in itertools.product(competing or ["rce"], config.seeds):
+        path = folder / "checkpoints" / f"seed{seed}" / name
+        found[name, path] = float(load_checkpoint(path / "best.pt").extra["validation"])
+    name, path = max(found, key=found.__getitem__)
+    fitted = torch.cat([data.split.train, data.split.validation])
+    extra = {"policy": name, "validation": found[name, path], "shots": config.shots}
+    extra |= {"fitted": [data.table.query_ids[row] for row in fitted.tolist()]}
+    save_checkpoint(folder / "checkpoints" / "best.pt", load_checkpoint(path / "best.pt").selector, data.table, extra)
+    with written_whole(folder / "checkpoints" / "last.pt") as temporary:
+        shutil.copyfile(path / "last.pt", temporary)
 
 
 class _StageLog:

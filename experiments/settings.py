@@ -100,10 +100,15 @@ class InspectRun:
 
 @dataclass
 class EvaluateRun:
-    """knobwise evaluate: judge a trained controller again, on the test samples of its profile or on another profile."""
+    """knobwise evaluate: judge a trained controller again, on the test samples of its profile or on another profile; or
+    a trained selector, on held-out queries of its beams or on other beams."""
 
     checkpoint: str = "runs/latest/checkpoints/best.pt"
-    """The controller."""
+    """The controller or selector."""
+    beams: Any = MISSING
+    """Group: builtin, files. What a selector is judged on."""
+    judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    """Demonstrations in a sequence, for a selector."""
     profile: Any = MISSING
     """Group: builtin, exp5_exp6, core_exp, table, simulated."""
     split: SplitConfig = field(default_factory=SplitConfig)
@@ -196,7 +201,7 @@ _GROUPS_OF = {
     "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
     "train_selector": ("beams", "tracking"),
     "inspect": ("profile",),
-    "evaluate": ("profile", "reward"),
+    "evaluate": ("profile", "reward", "beams"),
     "profile": (),
 }
 """Which groups the settings of a verb are put together from."""

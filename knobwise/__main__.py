@@ -10,7 +10,8 @@ from knobwise._version import __version__
 
 USAGE = """knobwise: which setting of a model's knobs for which input, under a latency budget
 
-  knobwise train      learn a controller from a profile, judge it beside every simple way, report
+  knobwise train      learn a controller from a profile (or with experiment=selector a selector of demonstrations
+                      from beams), judge it beside every simple way, report
   knobwise evaluate   judge a trained controller again
   knobwise inspect    what is in a profile, and how much there is to gain
   knobwise profile    measure a model at every configuration, or record which demonstrations help it
@@ -186,7 +187,7 @@ def _help(verb: str, settings: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    print(settings.VERBS[verb].__doc__, "\n")
+    print(" ".join(settings.VERBS[verb].__doc__.split()), "\n")
     table = Table(box=None, pad_edge=False)
     for column in ("key", "default", "meaning"):
         table.add_column(column, overflow="fold")

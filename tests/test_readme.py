@@ -6,20 +6,26 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import small_table
+from helpers import small_beams, small_table
 
 from knobwise.__main__ import main
+from knobwise.envs.beam_files import write_rl_data
 from knobwise.envs.exp_files import write_exp5_exp6
 from knobwise.envs.profiles import long_frame, write_features, write_long_table
 from knobwise.experiments.settings import first_of_each_sweep, read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = {"decisions.md"}  # pages of figures, without anything to type
+RESULTS = {"decisions.md", "selector.md"}  # pages of figures, without anything to type
 GUIDES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS)]
 SHORTER = [
     *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
     *("tracking=disabled", "seeds=[0]"),
+]
+SHORTER_SELECTOR = [
+    *("sft.epochs=1", "rce.epochs=1", "grpo.epochs=1", "judged_shots=[2]", "tracking=disabled", "seeds=[0]"),
+    *(f"variants.{name}.epochs=1" for name in ("grpo_rounds", "grpo_live", "shuffled_live", "hidden_live")),
 ]
 
 
@@ -35,12 +41,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_exp5_exp6(long_frame(table), "exp5", "exp6", "text_vqa")
     write_long_table(table, "measured.csv")
     write_features(table, "features.npz")
+    beams, _ = small_beams(30)
+    write_rl_data(beams, "beams.json")
+    np.savez("embeddings.npz", embeddings=beams.candidates.numpy())
     return tmp_path
 
 
 def shortened(words: list[str]) -> list[str]:
     if words[0] != "train" or any(word.startswith("-") for word in words):
         return words
+    if any(word.startswith("experiment=selector") for word in words):
+        return words + [word for word in SHORTER_SELECTOR if "experiment=selector" in words or "variants" not in word]
     return [word for word in words if not word.startswith("seeds=")] + SHORTER
 
 
@@ -54,7 +65,8 @@ def test_every_command_of_a_guide(guide: str, folder: Path) -> None:
             continue
         words = shlex.split(line, comments=True)[1:]
         # README commands on the built-in profile stand in for themselves elsewhere; here a small table is enough
-        if words[0] == "train" and not any(word.startswith("profile=") for word in words) and "--help" not in words:
+        own = any(word.startswith(("profile=", "experiment=selector")) for word in words)
+        if words[0] == "train" and not own and "--help" not in words:
             words += ["profile=table", "profile.path=measured.csv"]
         assert main(shortened(words)) == 0, line
 
@@ -64,6 +76,9 @@ def test_every_python_snippet_of_a_guide(guide: str, folder: Path, capsys: pytes
     snippets = blocks(guide, "python")
     if any("runs/latest" in snippet for snippet in snippets):
         assert main(["train", "experiment=controller", "policy=utility", "policy.hidden=16", *SHORTER]) == 0
+    for line in blocks(guide, "bash"):
+        if "knobwise profile model=learner" in line:
+            assert main(shlex.split(line)[1:]) == 0
     names: dict[str, object] = {}
     for snippet in snippets:
         exec(compile(snippet, guide, "exec"), names)
