@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from rich.console import Console
@@ -33,6 +33,7 @@ from knobwise.agents.selector_evaluation import decision_us, judge_selector, jud
 from knobwise.agents.selector_trainer import SelectorTrainer
 from knobwise.agents.settings import at_least, one_of
 from knobwise.envs.beam_files import read_beam_data
+from knobwise.envs.beam_records import TrailingQuery
 from knobwise.envs.beams import BeamTable
 from knobwise.envs.demonstrations import GroupConfig, recorded_groups
 from knobwise.envs.errors import InputError
@@ -88,6 +89,7 @@ def read_data(config: BuiltinBeams | BeamFiles) -> SelectorData:
             config.path,
             config.embeddings,
             config.query_embeddings,
+            trailing_query=cast(TrailingQuery, config.trailing_query),
             candidate_images=config.candidate_images,
             keep_fallback=config.keep_fallback,
             name=config.name,
@@ -172,6 +174,11 @@ def _checked(config: SelectorRun) -> SelectorData:
     for shots in config.judged_shots:
         at_least("judged_shots", shots, 1)
     data = read_data(config.beams)
+    if data.test_scorer is None:
+        test = data.test.select(data.test_rows)
+        if all(recorded(test, t, torch.zeros_like(test.beam_mask)).isnan().all() for t in config.judged_shots):
+            lengths = sorted(set(test.lengths[test.beam_mask].tolist()))
+            raise InputError(f"judged_shots={config.judged_shots}: recorded test sequences have {lengths} shots only")
     stages = SelectorStages(config, data, config.seeds[0], None)
     stages.check(config.reward)
     recorded_groups(data.table, GroupConfig("beams"), config.shots)
@@ -191,11 +198,6 @@ def _checked(config: SelectorRun) -> SelectorData:
             recorded_groups(data.table, GroupConfig(variant.groups, rounds=1), config.shots)
     if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
         raise InputError("variants: those with hidden blocks share hidden_sft, so all must hide the same blocks")
-    if data.test_scorer is None:
-        test = data.test.select(data.test_rows)
-        if all(recorded(test, t, torch.zeros_like(test.beam_mask)).isnan().all() for t in config.judged_shots):
-            lengths = sorted(set(test.lengths[test.beam_mask].tolist()))
-            raise InputError(f"judged_shots={config.judged_shots}: recorded test sequences have {lengths} shots only")
     return data
 
 

@@ -40,6 +40,9 @@ class BeamFiles:
     """Embeddings of the queries; None when they are the same."""
     candidate_images: str | None = None
     """Which image each candidate shows, so that none shows the query's own."""
+    trailing_query: str = "auto"
+    """In the legacy format: `auto` drops the query's own id where it ends a row, `never` takes it for a candidate (of
+    another data set, where the same number is another item)."""
     keep_fallback: bool = False
     """Keep sequences whose answer only a fallback could judge."""
     name: str | None = None

@@ -83,7 +83,7 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: pytes
     assert main(words) == 0
     run = folder / RUN / "first"
     assert (folder / "runs" / "latest").resolve() == run
-    for name in ("config.yaml", "results.json", "report.html", "metrics.csv"):
+    for name in ("config.yaml", "results.json", "report.html", "metrics.csv", "checkpoints/last.pt"):
         assert (run / name).stat().st_size > 0
     assert not (run / ".unfinished").exists()
     assert list((run / "tensorboard").rglob("events.*"))
@@ -117,6 +117,11 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: pytes
         assert row["ci95"][0] - 1e-9 <= row["difference"] <= row["ci95"][1] + 1e-9
     assert "No scorer was at hand" in (run / "report.html").read_text()
     assert "report.html" in capsys.readouterr().out
+    words = [word for word in words if word.startswith("beams.")]
+    assert main(["evaluate", "beams=files", *words, "json=again.json"]) == 0
+    again = named(json.loads(Path("again.json").read_text())["rows"])
+    assert ("grpo_recorded", 2) in again
+    assert all(row["accuracy"] == rows[key]["accuracy"] for key, row in again.items())
 
 
 def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
@@ -203,8 +208,8 @@ def test_help_lists_the_selectors_settings(capsys: pytest.CaptureFixture[str]) -
     [
         (FILES, "experiment=selector_replay"),
         ([*FILES, "variants.grpo_rounds=null"], "variants.grpo_live=null"),
-        ([*FILES, "variants.grpo_live.live=perhaps"], "variants.grpo_live"),
-        ([*FILES, "variants.grpo_rounds.epochz=3"], "variants.grpo_rounds.epochs"),
+        ([*FILES, "variants.grpo_rounds.rounds=many"], "variants.grpo_rounds: Value 'many'"),
+        ([*FILES, "variants.grpo_rounds.epochz=3"], "variants.grpo_rounds"),
         ([*REPLAY, "variants.grpo_recorded={epochz: 3}"], "variants"),
         ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=many"], "variants.grpo_recorded"),
@@ -234,10 +239,11 @@ def test_help_lists_the_selectors_settings(capsys: pytest.CaptureFixture[str]) -
         ([*REPLAY, "beams.path=f.json", "beams.embeddings=none.npz"], "none.npz"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json"], "vqa_correct"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy"], "vqa_correct"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "beams.trailing_query=often"], "auto, never"),
         (["train", "experiment=selector_replay", *QUICK], "beams.path"),
         (["train", "experiment=selector", "beams=disk"], "builtin"),
         (["train", "experiment=selector_replays"], "selector_replay"),
-        ([*REPLAY, "-m", "reward.mode=hard_only,hardest"], "hardest"),
+        ([*REPLAY, "-m", "reward.mode=hardest,hard_only"], "hardest"),
     ],
     ids=lambda value: None if isinstance(value, str) else "_".join(value[-2:]),
 )
@@ -352,15 +358,17 @@ def alive(process: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
-    words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=80", "seeds=[0,1]", "name=x"]
+    words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=10", "seeds=[0,1]", "name=x"]
     killed = subprocess.Popen(
         [sys.executable, "-m", "knobwise", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )
-    seeds = [RUN / "x" / "checkpoints" / f"seed{k}" / "grpo_recorded" for k in (0, 1)]
+    seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
     limit = time.monotonic() + 120
-    while time.monotonic() < limit and killed.poll() is None and not all((s / "epoch2.pt").exists() for s in seeds):
+    while time.monotonic() < limit and killed.poll() is None:
+        if all((seed / "rce" / "last.pt").exists() for seed in seeds):
+            break
         time.sleep(0.02)
     children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
     killed.send_signal(signal.SIGKILL)
@@ -369,7 +377,7 @@ def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> Non
     while any(alive(int(child)) for child in children):  # or they would go on writing beside the run that goes on
         assert time.monotonic() < limit
         time.sleep(0.02)
-    assert not any((seed / "epoch80.pt").exists() for seed in seeds)
+    assert not all((seed / "grpo_recorded" / "epoch10.pt").exists() for seed in seeds)
     assert main(words) == 0
     assert main([*words, "runs=whole", "jobs=1"]) == 0
     assert [path.name for path in RUN.iterdir()] == ["x"]
