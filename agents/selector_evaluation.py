@@ -25,6 +25,7 @@ from knobwise.agents.selector_baselines import (
     voters,
 )
 from knobwise.envs.beams import BeamTable
+from knobwise.envs.demonstrations import Scorer as Scores
 from knobwise.envs.errors import InputError
 
 if TYPE_CHECKING:
@@ -69,6 +70,22 @@ def judge_selector(
     return judge(table, scorer, choose(selector, embeddings, table, rows, shots, decoding), rows)
 
 
+def vote_of_selected(
+    selector: Selector,
+    embeddings: Embeds,
+    table: BeamTable,
+    scorer: Scorer,
+    shots: int,
+    rows: Tensor | None = None,
+    decoding: str = "greedy",
+) -> Tensor:
+    """Whether the majority of the chosen demonstrations' own answers is right, without any model: float32 [n]; see
+    `judge_selector`."""
+    rows = torch.arange(table.num_queries) if rows is None else rows
+    chosen = choose(selector, embeddings, table, rows, shots, decoding)
+    return scorer.vote(rows, bank_rows(table, chosen, rows)).float().cpu()
+
+
 def judge_simple(
     table: BeamTable,
     scorer: Scorer | None,
@@ -107,6 +124,7 @@ def judge_simple(
 # -- with a scorer -----------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def choose(
     selector: Selector,
     embeddings: Embeds,
@@ -124,7 +142,7 @@ def choose(
     return torch.cat(sequences)
 
 
-def judge(table: BeamTable, scorer: Scorer, sequences: Tensor, rows: Tensor | None = None) -> Tensor:
+def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | None = None) -> Tensor:
     """Whether each answer is right after these demonstrations: `vqa_correct`, float32 [n], on the CPU.
 
     Args:

@@ -49,11 +49,16 @@ class StageConfig:
     """How one stage is trained."""
 
     epochs: int = 4
-    """Passes over the training queries. Every one is kept, and the best on validation goes on."""
+    """Passes over the training queries. Every one is kept."""
+    keep: str = "best"
+    """Which epoch goes on: the `best` on validation, the start among them, or the `last`."""
     lr: float = 3e-4
     """Learning rate of AdamW."""
     queries: int = 64
     """P, queries in each step."""
+    collected: int | None = None
+    """Queries whose old log-probs are taken at once; None: those of one step. With more of them the policy moves away
+    from its old log-probs before they are taken anew, and GRPO's clip acts."""
     rise: float = 0.05
     """Share of the stage in which the learning rate rises; then it falls to 0 as a cosine."""
     weight_decay: float = 1e-3
@@ -64,19 +69,21 @@ class StageConfig:
     def __post_init__(self) -> None:
         at_least("epochs", self.epochs, 0)
         at_least("queries", self.queries, 1)
+        at_least("collected", self.queries if self.collected is None else self.collected, 1)
+        one_of("keep", self.keep, ("best", "last"))
         for name in ("lr", "rise", "clip_grad"):
             positive(name, getattr(self, name))
         at_least("weight_decay", self.weight_decay, 0)
 
     def optimiser(self, training_queries: int) -> OptimiserConfig:
         """The same for a number of training queries, as the loop wants it: in iterations, an epoch at a time."""
-        queries = min(self.queries, training_queries)
-        each = math.ceil(training_queries / queries)
+        collected = min(self.collected or self.queries, training_queries)
+        each = math.ceil(training_queries / collected)
         return OptimiserConfig(
             warmup_iterations=0,
             iterations=self.epochs * each,
-            contexts=queries,
-            minibatch=queries,
+            contexts=collected,
+            minibatch=min(self.queries, collected),
             lr=self.lr,
             rise=self.rise,
             weight_decay=self.weight_decay,

@@ -22,6 +22,7 @@ from knobwise.agents.clip_encoder import ClipEncoder
 from knobwise.agents.evaluation import LOGGED
 from knobwise.agents.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector_actor import SelectorActor, SequenceBehaviour
+from knobwise.agents.selector_evaluation import choose, judge
 from knobwise.agents.selector_settings import SelectorLossConfig, StageConfig
 from knobwise.agents.trainer import Log, Trainer
 from knobwise.envs.beams import BeamTable
@@ -44,7 +45,9 @@ class SelectorTrainer(Trainer):
         split: fit on `train`, choose the epoch on `validation`.
         start: what the stage starts from; it is copied.
         reference: what GRPO's KL is taken to, the SFT selector; None for `start`.
-        embeddings: where features come from; None for those of the table.
+        embeddings: where features come from; None for those of the table. A `ClipEncoder` is copied, and trained; it is
+            then `agent.embeddings`.
+        reference_embeddings: the same of the reference; None for those that `embeddings` gives at the start.
         shots: T of live draws, and of judging.
         scorer: judges sequences on held-out queries; None judges by what was recorded.
         live: GRPO draws its own sequences, and the scorer scores them.
@@ -66,6 +69,7 @@ class SelectorTrainer(Trainer):
         *,
         reference: Selector | None = None,
         embeddings: StoredEmbeddings | ClipEncoder | None = None,
+        reference_embeddings: StoredEmbeddings | ClipEncoder | None = None,
         shots: int = 2,
         scorer: Scorer | None = None,
         live: bool = False,
@@ -86,7 +90,8 @@ class SelectorTrainer(Trainer):
         self.config, self.loss, self.groups = config or StageConfig(), loss or SelectorLossConfig(), groups
         self.reward, self._stage, self._start, self._reference = reward, stage, start, reference or start
         self._embeddings = embeddings or StoredEmbeddings(table.queries, table.candidates)
-        self.judged_by = "reward" if scorer is None else "accuracy"
+        self._reference_embeddings = reference_embeddings or self._embeddings
+        self.judged_by = "beam score" if scorer is None and "vqa_correct" not in table.fields else "accuracy"
         steers = self.loss.kl_band is not None or self.loss.temperature_band is not None
         settings = self.config.optimiser(len(split.train))
         super().__init__(settings, steers=steers and stage == "grpo", seed=seed, folder=folder, log=log, device=device)
@@ -103,12 +108,9 @@ class SelectorTrainer(Trainer):
     def _set_up(self) -> None:
         table, scorer = self.table, self.scorer if self.live else None
         group = self.loss.group_size
+        ends = ((self._start, self._embeddings), (self._reference, self._reference_embeddings))
         self.agent, self.reference = (
-            SelectorActor(copy.deepcopy(one), embeddings, table.pool, self.shots, group).to(self.device).eval()
-            for one, embeddings in (
-                (self._start, self._embeddings),
-                (self._reference, copy.deepcopy(self._embeddings).requires_grad_(False)),
-            )
+            SelectorActor(*copy.deepcopy(end), table.pool, self.shots, group).to(self.device).eval() for end in ends
         )
         self.reference.requires_grad_(False)
         self.selector.stage = self.stage
@@ -116,7 +118,7 @@ class SelectorTrainer(Trainer):
             table,
             batch_size=self.settings.contexts,
             group_size=group,
-            shots=self.shots,
+            shots=self.shots if self.live else None,
             reward=self.reward,
             rows=self.split.train,
             seed=self.seed,
@@ -150,7 +152,9 @@ class SelectorTrainer(Trainer):
         if loss is self.grpo and least > 0:
             right = (minibatch["next", "vqa_correct"] > 0.5) & there
             there = there & (right.sum(-1, keepdim=True) >= least * there.sum(-1, keepdim=True))
-        return super()._loss_of(loss, minibatch.copy().set("group_mask", there))
+        minibatch = minibatch.copy().set("group_mask", there)
+        taught = there.any(-1)  # means are over the queries that have something to teach
+        return super()._loss_of(loss, minibatch[taught] if taught.any() else minibatch)
 
     def _steer(self, kl: float) -> None:
         if self.loss.kl_band is not None:
@@ -178,42 +182,38 @@ class SelectorTrainer(Trainer):
         """Greedy sequences of the validation queries, scored; or of what was recorded of them, what ranks first."""
         rows = self.split.validation
         if self.scorer is None:
-            reward = self._recorded_first(rows)
-            return reward, {"Reward_Mean": reward}
-        right = self.scorer(rows, self._pool_rows(rows, self.choose(rows)))["vqa_correct"].mean()
-        return float(right), {"Accuracy_Mean": float(right)}
+            found = self._recorded_first(rows)
+        else:
+            chosen = choose(self.selector, self.agent.embeddings, self.table, rows, self.shots)
+            found = float(judge(self.table, self.scorer, chosen, rows).mean())
+        return found, {f"{self.judged_by.title().replace(' ', '_')}_Mean": found}
 
-    @torch.no_grad()
-    def choose(self, rows: Tensor, at_once: int = 512) -> Tensor:
-        """Greedy sequences of these queries, int64 [n] → places [n, T]."""
-        found = []
-        for part in rows.split(at_once):
-            batch = TensorDict({"row": part}, [len(part)], device=self.device)
-            found.append(self.agent.get_dist(batch).beam(1)[0][:, 0].cpu())
-        return torch.cat(found)
-
-    def _pool_rows(self, rows: Tensor, places: Tensor) -> Tensor:
-        return self.table.pool[rows].gather(1, places.clamp_min(0)).masked_fill(places < 0, -1)
+    def _is_best(self, score: float) -> bool:
+        return self.config.keep == "last" or super()._is_best(score)
 
     @torch.no_grad()
     def _recorded_first(self, rows: Tensor, at_once: int = 512) -> float:
-        """Mean reward of the recorded sequence that the policy finds most probable, over queries that have any."""
-        env, rewards = self.env, []
-        for part in rows.to(self.device).split(at_once):
-            part = part[env.group_mask[part].any(1)]
-            log_probs = self.agent.get_dist(TensorDict({"row": part}, [len(part)])).log_prob(env.sequences[part])
-            first = log_probs.masked_fill(~env.group_mask[part], -torch.inf).argmax(1, keepdim=True)
-            rewards.append(env.rewards[part].gather(1, first))
-        found = torch.cat(rewards)
-        return float(found.mean()) if len(found) else 0.0
+        """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group: right or
+        wrong, or where that is not known its score. Over queries that have any."""
+        table, found = self.table, []
+        outcome = table.fields["vqa_correct" if "vqa_correct" in table.fields else "beam_score"]
+        there = table.beam_mask & (table.lengths == self.shots) & ~outcome.isnan()
+        for part in rows[there[rows].any(1)].split(at_once):
+            batch = TensorDict({"row": part}, [len(part)], device=self.device)
+            log_probs = self.agent.get_dist(batch).log_prob(table.sequences[part].to(self.device)).cpu()
+            first = log_probs.masked_fill(~there[part], -torch.inf).argmax(1, keepdim=True)
+            found.append(outcome[part].gather(1, first))
+        return float(torch.cat(found).mean()) if found else 0.0
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save(self, folder: Path) -> None:
-        extra = {"policy": folder.name, "validation": self.best["score"], "iteration": self.iteration}
+        epoch = self.iteration // self.settings.evaluate_every
+        extra: dict[str, Any] = {"policy": folder.name, "validation": self.best["score"], "epoch": epoch}
+        extra["fitted"] = [self.table.query_ids[row] for part in self.split[:2] for row in part.tolist()]
+        extra["shots"] = self.shots
         if isinstance(self.agent.embeddings, ClipEncoder):
             extra["lora"] = self.agent.embeddings.lora_state()
-        epoch = self.iteration // self.settings.evaluate_every
         save_checkpoint(folder / f"epoch{epoch}.pt", self.selector, self.table, extra)
         if self.best["iteration"] == self.iteration:
             save_checkpoint(folder / "best.pt", self.selector, self.table, extra)

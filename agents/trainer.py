@@ -249,7 +249,7 @@ class Trainer(ABC):
     def _evaluate(self) -> None:
         """Judge what was held out, keep the best, say when it is time to stop, save."""
         score, metrics = self._judge()
-        if score > self.best["score"]:
+        if self._is_best(score):
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
             self.best = {"score": score, "iteration": self.iteration, "state": state}
         since = self.iteration - max(self.best["iteration"], self.settings.warmup_iterations)
@@ -258,6 +258,9 @@ class Trainer(ABC):
             self.log.log({f"Val/{name}": value for name, value in metrics.items()}, self.iteration)
         if self.folder is not None:
             self._save(self.folder)
+
+    def _is_best(self, score: float) -> bool:
+        return score > float(self.best["score"])
 
     # -- stopping and going on -----------------------------------------------------------------------------------------
 

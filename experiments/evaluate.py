@@ -26,7 +26,7 @@ from knobwise.experiments.mean_results import mean_results_of
 from knobwise.experiments.profile_settings import read_profile
 from knobwise.experiments.report import print_results
 from knobwise.experiments.results import held_out_choices, results_of
-from knobwise.experiments.selector import read_data
+from knobwise.experiments.selector_data import check_judged, read_data
 from knobwise.experiments.selector_results import selector_results
 from knobwise.experiments.settings import EvaluateRun
 
@@ -114,15 +114,17 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     out."""
     data, selector = read_data(config.beams), loaded.selector
     embeddings, rows = StoredEmbeddings(data.test.queries, data.test.candidates), data.test_rows
-    if data.test.digest == loaded.profile_digest:
-        seen = set(loaded.extra.get("fitted", ()))
+    check_judged(data, config.judged_shots)
+    if data.table.digest == loaded.profile_digest and data.test_scorer is None:
+        if "fitted" not in loaded.extra:
+            raise InputError(f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt")
+        seen = set(loaded.extra["fitted"])
         rows = torch.tensor([row for row in range(data.test.num_queries) if data.test.query_ids[row] not in seen])
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
     name = loaded.extra.get("policy", selector.stage)
     correct: dict[str, dict[int, torch.Tensor]] = {name: {}}
     for shots in config.judged_shots:
-        at_least("judged_shots", shots, 1)
         correct[name][shots] = judge_selector(selector, embeddings, data.test, data.test_scorer, shots, rows).unsqueeze(
             0
         )
@@ -135,5 +137,5 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
         data.test,
         seeds=[0],
         trained_shots=loaded.extra.get("shots", config.judged_shots[0]),
-        judged_by="recorded" if data.test_scorer is None else "scorer",
+        judged_by=data.judged_by,
     )

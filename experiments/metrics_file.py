@@ -35,6 +35,8 @@ class MetricsFile:
                 self._write([*(self._read() if self.path.exists() else []), row])
             else:
                 with self.path.open("a", newline="", encoding="utf-8") as file:
+                    if not self.path.read_bytes().endswith(b"\n"):
+                        file.write("\n")  # after the half line of a process that was killed
                     csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(row)
 
     @contextlib.contextmanager

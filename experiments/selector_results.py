@@ -60,7 +60,7 @@ def selector_results(
         trained_shots: how many demonstrations they were trained to choose.
         test: the held-out queries with their own bank, where they are not part of `table`.
         decision_us: by policy and number of shots, in µs.
-        judged_by: `scorer`, or `recorded` where policies chose among recorded sequences.
+        judged_by: see `knobwise.experiments.selector_data.SelectorData`.
         hidden: the blocks of the embeddings that the controls `hidden_…` did not see.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -75,8 +75,10 @@ class Variant:
     """Passes over the training queries, in each round."""
     lr: float | None = None
     """Learning rate."""
-    last: bool = False
-    """Judge the last epoch instead of the best on validation: for controls, which nothing is to be chosen for."""
+    keep: str | None = None
+    """Which epoch is judged: the best on validation, or the last. For controls the last: nothing is chosen for them."""
+    collected: int | None = None
+    """Queries whose old log-probs are taken at once."""
     reward: dict[str, Any] = field(default_factory=dict)
     """What differs in the reward. RCE then learns from it too."""
     loss: dict[str, Any] = field(default_factory=dict)
@@ -144,6 +146,12 @@ class SelectorRun:
             InputError: an unknown key, a value of the wrong type.
         """
         return checked(Variant, self.variants[name], f"variants.{name}")
+
+    def stage(self, variant: Variant, name: str) -> StageConfig:
+        """How a variant is trained: as the run's GRPO, but for what it says."""
+        said = {key: getattr(variant, key) for key in ("epochs", "lr", "keep", "collected")}
+        known = {key: value for key, value in said.items() if value is not None}
+        return cast(StageConfig, changed(self.grpo, known, f"variants.{name}"))
 
     def of(self, variant: Variant, name: str) -> tuple[DemonstrationRewardConfig, SelectorLossConfig]:
         """Reward and loss of a variant: those of the run, but for what it says."""

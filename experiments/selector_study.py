@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
-from knobwise.experiments.selector_report import policy_words
 from knobwise.experiments.selector_settings import changed
+from knobwise.experiments.selector_verdict import policy_words
 from knobwise.experiments.settings import CONF
 
 SECTIONS = {

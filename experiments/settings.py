@@ -265,7 +265,7 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
             raise InputError(f"settings: {word!r}: settings are given as key=value, and every key exists already")
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose(verb, overrides)
+            config = compose(verb, with_variants(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         lines = f"{error}\n{cause if cause is not error else ''}".split("Config search path")[0].splitlines()
@@ -279,6 +279,11 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
         shown = "train experiment=selector" if verb == "train_selector" else verb
         raise InputError(f"settings: {words}\n`knobwise {shown} --help` lists every key") from error
     return settings_of(config)
+
+
+def with_variants(words: Sequence[str]) -> list[str]:
+    """Variants are named by whoever trains them, so their keys may be new."""
+    return [f"++{word}" if re.match(r"variants[.=]", word) else word for word in words]
 
 
 def first_of_each_sweep(words: list[str]) -> list[str]:

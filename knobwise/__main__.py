@@ -103,7 +103,7 @@ def _train_by_hydra(schema: str, words: list[str], settings: Any) -> None:
             print(f"knobwise: {error}", file=sys.stderr)
             raise SystemExit(2) from error
 
-    sys.argv = ["knobwise train", *words]
+    sys.argv = ["knobwise train", *settings.with_variants(words)]
     hydra.main(config_path=str(settings.CONF), config_name=schema, version_base="1.3")(job)()
 
 

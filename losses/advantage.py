@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from knobwise.losses.functional import expectation
+from knobwise.losses.functional import even_weight, expectation
 
 ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
 
@@ -15,6 +15,7 @@ def group_advantage(
     kind: str = "zscore",
     *,
     weight: Tensor | None = None,
+    mask: Tensor | None = None,
     std_floor: float = 0.1,
     clip: float = 5.0,
 ) -> Tensor:
@@ -29,6 +30,7 @@ def group_advantage(
         reward: [*, J], the group is the last axis.
         kind: one of `ADVANTAGES`.
         weight: [*, J], sums to 1; None for draws, 1/J each. Alternatives of weight 0 do not touch the others.
+        mask: bool [*, J], which draws there are, in the place of weights; the others do not touch them.
         std_floor: smallest standard deviation divided by, in units of reward.
         clip: advantages are cut to ±clip.
 
@@ -37,12 +39,15 @@ def group_advantage(
     Raises:
         ValueError: another kind.
     """
-    reward = reward.detach()
+    reward, weight = reward.detach(), weight if mask is None else even_weight(mask)
     if kind == "rank":
         worse = (reward.unsqueeze(-1) > reward.unsqueeze(-2)).to(reward.dtype)
         sign = worse - worse.transpose(-1, -2)
-        others = max(reward.shape[-1] - 1, 1)
-        advantage = sign.sum(-1) / others if weight is None else (sign * weight.unsqueeze(-2)).sum(-1)
+        if mask is not None:
+            advantage = (sign * mask.unsqueeze(-2)).sum(-1) / (mask.sum(-1, keepdim=True) - 1).clamp_min(1)
+        else:
+            others = max(reward.shape[-1] - 1, 1)
+            advantage = sign.sum(-1) / others if weight is None else (sign * weight.unsqueeze(-2)).sum(-1)
     elif kind in ("zscore", "centred"):
         advantage = reward - expectation(reward, weight).unsqueeze(-1)
         if kind == "zscore":

@@ -177,14 +177,19 @@ class GRPOLoss(ActorLoss):
             the outputs named in the class docstring.
         """
         penalised = not is_zero(self.kl_to_ref_coeff)
+        mask = tensordict.get(self.tensor_keys.group_mask) if self.masked else None
         dist, log_prob, old, reference, reward, weight = self._group(tensordict, finite=penalised or self.diagnostics)
         advantage = group_advantage(
-            reward, self.advantage, weight=weight, std_floor=self.advantage_std_floor, clip=self.advantage_clip
+            reward,
+            self.advantage,
+            weight=weight,
+            mask=mask,
+            std_floor=self.advantage_std_floor,
+            clip=self.advantage_clip,
         )
-        if self.top is not None:
-            weight = weight_of_best(reward, self.top, weight)
+        taught = weight if self.top is None else weight_of_best(reward, self.top, weight)
         surrogate, cut = clipped_surrogate(log_prob, old.detach(), advantage, self.clip_epsilon)
-        out = {"loss_objective": self._reduce_loss(-expectation(surrogate, weight), tensordict)}
+        out = {"loss_objective": self._reduce_loss(-expectation(surrogate, taught), tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         if not is_zero(self.entropy_coeff):
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * dist.entropy(), tensordict)
@@ -196,7 +201,7 @@ class GRPOLoss(ActorLoss):
         if self.diagnostics:
             with torch.no_grad():
                 log_ratio = log_prob - old
-                taught = advantage if weight is None else advantage * (weight > 0)
+                told = advantage if taught is None else advantage * (taught > 0)
                 out |= {
                     "entropy": dist.entropy().mean(),
                     "kl_to_ref": expected_k3(log_prob, reference, behaviour, weight).mean(),
@@ -204,7 +209,7 @@ class GRPOLoss(ActorLoss):
                     "clip_fraction": expectation(cut.to(log_prob.dtype), weight).mean(),
                     "ESS": effective_sample_size(log_ratio, weight),
                     "ratio_mean": expectation(log_ratio.exp(), weight).mean(),
-                    "zero_advantage_fraction": (taught.abs() < 1e-6).all(-1).to(log_prob.dtype).mean(),
+                    "zero_advantage_fraction": (told.abs() < 1e-6).all(-1).to(log_prob.dtype).mean(),
                 }
         return TensorDict(out, batch_size=[])
 

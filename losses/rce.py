@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knobwise.losses.actor import ActorLoss
 from knobwise.losses.advantage import ADVANTAGES, group_advantage
-from knobwise.losses.functional import even_weight, reward_weighted_cross_entropy
+from knobwise.losses.functional import reward_weighted_cross_entropy
 
 
 class RCELoss(ActorLoss):
@@ -93,7 +93,7 @@ class RCELoss(ActorLoss):
             rewards, log_probs = tensordict.get(keys.reward_per_configuration), dist.log_probs
             there = ~rewards.isnan()
         if self.scores != "raw":
-            rewards = group_advantage(rewards.masked_fill(~there, 0.0), self.scores, weight=even_weight(there))
+            rewards = group_advantage(rewards.masked_fill(~there, 0.0), self.scores, mask=there)
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, there)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}
         if self.diagnostics:

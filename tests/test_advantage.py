@@ -118,3 +118,14 @@ def test_no_gradient_goes_through_rewards() -> None:
 def test_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, rank"):
         group_advantage(torch.zeros(1, 2), "mean")
+
+
+def test_draws_that_are_not_there_do_not_touch_the_others() -> None:
+    reward = torch.tensor([[3.0, 1.0, 2.0, 9.0, -7.0], [5.0, 9.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[True, True, True, False, False], [True, False, False, False, False]])
+    for kind in ADVANTAGES:
+        found = group_advantage(reward, kind, mask=mask)
+        torch.testing.assert_close(found[0, :3], group_advantage(reward[:1, :3], kind)[0])
+        if kind != "unnormalised":
+            assert found[1, 0] == 0  # a group of one
+    assert group_advantage(reward, "rank", mask=mask)[0, :3].tolist() == [1.0, -1.0, 0.0]  # 1 − 2·rank/(n − 1)

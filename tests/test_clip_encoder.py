@@ -221,6 +221,7 @@ def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
     config = StageConfig(epochs=1, lr=1e-2, queries=4)
     for stage, live in (("sft", False), ("grpo", True)):
         before = {name: p.detach().clone() for name, p in made.named_parameters()}
+        given = made
         student = SelectorTrainer(
             stage,
             table,
@@ -236,7 +237,9 @@ def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
             next(iter(student.collector))
             first = student._loss_of(student._loss(), student.buffer[:])
             assert float(first["kl_to_ref"]) == pytest.approx(0, abs=1e-6)
-        start = student.run()
+        start, made = student.run(), student.agent.embeddings
+        assert isinstance(made, ClipEncoder)
+        assert all(torch.equal(p, before[name]) for name, p in given.named_parameters())
         moved = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
         last = load_checkpoint(tmp_path / stage / "last.pt").extra["training"]["agent"]
         changed = {n for n, p in before.items() if not torch.equal(last[f"embeddings.{n}"], p)}

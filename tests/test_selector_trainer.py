@@ -318,3 +318,87 @@ def test_own_draws_and_rounds_of_them_form_the_group() -> None:
     assert one_batch(student)["group_mask"].sum(-1).tolist() == [3] * 8
     student = trainer("grpo", (table, scorer), groups=GroupConfig("without_beams"))
     assert one_batch(student)["group_mask"].sum(-1).tolist() == [10] * 8
+
+
+def test_only_training_queries_are_fitted_on() -> None:
+    """Neither validation nor test queries are drawn, also where all are in one table."""
+    data = small_beams(40)
+    for stage, live in (("sft", False), ("grpo", True)):
+        student = trainer(stage, data, live=live)
+        seen = torch.cat([one_batch(student)["row"] for _ in range(12)])
+        assert set(seen.tolist()) == set(student.split.train.tolist())
+
+
+def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 11: not once for each beam."""
+    data = small_beams(40)
+    student = trainer("grpo", data)
+    calls = []
+    network = student.selector.network
+    encode = network.encode
+
+    def counted(query: torch.Tensor, pool: torch.Tensor, mask: torch.Tensor) -> Any:
+        calls.append(tuple(pool.shape[:2]))
+        return encode(query, pool, mask)
+
+    monkeypatch.setattr(network, "encode", counted)
+    batch = one_batch(student)
+    assert batch["action"].shape[1] == 6
+    assert calls == [(8, 8)]
+    student._loss_of(student._loss(), batch)
+    assert calls == [(8, 8)] * 2
+
+
+def test_fewer_sequences_take_part_under_the_curriculum() -> None:
+    """Those left out have no gradient; the KL is that of all."""
+    data = small_beams(40)
+    student = trainer("grpo", data, loss=SelectorLossConfig(curriculum=1.0, curriculum_top=1, kl_to_ref_coeff=0.0))
+    batch = one_batch(student)
+    outs = []
+    for top in (1, None):
+        student.grpo.top = top
+        student.agent.zero_grad()
+        student._loss_of(student.grpo, batch)["loss_objective"].backward()
+        outs.append(torch.cat([p.grad.flatten() for p in student.agent.parameters() if p.grad is not None]))
+    assert not torch.allclose(*outs, atol=1e-6)
+
+
+def test_the_temperature_is_that_of_draws_and_log_probs() -> None:
+    data = small_beams(40)
+    student = trainer("grpo", data)
+    batch = one_batch(student)
+    sharp = student.agent.get_dist(batch).log_prob(batch["action"])
+    student.agent.temperature = 2.0
+    flat = student.agent.get_dist(batch).log_prob(batch["action"])
+    assert not torch.allclose(sharp, flat)
+    assert student.agent.get_dist(batch).entropy().mean() > 0
+    torch.testing.assert_close(
+        flat,
+        student.selector.distribution(
+            data[0].queries[batch["row"]],
+            data[0].candidates[data[0].pool[batch["row"]]],
+            data[0].pool_mask[batch["row"]],
+            2,
+            8,
+            temperature=2.0,
+        ).log_prob(batch["action"]),
+    )
+
+
+def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    data = small_beams()
+    student = trainer("rce", data, config=replace(SHORT, epochs=3, keep="last"), folder=tmp_path)
+    student.run()
+    assert student.best["iteration"] == student.total
+    assert load_checkpoint(tmp_path / "best.pt").extra["epoch"] == 3
+
+
+def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts() -> None:
+    data, log = small_beams(120), Lines()
+    config = replace(SHORT, collected=96, queries=8, lr=3e-2, rise=0.5)
+    student = trainer("grpo", data, config=config, log=log)
+    assert student.settings.contexts == 96
+    assert student.settings.minibatch == 8
+    student.run()
+    clipped = [line["Train/Clip_Fraction"] for _, line in log.lines if "Train/Clip_Fraction" in line]
+    assert max(clipped) > 0
