@@ -70,22 +70,6 @@ def judge_selector(
     return judge(table, scorer, choose(selector, embeddings, table, rows, shots, decoding), rows)
 
 
-def vote_of_selected(
-    selector: Selector,
-    embeddings: Embeds,
-    table: BeamTable,
-    scorer: Scorer,
-    shots: int,
-    rows: Tensor | None = None,
-    decoding: str = "greedy",
-) -> Tensor:
-    """Whether the majority of the chosen demonstrations' own answers is right, without any model: float32 [n]; see
-    `judge_selector`."""
-    rows = torch.arange(table.num_queries) if rows is None else rows
-    chosen = choose(selector, embeddings, table, rows, shots, decoding)
-    return scorer.vote(rows, bank_rows(table, chosen, rows)).float().cpu()
-
-
 def judge_simple(
     table: BeamTable,
     scorer: Scorer | None,

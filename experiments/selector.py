@@ -23,7 +23,7 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.pointer import LONGEST
 from knobwise.agents.selector import DECODINGS, StoredEmbeddings
 from knobwise.agents.selector_baselines import SIMPLE
-from knobwise.agents.selector_evaluation import decision_us, judge_selector, judge_simple, vote_of_selected
+from knobwise.agents.selector_evaluation import bank_rows, choose, decision_us, judge, judge_selector, judge_simple
 from knobwise.agents.settings import at_least, one_of
 from knobwise.envs.demonstrations import GroupConfig, recorded_groups
 from knobwise.envs.errors import InputError
@@ -155,19 +155,24 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> dict[str
         paths = [folder / "checkpoints" / f"seed{seed}" / name / "best.pt" for seed in config.seeds]
         epochs[name] = [load_checkpoint(path).extra["epoch"] for path in paths]
         selectors = [load_checkpoint(path).selector for path in paths]
-        for shots in config.judged_shots:
-            judged = [
-                judge_selector(one, embeddings, test, data.test_scorer, shots, data.test_rows, config.decoding)
-                for one in selectors
-            ]
-            correct.setdefault(name, {})[shots] = torch.stack(judged)
-            if data.test_scorer is not None:
-                voted = [
-                    vote_of_selected(one, embeddings, test, data.test_scorer, shots, data.test_rows, config.decoding)
-                    for one in selectors
-                ]
-                votes.setdefault(name, {})[shots] = torch.stack(voted)
-                times.setdefault(name, {})[shots] = decision_us(selectors[0], embeddings, test, data.test_rows, shots)
+        correct[name] = {shots: torch.zeros(len(selectors), len(data.test_rows)) for shots in config.judged_shots}
+        votes[name] = {shots: torch.zeros_like(found) for shots, found in correct[name].items()}
+        for number, one in enumerate(selectors):
+            if data.test_scorer is None:
+                for shots in config.judged_shots:
+                    correct[name][shots][number] = judge_selector(one, embeddings, test, None, shots, data.test_rows)
+                continue
+            longest = choose(one, embeddings, test, data.test_rows, max(config.judged_shots), config.decoding)
+            for shots in config.judged_shots:
+                chosen = longest[:, :shots]  # a greedy choice begins as a shorter one does, a beam need not
+                if config.decoding != "greedy":
+                    chosen = choose(one, embeddings, test, data.test_rows, shots, config.decoding)
+                correct[name][shots][number] = judge(test, data.test_scorer, chosen, data.test_rows)
+                shown = bank_rows(test, chosen, data.test_rows)
+                votes[name][shots][number] = data.test_scorer.vote(data.test_rows, shown)
+                if number == 0:
+                    spent = decision_us(one, embeddings, test, data.test_rows, shots)
+                    times.setdefault(name, {})[shots] = spent
     results = selector_results(
         correct,
         data.table,
@@ -178,7 +183,7 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> dict[str
         judged_by=data.judged_by,
         hidden=sorted({block for blocks in policies(config).values() for block in blocks}),
     )
-    if votes:
+    if data.test_scorer is not None:
         voted_rows = selector_results(votes, data.table, seeds=config.seeds, trained_shots=config.shots)
         results["votes"] = [row for part in ("rows", "controls") for row in voted_rows[part]]
     return results | {"epochs": epochs}

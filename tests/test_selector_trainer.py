@@ -325,7 +325,7 @@ def test_only_training_queries_are_fitted_on() -> None:
     data = small_beams(40)
     for stage, live in (("sft", False), ("grpo", True)):
         student = trainer(stage, data, live=live)
-        seen = torch.cat([one_batch(student)["row"] for _ in range(12)])
+        seen = torch.cat([student.env.reset()["row"] for _ in range(12)])
         assert set(seen.tolist()) == set(student.split.train.tolist())
 
 
