@@ -198,7 +198,8 @@ class SelectorTrainer(Trainer):
         table, found = self.table, []
         outcome = table.fields["vqa_correct" if "vqa_correct" in table.fields else "beam_score"]
         there = table.beam_mask & (table.lengths == self.shots) & ~outcome.isnan()
-        for part in rows[there[rows].any(1)].split(at_once):
+        rows = rows[there[rows].any(1)]
+        for part in rows.split(at_once) if len(rows) else ():
             batch = TensorDict({"row": part}, [len(part)], device=self.device)
             log_probs = self.agent.get_dist(batch).log_prob(table.sequences[part].to(self.device)).cpu()
             first = log_probs.masked_fill(~there[part], -torch.inf).argmax(1, keepdim=True)

@@ -77,8 +77,9 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
         lengths = sorted(set(table.lengths[table.beam_mask].tolist()))
         found_by = [METHODS[i] for i in sorted(set(table.found_by[table.beam_mask].tolist()))]
         raise InputError(
-            f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)} and "
-            f"shots={shots}; it has sequences of {lengths} demonstrations, found by {', '.join(found_by) or 'none'}"
+            f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)}"
+            f"{'' if shots is None else f' and shots={shots}'}; it has sequences of {lengths} demonstrations, found by "
+            f"{', '.join(found_by) or 'none'}"
         )
     order = (~kept).int().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
     t = int(table.lengths[kept].max())

@@ -99,6 +99,9 @@ def _checked(config: SelectorRun) -> SelectorData:
         raise InputError(f"shots, judged_shots: selector.version=v0 has positions for {LONGEST} demonstrations")
     data = read_data(config.beams)
     check_judged(data, config.judged_shots)
+    lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
+    if data.scorer is None and config.shots not in lengths:
+        raise InputError(f"shots={config.shots}: recorded sequences have {lengths} demonstrations only")
     stages = SelectorStages(config, data, config.seeds[0], None)
     stages.check(config.reward)
     recorded_groups(data.table, GroupConfig("beams"))
@@ -116,7 +119,10 @@ def _checked(config: SelectorRun) -> SelectorData:
         reward, _ = config.of(variant, name)
         stages.check(reward)
         if not (variant.live or (variant.own_draws and data.scorer is not None)):
-            recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
+            try:
+                recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
+            except InputError as error:
+                raise InputError(f"{error}; variants.{name}.groups=all takes every sequence") from error
     if len({tuple(hidden) for hidden in policies(config).values() if hidden}) > 1:
         raise InputError("variants: those with hidden blocks share hidden_sft, so all must hide the same blocks")
     return data

@@ -98,7 +98,7 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: pytes
     metrics = pl.read_csv(run / "metrics.csv")
     assert metrics["step"].is_sorted()
     for stage, steps in zip(STAGES, (11, 6, 11, 11), strict=True):  # 36 training queries, 8 in a step
-        column = metrics.filter(pl.col(f"Val/{stage}/Reward_Mean").is_not_null())["step"]
+        column = metrics.filter(pl.col(f"Val/{stage}/Accuracy_Mean").is_not_null())["step"]
         assert column.n_unique() == len(column)
         assert column.max() - column.min() == steps - 1
         assert metrics[f"Train/{stage}/Loss"].is_not_null().any()
@@ -170,6 +170,17 @@ def test_every_network_through_the_command_line(folder: Path, network: list[str]
         assert str(getattr(config, key)) == value
 
 
+def test_legacy_beams_train_and_are_judged_by_their_scores(folder: Path) -> None:
+    """Format E knows neither right answers nor sequences that were found without looking at the answer."""
+    groups = [f"variants.{name}.groups=all" for name in ("grpo_recorded", "shuffled_recorded")]
+    assert main([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy", *groups]) == 0
+    results = results_of()
+    assert results["judged_by"] == "best_beam"
+    assert {"sft", "rce", "grpo_recorded"} <= {row["policy"] for row in results["rows"]}
+    best = next(row for row in results["rows"] if row["policy"] == "best_recorded" and row["shots"] == 2)
+    assert best["accuracy"] == 1
+
+
 def test_the_command_in_the_results_gives_the_same_numbers(folder: Path) -> None:
     assert main([*REPLAY, "reward.mode=legacy", "runs=some runs"]) == 0
     first = results_of("some runs/latest")
@@ -238,7 +249,10 @@ def test_help_lists_the_selectors_settings(capsys: pytest.CaptureFixture[str]) -
         ([*REPLAY, "beams.path=f.json"], "beams.embeddings"),
         ([*REPLAY, "beams.path=f.json", "beams.embeddings=none.npz"], "none.npz"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json"], "vqa_correct"),
-        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy"], "vqa_correct"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy"], "variants.grpo_recorded.groups=all"),
+        ([*REPLAY, "seeds=[-1]"], "seeds"),
+        ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
+        ([*REPLAY, "selector.version=v0", "judged_shots=[2,40]"], "32"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "beams.trailing_query=often"], "auto, never"),
         (["train", "experiment=selector_replay", *QUICK], "beams.path"),
         (["train", "experiment=selector", "beams=disk"], "builtin"),
