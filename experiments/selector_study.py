@@ -155,8 +155,27 @@ def _sentences(name: str, results: Mapping[str, Any]) -> list[str]:
     else:
         first = next(iter(results["variants"]))
         wanted = [(first, "rce"), *((variant, first) for variant in results["variants"] if variant != first)]
-    lines = [_difference(at[pair], results) for pair in wanted if pair in at]
+    lines = [_difference(at[pair], results) for pair in wanted if pair in at] + _idle(results)
+    if name == "selector":
+        votes = {row["policy"]: row for row in results.get("votes", []) if row["shots"] == results["trained_shots"]}
+        lines += [
+            f"Without the learner, the majority of the labels that {policy_words(policy, results)} chose is right for "
+            f"{_cell(votes[policy])}"
+            for policy in ("sft", "grpo_live")
+            if policy in votes
+        ]
     return ["\n".join(f"- {line}" for line in lines)] if lines else []
+
+
+def _idle(results: Mapping[str, Any]) -> list[str]:
+    """Trainings that changed nothing: the start was the best on validation, and went on."""
+    idle = {name: epochs.count(0) for name, epochs in results.get("epochs", {}).items()}
+    seeds = len(results["seeds"])
+    return [
+        f"{policy_words(name, results)}: no epoch was better on validation than its start in {count} of {seeds} seeds"
+        for name, count in idle.items()
+        if count
+    ]
 
 
 def _difference(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:

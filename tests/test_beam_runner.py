@@ -266,7 +266,6 @@ def test_the_built_in_task_with_pools_by_similarity(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def vlm_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random LLaVA, six items about four images, and embeddings of them."""
-    pytest.importorskip("transformers")
     from PIL import Image
     from test_vlm_scorer import tiny_vlm
 

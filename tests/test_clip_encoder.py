@@ -5,21 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from helpers import small_beams
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.clip_encoder import ClipEncoder, ClipItems
 from knobwise.agents.pointer import SelectorConfig
 from knobwise.agents.selector import Selector
 from knobwise.agents.selector_settings import StageConfig
 from knobwise.agents.selector_trainer import SelectorTrainer
 from knobwise.envs.errors import InputError
-
-pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
-from knobwise.agents.clip_encoder import ClipEncoder, ClipItems  # noqa: E402
 
 QUERY_ITEMS, CANDIDATE_ITEMS = torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4, 5, 6])
 POOL = torch.tensor([[0, 1, 2], [2, 1, 3], [4, -1, -1]])

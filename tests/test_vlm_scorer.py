@@ -6,13 +6,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from knobwise.envs.errors import InputError
 from knobwise.profiling.vlm_data import VQAData, VQAItem
 from knobwise.profiling.vlm_scorer import VLMScorer
-
-transformers = pytest.importorskip("transformers")
 
 WORDS = (
     "Question : ? . Answer with a single word or short phrase How many What color is it dogs cats 2 1 3 red blue green"
