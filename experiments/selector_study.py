@@ -154,7 +154,8 @@ def _sentences(name: str, results: Mapping[str, Any]) -> list[str]:
         wanted = [("rce", "sft"), ("grpo_recorded", "rce"), ("grpo_live", "rce")]
     else:
         first = next(iter(results["variants"]))
-        wanted = [(first, "rce"), *((variant, first) for variant in results["variants"] if variant != first)]
+        wanted = [("rce", "sft")] if any(results.get("epochs", {}).get("rce", [])) else []
+        wanted += [(first, "rce"), *((variant, first) for variant in results["variants"] if variant != first)]
     lines = [_difference(at[pair], results) for pair in wanted if pair in at] + _idle(results)
     if name == "selector":
         votes = {row["policy"]: row for row in results.get("votes", []) if row["shots"] == results["trained_shots"]}
