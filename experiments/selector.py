@@ -102,11 +102,10 @@ def _checked(config: SelectorRun) -> SelectorData:
     lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
     if data.scorer is None and config.shots not in lengths:
         raise InputError(f"shots={config.shots}: recorded sequences have {lengths} demonstrations only")
-    stages = SelectorStages(config, data, config.seeds[0], None)
-    stages.check(config.reward)
-    recorded_groups(data.table, GroupConfig("beams"))
-    for name in config.variants:
+    for name in config.variants:  # what is wrong in itself, before what these beams do not have
         variant = config.variant(name)
+        config.stage(variant, name)
+        config.of(variant, name)
         if name in TAKEN:
             raise InputError(f"variants.{name}: the name is taken; choose another")
         if data.scorer is None and (variant.live or variant.rounds > 1):
@@ -114,10 +113,13 @@ def _checked(config: SelectorRun) -> SelectorData:
                 f"variants.{name}: live draws and rounds need a scorer, which recorded beams do not have; leave it out "
                 f"by variants.{name}=null, or train with experiment=selector_replay"
             )
+    stages = SelectorStages(config, data, config.seeds[0], None)
+    stages.check(config.reward)
+    recorded_groups(data.table, GroupConfig("beams"))
+    for name in config.variants:
+        variant = config.variant(name)
         hide(data.table, variant.hidden)
-        config.stage(variant, name)
-        reward, _ = config.of(variant, name)
-        stages.check(reward)
+        stages.check(config.of(variant, name)[0])
         if not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
