@@ -17,15 +17,17 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from knobwise.agents.actor import OutcomesOfRows, make_actor
+from knobwise.agents.augmentation import Augmentation, OutcomesOfFeatures
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.evaluation import LOGGED, drawn_metrics, judge
 from knobwise.agents.networks import UtilityNetwork
 from knobwise.agents.policy import Controller
-from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.agents.settings import AugmentationConfig, LossConfig, OptimiserConfig, PolicyConfig
 from knobwise.agents.targets import rows_of_members
 from knobwise.agents.trainer import Log, Trainer
 from knobwise.envs.bandit import ConfigBandit
 from knobwise.envs.budgets import BudgetConfig, default_budgets, judged_worths, log_measured
+from knobwise.envs.contexts import BalanceConfig, row_weights
 from knobwise.envs.errors import InputError
 from knobwise.envs.reward import RewardConfig
 from knobwise.envs.table import ProfileTable, Split
@@ -44,6 +46,8 @@ class ControllerTrainer(Trainer):
         split: fit on `train`, choose on `validation`, or both in folds (`policy.members`); `test` is not looked at.
         policy, loss, optimiser, budget, reward: the settings. Under a mean budget the reward is always `priced`.
         budgets_ms: float [B], what is judged on validation; None for the default budgets.
+        balance: which samples are drawn how often; None for all alike.
+        augmentation: how features are varied in regression; None for not at all.
         seed, folder, log, device: see `Trainer`.
     """
 
@@ -62,6 +66,8 @@ class ControllerTrainer(Trainer):
         budgets_ms: Tensor | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | None = None,
+        balance: BalanceConfig | None = None,
+        augmentation: AugmentationConfig | None = None,
         seed: int = 0,
         folder: Path | None = None,
         log: Log | None = None,
@@ -71,6 +77,8 @@ class ControllerTrainer(Trainer):
         self.policy, self.loss = policy or PolicyConfig(), loss or LossConfig()
         self.priced = budget is not None and budget.sense == "mean"
         self.budget, self.reward = budget, RewardConfig(kind="priced") if self.priced else reward
+        self.balance, self.augments = balance or BalanceConfig(), augmentation or AugmentationConfig()
+        self.augments.check(self.policy)
         self.judged_by = "reward" if self.priced else "utility"
         self.limits = (
             judged_worths(table) if self.priced else default_budgets(table) if budgets_ms is None else budgets_ms
@@ -113,6 +121,10 @@ class ControllerTrainer(Trainer):
         self.regresses = self.policy.structure == "utility"
         self.predictor = OutcomesOfRows(self.actor)
         self.regression = RegressionLoss(self.predictor) if self.regresses else None
+        self.augmentation: Augmentation | None = None
+        if self.augments.active and isinstance(self.agent.network, UtilityNetwork):
+            self.augmentation = Augmentation(self.augments, table, self.agent.normaliser)
+            self.regression = RegressionLoss(OutcomesOfFeatures(self.agent.network))
         self.rce = RCELoss(self.actor, functional=False)
         self.grpo = GRPOLoss(self.actor, **self.loss.of_grpo(), functional=False).to(self.device)
         self.env = ConfigBandit(
@@ -125,6 +137,7 @@ class ControllerTrainer(Trainer):
             seed=self.seed,
             lean=True,
             full_information=not self.regresses or self.loss.objective == "exact",
+            weights=row_weights(table, self.balance, self.fitted),
             device=self.device,
         )
         self.log_latency = log_measured(self.env.rewards.latency_ms) if self.regresses else None
@@ -155,14 +168,16 @@ class ControllerTrainer(Trainer):
             start, end = self.loss.temperature_start, self.loss.temperature_end
             self.rce.temperature.fill_(start + (end - start) * self._share())
         self.agent.train(self.warming_up)
-        self.predictor.after_loss = self.regresses and not self.warming_up and self.loss.regression_coeff > 0
+        self.beside_grpo = self.regresses and not self.warming_up and self.loss.regression_coeff > 0
+        # what the actor predicted on the way serves the regression too, unless that looks at other features
+        self.predictor.after_loss = self.beside_grpo and self.augmentation is None
         return self.rce if self.warming_up else self.grpo
 
     def _loss_of(self, loss: ActorLoss, minibatch: TensorDictBase) -> TensorDictBase:
         if self.regresses and self.warming_up:
             return self._regress(minibatch)
         out = super()._loss_of(loss, minibatch)
-        if self.predictor.after_loss:
+        if self.beside_grpo:
             out.update({k: self.loss.regression_coeff * v for k, v in self._regress(minibatch).items()})
         return out
 
@@ -175,11 +190,15 @@ class ControllerTrainer(Trainer):
         assert self.regression is not None
         assert self.log_latency is not None
         row, rewards = minibatch["row"], self.env.rewards
-        measured = {
+        measured: Mapping[str, Tensor] = {
             "accuracy_per_configuration": rewards.accuracy[row],
             "log_latency_per_configuration": self.log_latency[row],
         }
-        losses: TensorDictBase = self.regression(minibatch.select("row").update(measured))
+        inputs = minibatch.select("row")
+        if self.augmentation is not None:
+            encoded = self.predictor.rows.encode(row).transpose(0, 1)
+            inputs["features"], measured = self.augmentation(encoded, row, measured)
+        losses: TensorDictBase = self.regression(inputs.update(measured))
         return losses
 
     def _metrics(self, data: TensorDictBase, seen: TensorDictBase) -> Mapping[str, float]:

@@ -206,3 +206,40 @@ class OptimiserConfig:
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         positive("optimiser.clip_grad", self.clip_grad)
         positive("optimiser.rise", self.rise)
+
+
+@dataclass
+class AugmentationConfig:
+    """How the features of training samples are varied; nothing is by default. For policies that predict outcomes."""
+
+    noise: float = 0.0
+    """Standard deviation of Gaussian noise on normalised features, whose own is 1."""
+    drop: float = 0.0
+    """Probability that a feature block of a sample is hidden: every column stands at its mean."""
+    mix: float = 0.0
+    """α of mixup: features and outcomes of a sample are mixed with those of another one of the same data set, in shares
+    drawn from Beta(α, α); 0 mixes nothing."""
+
+    def __post_init__(self) -> None:
+        at_least("augmentation.noise", self.noise, 0)
+        at_least("augmentation.mix", self.mix, 0)
+        if not 0 <= self.drop < 1:
+            raise InputError(f"augmentation.drop={self.drop}: must be in [0, 1)")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is varied."""
+        return self.noise > 0 or self.drop > 0 or self.mix > 0
+
+    def check(self, policy: PolicyConfig) -> None:
+        """Refuse a policy that this is not for.
+
+        Raises:
+            InputError: it does not predict outcomes, or it knows its training samples again by their features.
+        """
+        if self.active and policy.structure != "utility":
+            raise InputError(f"augmentation: is for policy.structure=utility, not {policy.structure}")
+        if self.active and policy.retrieval:
+            raise InputError(
+                "augmentation: does not go with policy.retrieval, which knows a training sample by its very features"
+            )

@@ -23,9 +23,9 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from torchrl.envs import EnvBase
 
 from knobwise.agents.settings import OptimiserConfig
+from knobwise.envs.progress import progress
 from knobwise.losses import GRPOLoss
 from knobwise.losses.actor import ActorLoss
-from knobwise.profiling.progress import progress
 
 
 class Log(Protocol):

@@ -1,18 +1,32 @@
-"""Making a table of a long frame against filling the same arrays in a Python loop over its cells, in CPU time.
+"""Making a table: of a long frame, of simulation, and of folders of records as large as they have been published.
 
-Prints cells per CPU-second of each and the ratio.
+Prints cells per CPU-second of `table_from_frame` and of filling the same arrays in a Python loop; seconds of simulating
+a calibrated profile; and for exp5/exp6 and core_exp folders, written into a temporary folder and read in a process of
+their own: records per second, seconds and peak memory. `--full` makes 1.6 million records of each.
 """
 
 from __future__ import annotations
 
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import polars as pl
+import torch
 
+from knobwise.envs.calibrated import TIERS, CalibratedConfig, calibrated_records, simulate_calibrated
+from knobwise.envs.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
 from knobwise.envs.profiles import table_from_frame
 
 ROUNDS, SAMPLES, CONFIGURATIONS = 5, 1_000, 240
+FULL = 2_276
+"""Samples of each of three data sets that make 1.6 million records with 240 configurations."""
+DATA_SETS = ("text_vqa", "coco_vqa", "okvqa")
 
 
 def frame() -> pl.DataFrame:
@@ -33,7 +47,7 @@ def in_a_loop(data: pl.DataFrame) -> None:
         accuracy[sample, knob], latency[sample, knob] = score, time_ms
 
 
-if __name__ == "__main__":
+def frames() -> None:
     data = frame()
     ways = {
         "table_from_frame": lambda: table_from_frame(data, name="t", knobs=["knob"]),
@@ -49,3 +63,59 @@ if __name__ == "__main__":
     for name, seconds in median.items():
         print(f"{name}: {data.height / seconds / 1e6:.2f} M cells per CPU-second")
     print(f"ratio table_from_frame / loop: {median['table_from_frame'] / median['loop']:.3f}")
+
+
+def simulation(samples: int) -> None:
+    start = time.perf_counter()
+    table = simulate_calibrated(CalibratedConfig(samples=samples))
+    print(f"simulated {table.accuracy.numel():,} records with features: {time.perf_counter() - start:.1f} s")
+
+
+def write(kind: str, folder: Path, samples: int) -> None:
+    """Files with what the profilers write besides: a prediction, the annotators' answers, facts about the sample."""
+    config = CalibratedConfig(samples=samples)
+    if kind == "core_exp":  # one data set, fewer configurations: as many records in fewer, larger files
+        config = CalibratedConfig(("text_vqa",), samples * 3 * 240 // 75, "tiers")
+    records = calibrated_records(config).with_columns(pred=pl.lit("stop sign"))
+    for (dataset,), rows in records.group_by("dataset", maintain_order=True):
+        if kind == "core_exp":
+            facts = pl.struct(image_id="sample_id", question=pl.lit("what does the sign say?"))
+            write_core_exp(rows.with_columns(metadata=facts).drop("dataset"), folder, str(dataset), TIERS)
+        else:
+            rows = rows.with_columns(answers=pl.concat_list([pl.lit("stop sign")] * 10)).drop("dataset")
+            write_exp5_exp6(rows, folder / "exp5", folder / "exp6", str(dataset))
+
+
+def read(kind: str, folder: Path) -> None:
+    start, cpu = time.perf_counter(), time.process_time()
+    if kind == "core_exp":
+        table = read_core_exp(folder, "text_vqa")
+    else:
+        table = read_exp5_exp6(folder / "exp5", folder / "exp6", DATA_SETS)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    records, peak = int(table.mask.sum()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(
+        f"{kind}: {records:,} records in {seconds:.1f} s ({records / seconds:,.0f} per second, {cpu:.1f} CPU-seconds), "
+        f"peak memory {peak:.2f} GiB"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=FULL // 10, help="of each of the three data sets")
+    parser.add_argument("--full", action="store_true", help=f"--samples={FULL}: 1.6 million records")
+    parser.add_argument("--folder", type=Path, help="only read what lies there, of this --kind")
+    parser.add_argument("--kind", choices=("exp5_exp6", "core_exp"), default="exp5_exp6")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for a busy core would count as CPU time
+    if chosen.folder:
+        read(chosen.kind, chosen.folder)
+    else:
+        samples = FULL if chosen.full else chosen.samples
+        frames()
+        simulation(samples)
+        for kind in ("exp5_exp6", "core_exp"):
+            with tempfile.TemporaryDirectory() as folder:
+                write(kind, Path(folder), samples)
+                words = [sys.executable, __file__, f"--kind={kind}", f"--folder={folder}"]
+                subprocess.run(words, check=True)  # memory is that of a process which does nothing else

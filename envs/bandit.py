@@ -43,6 +43,7 @@ class ConfigBandit(EnvBase):
         seed: of the contexts.
         lean: only row numbers and budgets travel, as in the training loop.
         full_information: give the reward of every configuration beside the context.
+        weights: float [N], how often each row is drawn relative to the others; None for evenly.
 
     Raises:
         InputError: an action that was never profiled for its sample, at `step`.
@@ -66,13 +67,14 @@ class ConfigBandit(EnvBase):
         seed: int = 0,
         lean: bool = False,
         full_information: bool = False,
+        weights: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
         self.limit_key = limit_key(budget)
         self.rewards = RewardTable(table, reward_under(budget, reward), device)
-        self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed)
+        self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
         self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
         p, g, c = batch_size, group_size, table.num_configurations
         observation: dict[str, Unbounded | Binary | Categorical] = {

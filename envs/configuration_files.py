@@ -6,15 +6,18 @@ with the file name, merges that lost samples.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 import polars as pl
 
 from knobwise.envs.errors import InputError
+from knobwise.envs.progress import progress
 
 IDS = ("sample_id", "question_id", "image_id")
 
@@ -51,23 +54,26 @@ def configuration_files(
         merge = path.with_name(path.name.replace(match["rank"] or "", ""))
         ranks.setdefault(merge if merge in matches else path, []).extend([path] if merge != path else [])
     foreign, short = [], 0
-    for path, parts in ranks.items():
-        setting = {k: v if k == "tier" else int(v) for k, v in matches[path].groupdict().items() if k != "rank"}
-        content, rows = load(path, setting, keys)
-        told = content["config"].get("dataset_name")
-        if isinstance(told, str) and told.replace("_", "-") != dashed:
-            foreign.append(told)
-            if folder == root:
-                continue
-        whole = sum(len(load(part, setting, keys)[1]) for part in parts if part != path)
-        if whole - len(rows) > len(parts):  # a distributed sampler repeats up to one sample on each rank
-            raise InputError(
-                f"{path}: holds {len(rows)} of the {whole} rows of its {len(parts)} rank files: ids that restart on "
-                "every rank were merged into one. Merge again under unique ids"
-            )
-        counts = [record.get("num_samples") for record in (*content["summary"], content)]
-        short += sum(count for count in counts if isinstance(count, int)) > len(rows) > 0
-        yield path, setting, content, rows
+    with progress(f"reading {folder.name}", len(ranks), every_s=10, quiet_s=2) as tick:
+        for done, (path, parts) in enumerate(ranks.items()):
+            tick(done, "")
+            setting = {k: v if k == "tier" else int(v) for k, v in matches[path].groupdict().items() if k != "rank"}
+            content, rows = load(path, setting, keys)
+            told = content["config"].get("dataset_name")
+            if isinstance(told, str) and told.replace("_", "-") != dashed:
+                foreign.append(told)
+                if folder == root:
+                    continue
+            whole = sum(len(load(part, setting, keys)[1]) for part in parts if part != path)
+            if whole - len(rows) > len(parts):  # a distributed sampler repeats up to one sample on each rank
+                raise InputError(
+                    f"{path}: holds {len(rows)} of the {whole} rows of its {len(parts)} rank files: ids that restart "
+                    "on every rank were merged into one. Merge again under unique ids"
+                )
+            counts = [record.get("num_samples") for record in (*content["summary"], content)]
+            short += sum(count for count in counts if isinstance(count, int)) > len(rows) > 0
+            yield path, setting, content, rows
+        tick(len(ranks), "")
     told_names = ", ".join(sorted(set(foreign)))
     if len(foreign) == len(ranks) and folder == root:
         raise InputError(f"{root}: no files of {dataset!r}; all {len(foreign)} say that they are of {told_names}")
@@ -85,7 +91,7 @@ def configuration_files(
 def load(path: Path, setting: Setting, keys: Sequence[str]) -> tuple[Record, list[Record]]:
     """The content of a file and its rows, with the knobs everywhere in it checked against those of its name."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _decoded(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: is not readable JSON ({error}); was the run that wrote it cut short?") from error
     if not isinstance(content, dict):
@@ -107,6 +113,19 @@ def load(path: Path, setting: Setting, keys: Sequence[str]) -> tuple[Record, lis
     return content, rows
 
 
+def _decoded(text: bytes) -> Any:
+    """JSON as Python reads and writes it: what the fast parser refuses, such as NaN, the one of Python decides."""
+    collecting = gc.isenabled()
+    gc.disable()  # nothing in JSON is a cycle, but looking for some again and again takes a third of the time
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return json.loads(text.decode("utf-8"))
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def rows_frame(path: Path, setting: Setting, rows: list[Record], values: Mapping[str, pl.Series]) -> pl.DataFrame:
     """The rows of one file with their ids, which may also stand in `metadata`, and the knobs."""
     columns = {key: _row_ids(path, rows, key) for key in IDS}
@@ -118,13 +137,18 @@ def rows_frame(path: Path, setting: Setting, rows: list[Record], values: Mapping
 def _row_ids(path: Path, rows: list[Record], key: str) -> pl.Series:
     """Text [rows], null where a row has no such id."""
     found = [row.get(key) for row in rows]
-    if not any(key in row for row in rows):
+    kinds = set(map(type, found))
+    if kinds <= {type(None)} and not any(key in row for row in rows):
         found = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
-    kinds = {type(value) for value in found}
+        kinds = set(map(type, found))
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
     if float in kinds:
         found = [int(value) if isinstance(value, float) and value.is_integer() else value for value in found]
+        if wrong := [value for value in found if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64]:
+            raise InputError(f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text")
+    if kinds <= {str, type(None)}:
+        return pl.Series(found, dtype=pl.String)
     return pl.Series([None if value is None else str(value) for value in found], dtype=pl.String)
 
 

@@ -1,4 +1,4 @@
-"""exp5 (accuracy) with exp6 (latency) folders, read and written, and core_exp folders, read.
+"""exp5 (accuracy) with exp6 (latency) folders, and core_exp folders, read and written.
 
 What does not join is counted in the table's notes.
 """
@@ -18,6 +18,7 @@ import polars as pl
 from knobwise.envs.configuration_files import IDS, Record, configuration_files, in_range, keyed, row_numbers, rows_frame
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.frames import TIERS
 from knobwise.envs.profiles import Features, table_from_frame
 from knobwise.envs.table import ProfileTable
 
@@ -29,6 +30,17 @@ CORE_STAGES = {
     "vision_prefill": ["T_vision_total", "T_LLM_prefill"],
 }
 CORE_KNOBS = ("tier", "top_k", "num_active_blocks")
+CORE_COLUMNS = {
+    "num_output_tokens": "output_tokens",
+    "num_vision_tokens": "actual_vision_tokens",
+    "num_language_tokens": "actual_text_tokens",
+    "num_total_tokens": "total_sequence_length",
+    "vision_ms": "T_vision_total",
+    "prefill_ms": "T_LLM_prefill",
+    "decode_ms": "T_LLM_decode",
+    "latency_ms": "T_total",
+}
+"""Our names of columns and those in core_exp files."""
 
 
 # -- exp5 and exp6 -----------------------------------------------------------------------------------------------------
@@ -188,19 +200,7 @@ def write_exp5_exp6(
     Raises:
         InputError: what a table refuses, other knobs, metadata that JSON cannot hold. Nothing has been written then.
     """
-    source = "the frame for exp5 and exp6 files"
-    table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)
-    if len(set(table.dataset_names)) > 1:
-        raise InputError(f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own name")
-    for knob in table.knobs:
-        if not all(isinstance(value, int) and value >= 0 for value in knob.values):
-            raise InputError(f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}")
-    try:
-        config = {**json.loads(json.dumps(metadata or {}, allow_nan=False)), "dataset_name": dataset_name}
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{source}: metadata that JSON cannot hold ({error})") from error
-    frame = frame.drop_nulls(["accuracy", "latency_ms"]).with_columns(pl.col(KNOBS).cast(pl.Int64))
-    frame = frame.with_columns(pl.selectors.float().fill_nan(None))  # JSON has no NaN
+    frame, config = _to_write(frame, KNOBS, dataset_name, metadata, "the frame for exp5 and exp6 files")
     frame = frame.with_columns(T_total_ms="latency_ms", score="accuracy")
     frame = frame.rename({"prefill_ms": "T_prefill_ms", "decode_ms": "T_decode_ms"}, strict=False)
     stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in frame.columns]
@@ -227,6 +227,28 @@ def write_exp5_exp6(
                 "config": {"batch_size": 1, **config},
             },
         )
+
+
+def _to_write(
+    frame: pl.DataFrame, knobs: Sequence[str], dataset_name: str, metadata: Mapping[str, Any] | None, source: str
+) -> tuple[pl.DataFrame, Record]:
+    """The rows that were profiled, null for NaN, and what is said of the run; refuses what cannot be read again."""
+    table = table_from_frame(frame, name=dataset_name, knobs=knobs, source=source)
+    if len(set(table.dataset_names)) > 1:
+        raise InputError(f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own name")
+    for knob in table.knobs:
+        if knob.name == "tier":
+            if not set(knob.values) <= set(TIERS):
+                raise InputError(f"{source}: knob tier must be {', '.join(TIERS)}, has {knob.values[:5]}")
+        elif not all(isinstance(value, int) and value >= 0 for value in knob.values):
+            raise InputError(f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}")
+    try:
+        config = {**json.loads(json.dumps(metadata or {}, allow_nan=False)), "dataset_name": dataset_name}
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{source}: metadata that JSON cannot hold ({error})") from error
+    frame = frame.drop_nulls(["accuracy", "latency_ms"])
+    frame = frame.with_columns(pl.col(k).cast(pl.String if k == "tier" else pl.Int64) for k in knobs)
+    return frame.with_columns(pl.selectors.float().fill_nan(None)), config  # JSON has no NaN
 
 
 def _spread(times: pl.Series) -> dict[str, float | None]:
@@ -282,3 +304,52 @@ def read_core_exp(
         source=str(directory),
         notes=said,
     )
+
+
+def write_core_exp(
+    frame: pl.DataFrame,
+    directory: str | Path,
+    dataset_name: str,
+    tier_crops: Mapping[str, tuple[int, int]],
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one file per configuration, as `read_core_exp` reads them.
+
+    Args:
+        frame: one row per (sample, configuration): `sample_id`, the knobs tier, top_k and num_active_blocks,
+            `accuracy`, `latency_ms`, `vision_ms`, `prefill_ms`, `decode_ms`; optionally `num_vision_tokens`,
+            `num_language_tokens`, `num_output_tokens`, `num_total_tokens`, `question_id`, `image_id`, `pred`,
+            `metadata`. Rows without accuracy or latency are left out.
+        directory: gets the folder of the data set, with dashes.
+        dataset_name: such as `text_vqa`.
+        tier_crops: the fewest and the most crops of each tier.
+        metadata: the `config` of every file: the machine, the model, the split of the data set.
+
+    Raises:
+        InputError: as `write_exp5_exp6`; a tier without crops, a stage that is missing. Nothing has been written then.
+    """
+    source = "the frame for core_exp files"
+    if missing := sorted({"tier", "vision_ms", "prefill_ms", "decode_ms"} - set(frame.columns)):
+        raise InputError(f"{source}: has no column {', '.join(missing)}")
+    if missing := sorted(set(frame["tier"].cast(pl.String)) - set(tier_crops)):
+        raise InputError(f"{source}: tier_crops does not say how many crops {', '.join(missing)} has")
+    frame, config = _to_write(frame, CORE_KNOBS, dataset_name, metadata, source)
+    frame = frame.rename({k: v for k, v in CORE_COLUMNS.items() if k in frame.columns})
+    keys = [k for k in (*IDS, *CORE_COLUMNS.values(), "accuracy", "pred", "metadata") if k in frame.columns]
+    for _, cells in frame.group_by(CORE_KNOBS, maintain_order=True):
+        setting = {knob: cells[knob][0] for knob in CORE_KNOBS}
+        least, most = tier_crops[setting["tier"]]
+        spreads = {s: _spread(cells[s]).items() for s in CORE_COLUMNS.values() if s.startswith("T_")}
+        content = {
+            **setting,
+            "tier_range": {"min_crops": least, "max_crops": most},
+            "max_crops": most,
+            "num_samples": cells.height,
+            "accuracy": cells["accuracy"].mean(),
+            "accuracy_std": cells["accuracy"].std(ddof=0),
+            "latency_stats": {f"{s}_{of.lower()}": value for s, found in spreads.items() for of, value in found},
+            "per_sample_results": cells.select(keys).to_dicts(),
+            "config": config,
+        }
+        stem = f"imgsizetier-{setting['tier']}_crops{most}_topk{setting['top_k']}_blocks{setting['num_active_blocks']}"
+        _write(Path(directory) / dataset_name.replace("_", "-") / f"{dataset_name}_{stem}.json", content)

@@ -12,7 +12,7 @@ import polars as pl
 from knobwise.envs.errors import InputError
 from knobwise.envs.table import Knob, KnobValue
 
-KEYS = frozenset({"sample_id", "question_id", "image_id", "dataset", "split", "fold"})
+KEYS = frozenset({"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"})
 TIERS = ("low", "medium", "high")
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 

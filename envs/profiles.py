@@ -1,8 +1,8 @@
 """Long tables and features: files in, one `ProfileTable` out; and the way back.
 
 A long table has one row per (sample, configuration): `sample_id`, one column per knob, an accuracy and a cost;
-optionally `dataset`, `split`, `image_id`. That is how measurements of any system come in. All readers end in
-`table_from_frame`.
+optionally `dataset`, `split`, `image_id`, `question_type`. That is how measurements of any system come in. All readers
+end in `table_from_frame`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def table_from_frame(
 
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` serves where `accuracy` is missing), a cost ≥ 0;
-            optionally `dataset`, `image_id` and `split`, the last two constant inside a sample.
+            optionally `dataset`, and `image_id`, `split` and `question_type`, constant inside a sample.
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
         accuracy: the column to maximise.
@@ -134,7 +134,8 @@ def table_from_frame(
     found, codes = zip(*(knob_column(frame[column], source) for column in knobs), strict=True)
     settings = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = settings.unique().sort(settings.columns)
-    extra = [c for c in ("image_id", "split") if c in frame.columns and c not in knobs and not frame[c].is_null().all()]
+    optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns and c not in knobs]
+    extra = [c for c in optional if not frame[c].is_null().all()]
     extras = [name_column(frame[c], source) for c in extra]
     samples = _samples(keys.with_columns(extras), keys.columns, source)
     n, c = len(samples), len(configurations)
@@ -173,6 +174,7 @@ def table_from_frame(
         datasets=tuple(samples["dataset"]) if "dataset" in samples.columns else (),
         image_ids=tuple(samples["image_id"]) if "image_id" in samples.columns else (),
         parts=parts,
+        question_types=tuple(samples["question_type"]) if "question_type" in samples.columns else (),
         notes=tuple(said),
         unit=unit,
     )
@@ -187,6 +189,7 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
         "sample_id": table.sample_ids,
         "image_id": table.image_ids,
         "split": table.parts,
+        "question_type": table.question_types,
     }
     columns = [pl.Series(key, values).gather(row) for key, values in words.items() if values]
     for knob, chosen in zip(table.knobs, table.configurations.numpy().T, strict=True):

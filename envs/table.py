@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -99,6 +99,7 @@ class ProfileTable:
             [0, 1], duplicate ids or configurations, a sample or a configuration without any profiled cell.
     """
 
+    WORDS: ClassVar = ("datasets", "image_ids", "parts", "question_types")
     name: str
     """How the profile is called in reports."""
     knobs: tuple[Knob, ...]
@@ -121,6 +122,8 @@ class ProfileTable:
     """N ids of the image behind each sample, or empty. Samples of one image are never split apart."""
     parts: tuple[str, ...] = ()
     """N names out of train, validation, test when the file fixed the split; else empty."""
+    question_types: tuple[str, ...] = ()
+    """N kinds of question, or empty. No input of a policy: for drawing them evenly in training."""
     notes: tuple[str, ...] = ()
     """What the reader skipped or could not join, counted, in words. Not part of the digest."""
     unit: str = "ms"
@@ -136,7 +139,7 @@ class ProfileTable:
             "configurations": (tuple(self.configurations.shape), (c, len(self.knobs))),
             "sample_ids": ((len(self.sample_ids),), (n,)),
             **{f"features[{k}]": ((f.shape[0], f.ndim), (n, 2)) for k, f in self.features.items()},
-            **{k: ((len(v),), (n,)) for k in ("datasets", "image_ids", "parts") if (v := getattr(self, k))},
+            **{k: ((len(v),), (n,)) for k in self.WORDS if (v := getattr(self, k))},
         }
         for what, (found, wanted) in shapes.items():
             if found != wanted:
@@ -212,6 +215,7 @@ class ProfileTable:
         sha = hashlib.sha256()
         names = [[k.name, list(k.values)] for k in self.knobs]
         text = [names, self.sample_ids, self.datasets, self.image_ids, self.parts, list(self.features)]
+        text += [self.question_types] if self.question_types else []
         sha.update(json.dumps(text).encode())
         for tensor in (self.configurations, self.mask, self.accuracy, self.latency_ms, *self.features.values()):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
@@ -290,7 +294,7 @@ class ProfileTable:
             "name": self.name,
             "unit": self.unit,
             "knobs": [[k.name, list(k.values)] for k in self.knobs],
-            **{k: list(getattr(self, k)) for k in ("sample_ids", "datasets", "image_ids", "parts", "notes")},
+            **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
         }
         # the head is a tensor too: what safetensors calls metadata must stay below 100 MB
         tensors = {"head": torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)}
@@ -311,9 +315,8 @@ class ProfileTable:
             with safe_open(str(path), framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             head: dict[str, Any] = json.loads(tensors.pop("head").numpy().tobytes())
-            words: dict[str, Any] = {
-                k: tuple(head[k]) for k in ("sample_ids", "datasets", "image_ids", "parts", "notes")
-            }
+            words: dict[str, Any] = {k: tuple(head.get(k, ())) for k in (*cls.WORDS, "notes")}
+            words["sample_ids"] = tuple(head["sample_ids"])
             for name in ("configurations", "accuracy", "latency_ms", "mask"):
                 words[name] = tensors[name]
         except FileNotFoundError:

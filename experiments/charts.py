@@ -105,6 +105,23 @@ def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.L
     return alt.layer(mark.encode(x), lines).properties(width=820, height=340)
 
 
+def by_dataset(rows: pl.DataFrame, policies: Sequence[str]) -> alt.LayerChart:
+    """Mean utility and its interval: a band for each data set, in it a line for each policy.
+
+    Args:
+        rows: dataset, policy, utility, low, high.
+        policies: their order, which gives their colours.
+    """
+    y = alt.Y("dataset:N", title=None, axis=alt.Axis(labelLimit=200))
+    offset = alt.YOffset("policy:N", scale=alt.Scale(domain=list(policies), paddingOuter=0.4))
+    detail = [alt.Tooltip(f"{name}:{kind}") for name, kind in zip(rows.columns, "NNQQQ", strict=True)]
+    base = alt.Chart(rows).encode(y, offset, tooltip=detail, **_colour(policies))
+    x = alt.X("utility:Q", title="utility (0 to 1)", scale=alt.Scale(zero=False, padding=12))
+    spans = base.mark_rule(strokeWidth=2).encode(alt.X("low:Q", title="utility (0 to 1)"), x2="high:Q")
+    height = 18 * len(policies) * rows["dataset"].n_unique() + 20
+    return alt.layer(spans, base.mark_circle(size=70, opacity=1).encode(x)).properties(width=720, height=height)
+
+
 def _lines(
     rows: pl.DataFrame,
     x: alt.X,

@@ -29,15 +29,18 @@ from knobwise.agents.stack import StackedController, fit_stack
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.joint import rows_by_dataset
 from knobwise.envs.reward import RewardConfig
+from knobwise.envs.splits import divide
 from knobwise.envs.table import ProfileTable, Split
+from knobwise.experiments.by_dataset import StaticPerDataset
 from knobwise.experiments.mean_results import mean_results_of
 from knobwise.experiments.profile_settings import read_profile
 from knobwise.experiments.report import print_results, result_images, write_report
 from knobwise.experiments.results import held_out_choices, results_of
 from knobwise.experiments.run_folder import claim
-from knobwise.experiments.settings import TrainRun
 from knobwise.experiments.tracking import Tracker, wandb_mode
+from knobwise.experiments.verbs import TrainRun
 
 
 def run(config: TrainRun, overrides: list[str]) -> Path:
@@ -57,7 +60,7 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
     torch.set_num_threads(config.threads)
     wandb_mode(config.tracking)
     table = read_profile(config.profile)
-    split = table.split(config.split.train, config.split.validation, config.split.seed)
+    split = divide(table, **asdict(config.split))
     fitted = torch.cat([split.train, split.validation])
     mean = config.budget.sense == "mean"
     if mean:
@@ -89,6 +92,8 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
                 )
             else:
                 baselines = make_baselines(table, split, seed=config.seeds[0], budgets_ms=budgets_ms)
+                if len(rows_by_dataset(table, split.test)) > 1:
+                    baselines.insert(1, StaticPerDataset(table, fitted, split.test))
                 rewards = trainers[0].env.rewards
                 controllers = [one.controller for one in best]
                 results = results_of(table, split.test, budgets_ms, rewards, controllers, config.seeds, baselines)
@@ -185,6 +190,8 @@ def _trainers(config: TrainRun, table: ProfileTable, split: Split, budgets_ms: T
             budgets_ms=budgets_ms,
             budget=config.budget,
             reward=config.reward,
+            balance=config.balance,
+            augmentation=config.augmentation,
             seed=seed,
             device=config.device,
         )

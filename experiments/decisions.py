@@ -34,12 +34,12 @@ from knobwise.envs.budgets import default_budgets
 from knobwise.envs.builtin import builtin_profile
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.progress import progress
 from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.envs.simulator import KINDS, SimulatedConfig, simulate
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.experiments.decisions_page import page_of
 from knobwise.experiments.settings import GROUPS
-from knobwise.profiling.progress import progress
 
 TEST_SAMPLES = 2000
 OBJECTIVES = {

@@ -4,6 +4,7 @@ the held-out queries of its own beams, or on others."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.reward import RewardTable
+from knobwise.envs.splits import divide
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.experiments.mean_results import mean_results_of
 from knobwise.experiments.profile_settings import read_profile
@@ -28,7 +30,7 @@ from knobwise.experiments.report import print_results
 from knobwise.experiments.results import held_out_choices, results_of
 from knobwise.experiments.selector_data import check_judged, read_data
 from knobwise.experiments.selector_results import selector_results
-from knobwise.experiments.settings import EvaluateRun
+from knobwise.experiments.verbs import EvaluateRun
 
 
 def run(config: EvaluateRun) -> dict[str, Any]:
@@ -51,6 +53,10 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         _tell(results, config)
         return results
     table = read_profile(config.profile)
+    if config.live:
+        from knobwise.experiments.live import run_live
+
+        return run_live(config.checkpoint, table, config.stream)
     decides = loaded.controller
     controller = decides.chooser if isinstance(decides, PricedChooser) else decides
     if controller.priced and controller is decides:
@@ -61,7 +67,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             f"{', '.join(k.name for k in controller.knobs)}; profile {table.name!r} has others"
         )
     controller.features(table.features, table.num_samples)  # other features than it was trained with: say so first
-    split = table.split(config.split.train, config.split.validation, config.split.seed)
+    split = divide(table, **asdict(config.split))
     if "seen" not in loaded.extra:
         raise InputError(f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt")
     if loaded.profile_digest == table.digest:

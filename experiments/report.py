@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from knobwise.experiments import charts, mean_report, page, selector_report
+from knobwise.experiments import by_dataset, charts, mean_report, page, selector_report
 from knobwise.experiments.training_curves import training_curves
 from knobwise.experiments.verdict import (
     LEARNED,
@@ -104,6 +104,7 @@ def _sections(results: Mapping[str, Any]) -> list[str]:
         page.folded("What the words mean", _glossary(results)),
         "<h2>Per budget</h2>",
         _table_per_budget(results, budgets_of(results)),
+        *by_dataset.sections(results),
         *_guarantees(results),
     ]
     for name, (caption, chart) in result_charts(results).items():
@@ -113,10 +114,6 @@ def _sections(results: Mapping[str, Any]) -> list[str]:
 
 def print_results(results: Mapping[str, Any], console: Console) -> None:
     """The results as a table, and the verdict; without colours and frames when this is no terminal."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     learned = policy_name(LEARNED)
     if _of_selector(results):
         header, rows = selector_report.header(results), selector_report.cells(results)
@@ -128,6 +125,26 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
     else:
         header, rows, says = _HEADER, [_cells(row, unit_of(results)) for row in ranked(results)], verdict(results)
         few = (0, 1, 2, 6)
+    _print_table(console, header, rows, few, learned)
+    if lines := by_dataset.cells(results):
+        _print_table(console, by_dataset.HEADER, lines, (0, 1, 2, 3, 7), learned, strong=1)
+    for words in says:
+        console.print(words, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def _print_table(
+    console: Console,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    few: Sequence[int],
+    learned: str,
+    strong: int = 0,
+) -> None:
+    """The columns `few` where the terminal is narrow; the rows with `learned` in column `strong` are set apart."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     terminal = console.is_terminal
     shown = Table(box=box.SIMPLE_HEAD if terminal else None, header_style="bold", pad_edge=False)
     width = console.width if terminal else 200
@@ -136,11 +153,9 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
         shown.add_column(header[place], justify="right" if place else "left", no_wrap=True)
     for row in rows:
         cells = [cell.replace("\n", " ") for cell in row]
-        shown.add_row(*(cells[place] for place in kept), style="bold" if row[0] == learned else None)
+        shown.add_row(*(cells[place] for place in kept), style="bold" if row[strong] == learned else None)
     wide = console if terminal else Console(file=console.file, width=width)
     wide.print(shown, markup=False, highlight=False)
-    for words in says:
-        console.print(words, markup=False, highlight=False, soft_wrap=not terminal)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.evaluation import Chooses, Judged, bootstrap, judge, mean_row
 from knobwise.agents.priced import PricedChooser
 from knobwise.agents.stack import StackedController
+from knobwise.envs.joint import rows_by_dataset
 from knobwise.envs.reward import RewardTable
 from knobwise.envs.table import ProfileTable
 
 SHOWN_IN_USAGE = ("controller", "budget_aware_static", "oracle")
+SHOWN_BY_DATASET = ("controller", "budget_aware_static", "static_per_dataset", "oracle")
+KNOW_THE_ROWS = ("static_per_dataset", "oracle")
 
 
 def results_of(
@@ -40,28 +44,20 @@ def results_of(
         baselines: with a `name`; `budget_aware_static` and `oracle` must be among them.
 
     Returns:
-        the content of `results.json`.
+        the content of `results.json`, with `by_dataset` where the samples are of several data sets.
     """
     judged: dict[str, list[Judged]] = {
         "controller": [judge(c, table, test, budgets_ms, rewards) for c in controllers],
         **{b.name: [judge(b, table, test, budgets_ms, rewards)] for b in baselines},
     }
     deciders: dict[str, Chooses] = {"controller": controllers[0], **{b.name: b for b in baselines}}
-    # the oracle looks outcomes up, which no request could
-    decision = {n: None if n == "oracle" else decision_us(c, table, test, budgets_ms) for n, c in deciders.items()}
-    static, oracle = judged["budget_aware_static"][0].utility, judged["oracle"][0].utility
-    rows = []
-    for name, of_seeds in judged.items():
-        utility = torch.stack([j.utility for j in of_seeds])  # [S, n, B]
-        for budget in [None, *range(len(budgets_ms))]:
-            columns = slice(None) if budget is None else slice(budget, budget + 1)
-            own, low, high = (t[..., columns].double().mean(-1) for t in (utility, static, oracle))
-            row = mean_row([j.row(budget) for j in of_seeds])
-            between = float(high.mean() - low.mean())
-            row["gap_closed"] = float(own.mean() - low.mean()) / between if between > 0 else 0.0
-            rows.append({"policy": name, **row, **bootstrap(own, low, high), "decision_us_p50": decision[name]})
-            if len(of_seeds) > 1:
-                rows[-1]["utility_per_seed"] = own.mean(1).tolist()
+    # what knows the rows looks things up, which no request could
+    decision = {n: None if n in KNOW_THE_ROWS else decision_us(c, table, test, budgets_ms) for n, c in deciders.items()}
+    rows = [
+        {"policy": name, **_row(judged, name, budget), "decision_us_p50": decision[name]}
+        for name in judged
+        for budget in [None, *range(len(budgets_ms))]
+    ]
     return {
         "profile": {
             "name": table.name,
@@ -77,7 +73,43 @@ def results_of(
         "rows": rows,
         "configurations": configurations_of(table, test),
         "knob_usage": [use for name in SHOWN_IN_USAGE for use in _usage(table, name, judged[name])],
+        **_by_dataset(table, test, judged),
     }
+
+
+def _row(judged: Mapping[str, list[Judged]], name: str, budget: int | None) -> dict[str, Any]:
+    """One row, with intervals; `budget` is the number of a budget, or None for the mean over budgets."""
+    of_seeds = judged[name]
+    columns = slice(None) if budget is None else slice(budget, budget + 1)
+    utility = torch.stack([j.utility for j in of_seeds])  # [S, n, B]
+    ends = judged["budget_aware_static"][0].utility, judged["oracle"][0].utility
+    own, low, high = (t[..., columns].double().mean(-1) for t in (utility, *ends))
+    row = mean_row([j.row(budget) for j in of_seeds])
+    between = float(high.mean() - low.mean())
+    row["gap_closed"] = float(own.mean() - low.mean()) / between if between > 0 else 0.0
+    row |= bootstrap(own, low, high)
+    return row | ({"utility_per_seed": own.mean(1).tolist()} if len(of_seeds) > 1 else {})
+
+
+def _by_dataset(table: ProfileTable, test: Tensor, judged: Mapping[str, list[Judged]]) -> dict[str, Any]:
+    """`by_dataset`: for each data set the means over budgets of the policies of `SHOWN_BY_DATASET` and of the one that
+    is best there of all others; nothing for one data set."""
+    parts = rows_by_dataset(table, test)
+    rows = []
+    for dataset, places in parts.items() if len(parts) > 1 else ():
+        own = {name: [_of(j, places) for j in of_seeds] for name, of_seeds in judged.items()}
+        utility = {name: sum(float(j.utility.mean()) for j in seeds) / len(seeds) for name, seeds in own.items()}
+        others = sorted(own.keys() - SHOWN_BY_DATASET, key=lambda name: (-utility[name], name))
+        for name in [n for n in (*SHOWN_BY_DATASET[:-1], *others[:1], "oracle") if n in own]:
+            rows.append({"dataset": dataset, "samples": len(places), "policy": name, **_row(own, name, None)})
+    return {"by_dataset": rows} if rows else {}
+
+
+def _of(judged: Judged, places: Tensor) -> Judged:
+    """The outcome for some of the samples."""
+    return replace(
+        judged, **{f.name: getattr(judged, f.name)[places] for f in fields(judged) if f.name != "budgets_ms"}
+    )
 
 
 def held_out_choices(loaded: Sequence[Loaded]) -> dict[str, Any]:

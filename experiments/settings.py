@@ -1,4 +1,4 @@
-"""Every setting of the command line, for Hydra: dataclasses whose fields carry their meaning, and the config groups."""
+"""Every setting of the command line, for Hydra: config groups, reading `key=value`, help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -25,140 +25,12 @@ from knobwise.envs.budgets import BudgetConfig
 from knobwise.envs.errors import InputError
 from knobwise.envs.reward import RewardConfig
 from knobwise.experiments.profile_settings import PROFILES
-from knobwise.experiments.selector_settings import SELECTOR_GROUPS, SelectorRun
+from knobwise.experiments.selector_settings import SELECTOR_GROUPS
 from knobwise.experiments.tracking import TrackingSettings
-from knobwise.profiling.beam_runner import BeamProfileConfig
-from knobwise.profiling.beam_tasks import LearnerTaskConfig, PoolConfig, VLMTaskConfig
-from knobwise.profiling.runner import ElasticProfileConfig
+from knobwise.experiments.verbs import EXPERIMENTS, VERBS
 
 CONF = Path(__file__).resolve().parent / "conf"
 
-
-# -- verbs -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SplitConfig:
-    """Shares of the samples; what is left is the test part."""
-
-    train: float = 0.6
-    """Share to fit on."""
-    validation: float = 0.2
-    """Share to choose on."""
-    seed: int = 0
-    """Of the split. It is the same for all training seeds, so that all are judged on the same samples."""
-
-
-@dataclass
-class TrainRun:
-    """knobwise train: train a controller with several seeds, judge it beside every simple way, report."""
-
-    experiment: str = "controller"
-    """Which experiment; the name of a file in conf/experiment."""
-    profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, simulated."""
-    split: SplitConfig = field(default_factory=SplitConfig)
-    """Shares of the samples."""
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Group: quantiles, relative, uniform, fixed: deadlines in training; mean: the mean over requests is limited."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    """Group: utility, shaped. Under budget=mean it is always accuracy − latency/worth."""
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """Group: auto, utility, additive, autoregressive, independent, joint."""
-    loss: LossConfig = field(default_factory=LossConfig)
-    """Group: exact, sampled."""
-    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    """Group: what suits each policy, under its name."""
-    tracking: TrackingSettings = field(default_factory=TrackingSettings)
-    """Group: auto, offline, online, disabled."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """Training seeds; results are means over them."""
-    budgets_ms: list[float] | None = None
-    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
-    configurations' mean latencies. Under budget=mean prices are calibrated for these and no others."""
-    name: str | None = None
-    """Name of the run; None makes one from what was changed on the command line."""
-    runs: str = "runs"
-    """Folder of all runs."""
-    threads: int = 1
-    """Threads of torch; the network is so small that one is fastest."""
-    device: str = "cpu"
-    """cpu or cuda."""
-
-
-@dataclass
-class InspectRun:
-    """knobwise inspect: what is in a profile, what is wrong with it, how much there is to gain."""
-
-    profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, simulated."""
-    json: str | None = None
-    """Write the facts to this file."""
-    html: str | None = None
-    """Draw them into this page."""
-
-
-@dataclass
-class EvaluateRun:
-    """knobwise evaluate: judge a trained controller again, on the test samples of its profile or on another profile; or
-    a trained selector, on held-out queries of its beams or on other beams."""
-
-    checkpoint: str = "runs/latest/checkpoints/best.pt"
-    """The controller or selector."""
-    beams: Any = MISSING
-    """Group: builtin, files. What a selector is judged on."""
-    judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
-    """Demonstrations in a sequence, for a selector."""
-    profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, simulated."""
-    split: SplitConfig = field(default_factory=SplitConfig)
-    """Which part the baselines are fitted on, for a profile that the controller was not trained on."""
-    budgets_ms: list[float] | None = None
-    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies. A controller for mean budgets
-    is judged at those that its prices were calibrated for."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    """Group: utility, shaped. What the column `reward` is in."""
-    baselines: bool = True
-    """Judge every simple way beside it."""
-    json: str | None = None
-    """Write the results to this file."""
-    threads: int = 1
-    """Threads of torch."""
-
-
-@dataclass
-class ProfileRun:
-    """knobwise profile: measure a model at every configuration, or record which demonstrations help it."""
-
-    model: str = "elastic"
-    """elastic: measured at every configuration. For recorded demonstrations: learner, the built-in in-context learner,
-    or a Hugging Face vision-language model by its name or folder (with vlm.data and vlm.embeddings)."""
-    out: str = "profiles/${model}"
-    """Folder for the files. Called again with the same settings after an interruption, it goes on where it stopped."""
-    checkpoint: str | None = None
-    """A trained selector: what it draws is recorded as one more round, beside all else that `out` holds."""
-    elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
-    """The elastic vision-language model and what is measured of it."""
-    learner: LearnerTaskConfig = field(default_factory=LearnerTaskConfig)
-    """With model=learner: the built-in task."""
-    vlm: VLMTaskConfig = field(default_factory=VLMTaskConfig)
-    """With a vision-language model: what it is asked, and how it runs."""
-    pool: PoolConfig = field(default_factory=PoolConfig)
-    """Which candidates a query's demonstrations are chosen from."""
-    beams: BeamProfileConfig = field(default_factory=BeamProfileConfig)
-    """Which sequences of demonstrations are recorded."""
-
-
-VERBS: dict[str, type[Any]] = {
-    "train": TrainRun,
-    "train_selector": SelectorRun,
-    "inspect": InspectRun,
-    "evaluate": EvaluateRun,
-    "profile": ProfileRun,
-}
-"""The settings of every verb. `train` has two, see `schema_of`."""
-EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
-"""The experiment that is meant when none is named."""
 
 _UTILITY: dict[str, Any] = {"structure": "utility", "members": 5, "hidden": 96, "layers": 2, "dropout": 0.2}
 _OF_UTILITY: dict[str, Any] = {
@@ -203,6 +75,7 @@ _GROUPS_OF = {
     "inspect": ("profile",),
     "evaluate": ("profile", "reward", "beams"),
     "profile": (),
+    "export": ("profile",),
 }
 """Which groups the settings of a verb are put together from."""
 

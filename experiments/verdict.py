@@ -20,6 +20,10 @@ WORDS = {
         "budget-aware static",
         "per budget the one configuration with the best mean utility on the training samples; the same for every input",
     ),
+    "static_per_dataset": (
+        "static of its data set",
+        "budget-aware static fitted on each data set for itself; it is told which one a request is from",
+    ),
     "best_static": ("best static", "one configuration for all inputs and all budgets"),
     "lookup_table": (
         "lookup table",

@@ -12,12 +12,13 @@ USAGE = """knobwise: which setting of a model's knobs for which input, under a l
 
   knobwise train      learn a controller from a profile (or with experiment=selector a selector of demonstrations
                       from beams), judge it beside every simple way, report
-  knobwise evaluate   judge a trained controller again
+  knobwise evaluate   judge a trained controller again; with live=true in front of a model that really runs
   knobwise inspect    what is in a profile, and how much there is to gain
   knobwise profile    measure a model at every configuration, or record which demonstrations help it
+  knobwise export     a trained controller as one file that decides by itself: ONNX, and NumPy alone
 
   knobwise VERB --help lists the settings; they are given as key=value, a sweep as -m key=a,b,c (train).
-  Profiles: profile=builtin | exp5_exp6 | core_exp | table, for example
+  Profiles: profile=builtin | exp5_exp6 | core_exp | table | joint | calibrated | simulated, for example
     knobwise train profile=table profile.path=measured.parquet profile.features=features.npz
 """
 
@@ -55,6 +56,7 @@ def _run(verb: str, words: list[str]) -> int:
         "evaluate": _evaluate,
         "inspect": _inspect,
         "profile": _profile,
+        "export": _export,
     }
     if verb not in verbs:
         raise InputError(f"unknown verb {verb!r}; known are {', '.join(verbs)} (knobwise --help)")
@@ -113,6 +115,12 @@ def _evaluate(config: Any, words: list[str]) -> None:
     run(config)
 
 
+def _export(config: Any, words: list[str]) -> None:
+    from knobwise.experiments.export import run
+
+    print(f"exported: {run(config)}")
+
+
 def _inspect(config: Any, words: list[str]) -> None:
     import json
 
@@ -139,6 +147,11 @@ def _profile(config: Any, words: list[str]) -> None:
             from knobwise.profiling.runner import profile_elastic
 
             print(f"profile: {profile_elastic(config.out, config.elastic)}")
+        elif config.data is not None:
+            from knobwise.profiling.hf_profile import profile_hugging_face
+
+            how = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
+            print(f"profile: {profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)}")
         else:
             _profile_beams(config)
     except InputError:

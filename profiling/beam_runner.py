@@ -25,12 +25,12 @@ from knobwise.envs.beam_files import write_rl_data
 from knobwise.envs.beams import METHODS, BeamTable
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.progress import progress
 from knobwise.profiling.beam_search import Found, beam_search, drawn, joined, retrieved, score
 from knobwise.profiling.beam_tasks import BeamTask, changed
 from knobwise.profiling.measuring import claim
 from knobwise.profiling.outputs import cpu_name
 from knobwise.profiling.pools import similarity
-from knobwise.profiling.progress import progress
 
 Draw = Callable[[Tensor, int], Tensor]
 """Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools, −1 padded."""

@@ -79,8 +79,19 @@ class Generation(NamedTuple):
     tokens: list[int]
     total_ms: float
     prefill_ms: float
+    vision_ms: float
+    """The part of `prefill_ms` until everything is embedded."""
     cpu_ms: float
     vision_tokens: int
+
+
+class Overview(NamedTuple):
+    """What is embedded before a configuration is known."""
+
+    seen: Tensor
+    """Grid-size token and overview, [B, 10, width]."""
+    words: Tensor
+    """The prompt, without its slots, [B, 6, width]."""
 
 
 class TileGrid(NamedTuple):
@@ -286,17 +297,33 @@ class ElasticVLM(nn.Module):
         rows, columns = images.shape[-2] // CELL, images.shape[-1] // CELL
         caps = (1, max_crops) if max_crops else (1,)
         grids = tuple(tile_grid(rows, columns, cap) for cap in caps)
-        coordinates = window_coordinates(rows, columns, grids)
+        windows = self._windows(images, grids, window_coordinates(rows, columns, grids))
+        size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
+        return torch.cat((size.expand(len(images), 1, -1), windows), 1)
+
+    def _windows(self, images: Tensor, grids: tuple[TileGrid, ...], coordinates: Tensor) -> Tensor:
         # a place in the image and the word for it share one embedding, so a question finds its cells early in training
         place = coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
         windows = self.stem(torch.cat([cut_windows(images, grid) for grid in grids], 1))
-        size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
-        return torch.cat((size.expand(len(images), 1, -1), windows + (place + self.scale(coordinates[:, _PLACES:]))), 1)
+        return cast(Tensor, windows + (place + self.scale(coordinates[:, _PLACES:])))
 
-    def prefix(self, images: Tensor, prompts: Tensor, max_crops: int) -> Tensor:
-        """Embed grid size, overview, tiles and prompt: [B, 10 + 9·tiles + 6, width]."""
-        question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
-        return torch.cat((self.first_stage(images, max_crops), question), 1)
+    @torch.inference_mode()
+    def overview(self, images: Tensor, prompts: Tensor) -> Overview:
+        """The part of the prefix that no knob changes; ``generate`` goes on from it."""
+        return Overview(self.first_stage(images), self.words(prompts))
+
+    def prefix(self, images: Tensor, prompts: Tensor, max_crops: int, overview: Overview | None = None) -> Tensor:
+        """Embed grid size, overview, tiles and prompt: [B, 10 + 9·tiles + 6, width]; the tiles alone after an overview.
+
+        The same to float precision either way.
+        """
+        if overview is None:
+            question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
+            return torch.cat((self.first_stage(images, max_crops), question), 1)
+        rows, columns = images.shape[-2] // CELL, images.shape[-1] // CELL
+        grids = tile_grid(rows, columns, 1), tile_grid(rows, columns, max_crops)
+        tiles = self._windows(images, grids[1:], window_coordinates(rows, columns, grids)[TILE_TOKENS:])
+        return torch.cat((overview.seen, tiles, overview.words + self.slots.weight[:PROMPT_TOKENS]), 1)
 
     def tile_states(self, prefix: Tensor, grid: TileGrid) -> Tensor:
         """The tiles' part of the prefix, [B, down, 3, across, 3, width]."""
@@ -328,15 +355,19 @@ class ElasticVLM(nn.Module):
         return self.head(x[:, length - 1 :]), x[:, :length]
 
     @torch.inference_mode()
-    def generate(self, image: Tensor, prompt: Tensor, configuration: Configuration) -> Generation:
+    def generate(
+        self, image: Tensor, prompt: Tensor, configuration: Configuration, overview: Overview | None = None
+    ) -> Generation:
         """Decode one answer greedily, timing it: ``image`` [1, 3, h, w], ``prompt`` [1, 6].
 
-        The clock covers everything from the pixels to the last token: scaling, tiling, prefill, decoding.
+        The clock covers everything from the pixels to the last token: scaling, tiling, prefill, decoding; what went
+        into an ``overview`` that is given is not in it.
         """
         active = [self.block(i) for i in self.active_blocks(configuration.num_active_blocks)]
         top_k, tokens = configuration.top_k, []
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        x = self.prefix(image, prompt, configuration.max_crops)
+        x = self.prefix(image, prompt, configuration.max_crops, overview)
+        embedded = time.perf_counter_ns()
         length, past = x.shape[1], []
         for block in active:
             x, cache = block(x, top_k)
@@ -350,18 +381,23 @@ class ElasticVLM(nn.Module):
             tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
         done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
         return Generation(
-            tokens, (done - wall) / 1e6, (prefill - wall) / 1e6, (cpu_done - cpu) / 1e6, length - PROMPT_TOKENS
+            tokens=tokens,
+            total_ms=(done - wall) / 1e6,
+            prefill_ms=(prefill - wall) / 1e6,
+            vision_ms=(embedded - wall) / 1e6,
+            cpu_ms=(cpu_done - cpu) / 1e6,
+            vision_tokens=length - PROMPT_TOKENS,
         )
 
     @torch.inference_mode()
-    def features(self, images: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    def features(self, images: Tensor, prompts: Tensor, overview: Overview | None = None) -> tuple[Tensor, Tensor]:
         """What is known before a configuration is chosen: image [B, 2·width] and language [B, width] features.
 
         Image: the mean of the overview's tokens, then the grid-size token. Language: the mean of the prompt's word
         embeddings. Neither depends on a knob, on a tile, or on the answer.
         """
-        seen = self.first_stage(images)
-        return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), self.words(prompts).mean(1)
+        seen, words = overview or self.overview(images, prompts)
+        return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), words.mean(1)
 
     def save(self, path: Path) -> None:
         """Write weights in half precision, with size and drop order as metadata."""

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.progress import progress
 from knobwise.profiling.canvases import LABELS, PIXELS, QUESTIONS, VALUES, paint
-from knobwise.profiling.progress import progress
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 _TOWER_WIDTH = 128

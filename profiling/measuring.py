@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from knobwise.envs.files import written_whole
+from knobwise.envs.progress import progress
 from knobwise.profiling.elastic import Configuration, ElasticVLM
-from knobwise.profiling.progress import progress
 from knobwise.profiling.scenes import ANSWER_TOKENS, FILLER, Scenes
 
 _WARM_UP_ROUNDS = 3

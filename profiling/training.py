@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knobwise.envs.files import written_whole
+from knobwise.envs.progress import progress
 from knobwise.profiling.elastic import Configuration, ElasticSize, ElasticVLM, TileGrid, tile_grid
-from knobwise.profiling.progress import progress
 from knobwise.profiling.scenes import FILLER, MAX_SIDE, QUESTIONS, Scenes, draw_scenes, load_digits
 
 _LOOK_UPS = ("digit", "colour", "row", "column", "row_colours", "match")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from knobwise.envs.errors import InputError
+from knobwise.profiling.hf_loading import load_pretrained
 from knobwise.profiling.vlm_data import VQAData, VQAItem, agreeing, most_common, soft_accuracy
 
 INSTRUCTION = "Answer with a single word or a short phrase."
@@ -120,17 +121,7 @@ class VLMScorer:
         Raises:
             InputError: transformers is not installed; no such model, or another kind of model.
         """
-        try:
-            from transformers import AutoModelForImageTextToText, AutoProcessor
-        except ImportError as error:
-            raise InputError("scoring with a vision-language model needs: pip install knobwise[models]") from error
-        try:
-            processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False)
-            model = AutoModelForImageTextToText.from_pretrained(
-                name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise InputError(f"{name_or_path}: cannot be loaded as a vision-language model ({error})") from error
+        model, processor = load_pretrained(name_or_path, dtype)
         return cls(
             model, processor, data, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **settings
         )

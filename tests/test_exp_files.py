@@ -1,5 +1,6 @@
 """Reading and writing exp5/exp6 and core_exp folders: round trips, both spellings, the traps known from the field."""
 
+import gc
 import json
 import re
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.envs.errors import InputError
-from knobwise.envs.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
+from knobwise.envs.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
 from knobwise.envs.profiles import long_frame, table_from_frame, write_features
 
 SMALL, LARGE = (2, 4, 12), (10, 12, 16)
@@ -522,3 +523,101 @@ def test_bad_core_exp_files_are_named(tmp_path, change, said):
 def test_unknown_core_exp_latency(tmp_path):
     with pytest.raises(InputError, match="total, prefill, vision_prefill"):
         read_core_exp(tmp_path, "text_vqa", latency="decode")
+
+
+@st.composite
+def core_cells(draw):
+    ids = draw(st.lists(st.integers(0, 10**9), min_size=1, max_size=4, unique=True))
+    keys = st.tuples(st.sampled_from(ids), st.sampled_from(["low", "medium", "high"]), st.sampled_from([4, 8]))
+    time = st.floats(0, 1e6, width=32)
+    rows = [
+        {"sample_id": i, "tier": tier, "top_k": k, "num_active_blocks": 12, "accuracy": draw(st.floats(0, 1, width=32)),
+         "latency_ms": draw(time), "vision_ms": draw(time), "prefill_ms": draw(time), "decode_ms": draw(time)}
+        for i, tier, k in draw(st.lists(keys, min_size=1, max_size=8, unique=True))
+    ]  # fmt: skip
+    return pl.DataFrame(rows)
+
+
+CROPS = {"low": (1, 3), "medium": (4, 8), "high": (9, 15)}
+
+
+@given(frame=core_cells())
+@settings(max_examples=10, deadline=None)
+def test_reading_core_exp_gives_back_what_was_written(tmp_path_factory, frame):
+    root = tmp_path_factory.mktemp("core")
+    write_core_exp(frame, root, "text_vqa", CROPS)
+    for latency, column in (("total", "latency_ms"), ("prefill", "prefill_ms")):
+        wanted = table_from_frame(frame, name="text_vqa", knobs=["tier", "top_k", "num_active_blocks"], latency=column)
+        assert read_core_exp(root, "text_vqa", latency=latency).digest == wanted.digest
+
+
+def test_written_core_exp_files_follow_the_profilers_spelling(tmp_path):
+    row = {"sample_id": 7, "tier": "low", "top_k": 4, "num_active_blocks": 12, "accuracy": 1.0, "latency_ms": 90.0,
+           "vision_ms": 10.0, "prefill_ms": 50.0, "decode_ms": 30.0, "num_vision_tokens": 400, "num_output_tokens": 2,
+           "metadata": {"image_id": 5}}  # fmt: skip
+    frame = pl.DataFrame([row, row | {"sample_id": 8, "accuracy": 0.0, "latency_ms": 110.0}])
+    write_core_exp(frame, tmp_path, "text_vqa", CROPS, {"machine": "x"})
+    content = json.loads((tmp_path / "text-vqa" / "text_vqa_imgsizetier-low_crops3_topk4_blocks12.json").read_text())
+    stats, rows = content.pop("latency_stats"), content.pop("per_sample_results")
+    assert content == {
+        "tier": "low", "top_k": 4, "num_active_blocks": 12, "tier_range": {"min_crops": 1, "max_crops": 3},
+        "max_crops": 3, "num_samples": 2, "accuracy": 0.5, "accuracy_std": 0.5,
+        "config": {"machine": "x", "dataset_name": "text_vqa"},
+    }  # fmt: skip
+    assert rows[0] == {
+        "sample_id": 7, "output_tokens": 2, "actual_vision_tokens": 400, "T_vision_total": 10.0, "T_LLM_prefill": 50.0,
+        "T_LLM_decode": 30.0, "T_total": 90.0, "accuracy": 1.0, "metadata": {"image_id": 5},
+    }  # fmt: skip
+    assert stats["T_total_mean"] == 100
+    assert stats["T_total_std"] == 10
+    assert len(stats) == 4 * 5
+    assert read_core_exp(tmp_path, "text_vqa").image_ids == ("5", "5")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tier": "huge"}, "how many crops huge has"),
+        ({"top_k": 4.5}, "top_k must be whole numbers"),
+        ({"vision_ms": ...}, "has no column vision_ms"),
+    ],
+)
+def test_core_exp_files_that_could_not_be_read_are_not_written(tmp_path, change, said):
+    row = {"sample_id": 7, "tier": "low", "top_k": 4, "num_active_blocks": 12, "accuracy": 1.0, "latency_ms": 90.0,
+           "vision_ms": 10.0, "prefill_ms": 50.0, "decode_ms": 30.0} | change  # fmt: skip
+    frame = pl.DataFrame([{k: v for k, v in row.items() if v is not ...}])
+    with pytest.raises(InputError, match=said):
+        write_core_exp(frame, tmp_path, "text_vqa", CROPS)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- at scale ----------------------------------------------------------------------------------------------------------
+
+
+def test_ids_are_exact_or_refused(pair):
+    put_exp5(pair, SMALL, [{"sample_id": 2**64 - 1, "score": 1.0}])
+    put_exp6(pair, SMALL, {2**64 - 1: 1.0})
+    assert str(2**64 - 1) in read(pair).sample_ids
+    put_exp5(pair, SMALL, [{"sample_id": 2**64, "score": 1.0}])
+    with pytest.raises(InputError, match=r"blocks12\.json: sample_id .* too large to be exact"):
+        read(pair)
+
+
+def test_reading_a_file_leaves_the_garbage_collector_as_it_was(pair):
+    put(pair / "exp5" / "exp5_accuracy_text-vqa" / f"exp5_accuracy_results_{stem((4, 4, 12))}", "{")
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with pytest.raises(InputError, match="not readable JSON"):
+                read(pair)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+
+
+def test_a_long_read_says_how_far_it_is_and_a_short_one_nothing(pair, capsys, monkeypatch):
+    read(pair)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("knobwise.envs.progress.time.monotonic", iter(range(0, 1000, 20)).__next__)
+    read(pair)
+    assert re.search(r"reading exp6_latency_text-vqa: 1/2, \d+ s left\n", capsys.readouterr().err)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import small_beams, small_table
+from PIL import Image
+from tiny_models import tiny_model
 
 from knobwise.__main__ import main
 from knobwise.envs.beam_files import write_rl_data
@@ -44,6 +47,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     beams, _ = small_beams(30)
     write_rl_data(beams, "beams.json")
     np.savez("embeddings.npz", embeddings=beams.candidates.numpy())
+    for part in tiny_model("llava_next"):
+        part.save_pretrained("model")
+    Image.effect_noise((64, 40), 50).save("image.png")
+    asked = [{"id": n, "image": "image.png", "question": f"What {n}?", "answers": ["a"]} for n in range(2)]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     return tmp_path
 
 

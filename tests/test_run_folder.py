@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from knobwise.envs.errors import InputError
 from knobwise.experiments.run_folder import UNFINISHED, claim, run_name
 from knobwise.experiments.selector_settings import BeamFiles, SelectorRun
-from knobwise.experiments.settings import TrainRun
+from knobwise.experiments.verbs import TrainRun
 
 CONFIGS = [TrainRun(profile={"format": "builtin"}), SelectorRun(beams=BeamFiles(path="b.safetensors"))]
 

@@ -12,13 +12,12 @@ from knobwise.experiments.profile_settings import BuiltinProfile, TableProfile, 
 from knobwise.experiments.settings import (
     CONF,
     GROUPS,
-    VERBS,
-    TrainRun,
     field_docs,
     help_lines,
     read_settings,
     schema_of,
 )
+from knobwise.experiments.verbs import VERBS, TrainRun
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 

@@ -62,11 +62,9 @@ def tiny_vlm(family, chat=True):
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 8, "patch_size": 4, "initializer_range": 0.4}
     if family == "llava":
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
         tokenizer = tiny_tokenizer("<image>")
         template = CHAT.replace("VISION", "<image>") if chat else None
-        pixels = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+        pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
         processor = transformers.LlavaProcessor(
             pixels, tokenizer, 4, "full", chat_template=template, num_additional_image_tokens=1
         )

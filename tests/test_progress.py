@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from knobwise.profiling import progress as module
-from knobwise.profiling.progress import progress
+from knobwise.envs import progress as module
+from knobwise.envs.progress import progress
 
 
 class Clock:
@@ -40,3 +40,18 @@ def test_work_from_an_earlier_session_does_not_flatter_the_time_left(
         clock.now += 10
         tick(910, "loss 0.50")
     assert capsys.readouterr().err == "training: 910/1000, 90 s left loss 0.50\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_short_work_says_nothing_and_longer_work_does(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
+    for seconds, says in ((0.1, False), (3.0, True)):
+        with progress("reading", total=4, quiet_s=2) as tick:
+            for done in range(1, 5):
+                clock.now += seconds / 4
+                tick(done, "")
+        assert ("reading" in capsys.readouterr().err) == says

@@ -1,0 +1,197 @@
+"""Distillation: one light network that says what a whole stack says, for where milliseconds are too slow.
+
+The teacher can label any request, so the student sees far more than was measured: the samples, and requests put
+together from them (the blocks of features of different samples, then a mixture of two such). At budgets drawn anew in
+each step it is fitted to the teacher's expected utilities, to how likely each configuration is in time, and to the
+preference that follows (Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a Neural Network").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from knobwise.agents.networks import Outcomes, UtilityNetwork
+from knobwise.agents.policy import Controller
+from knobwise.agents.prediction import Prediction
+from knobwise.agents.settings import PolicyConfig
+from knobwise.agents.stack import StackedController, View
+from knobwise.agents.stacking import weighted
+from knobwise.envs.budgets import BudgetConfig, BudgetSampler
+from knobwise.envs.errors import InputError
+from knobwise.envs.table import ProfileTable
+
+
+@dataclass
+class StudentConfig:
+    """How a student is fitted."""
+
+    hidden: int = 64
+    """Width of its hidden layers."""
+    layers: int = 2
+    """Number of its hidden layers."""
+    requests: int = 8192
+    """How many requests the teacher labels; those beyond the samples are put together from them."""
+    steps: int = 1500
+    """Steps of AdamW."""
+    minibatch: int = 256
+    """Requests in each step."""
+    lr: float = 3e-3
+    """Learning rate at its highest; it falls to 0 as a cosine."""
+    preference: float = 0.1
+    """Weight of the preference (cross-entropy) beside the squared errors."""
+    sharpness: float = 40.0
+    """Scores are multiplied by this where preferences are compared."""
+
+
+class Teacher:
+    """What a stack says of fixed requests, at any budget.
+
+    Args:
+        stack: for deadlines.
+        x: normalised features, float [n, width].
+    """
+
+    @torch.no_grad()
+    def __init__(self, stack: StackedController, x: Tensor) -> None:
+        self.weights = stack.weights[stack.weights > 0]
+        network = stack.network.network
+        assert isinstance(network, UtilityNetwork)
+        self.network = network
+        members = stack.network.config.members
+        # the network's predictions are those of all members side by side
+        self.outcomes = network.outcomes(x.expand(members, -1, -1)) if stack.weights[0] > 0 else None
+        wide = x if x.shape[1] else x.new_zeros(len(x), 1)
+        used = zip(stack.weights[1:].tolist(), stack.experts, strict=True)
+        self.predictions: list[Prediction] = [expert(wide) for weight, expert in used if weight > 0]
+
+    @torch.no_grad()
+    def view(self, rows: Tensor, limits: Tensor) -> View:
+        """For some of the requests (int64 [m]) under their budgets [m] in ms, [m, C] each."""
+        views: list[View] = []
+        if self.outcomes is not None:
+            some = Outcomes(*(part[:, rows] for part in self.outcomes))
+            own = limits.expand(len(some.hidden), -1)
+            said = self.network.scores(some, own), self.network.meets(some, own), some.log_latency
+            views.append(View(*(part.mean(0) for part in said)))
+        for one in self.predictions:
+            of_rows = Prediction(one.accuracy[rows], one.log_latency[rows], one.spread)
+            views.append(View(of_rows.expected_utility(limits), of_rows.meets(limits), of_rows.log_latency))
+        return View(*(weighted(parts, self.weights) for parts in zip(*views, strict=True)))
+
+
+def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
+    """Requests put together from samples: [n, width] → [count, width].
+
+    Each block of columns comes from a sample of its own in half of them; half of them are mixed with another one.
+
+    Args:
+        x: normalised features.
+        widths: of the blocks that `x` consists of.
+        count: how many.
+        generator: of what is drawn.
+    """
+    n, both = len(x), []
+    for _ in range(2):
+        rows = torch.randint(n, (count, 1), generator=generator).expand(-1, len(widths))
+        others = torch.randint(n, (count, len(widths)), generator=generator)
+        rows = torch.where(torch.rand(count, 1, generator=generator) < 0.5, others, rows)
+        blocks = [block[rows[:, number]] for number, block in enumerate(x.split(widths, 1))]
+        both.append(torch.cat(blocks, 1) if blocks else x.new_zeros(count, 0))
+    share = 0.5 * torch.rand(count, 1, generator=generator) * (torch.rand(count, 1, generator=generator) < 0.5)
+    return torch.lerp(both[0], both[1], share)
+
+
+def student_of(
+    stack: StackedController, table: ProfileTable, rows: Tensor, seed: int, config: StudentConfig | None = None
+) -> StackedController:
+    """Fit a student to a stack; it is a stack of one network, and is saved, judged and exported as any other.
+
+    It decides inside the teacher's guard: prices of a miss and fall-backs were calibrated on samples that the teacher
+    had not seen, and the student says nearly the same.
+
+    Args:
+        stack: for deadlines.
+        table: the profile that it was trained on.
+        rows: int64 [n], what it was fitted on. Nothing else is looked at.
+        seed: of the network, and of what is drawn.
+        config: how.
+
+    Raises:
+        InputError: a stack for mean budgets.
+    """
+    if stack.priced:
+        raise InputError("student: only a controller for deadlines can be distilled")
+    config = config or StudentConfig()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        student = _fresh(stack, table, rows, config)
+    network = student.network
+    assert isinstance(network, UtilityNetwork)
+    own = student.features({name: block[rows] for name, block in table.features.items()}, len(rows))
+    x = torch.cat([own, composed(own, _widths(student), max(config.requests - len(own), 0), generator)])
+    teacher = Teacher(stack, x)
+    budgets = BudgetSampler(table, BudgetConfig(), rows)
+    optimiser = torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate((step + 1) / config.steps))
+    drawn_from = rows[torch.randint(len(rows), (config.steps, config.minibatch), generator=generator)]
+    for of_samples in drawn_from:
+        some = torch.randint(len(x), (config.minibatch,), generator=generator)
+        limits = budgets(of_samples, generator)
+        optimiser.zero_grad()
+        loss = _distance(network, x[some], limits, teacher.view(some, limits), config)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 5.0)
+        optimiser.step()
+        schedule.step()
+    student.requires_grad_(False)
+    return StackedController(student, [], torch.ones(1), stack.guard, stack.static, stack.held_out_worth).eval()
+
+
+def _rate(share: float) -> float:
+    """Of the highest learning rate, when this share of the steps is done: a short rise, then half a cosine."""
+    return min(share / 0.05, 0.5 + 0.5 * math.cos(math.pi * share))
+
+
+def _fresh(stack: StackedController, table: ProfileTable, rows: Tensor, config: StudentConfig) -> Controller:
+    """A student that begins at the table's means, with the teacher's normaliser and encoding."""
+    of_teacher = stack.network
+    policy = PolicyConfig(
+        structure="utility",
+        members=1,
+        hidden=config.hidden,
+        layers=config.layers,
+        dropout=0.0,
+        budget_encoding=of_teacher.config.budget_encoding,
+        budget_width=of_teacher.config.budget_width,
+        **{name: getattr(of_teacher.config, name) for name in ("guard", "level", "level_cost", "confidence")},
+    )
+    encoding = of_teacher.network.encoding
+    student = Controller(of_teacher.knobs, of_teacher.configurations, of_teacher.normaliser, encoding, policy)
+    assert isinstance(student.network, UtilityNetwork)
+    x = student.features({name: block[rows] for name, block in table.features.items()}, len(rows))
+    student.network.start_from(x, table.accuracy[rows], table.latency_ms[rows])
+    return student
+
+
+def _widths(controller: Controller) -> list[int]:
+    """Of the blocks of normalised features; the indicators of missing values are one more."""
+    widths = list(controller.normaliser.sizes.values())
+    indicators = controller.normaliser.width - sum(widths)
+    return [*widths, indicators] if indicators else widths
+
+
+def _distance(network: UtilityNetwork, x: Tensor, limits: Tensor, wanted: View, config: StudentConfig) -> Tensor:
+    """Between a student's and its teacher's view of requests x [m, width] under budgets [m]."""
+    outcomes, own = network.outcomes(x.unsqueeze(0)), limits.unsqueeze(0)
+    score, meets = network.scores(outcomes, own)[0], network.meets(outcomes, own)[0]
+    errors = functional.mse_loss(score, wanted.score) + functional.mse_loss(meets, wanted.meets)
+    errors = errors + 0.1 * functional.mse_loss(outcomes.log_latency[0], wanted.log_latency)
+    preferred = (config.sharpness * wanted.score).softmax(-1)
+    preference = functional.cross_entropy(config.sharpness * score, preferred)
+    return errors + config.preference * preference / config.sharpness

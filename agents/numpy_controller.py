@@ -1,0 +1,706 @@
+"""An exported controller that decides with NumPy alone.
+
+This file needs nothing but NumPy: it may be copied beside the `.npz` that `knobwise export` writes. In the order of the
+data: feature blocks → `_Normaliser` → `_UtilityNetwork` or `_KnobNetwork`, and experts → expected utility of each
+configuration → guard → one configuration. All that was learned or calibrated is in the file, the rules are here.
+
+    controller = NumpyController.load("controller.npz")
+    controller.decide({"image_features": image, "language_features": language}, budget_ms=25.0)
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT = "knobwise.NumpyController/1"
+LEAST_MS = 1e-9
+"""Budgets are at least this."""
+HOPELESS = 0.01
+"""Where no configuration is more likely than this to be in time, the one expected to be fastest is taken."""
+BINS = 8
+AT_ONCE = 512
+"""Requests that are decided together."""
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
+
+
+class NumpyController:
+    """Decides for requests by what an exported file holds.
+
+    Args:
+        arrays: what the file holds, by name; `header` is JSON.
+
+    Raises:
+        ValueError: not what `knobwise export` writes.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        try:
+            head = json.loads(bytes(arrays["header"]).decode())
+            known = head["format"] == FORMAT
+        except (KeyError, TypeError, ValueError):
+            known = False
+        if not known:
+            raise ValueError(f"not an exported controller (expected format {FORMAT})")
+        self.header: dict[str, Any] = head
+        """What the file says of itself."""
+        self.knobs: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in head["knobs"]}
+        """The values of each knob, by name."""
+        self.configurations: Array = arrays["configurations"]
+        """int64 [C, K]: for each configuration the index of each knob's value."""
+        self.feature_sizes: dict[str, int] = head["features"]
+        """The width of each feature block."""
+        named = zip(self.knobs.items(), self.configurations.T.tolist(), strict=True)
+        columns = [[(name, values[place]) for place in places] for (name, values), places in named]
+        self._named = [dict(pairs) for pairs in zip(*columns, strict=True)]
+        self._names, self._widths = tuple(self.feature_sizes), tuple(self.feature_sizes.values())
+        self._normal = _Normaliser(_under(arrays, "normaliser."), head["clip"]) if self._widths else None
+        network = _under(arrays, "network.")
+        self._utility = _UtilityNetwork(network, head) if head["structure"] == "utility" else None
+        self._heads = None if self._utility else _KnobNetwork(network, head, self.configurations)
+        self._experts = [
+            _Expert(_under(arrays, f"experts.{number}."), *kinds)
+            for number, (weight, kinds) in enumerate(zip(head["weights"][1:], head["experts"], strict=True))
+            if weight > 0
+        ]
+        self._weight = head["weights"][0]
+        self._guard = _Guard(_under(arrays, "guard.")) if head["guard"] else None
+        self._static = _Static(_under(arrays, "static.")) if head["guard"] else None
+        self._mean = _MeanBudgets(_under(arrays, "mean."), self._names) if head["mean_budgets"] else None
+
+    @classmethod
+    def load(cls, path: str | Path) -> NumpyController:
+        """Read a file without executing anything in it.
+
+        Raises:
+            ValueError: not what `knobwise export` writes.
+            OSError: it cannot be read.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            return cls(arrays)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def configuration(self, index: int) -> dict[str, Any]:
+        """The knob values of configuration `index`, by knob name."""
+        return dict(self._named[index])
+
+    def decide(self, features: Mapping[str, Array], budget_ms: float) -> dict[str, Any]:
+        """One request: blocks [d] and its budget → knob values by name.
+
+        Raises:
+            ValueError: a block that is missing or has another width, a budget that is not positive, or a mean budget
+                that nothing was calibrated for.
+        """
+        if not budget_ms > 0:
+            raise ValueError(f"a budget of {budget_ms}: must be positive")
+        blocks = [features[name] for name in self._names if name in features]
+        if tuple(map(len, blocks)) != self._widths:
+            raise ValueError(self._wrong(features))
+        raw = np.concatenate(blocks, dtype=np.float32)[None] if blocks else np.zeros((1, 0), np.float32)
+        limit = np.array([budget_ms], np.float64 if self._mean else np.float32)
+        return dict(self._named[int(self._chosen(raw, limit, None)[0])])
+
+    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None) -> NDArray[np.int64]:
+        """n requests: blocks [n, d], budgets [n] in ms, mask bool [n, C] of what may be chosen → int64 [n].
+
+        Raises:
+            ValueError: see `decide`; or a mask that leaves a request without any configuration.
+        """
+        limits = np.asarray(limits, np.float64 if self._mean else np.float32)
+        n = len(limits)
+        if n and not (limits > 0).all():
+            raise ValueError(f"a budget of {limits.min()}: must be positive")
+        blocks = [np.asarray(features[name], np.float32) for name in self._names if name in features]
+        if tuple(block.shape for block in blocks) != tuple((n, width) for width in self._widths):
+            raise ValueError(self._wrong(features, n))
+        if mask is not None:
+            mask = np.asarray(mask, bool)
+            if not mask.any(1).all():
+                raise ValueError("the mask leaves a request without any configuration")
+        raw = np.concatenate(blocks, 1) if blocks else np.zeros((n, 0), np.float32)
+        parts = [slice(first, first + AT_ONCE) for first in range(0, n, AT_ONCE)]
+        chosen = [self._chosen(raw[p], limits[p], None if mask is None else mask[p]) for p in parts]
+        return np.concatenate(chosen).astype(np.int64) if chosen else np.zeros(0, np.int64)
+
+    def _wrong(self, features: Mapping[str, Array], n: int | None = None) -> str:
+        wanted = {name: (size,) if n is None else (n, size) for name, size in self.feature_sizes.items()}
+        given = {name: np.shape(block) for name, block in features.items()}
+        name = next(name for name in wanted if given.get(name) != wanted[name])
+        found = given.get(name, "nothing")
+        return f"features: block {name!r} must have shape {wanted[name]}, got {found}; the controller reads {wanted}"
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def _chosen(self, raw: Array, limits: Array, mask: Array | None) -> Array:
+        x = raw if self._normal is None else self._normal(raw)
+        if self._mean is None:
+            return self._under_limits(x, limits, mask)
+        group = self._mean.groups(limits)
+        chosen = self._under_limits(x, self._mean.worths[group], mask)
+        return self._mean.or_mix(chosen, raw, group, mask)
+
+    def _under_limits(self, x: Array, limits: Array, mask: Array | None) -> Array:
+        if self._heads is not None:
+            scores: Array = self._heads(x, limits, mask)
+            return _best(scores, mask)
+        assert self._utility is not None
+        if not self.header["stacked"]:
+            return self._of_members(x, limits, mask)
+        if self.header["priced"]:
+            network = (self._utility.costs(x),) if self._weight > 0 else ()
+            accuracy, cost = self._joined((*network, *(expert.costs(x) for expert in self._experts)))
+            cost = cost.astype(np.float64)
+            return _pick(accuracy - cost / limits.astype(np.float64)[:, None], cost, mask)
+        own = (self._utility(x, limits),) if self._weight > 0 else ()
+        score, meets, log_latency = self._joined((*own, *(expert(x, limits) for expert in self._experts)))
+        if len(limits) == 1 and mask is None:
+            return np.array([self._one(score[0], meets[0], log_latency[0], float(limits[0]))])
+        if self._guard is None or self._static is None:
+            chosen = _pick(score, log_latency, mask)
+        else:
+            chosen = self._guard(score, meets, limits, mask, self._static(limits, mask))
+        likely = meets if mask is None else np.where(mask, meets, 0.0)
+        return np.where(likely.max(1) < HOPELESS, _pick(-log_latency, log_latency, mask), chosen)
+
+    def _one(self, score: Array, meets: Array, log_latency: Array, limit: float) -> int:
+        """The same for one request that may take any configuration, [C] each, with few calls."""
+        if meets.max() < HOPELESS:
+            return int(log_latency.argmin())
+        tie = log_latency
+        if self._guard is not None and self._static is not None:
+            price, deploy = self._guard.of(limit)
+            if not deploy:
+                return self._static.of(limit)
+            if price:
+                score = score + price * meets
+            tie = -meets
+        best = int(score.argmax())
+        equal = np.flatnonzero(score == score[best])
+        return best if len(equal) == 1 else int(equal[tie[equal].argmin()])
+
+    def _of_members(self, x: Array, limits: Array, mask: Array | None) -> Array:
+        """A network without guard: of several members the mean of the log-probs counts."""
+        assert self._utility is not None
+        utility, members = self._utility, self._utility.members
+        if self.header["priced"]:
+            accuracy, cost = utility.costs_of_members(x)
+            score: Array = accuracy - cost / limits[:, None]
+        else:
+            score = utility.of_members(x, limits)[0]
+        if members == 1:
+            return _best(score, mask)
+        return _best(_log_softmax(utility.sharpness * score, mask).mean(0), mask)
+
+    def _joined(self, said: tuple[tuple[Array, ...], ...]) -> Iterator[Array]:
+        """Σ_k w_k·part_k."""
+        if len(said) == 1:
+            return iter(said[0])
+        weights = [w for w in self.header["weights"] if w > 0]
+        return (sum(w * one for w, one in zip(weights, parts, strict=True)) for parts in zip(*said, strict=True))
+
+
+# -- small things ------------------------------------------------------------------------------------------------------
+
+
+def _under(arrays: Arrays, prefix: str) -> dict[str, Array]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+_PLACES = np.linspace(-8.0, 8.0, 16385)
+_NORMAL = np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in _PLACES.tolist()])
+
+
+def _ndtr(z: Array) -> Array:
+    """Φ(z), interpolated: off by 3e-8 at most, which is less than the rounding of float32 does."""
+    found: Array = np.interp(z, _PLACES, _NORMAL, 0.0, 1.0)
+    return found
+
+
+def _log_softmax(logits: Array, mask: Array | None = None) -> Array:
+    if mask is not None:
+        logits = np.where(mask, logits, -np.inf)
+    shifted = logits - logits.max(-1, keepdims=True)
+    normal: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return normal
+
+
+def _best(scores: Array, mask: Array | None) -> Array:
+    chosen: Array = (scores if mask is None else np.where(mask, scores, -np.inf)).argmax(-1)
+    return chosen
+
+
+def _pick(scores: Array, slow: Array, mask: Array | None) -> Array:
+    """The best score inside the mask; among equals the fastest. [n, C] or what expands to it → [n]."""
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
+    best = scores == scores.max(1, keepdims=True)
+    if mask is not None:
+        best &= mask
+    chosen: Array = np.where(best, slow, np.inf).argmin(1)
+    return chosen
+
+
+class _Linear:
+    """x·weight + bias; of one member [d, o], else [M, d, o]. `halved` outputs come out halved, which is exact."""
+
+    def __init__(self, weight: Array, bias: Array, halved: slice = slice(0)) -> None:
+        self.weight: Array = weight.copy()
+        self.bias: Array = bias.copy()
+        self.weight[..., halved] *= 0.5
+        self.bias[..., halved] *= 0.5
+        if weight.ndim == 3 and len(weight) == 1:
+            self.weight, self.bias = self.weight[0], self.bias[0, 0]
+
+    @classmethod
+    def read(cls, arrays: Arrays, name: str, halved: slice = slice(0)) -> _Linear:
+        return cls(arrays[f"{name}.weight"], arrays[f"{name}.bias"], halved)
+
+    def __call__(self, x: Array) -> Array:
+        out: Array = x @ self.weight
+        out += self.bias
+        return out
+
+
+def _silu_of_half(half: Array) -> Array:
+    """x·sigmoid(x) of x/2: (x/2)·(1 + tanh(x/2)), which cannot overflow."""
+    out = np.tanh(half)
+    out *= half
+    out += half
+    return out
+
+
+EVERYTHING = slice(None)
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+class _Normaliser:
+    """Missing values imputed, heavy tails drawn in, standardised, clipped; indicators of what was missing."""
+
+    def __init__(self, arrays: Arrays, clip: float) -> None:
+        self.mean, self.scale, self.median = (arrays[name] for name in ("mean", "scale", "median"))
+        self.heavy, self.gappy = np.flatnonzero(arrays["heavy"]), np.flatnonzero(arrays["has_missing"])
+        self.unit = arrays["unit"][self.heavy]
+        self.high = np.full_like(self.mean, clip)
+        self.low = -self.high
+
+    def __call__(self, raw: Array) -> Array:
+        x, missing = raw, None
+        flat = raw.reshape(-1)
+        if self.gappy.size or math.isnan(np.dot(flat, flat)):  # the product is the cheapest way to see a NaN
+            missing = np.isnan(raw)
+            x = np.where(missing, self.median, raw)
+        if self.heavy.size:
+            x = x.copy()
+            tails = x[:, self.heavy]
+            x[:, self.heavy] = np.sign(tails) * np.log1p(np.abs(tails) / self.unit)
+        x = x - self.mean
+        x /= self.scale  # not folded into the weights: features with large means would lose digits
+        np.maximum(x, self.low, out=x)
+        np.minimum(x, self.high, out=x)
+        if self.gappy.size:
+            assert missing is not None
+            return np.concatenate([x, missing[:, self.gappy]], 1, dtype=np.float32)
+        return x
+
+
+class _Encoding:
+    """The standardised logarithm of the budget, and sines and cosines of it: [n] → float32 [n, e]."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.mean, self.scale = float(arrays["mean"]), float(arrays["scale"])
+        self.frequencies = arrays["frequencies"].astype(np.float32)
+        self._few = self.frequencies.tolist()
+
+    def __call__(self, limits: Array) -> Array:
+        if len(limits) == 1:  # plain numbers are faster than short arrays
+            z = (math.log(max(float(limits[0]), LEAST_MS)) - self.mean) / self.scale
+            z = min(max(z, -4.0), 4.0)
+            angles = [z * f for f in self._few]
+            return np.array([[z, *map(math.sin, angles), *map(math.cos, angles)]], np.float32)
+        places = ((_log(limits) - self.mean) / self.scale).clip(-4, 4)[:, None]
+        angle = places * self.frequencies
+        return np.concatenate([places, np.sin(angle), np.cos(angle)], 1, dtype=np.float32)
+
+
+class _UtilityNetwork:
+    """Accuracy and log-latency of every configuration, and what is expected of them under a limit."""
+
+    def __init__(self, arrays: Arrays, head: Mapping[str, Any]) -> None:
+        self.members, self.priced = head["members"], head["priced"]
+        self.sharpness = float(arrays["sharpness"])
+        self.encoding = _Encoding(_under(arrays, "encoding."))
+        edges = arrays["edges"]
+        self.binned, self.low = bool(edges.shape[1]), edges[:-1]
+        self.width = np.maximum(np.diff(edges, axis=0), np.float32(1e-6))
+        count, hidden = arrays["outcome_head.bias"].shape[-1] // 3, arrays["layers.0.bias"].shape[-1]
+        self.count, self.hidden = count, hidden
+        self._narrow, self._wide = (np.full(count, bound, np.float32) for bound in (-5, 1.5))
+        # the first layer and the skip read the same inputs: one product; accuracy logits come halved, for tanh
+        weight, bias = (
+            np.concatenate([arrays[f"layers.0.{part}"], arrays[f"skip.{part}"]], -1) for part in ("weight", "bias")
+        )
+        self.first = _Linear(weight, bias, slice(hidden + count))
+        self.layers = [_Linear.read(arrays, f"layers.{n}", EVERYTHING) for n in range(1, head["layers"])]
+        self.outcome = _Linear.read(arrays, "outcome_head", slice(count))
+        retrieval = _under(arrays, "retrieval.")
+        self.retrieval = _Retrieval(retrieval) if retrieval else None
+        if not self.priced:
+            self.modulation = _Linear(arrays["modulation.weight"], arrays["modulation.bias"] + 1)
+            self.residual = _Linear.read(arrays, "residual")
+
+    def _outcomes(self, x: Array) -> tuple[Array, Array, Array, Array]:
+        """[n, d] → accuracy, log-latency, spread and hidden vector, [n, ·] or of several members [M, n, ·]."""
+        plain, count = x, self.count
+        if self.binned:
+            places = ((x[:, None] - self.low) / self.width).clip(0, 1)
+            x = np.concatenate([x, places.reshape(len(x), -1)], 1)
+        out = self.first(x)
+        hidden, more = _silu_of_half(out[..., : self.hidden]), out[..., self.hidden :]
+        for layer in self.layers:
+            hidden += _silu_of_half(layer(hidden))
+        said = self.outcome(hidden)
+        both = said[..., : 2 * count]
+        both += more
+        accuracy = np.tanh(both[..., :count])
+        accuracy *= 0.5
+        accuracy += 0.5
+        log_latency, spread = both[..., count:], said[..., 2 * count :]
+        np.maximum(spread, self._narrow, out=spread)
+        np.minimum(spread, self._wide, out=spread)
+        np.exp(spread, out=spread)
+        if self.retrieval is not None:
+            share, known, remembered = self.retrieval(plain)
+            accuracy = (accuracy + share * (known - accuracy)).clip(1e-4, 1 - 1e-4)
+            log_latency = log_latency + share * (remembered - log_latency)
+        return accuracy, log_latency, spread, hidden
+
+    def of_members(self, x: Array, limits: Array) -> tuple[Array, Array, Array]:
+        """Expected utility, probability of being in time, log-latency: [n, C] or of several members [M, n, C]."""
+        accuracy, log_latency, spread, hidden = self._outcomes(x)
+        meets = _ndtr((_log(limits)[:, None] - log_latency) / spread)
+        hidden *= self.modulation(self.encoding(limits))
+        score = self.residual(hidden) + accuracy * meets
+        return score, meets, log_latency
+
+    def __call__(self, x: Array, limits: Array) -> tuple[Array, ...]:
+        said = self.of_members(x, limits)
+        return said if self.members == 1 else tuple(part.mean(0) for part in said)
+
+    def costs_of_members(self, x: Array) -> tuple[Array, Array]:
+        accuracy, log_latency, spread, _ = self._outcomes(x)
+        return accuracy, np.exp(log_latency + spread * spread / 2)
+
+    def costs(self, x: Array) -> tuple[Array, ...]:
+        """Accuracy and latency in ms, [n, C]."""
+        said = self.costs_of_members(x)
+        return said if self.members == 1 else tuple(part.mean(0) for part in said)
+
+
+def _log(limits: Array) -> Array:
+    if len(limits) == 1:
+        return np.array([math.log(max(float(limits[0]), LEAST_MS))], np.float32)
+    logs: Array = np.log(np.maximum(limits, np.float32(LEAST_MS)))
+    return logs
+
+
+class _Retrieval:
+    """Attention over remembered samples: how much it counts, and their accuracy and log-latency."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.metric, points = _Linear.read(arrays, "metric"), arrays["points"]
+        self.gate, self.usable = 0.5 + 0.5 * np.tanh(0.5 * arrays["gate"]), arrays["usable"][:, None]
+        self.known = np.broadcast_to(self.metric(points), (len(arrays["usable"]), len(points), 16))
+        self.squares = (self.known * self.known).sum(-1)[:, None]
+        self.values = np.concatenate([arrays["accuracy"], arrays["log_latency"]], 1)
+        self.key = np.modf(np.arange(1, points.shape[1] + 1) * 0.6180339887)[0]
+        self.marks = points.astype(np.float64) @ self.key
+
+    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
+        asked = self.metric(x)
+        asked = asked[None] if asked.ndim == 2 else asked
+        distance = (asked * asked).sum(-1, keepdims=True) + self.squares - 2 * asked @ self.known.swapaxes(1, 2)
+        itself = np.abs((x.astype(np.float64) @ self.key)[:, None] - self.marks) < 1e-9
+        allowed = self.usable & ~itself
+        closeness = np.where(allowed, -np.maximum(distance, 0), np.float32(-1e9))
+        weights = np.exp(closeness - closeness.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        share = self.gate * allowed.any(-1, keepdims=True)
+        accuracy, log_latency = np.split(weights @ self.values, 2, -1)
+        if len(self.usable) == 1:
+            return share[0], accuracy[0], log_latency[0]
+        return share, accuracy, log_latency
+
+
+class _KnobNetwork:
+    """An MLP with a head over the knobs; log-probs of every configuration up to what is the same for all."""
+
+    def __init__(self, arrays: Arrays, head: Mapping[str, Any], configurations: Array) -> None:
+        self.structure, self.members = head["structure"], head["members"]
+        self.encoding = _Encoding(_under(arrays, "encoding."))
+        self.layers = [_Linear.read(arrays, f"layers.{n}", EVERYTHING) for n in range(head["layers"])]
+        self.logits = _Linear.read(arrays, "head.logits")
+        if self.structure == "additive":
+            sizes = configurations.max(0) + 1
+            places = configurations + sizes.cumsum() - sizes
+            self.places = np.zeros((sizes.sum(), len(configurations)), np.float32)
+            self.places[places, np.arange(len(configurations))[:, None]] = 1
+        elif self.structure != "joint":
+            self.tree = _PrefixTree(configurations)
+            if self.structure == "autoregressive":
+                before = _Linear.read(arrays, "head.embedding", EVERYTHING)(self.tree.path)
+                self.before = before.reshape(self.members, 1, self.tree.prefixes, -1)
+
+    def __call__(self, x: Array, limits: Array, mask: Array | None) -> Array:
+        hidden = np.concatenate([x, self.encoding(limits)], 1)
+        for layer in self.layers:
+            hidden = _silu_of_half(layer(hidden))
+        scores = self._scores(hidden, mask)
+        if self.members == 1:
+            return scores.reshape(len(limits), -1)
+        mean: Array = _log_softmax(scores, mask).mean(0)
+        return mean
+
+    def _scores(self, hidden: Array, mask: Array | None) -> Array:
+        if self.structure == "autoregressive":
+            states = _silu_of_half(0.5 * hidden.reshape(self.members, -1, 1, hidden.shape[-1]) + self.before)
+            flat = states.reshape(self.members, -1, hidden.shape[-1])
+            of_values = self.logits(flat if self.members > 1 else flat[0])
+            nodes = of_values.reshape(*states.shape[:3], -1)[:, :, self.tree.prefix, self.tree.value]
+            return self.tree.log_probs(nodes, mask)
+        logits = self.logits(hidden)
+        if self.structure == "additive":
+            return np.asarray(logits @ self.places)
+        return logits if self.structure == "joint" else self.tree.log_probs(logits[..., self.tree.value], mask)
+
+
+class _PrefixTree:
+    """Every way of setting the first k knobs, k = 1 … K, as the nodes of a tree, and a softmax below each of them."""
+
+    def __init__(self, configurations: Array) -> None:
+        sizes = configurations.max(0) + 1
+        firsts = np.cumsum(sizes) - sizes
+        rooted = np.concatenate([np.zeros_like(configurations[:, :1]), configurations], 1)
+        value, node, prefix, path = [], [], [], []
+        nodes = prefixes = 0
+        for knob, first in enumerate(firsts):
+            here, of_here = np.unique(rooted[:, : knob + 2], axis=0, return_inverse=True)
+            above, of_above = np.unique(here[:, :-1], axis=0, return_inverse=True)
+            value.append(here[:, -1] + first)
+            node.append(of_here.reshape(-1) + nodes)
+            prefix.append(of_above.reshape(-1) + prefixes)
+            before = np.zeros((len(above), sizes.sum()), np.float32)
+            for earlier in range(knob):
+                before[np.arange(len(above)), above[:, earlier + 1] + firsts[earlier]] = 1
+            path.append(before)
+            nodes, prefixes = nodes + len(here), prefixes + len(above)
+        self.value, self.prefix, self.prefixes = np.concatenate(value), np.concatenate(prefix), prefixes
+        self.node, self.path = np.stack(node), np.concatenate(path)
+        self.through = np.zeros((len(configurations), len(self.prefix)), np.float32)
+        self.through[np.arange(len(configurations)), self.node] = 1
+        self.starts = np.flatnonzero(np.diff(self.prefix, prepend=-1))  # nodes of one prefix stand side by side
+
+    def log_probs(self, logits: Array, mask: Array | None) -> Array:
+        """Logits of the nodes [*, nodes] → log-probs of the configurations [*, C]."""
+        if mask is not None:
+            alive = mask.astype(np.float32) @ self.through > 0  # any configuration through a node is possible
+            logits = np.where(alive, logits, -np.inf)
+        top = np.maximum.reduceat(logits, self.starts, -1)
+        top = np.where(np.isneginf(top), 0, top)
+        total = np.add.reduceat(np.exp(logits - top[..., self.prefix]), self.starts, -1)
+        normal = top + np.log(np.maximum(total, np.finfo(np.float32).tiny))
+        log_probs: Array = (logits - normal[..., self.prefix])[..., self.node].sum(-2)
+        return log_probs if mask is None else np.where(mask, log_probs, -np.inf)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+class _Expert:
+    """Accuracy and log-latency of every configuration, by a regressor each."""
+
+    def __init__(self, arrays: Arrays, accuracy: str, log_latency: str) -> None:
+        self.accuracy = _REGRESSORS[accuracy](_under(arrays, "accuracy."))
+        self.log_latency = _REGRESSORS[log_latency](_under(arrays, "log_latency."))
+        self.spread = arrays["spread"]
+
+    def _both(self, x: Array) -> tuple[Array, Array]:
+        x = x if x.shape[1] else np.zeros((len(x), 1), np.float32)
+        return self.accuracy(x), self.log_latency(x)
+
+    def __call__(self, x: Array, limits: Array) -> tuple[Array, Array, Array]:
+        accuracy, log_latency = self._both(x)
+        meets = _ndtr((_log(limits)[:, None] - log_latency) / self.spread)
+        return np.clip(accuracy, 1e-3, 1.0) * meets, meets, log_latency
+
+    def costs(self, x: Array) -> tuple[Array, Array]:
+        accuracy, log_latency = self._both(x)
+        return accuracy, np.exp(log_latency + self.spread * self.spread / 2)
+
+
+def _linear(arrays: Arrays) -> Callable[[Array], Array]:
+    return _Linear(arrays["weight"], arrays["bias"])
+
+
+class _Kernel:
+    """Σ_i exp(−‖x − points_i‖²/(2·width²))·coefficients_i + bias."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.points, self.squares, self.coefficients, self.bias = (
+            arrays[name] for name in ("points", "squares", "coefficients", "bias")
+        )
+        self.factor = np.float32(-1 / (2 * float(arrays["width"]) ** 2))
+
+    def __call__(self, x: Array) -> Array:
+        out: Array = np.exp(_squared_distances(x, self.points, self.squares) * self.factor) @ self.coefficients
+        return out + self.bias
+
+
+class _Neighbours:
+    """The mean of the k nearest points."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.points, self.squares, self.values, self.weights = (
+            arrays[name] for name in ("points", "squares", "values", "weights")
+        )
+        self.k = min(int(arrays["k"]), len(self.points))
+
+    def __call__(self, x: Array) -> Array:
+        distance = _squared_distances(x * self.weights, self.points, self.squares)
+        nearest = np.argpartition(distance, self.k - 1, -1)[:, : self.k]
+        mean: Array = self.values[nearest].mean(1)
+        return mean
+
+
+class _Trees:
+    """The sum of the trees' leaves, times the components of their fit, plus bias. A leaf's children are itself."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.feature, self.roots, self.depth = arrays["feature"], arrays["roots"], int(arrays["depth"])
+        self.threshold, self.value, self.bias = arrays["threshold"], arrays["value"], arrays["bias"]
+        self.children = np.stack([arrays["right"], arrays["left"]], 1).reshape(-1)
+        fit, components = arrays["fit"], arrays["components"]
+        self.starts = np.flatnonzero(np.diff(fit, prepend=-1))  # trees of one fit stand side by side
+        self.components = components[fit[self.starts]].reshape(-1, components.shape[-1])
+
+    def __call__(self, x: Array) -> Array:
+        node = np.broadcast_to(self.roots, (len(x), len(self.roots)))
+        rows = np.arange(len(x))[:, None]
+        for _ in range(self.depth):
+            goes_left = x[rows, self.feature[node]] <= self.threshold[node]
+            node = self.children[2 * node + goes_left]
+        sums = np.add.reduceat(self.value[node], self.starts, 1)
+        out: Array = sums.reshape(len(x), -1) @ self.components
+        return out + self.bias
+
+
+def _squared_distances(x: Array, points: Array, squares: Array) -> Array:
+    distance: Array = (x * x).sum(1, keepdims=True) + squares - 2 * (x @ points.T)
+    return np.maximum(distance, 0)
+
+
+_REGRESSORS: dict[str, Callable[[Arrays], Callable[[Array], Array]]] = {
+    "Linear": _linear,
+    "Kernel": _Kernel,
+    "Neighbours": _Neighbours,
+    "Trees": _Trees,
+}
+
+
+# -- guard and static choice -------------------------------------------------------------------------------------------
+
+
+class _Guard:
+    """Prices of a miss and fall-backs for the calibrated budgets; a request belongs to the one nearest in log-ms."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.logs = np.log(np.maximum(arrays["budgets_ms"], LEAST_MS))
+        self.miss, self.deploy = arrays["miss"], arrays["deploy"]
+        self._few = list(zip(self.logs.tolist(), self.miss.tolist(), self.deploy.tolist(), strict=True))
+
+    def of(self, limit: float) -> tuple[float, bool]:
+        """Price and whether the policy is deployed, for one budget."""
+        log = math.log(max(limit, LEAST_MS))
+        _, miss, deploy = min(self._few, key=lambda one: abs(log - one[0]))
+        return miss, deploy
+
+    def __call__(self, score: Array, meets: Array, limits: Array, mask: Array | None, static: Array) -> Array:
+        group = np.abs(_log(limits)[:, None] - self.logs).argmin(1)
+        chosen = _pick(score.astype(np.float64) + self.miss[group][:, None] * meets, -meets, mask)
+        likely = meets if mask is None else np.where(mask, meets, 0.0)
+        return np.where((likely > 0).any(1) & self.deploy[group], chosen, static)
+
+
+class _Static:
+    """The best configuration for each budget, whatever the request: a step function of the budget."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.starts, self.choices = arrays["starts"], arrays["choices"]
+        self.latency_ms, self.sorted_ms, self.running = (
+            arrays[name] for name in ("latency_ms", "sorted_ms", "running")
+        )
+        self._starts = self.starts.tolist()
+
+    def of(self, limit: float) -> int:
+        return int(self.choices[bisect.bisect_right(self._starts, limit) - 1])
+
+    def __call__(self, limits: Array, mask: Array | None) -> Array:
+        limits = limits.astype(np.float64)
+        if mask is None:
+            chosen: Array = self.choices[np.searchsorted(self.starts, limits, side="right") - 1]
+            return chosen
+        places = [np.searchsorted(column, limits, side="right") for column in self.sorted_ms]
+        utility = np.stack([running[place] for running, place in zip(self.running, places, strict=True)], 1)
+        return _pick(utility, self.latency_ms, mask)
+
+
+class _MeanBudgets:
+    """Prices for mean budgets, and the static mix that they fall back to."""
+
+    def __init__(self, arrays: Arrays, names: tuple[str, ...]) -> None:
+        self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
+        with np.errstate(divide="ignore"):  # where time costs nothing a right answer is worth any of it
+            self.worths = (1 / arrays["prices"]).astype(np.float32)
+        self.deployed, self.mix = arrays["deployed"], _under(arrays, "mix.")
+        self.order = arrays["hash_order"]
+        self.keys = arrays["hash_keys"]
+
+    def groups(self, budgets_ms: Array) -> Array:
+        group: Array = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
+        far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
+        if far.any():
+            known = ", ".join(f"{budget:.4g}" for budget in self.budgets_ms.tolist())
+            raise ValueError(f"a mean budget of {budgets_ms[far][0]:.4g}: prices were calibrated for {known} only")
+        return group
+
+    def or_mix(self, chosen: Array, raw: Array, group: Array, mask: Array | None) -> Array:
+        """The static mix where it decides; a request's side of it follows from a hash of its features."""
+        if not self.mix or self.deployed[group].all():
+            return chosen
+        words = np.ascontiguousarray(raw[:, self.order]).view(np.int32).astype(np.int64)
+        sums = (words * self.keys[1:]).sum(1) + self.keys[0]
+        place = ((sums >> 32) & 0xFFFFFFFF) / 2**32
+        first, second = self.mix["first"][group], self.mix["second"][group]
+        if mask is not None:
+            rows = np.arange(len(group))
+            affordable = self.mix["mean_cost"] <= self.mix["budgets"][group][:, None]
+            instead = _pick(np.where(affordable, self.mix["mean_accuracy"], -np.inf), self.mix["mean_cost"], mask)
+            has_first, has_second = mask[rows, first], mask[rows, second]
+            first = np.where(has_first, first, np.where(has_second, second, instead))
+            second = np.where(has_second, second, first)
+        return np.where(self.deployed[group], chosen, np.where(place < self.mix["share"][group], second, first))

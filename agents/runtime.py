@@ -1,0 +1,287 @@
+"""A controller in front of a model: features from the model's own first stage, a decision, knobs set, an answer.
+
+    first stage ─▶ what is left of the budget ─▶ decision ─▶ groups of equal configuration ─▶ answers, in their order
+
+Whatever a request would not have cost without the controller is charged to its budget: pooling features, the decision,
+setting knobs, and where arrivals are known all waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.agents.priced import PricedChooser
+from knobwise.envs.budgets import LEAST_LATENCY_MS
+from knobwise.envs.errors import InputError
+from knobwise.envs.table import ProfileTable
+from knobwise.profiling.knobs import AdaptiveVLM, Answer, FirstStage, Request, check_configuration
+
+DECISIONS_KEPT = 64
+"""The latest decisions; the median of what they took, and setting knobs, is charged to the next before it is made."""
+
+
+class Decides(Protocol):
+    """A controller without torch, such as `knobwise.agents.numpy_controller.NumpyController`."""
+
+    def choose(self, features: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[Any]:
+        """Feature blocks [n, d], limits [n] in ms → configuration indices int64 [n]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one request."""
+
+    answer: Answer
+    configuration: dict[str, int]
+    """The knobs that it was answered with."""
+    choice: int
+    """The same as a number: the controller's index of the configuration."""
+    budget_ms: float
+    limit_ms: float
+    """What the decision was made under: what was left of the budget, in the profile's ms."""
+    total_ms: float
+    """waited_ms + overhead_ms + answer.total_ms."""
+    waited_ms: float
+    """From its arrival on, without its own work; 0 where no arrival was given."""
+    overhead_ms: float
+    """What it would not have cost without the controller: pooled features, decision, knobs set."""
+    decision_us: float
+    """The part of it that the decision took, for the whole batch."""
+
+    @property
+    def met(self) -> bool:
+        """Whether it was answered in time."""
+        return self.total_ms <= self.budget_ms
+
+
+class AdaptiveModel:
+    """A model that sets its own knobs, request by request.
+
+    One lock is held from the first stage to the last answer, so that threads may share it: knobs are never mixed, and
+    no other request comes between a decision and what it was made for.
+
+    Args:
+        model: whose knobs are set.
+        controller: a trained `Controller` or `StackedController`, or the same in NumPy; for deadlines.
+        speed: latency here / latency in the controller's profile. Budgets are divided by it; `calibrate` measures it.
+        cache: how many first stages are kept by their content, image and question; 0 for none. Each holds on to what
+            the model keeps of it.
+
+    Raises:
+        InputError: a controller for mean budgets, or one whose configurations the model cannot run.
+    """
+
+    def __init__(self, model: AdaptiveVLM, controller: Any, *, speed: float = 1.0, cache: int = 0) -> None:
+        about = getattr(controller, "header", {})  # of an exported one
+        if isinstance(controller, PricedChooser) or getattr(controller, "priced", about.get("priced", False)):
+            raise InputError(
+                "runtime: the controller keeps a mean over requests (budget=mean), and here every request has a "
+                "deadline; train one with budget=quantiles"
+            )
+        if not 0 < speed < math.inf:
+            raise InputError(f"runtime: speed={speed}; it must be positive")
+        self.model, self.controller, self.speed = model, controller, speed
+        self.configurations = configurations_of(controller)
+        for configuration in self.configurations:
+            check_configuration(model.knobs, configuration)
+        self._torch = isinstance(controller, torch.nn.Module)
+        self._lock = threading.Lock()
+        self._stages: OrderedDict[tuple[bytes, bytes], FirstStage] = OrderedDict()
+        self._cache = cache
+        self.cache_hits = self.cache_misses = 0
+        self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
+        self._count, self._decision_ms, self._beyond_ms = 0, 0.0, 0.0
+
+    @property
+    def decision_us(self) -> float:
+        """Median of the latest decisions, as charged to the next one; 0 before the first."""
+        return self._decision_ms * 1e3
+
+    def generate(
+        self, requests: Sequence[Request], budgets_ms: float | Sequence[float], arrived: Sequence[float] | None = None
+    ) -> list[Result]:
+        """Answer requests, each under its own budget.
+
+        Args:
+            requests: n of them. What gets the same configuration is answered as one group, the group with the least
+                time left first; a decision does not foresee how long other groups take.
+            budgets_ms: n deadlines in ms after arrival, or one for all.
+            arrived: n readings of `time.perf_counter()`; waiting since then counts against the budget. None counts the
+                request's own work only.
+
+        Returns: n results, in the order of the requests.
+
+        Raises:
+            InputError: numbers of requests, budgets and arrivals that do not fit; a budget that is not positive.
+        """
+        n = len(requests)
+        budgets = [float(budgets_ms)] * n if isinstance(budgets_ms, int | float) else [float(b) for b in budgets_ms]
+        if len(budgets) != n or (arrived is not None and len(arrived) != n):
+            given = "" if arrived is None else f" and {len(arrived)} arrivals"
+            raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{given}")
+        if n == 0:
+            return []
+        if not all(0 < budget < math.inf for budget in budgets):
+            raise InputError(f"runtime: budgets_ms={budgets}: all must be positive, in ms")
+        with self._lock:
+            return self._generate(requests, budgets, arrived)
+
+    def _generate(
+        self, requests: Sequence[Request], budgets: list[float], arrived: Sequence[float] | None
+    ) -> list[Result]:
+        stages = [self._first_stage(request) for request in requests]
+        start = time.perf_counter()
+        to_come = self._decision_ms + self._beyond_ms
+        left = [b - stage.extra_ms - to_come for b, stage in zip(budgets, stages, strict=True)]
+        if arrived is not None:
+            for i, moment in enumerate(arrived):
+                left[i] -= (start - moment) * 1e3 - stages[i].total_ms
+        limits = [max(ms, LEAST_LATENCY_MS) / self.speed for ms in left]
+        chosen = self._choose(stages, limits)
+        decided = time.perf_counter()
+        decision_ms = (decided - start) * 1e3
+
+        groups: dict[int, list[int]] = {}
+        for i in sorted(range(len(chosen)), key=left.__getitem__):
+            groups.setdefault(chosen[i], []).append(i)
+        results: dict[int, Result] = {}
+        for choice, members in groups.items():
+            begun = time.perf_counter()
+            answers = self.model.answer([stages[i] for i in members], self.configurations[choice])
+            done = time.perf_counter()
+            # what the group took beyond its answers: setting knobs
+            own = sum(
+                a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True)
+            )
+            beyond_ms = max((done - begun) * 1e3 - own, 0.0)
+            self._remember(decision_ms, beyond_ms)
+            for i, answer in zip(members, answers, strict=True):
+                overhead = stages[i].extra_ms + decision_ms + beyond_ms
+                total = overhead + answer.total_ms
+                waited = 0.0 if arrived is None else max((done - arrived[i]) * 1e3 - total, 0.0)
+                results[i] = Result(
+                    answer,
+                    self.configurations[choice],
+                    choice,
+                    budgets[i],
+                    limits[i],
+                    waited + total,
+                    waited,
+                    overhead,
+                    decision_ms * 1e3,
+                )
+        return [results[i] for i in range(len(requests))]
+
+    def _first_stage(self, request: Request) -> FirstStage:
+        if not self._cache:
+            return self.model.first_stage(request)
+        start = time.perf_counter()
+        key = content_key(request.image), content_key(request.question)
+        known = self._stages.get(key)
+        if known is not None:
+            self._stages.move_to_end(key)
+            self.cache_hits += 1
+            took = (time.perf_counter() - start) * 1e3
+            return replace(known, request=request, total_ms=took, extra_ms=took)
+        self.cache_misses += 1
+        looked = (time.perf_counter() - start) * 1e3
+        stage = self.model.first_stage(request)
+        self._stages[key] = stage
+        if len(self._stages) > self._cache:
+            self._stages.popitem(last=False)
+        return replace(stage, total_ms=stage.total_ms + looked, extra_ms=stage.extra_ms + looked)
+
+    def _choose(self, stages: Sequence[FirstStage], limits: list[float]) -> list[int]:
+        """Configuration indices for n requests."""
+        first = stages[0].features
+        if self._torch:
+            blocks = {name: torch.stack([stage.features[name] for stage in stages]) for name in first}
+            chosen: list[int] = self.controller.choose(blocks, torch.tensor(limits)).tolist()
+        else:
+            if len(stages) == 1:
+                arrays = {name: block.numpy()[None] for name, block in first.items()}
+            else:
+                arrays = {name: np.stack([stage.features[name].numpy() for stage in stages]) for name in first}
+            chosen = self.controller.choose(arrays, np.array(limits, np.float32)).tolist()
+        return chosen
+
+    def _remember(self, decision_ms: float, beyond_ms: float) -> None:
+        """Renew the running medians, at first often and then seldom: it costs time too."""
+        self._latest.append((decision_ms, beyond_ms))
+        self._count += 1
+        if self._count < 8 or self._count % 16 == 0:
+            self._decision_ms, self._beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
+
+    def calibrate(
+        self, table: ProfileTable, samples: Mapping[int, Request], cells: int = 200, warm_up: int = 20, seed: int = 0
+    ) -> float:
+        """Measure `speed` on random cells of the controller's profile, set it, and return it.
+
+        Args:
+            table: the profile.
+            samples: row of the table → the request that was measured there; some hundred are enough.
+            cells: how many (sample, configuration) are timed, in random order; the median of the ratios counts.
+            warm_up: how many are answered before.
+            seed: of the cells.
+
+        Raises:
+            InputError: other configurations than the controller's, or no profiled cell among the samples.
+        """
+        if [table.configuration(c) for c in range(table.num_configurations)] != self.configurations:
+            raise InputError(f"runtime: profile {table.name!r} has other configurations than the controller")
+        rows = torch.tensor(sorted(samples), dtype=torch.int64)
+        known = table.mask[rows].nonzero() if len(rows) else torch.zeros(0, 2)
+        if not len(known):
+            raise InputError(f"runtime: nothing to calibrate on, none of the samples is in profile {table.name!r}")
+        drawn = np.random.default_rng(seed).integers(len(known), size=warm_up + cells)
+        ratios = []
+        with self._lock:
+            for place, column in known[drawn].tolist():
+                row = int(rows[place])
+                stage = self.model.first_stage(samples[row])
+                (answer,) = self.model.answer([stage], self.configurations[column])
+                ratios.append(answer.total_ms / max(float(table.latency_ms[row, column]), LEAST_LATENCY_MS))
+            self.speed = statistics.median(ratios[warm_up:])
+        return self.speed
+
+
+def configurations_of(controller: Any) -> list[dict[str, Any]]:
+    """The values that each of a controller's configurations gives the knobs, by name."""
+    knobs = controller.knobs
+    values = knobs if isinstance(knobs, Mapping) else {knob.name: knob.values for knob in knobs}
+    return [
+        {name: values[name][place] for name, place in zip(values, row, strict=True)}
+        for row in controller.configurations.tolist()
+    ]
+
+
+def content_key(content: Any) -> bytes:
+    """A digest of a text, a tensor, an array or a PIL image: equal for equal contents.
+
+    Raises:
+        InputError: anything else.
+    """
+    if isinstance(content, str):
+        return hashlib.sha256(content.encode()).digest()
+    if isinstance(content, Tensor):
+        content = content.detach().cpu().numpy()
+    elif hasattr(content, "tobytes") and hasattr(content, "mode"):
+        return hashlib.sha256(f"{content.mode} {content.size} ".encode() + content.tobytes()).digest()
+    if not isinstance(content, np.ndarray):
+        raise InputError(f"runtime: cannot tell the content of a {type(content).__name__}; use cache=0")
+    about = f"{content.dtype} {content.shape} ".encode()
+    return hashlib.sha256(about + content.tobytes()).digest()

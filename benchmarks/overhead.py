@@ -1,0 +1,86 @@
+"""What a controller adds to a request, as a share of the elastic model's own time: features, decision, knobs set.
+
+Every request is served by the controller in front of the model, and by the model alone at the configuration that was
+chosen; all of it in random order, so that either comes upon caches that another request has filled. The difference is
+the whole addition, and beside it stand its parts as the runtime measures them. What a decision costs does not depend on
+how long a controller was trained, so these are fresh ones; exported or trained ones may be given:
+
+    python benchmarks/overhead.py [controller.npz | best.pt …]
+
+Times are CPU times of the thread. Even so the machine must be quiet: what other processes push out of the caches takes
+several times as long.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.export import to_numpy
+from knobwise.agents.numpy_controller import NumpyController
+from knobwise.agents.policy import Controller
+from knobwise.agents.runtime import AdaptiveModel, Result
+from knobwise.agents.settings import PolicyConfig
+from knobwise.envs import builtin_profile
+from knobwise.envs.budgets import default_budgets
+from knobwise.envs.table import ProfileTable
+from knobwise.profiling.elastic import Configuration
+from knobwise.profiling.elastic_vlm import ElasticAdaptive, request_of
+from knobwise.profiling.runner import ElasticProfileConfig
+from knobwise.profiling.scenes import draw_samples
+
+REQUESTS, REPEATS, BAR = 150, 5, 0.05
+
+
+def controllers(table: ProfileTable, paths: Iterable[str]) -> dict[str, Any]:
+    """Fresh controllers, in torch and exported, and those of the paths."""
+    rows = table.split().train
+    network = {"structure": "utility", "hidden": 96, "layers": 2, "dropout": 0.2}
+    one, five = (Controller.for_table(table, rows, PolicyConfig(**network, members=m)).eval() for m in (1, 5))
+    found = {"one network, exported": to_numpy(one), "five networks, exported": to_numpy(five)}
+    for path in paths:
+        found[path] = (
+            NumpyController.load(path) if path.endswith(".npz") else to_numpy(load_checkpoint(path).controller)
+        )
+    return found | {"one network, torch": one}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    table, vlm = builtin_profile(), ElasticAdaptive()
+    rows = table.split().test[:REQUESTS].tolist()
+    profile = ElasticProfileConfig()
+    scenes = draw_samples(max(rows) + 1, profile.seed)
+    requests = [request_of(scenes[row]) for row in rows]
+    rng = np.random.default_rng(0)
+    budgets = rng.choice(default_budgets(table).numpy(), len(rows)).tolist()
+    for name, controller in controllers(table, sys.argv[1:]).items():
+        model = AdaptiveModel(vlm, controller)
+        chosen = [model.generate([r], b)[0].configuration for r, b in zip(requests, budgets, strict=True)]
+        took = np.zeros((2, len(rows), REPEATS))
+        results: list[Result] = []
+        for repeat in range(REPEATS):
+            for item in rng.permutation(2 * len(rows)).tolist():
+                way, i = divmod(item, len(rows))
+                start = time.thread_time_ns()
+                if way:
+                    results += model.generate([requests[i]], budgets[i])
+                else:
+                    vlm.model.generate(requests[i].image, requests[i].question, Configuration(**chosen[i]))
+                took[way, i, repeat] = (time.thread_time_ns() - start) / 1e9
+        inference, served = np.median(took, 2).mean(1)
+        share = (served - inference) / inference
+        decision = statistics.median(r.decision_us for r in results)
+        others = statistics.median(r.overhead_ms * 1e3 - r.decision_us for r in results)
+        print(
+            f"{name}: model alone {inference * 1e3:.2f} ms; addition {(served - inference) * 1e6:.0f} µs = {share:.1%} "
+            f"({'within' if share <= BAR else 'above'} {BAR:.0%}); by the clock a decision {decision:.0f} µs, features "
+            f"and knobs {others:.0f} µs"
+        )

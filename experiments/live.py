@@ -1,0 +1,279 @@
+"""A controller in front of the real model: a simulated stream of requests, served live, beside what a replay promises.
+
+Arrivals, budgets and the order of the requests are drawn; the model, its answers and the clock are real. Every request
+is served by the controller (`knobwise.agents.runtime`), by budget-aware static and by fixed configurations, in random
+order, so that the drift of the machine hits all alike. Then the same decisions are looked up in the profile: a replay
+that disagrees with the real thing would be worth nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+
+from knobwise.agents.baselines import BestStatic, BudgetAwareStatic, averages
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.export import to_numpy
+from knobwise.agents.priced import PricedChooser
+from knobwise.agents.runtime import AdaptiveModel
+from knobwise.envs.budgets import LEAST_LATENCY_MS, judged_budgets
+from knobwise.envs.errors import InputError
+from knobwise.envs.files import written_whole
+from knobwise.envs.progress import progress
+from knobwise.envs.table import ProfileTable
+from knobwise.experiments.live_report import print_live, write_live_page
+from knobwise.experiments.live_results import live_results
+from knobwise.experiments.verbs import LiveConfig
+from knobwise.profiling.elastic import Configuration
+from knobwise.profiling.elastic_vlm import ElasticAdaptive, request_of
+from knobwise.profiling.measuring import one_thread
+from knobwise.profiling.runner import ElasticProfileConfig
+from knobwise.profiling.scenes import END, TOKEN, WORDS, Scenes, draw_samples, soft_score
+
+CONTROLLER, STATIC = "controller", "budget_aware_static"
+
+
+class Served(NamedTuple):
+    """What one policy did with one request. Times in ms."""
+
+    choice: int
+    score: float
+    inference_ms: float
+    overhead_ms: float
+    """What choosing took beyond the model's own time; 0 for what needs no features."""
+    waited_ms: float
+    limit_ms: float
+    """What was decided under, in the profile's ms; NaN for a fixed configuration."""
+    decision_us: float
+
+
+@dataclass(frozen=True)
+class Stream:
+    """n requests: which sample, under which budget, when."""
+
+    rows: NDArray[np.int64]
+    """[n], rows of the table."""
+    budgets_ms: NDArray[np.float64]
+    """[n]."""
+    arrivals_s: NDArray[np.float64] | None
+    """[n], seconds after the start; None where each arrives when the one before is answered."""
+    scenes: Mapping[int, Scenes]
+    """By row, also of the cells that are timed to find the speed."""
+
+
+@dataclass
+class Record:
+    """What was served: P policies, n requests, R repeats."""
+
+    policies: list[str]
+    served: dict[str, NDArray[Any]]
+    """The fields of `Served`, [P, n, R] each."""
+    cells: list[tuple[int, int, float]] = field(default_factory=list)
+    """(row, configuration, ms) of the model alone, timed between the requests."""
+
+
+def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | None = None) -> dict[str, Any]:
+    """Serve a simulated stream by the built-in elastic model, print what came of it, and return it.
+
+    Args:
+        checkpoint: a controller for deadlines, trained on `table`.
+        table: the built-in profile.
+        config: the stream; also which files to write.
+
+    Raises:
+        InputError: no controller for deadlines, one of another profile, or a profile of another model.
+    """
+    config = config or LiveConfig()
+    loaded = load_checkpoint(checkpoint)
+    controller = loaded.controller
+    if isinstance(controller, PricedChooser) or controller.priced:
+        raise InputError(f"{checkpoint}: keeps a mean over requests; live, every request has a deadline")
+    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
+        raise InputError(f"{checkpoint}: live needs the best.pt of a training on profile {table.name!r} as it is now")
+    vlm, exported = ElasticAdaptive(), to_numpy(controller)
+    test, fitted = loaded.extra["test_rows"], torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
+    budgets_ms = judged_budgets(table, config.budgets_ms)
+    stream = draw_stream(table, test, fitted, budgets_ms, config)
+    check_features(vlm, table, stream)
+    with one_thread(), threadpool_limits(1), _no_collector():
+        model = AdaptiveModel(vlm, exported)
+        others = set(stream.scenes) - set(stream.rows.tolist())
+        model.calibrate(table, {row: request_of(stream.scenes[row]) for row in others}, config.calibration)
+        if config.clock == "cpu":
+            model.speed = _cpu_speed(vlm, table, stream, sorted(others), config)
+        stream = Stream(stream.rows, stream.budgets_ms * model.speed, stream.arrivals_s, stream.scenes)
+        fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
+        record = serve(model, table, BudgetAwareStatic(table, fitted), fixed, stream, config)
+    results = live_results(table, stream, record, exported, model.speed)
+    results |= {"repeats": config.repeats, "rate": config.rate, "clock": config.clock}
+    print_live(results, Console())
+    if config.json is not None:
+        with written_whole(Path(config.json)) as temporary:
+            temporary.write_text(json.dumps(results, indent=1))
+    if config.html is not None:
+        write_live_page(config.html, results)
+    return results
+
+
+# -- what is served ----------------------------------------------------------------------------------------------------
+
+
+def draw_stream(table: ProfileTable, test: Tensor, fitted: Tensor, budgets_ms: Tensor, config: LiveConfig) -> Stream:
+    """Draw order, budgets and arrivals; budgets still in the profile's ms. The scenes are those of the profile."""
+    rng, profile = np.random.default_rng(config.seed), ElasticProfileConfig()
+    rounds = -(-config.requests // len(test))
+    rows = np.concatenate([rng.permutation(test.numpy()) for _ in range(rounds)])[: config.requests]
+    drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
+    arrivals = None if config.rate is None else rng.exponential(1 / config.rate, config.requests).cumsum()
+    for_speed = rng.permutation(fitted.numpy())[: config.calibration].tolist()
+    if max(*rows.tolist(), *for_speed) >= profile.samples:
+        raise InputError(f"profile {table.name!r}: live needs the built-in profile of {profile.samples} samples")
+    scenes = draw_samples(max(*rows.tolist(), *for_speed) + 1, profile.seed)
+    return Stream(rows, drawn, arrivals, {row: scenes[row] for row in {*rows.tolist(), *for_speed}})
+
+
+def check_features(vlm: ElasticAdaptive, table: ProfileTable, stream: Stream) -> None:
+    """See that the samples of the stream are those of the table: by their features.
+
+    Raises:
+        InputError: they are not.
+    """
+    for row in set(stream.rows.tolist()):
+        found = vlm.first_stage(request_of(stream.scenes[row])).features
+        for name, block in found.items():
+            known = table.features[name][row] if name in table.features else block[:0]
+            # other processors may round the last bit of a half otherwise
+            if known.shape != block.shape or not torch.allclose(block, known, atol=4e-3, rtol=4e-3):
+                raise InputError(
+                    f"profile {table.name!r}: sample {table.sample_ids[row]} is not what the built-in model was "
+                    "measured on; live needs profile=builtin"
+                )
+
+
+def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor, count: int) -> dict[str, int]:
+    """Name → configuration, by what they did on the rows fitted on (int64 [n])."""
+    accuracy, latency = averages(table, fitted)
+    everything = torch.ones(1, table.num_configurations, dtype=torch.bool)
+    found = {
+        "best_static": int(BestStatic(table, fitted, budgets_ms).choose({}, budgets_ms[:1], everything)),
+        "cheapest": int(latency.argmin()),
+        "most_accurate": int(accuracy.argmax()),
+    }
+    return dict(list(found.items())[:count])
+
+
+def serve(
+    model: AdaptiveModel,
+    table: ProfileTable,
+    static: BudgetAwareStatic,
+    fixed: Mapping[str, int],
+    stream: Stream,
+    config: LiveConfig,
+) -> Record:
+    """Serve the stream by the controller, budget-aware static and the fixed configurations, request by request in
+    random order, with one cell of the profile timed between them."""
+    vlm = model.model
+    assert isinstance(vlm, ElasticAdaptive)
+    settings = [Configuration(**chosen) for chosen in model.configurations]
+    requests = {row: request_of(scene) for row, scene in stream.scenes.items()}
+    soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
+    everything, by_cpu = torch.ones(1, len(settings), dtype=torch.bool), config.clock == "cpu"
+
+    def by_controller(row: int, budget: float, given_ms: float) -> Served:
+        arrived = None if stream.arrivals_s is None else [time.perf_counter() - given_ms / 1e3]
+        cpu = time.thread_time()
+        (got,) = model.generate([requests[row]], budget, arrived)
+        cpu_ms = (time.thread_time() - cpu) * 1e3
+        score = score_of(got.answer.text.split(), stream.scenes[row], soft)
+        inference, overhead, waited = got.answer.total_ms, got.overhead_ms, got.waited_ms
+        if by_cpu:
+            inference = got.answer.extra["cpu_ms"]
+            overhead, waited = max(cpu_ms - inference, 0.0), given_ms
+        return Served(got.choice, score, inference, overhead, waited, got.limit_ms, got.decision_us)
+
+    def alone(row: int, choice: int, waited: float, limit: float = np.nan) -> Served:
+        run = vlm.model.generate(requests[row].image, requests[row].question, settings[choice])
+        said = [WORDS[token] for token in run.tokens if token != END]
+        took = run.cpu_ms if by_cpu else run.total_ms
+        return Served(choice, score_of(said, stream.scenes[row], soft), took, 0.0, waited, limit, 0.0)
+
+    def by_static(row: int, budget: float, waited: float) -> Served:
+        limit = torch.tensor([max(budget - waited, LEAST_LATENCY_MS) / model.speed])
+        return alone(row, int(static.choose({}, limit, everything)), waited, float(limit))
+
+    def always(choice: int) -> Callable[[int, float, float], Served]:
+        return lambda row, budget, waited: alone(row, choice, waited)
+
+    policies = {CONTROLLER: by_controller, STATIC: by_static, **{name: always(c) for name, c in fixed.items()}}
+    servers, n = list(policies.values()), len(stream.rows)
+    rng = np.random.default_rng((config.seed, 1))
+    for i in range(config.warm_up):
+        for server in servers:
+            server(int(stream.rows[i % n]), float(stream.budgets_ms[i % n]), 0.0)
+    shape = (len(servers), n, config.repeats)
+    record = Record(list(policies), {name: np.zeros(shape) for name in Served._fields})
+    others = np.array(sorted(set(requests) - set(stream.rows.tolist())))
+    with progress("serving", n * config.repeats, 0) as tick:
+        for repeat in range(config.repeats):
+            free = np.zeros(len(servers))  # when each policy's server has answered all before, in seconds
+            for i, (row, budget) in enumerate(zip(stream.rows.tolist(), stream.budgets_ms.tolist(), strict=True)):
+                for p in rng.permutation(len(servers) + 1).tolist():
+                    if p == len(servers):
+                        cell = int(rng.choice(others)), int(rng.integers(len(settings)))
+                        record.cells.append((*cell, alone(*cell, 0.0).inference_ms))
+                        continue
+                    arrival = 0.0 if stream.arrivals_s is None else float(stream.arrivals_s[i])
+                    waited = 0.0 if stream.arrivals_s is None else max(free[p] - arrival, 0.0) * 1e3
+                    served = servers[p](row, budget, waited)
+                    free[p] = arrival + (served.waited_ms + served.overhead_ms + served.inference_ms) / 1e3
+                    for name, value in served._asdict().items():
+                        record.served[name][p, i, repeat] = value
+                tick(repeat * n + i + 1, "")
+    return record
+
+
+def _cpu_speed(
+    vlm: ElasticAdaptive, table: ProfileTable, stream: Stream, rows: Sequence[int], config: LiveConfig
+) -> float:
+    """CPU time here / latency in the profile, the median over random cells."""
+    rng, ratios = np.random.default_rng((config.seed, 2)), []
+    for _ in range(config.calibration):
+        row, column = int(rng.choice(rows)), int(rng.integers(table.num_configurations))
+        stage = vlm.first_stage(request_of(stream.scenes[row]))
+        (answer,) = vlm.answer([stage], table.configuration(column))  # type: ignore[arg-type]
+        ratios.append(answer.extra["cpu_ms"] / float(table.latency_ms[row, column]))
+    return float(np.median(ratios))
+
+
+def score_of(words: Sequence[str], scene: Scenes, soft: bool) -> float:
+    """Exact match, or the share of right words, of an answer."""
+    right = scene.answers[0]
+    said = np.array([*(TOKEN[word] for word in words), END])
+    if soft:
+        return round(soft_score(said, right), 4)
+    return float(said.tolist() == right[: right.tolist().index(END) + 1].tolist())
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """As in measuring the profile: the garbage collector would stop the clock at random requests."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -1,0 +1,122 @@
+"""What a stream that was served live came to, beside a replay of the same decisions from the profile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.agents.evaluation import mean_ci95
+from knobwise.agents.numpy_controller import NumpyController
+from knobwise.envs.table import ProfileTable
+from knobwise.experiments.verdict import LEARNED, STATIC
+from knobwise.profiling.outputs import cpu_name
+
+if TYPE_CHECKING:
+    from knobwise.experiments.live import Record, Stream
+
+
+def live_results(
+    table: ProfileTable,
+    stream: Stream,
+    record: Record,
+    controller: NumpyController,
+    speed: float,
+) -> dict[str, Any]:
+    """What is printed and written: a row for each policy, what a replay of the same decisions says, and the overhead.
+
+    All intervals are 95 % bootstrap intervals over requests; under `rate` they take no notice that requests which wait
+    for one another are no independent draws.
+    """
+    served = {name: torch.from_numpy(values) for name, values in record.served.items()}
+    choice, rows = served["choice"].long(), torch.from_numpy(stream.rows)
+    budgets = torch.from_numpy(stream.budgets_ms)[:, None]
+    at = rows[:, None].expand(choice.shape), choice
+    cells = torch.tensor(record.cells, dtype=torch.float64)
+    on_table = table.latency_ms[cells[:, 0].long(), cells[:, 1].long()].double()
+    during = float(cells[:, 2].sum() / on_table.sum())
+    off = float(mean_ci95((cells[:, 2] - during * on_table)[None]).abs().mean() / on_table.mean())
+
+    waited, overhead = served["waited_ms"], served["overhead_ms"]
+    live = _outcomes(served["score"], served["inference_ms"], overhead, waited, budgets)
+    again = _outcomes(table.accuracy[at].double(), during * table.latency_ms[at].double(), overhead, waited, budgets)
+    feasible = during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
+
+    policies, agreement = [], []
+    for p, name in enumerate(record.policies):
+        of = {what: values[p].mean(-1) for what, values in live.items()}
+        replayed = {what: values[p].mean(-1) for what, values in again.items()}
+        row: dict[str, Any] = {"policy": name}
+        for what, values in of.items():
+            row |= {what: float(values.mean()), f"{what}_ci95": _interval(values)}
+        few = of["satisfaction"][feasible]
+        row |= {
+            "latency_ms_p95": float(live["latency_ms"][p].quantile(0.95)),
+            "satisfaction_feasible": float(few.mean()) if len(few) else None,
+            "satisfaction_feasible_ci95": _interval(few) if len(few) else None,
+            "waited_ms": float(waited[p].mean()),
+        }
+        policies.append(row)
+        for what, values in of.items():
+            gap, mean = values - replayed[what], float(replayed[what].mean())
+            low, high = _interval(gap)
+            centre = float(gap.mean())
+            # the speed of this machine is known as well as its cells say, and no better
+            unsure = off * float(table.latency_ms[at][p].mean()) if what == "latency_ms" else 0.0
+            low, high = centre - float(np.hypot(centre - low, unsure)), centre + float(np.hypot(high - centre, unsure))
+            same = torch.equal(live[what][p], again[what][p])
+            agreement.append(
+                {"policy": name, "what": what, "live": float(values.mean()), "replay": mean, "difference": centre}
+                | {"ci95": [low, high], "agrees": same if what == "accuracy" else low <= 0 <= high}
+            )
+    own = record.policies.index(LEARNED)
+    limits = served["limit_ms"][own].float().numpy()
+    blocks = {name: block[rows].numpy() for name, block in table.features.items()}
+    whole = controller.choose(blocks, (budgets[:, 0] / speed).float().numpy())
+    same_limit = [controller.choose(blocks, limits[:, r]) == choice[own, :, r].numpy() for r in range(limits.shape[1])]
+    inference = float(served["inference_ms"][own].mean())
+    decision = served["decision_us"][own]
+    return {
+        "kind": "simulated request stream, served live",
+        "profile": {"name": table.name, "digest": table.digest},
+        "machine": {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1},
+        "requests": len(rows),
+        "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
+        "infeasible": float((~feasible).double().mean()),
+        "speed": {"before": speed, "during": during, "during_ci95": [during - off, during + off]},
+        "rows": policies,
+        "agreement": agreement,
+        "overhead": {
+            "inference_ms": inference,
+            "features_and_knobs_us": float((overhead[own] * 1e3 - decision).mean()),
+            "decision_us": float(decision.mean()),
+            "decision_us_p50": float(decision.median()),
+            "share": float(overhead[own].mean()) / inference,
+            "share_p50": float(overhead[own].median()) / inference,
+        },
+        "decisions": {
+            "as_replayed_at_the_same_limit": float(np.mean(same_limit)),
+            "as_replayed_at_the_whole_budget": float((whole[:, None] == choice[own].numpy()).mean()),
+        },
+        "configurations": {
+            name: table.configuration(int(choice[p, 0, 0]))
+            for p, name in enumerate(record.policies)
+            if name not in (LEARNED, STATIC)
+        },
+    }
+
+
+def _outcomes(
+    accuracy: Tensor, inference_ms: Tensor, overhead_ms: Tensor, waited_ms: Tensor, budgets_ms: Tensor
+) -> dict[str, Tensor]:
+    """What is judged, [P, n, R] each."""
+    total = inference_ms + overhead_ms + waited_ms
+    met = (total <= budgets_ms).double()
+    return {"accuracy": accuracy, "latency_ms": total, "satisfaction": met, "utility": accuracy * met}
+
+
+def _interval(values: Tensor) -> list[float]:
+    low, high = mean_ci95(values[None]).tolist()
+    return [low, high]

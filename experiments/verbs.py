@@ -1,0 +1,235 @@
+"""The settings of every verb of the command line: dataclasses whose fields carry their meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from knobwise.agents.settings import AugmentationConfig, LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.envs.budgets import BudgetConfig
+from knobwise.envs.contexts import BalanceConfig
+from knobwise.envs.errors import InputError
+from knobwise.envs.reward import RewardConfig
+from knobwise.experiments.selector_settings import SelectorRun
+from knobwise.experiments.tracking import TrackingSettings
+from knobwise.profiling.beam_runner import BeamProfileConfig
+from knobwise.profiling.beam_tasks import LearnerTaskConfig, PoolConfig, VLMTaskConfig
+from knobwise.profiling.runner import ElasticProfileConfig
+from knobwise.profiling.vlm_runner import VLMProfileConfig
+
+
+@dataclass
+class SplitConfig:
+    """Shares of the samples; what is left is the test part."""
+
+    train: float = 0.6
+    """Share to fit on."""
+    validation: float = 0.2
+    """Share to choose on."""
+    seed: int = 0
+    """Of the split. It is the same for all training seeds, so that all are judged on the same samples."""
+    leave_out: str | None = None
+    """A data set to be judged on and not trained on; the others give training and validation."""
+    folds: int | None = None
+    """Divide the samples into so many folds, data set by data set, and judge on one of them: `fold`."""
+    fold: int = 0
+    """Which fold, counted from 0; `-m split.fold=0,1,2` runs several."""
+
+
+@dataclass
+class TrainRun:
+    """knobwise train: train a controller with several seeds, judge it beside every simple way, report."""
+
+    experiment: str = "controller"
+    """Which experiment; the name of a file in conf/experiment."""
+    profile: Any = MISSING
+    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated."""
+    split: SplitConfig = field(default_factory=SplitConfig)
+    """Shares of the samples."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """Group: quantiles, relative, uniform, fixed: deadlines in training; mean: the mean over requests is limited."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Group: utility, shaped. Under budget=mean it is always accuracy − latency/worth."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """Group: auto, utility, additive, autoregressive, independent, joint."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Group: exact, sampled."""
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    """Group: what suits each policy, under its name."""
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    """Which samples are drawn how often in training."""
+    augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
+    """How features are varied in training."""
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    """Group: auto, offline, online, disabled."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Training seeds; results are means over them."""
+    budgets_ms: list[float] | None = None
+    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
+    configurations' mean latencies. Under budget=mean prices are calibrated for these and no others."""
+    name: str | None = None
+    """Name of the run; None makes one from what was changed on the command line."""
+    runs: str = "runs"
+    """Folder of all runs."""
+    threads: int = 1
+    """Threads of torch; the network is so small that one is fastest."""
+    device: str = "cpu"
+    """cpu or cuda."""
+
+
+@dataclass
+class InspectRun:
+    """knobwise inspect: what is in a profile, what is wrong with it, how much there is to gain."""
+
+    profile: Any = MISSING
+    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated."""
+    json: str | None = None
+    """Write the facts to this file."""
+    html: str | None = None
+    """Draw them into this page."""
+
+
+@dataclass
+class LiveConfig:
+    """A simulated stream of requests."""
+
+    requests: int = 400
+    """How many; test samples in random order, again from the start when there are fewer."""
+    repeats: int = 1
+    """How often the whole stream is served, in another random order of the policies."""
+    rate: float | None = None
+    """Requests per second that arrive at random (Poisson), at one server for each policy: waiting then counts against
+    the budget. None lets each request arrive when the one before is answered."""
+    budgets_ms: list[float] | None = None
+    """Budgets to be drawn from, in ms of the profile; None for five quantiles of its latencies. They are multiplied by
+    the speed of this machine."""
+    fixed: int = 3
+    """Fixed configurations beside it: 1 the best static one, 2 also the cheapest, 3 also the most accurate."""
+    calibration: int = 200
+    """Cells of the profile that are timed before, to find the speed of this machine."""
+    warm_up: int = 50
+    """Requests that are served before anything counts."""
+    clock: str = "wall"
+    """wall, or cpu: the CPU time of the thread, for a machine that others use at the same time."""
+    seed: int = 0
+    """Of arrivals, budgets and orders."""
+    json: str | None = None
+    """Write the results to this file."""
+    html: str | None = None
+    """Draw them into this page."""
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "repeats", "fixed", "calibration"):
+            if getattr(self, name) < 1:
+                raise InputError(f"live: {name}={getattr(self, name)}; must be at least 1")
+        if self.clock not in ("wall", "cpu"):
+            raise InputError(f"live: clock={self.clock!r}; must be wall or cpu")
+        if self.fixed > 3 or self.warm_up < 0 or (self.rate is not None and not self.rate > 0):
+            raise InputError("live: fixed is 1 to 3, warm_up is not negative, and rate is positive or none")
+
+
+@dataclass
+class EvaluateRun:
+    """knobwise evaluate: judge a trained controller again, on the test samples of its profile or on another profile; or
+    a trained selector, on held-out queries of its beams or on other beams."""
+
+    checkpoint: str = "runs/latest/checkpoints/best.pt"
+    """The controller or selector."""
+    beams: Any = MISSING
+    """Group: builtin, files. What a selector is judged on."""
+    judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    """Demonstrations in a sequence, for a selector."""
+    profile: Any = MISSING
+    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated."""
+    split: SplitConfig = field(default_factory=SplitConfig)
+    """Which part the baselines are fitted on, for a profile that the controller was not trained on."""
+    budgets_ms: list[float] | None = None
+    """Budgets to be judged on, in ms; None for five quantiles of the table's latencies. A controller for mean budgets
+    is judged at those that its prices were calibrated for."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Group: utility, shaped. What the column `reward` is in."""
+    baselines: bool = True
+    """Judge every simple way beside it."""
+    live: bool = False
+    """Put the controller in front of the built-in elastic model, which really runs, instead of replaying the profile:
+    for one that was trained on the built-in profile."""
+    stream: LiveConfig = field(default_factory=LiveConfig)
+    """With `live`: the simulated stream of requests."""
+    json: str | None = None
+    """Write the results to this file."""
+    threads: int = 1
+    """Threads of torch."""
+
+
+@dataclass
+class ProfileRun:
+    """knobwise profile: measure a model at every configuration, or record which demonstrations help it."""
+
+    model: str = "elastic"
+    """elastic, the built-in elastic model; or a Hugging Face vision-language model by its name or folder, with `data`.
+    For recorded demonstrations: learner, the built-in in-context learner, or a Hugging Face model with vlm.data and
+    vlm.embeddings instead."""
+    data: str | None = None
+    """With a Hugging Face model: the questions that it is measured on, as JSON lines, JSON, Parquet or CSV: id, image,
+    question, answers, optionally image_id and choices."""
+    out: str = "profiles/${model}"
+    """Folder for the files. Called again with the same settings after an interruption, it goes on where it stopped."""
+    checkpoint: str | None = None
+    """A trained selector: what it draws is recorded as one more round, beside all else that `out` holds."""
+    elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
+    """The elastic vision-language model and what is measured of it."""
+    knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
+    """With `data`: which values of the model's knobs are measured, and how."""
+    importance: str | None = None
+    """With `data`: a file that says which blocks matter, {"4": 0.0156, …}: the least important are left out first;
+    measure: find out with the first questions. None leaves out blocks from the end on."""
+    dtype: str = "auto"
+    """With `data`: of the weights: auto, bfloat16, float16 or float32."""
+    device: str | None = None
+    """With `data`: cpu, cuda; None for the GPU where there is one."""
+    learner: LearnerTaskConfig = field(default_factory=LearnerTaskConfig)
+    """With model=learner: the built-in task."""
+    vlm: VLMTaskConfig = field(default_factory=VLMTaskConfig)
+    """With a vision-language model: what it is asked, and how it runs."""
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """Which candidates a query's demonstrations are chosen from."""
+    beams: BeamProfileConfig = field(default_factory=BeamProfileConfig)
+    """Which sequences of demonstrations are recorded."""
+
+
+@dataclass
+class ExportRun:
+    """knobwise export: write a trained controller as files that decide alone, and hold them against it."""
+
+    checkpoint: str = "runs/latest/checkpoints/best.pt"
+    """The controller."""
+    profile: Any = MISSING
+    """Group: builtin, exp5_exp6, core_exp, table, simulated. What decisions are compared on; of the configurations and
+    features that the controller was trained for, at best the profile itself."""
+    out: str = "exported"
+    """Folder for the files."""
+    onnx: bool = True
+    """Write controller.onnx; needs the packages of knobwise[export]."""
+    int8: bool = False
+    """Write controller.int8.onnx too, with weights of 8 bits. It decides otherwise now and then: how often is measured
+    and written to export.json."""
+    student: bool = False
+    """Export a light network that was fitted to what the controller says, some 20 times faster; student.pt is its
+    checkpoint. For a controller with experts."""
+    threads: int = 1
+    """Threads of torch, NumPy and onnxruntime."""
+
+
+VERBS: dict[str, type[Any]] = {
+    "train": TrainRun,
+    "train_selector": SelectorRun,
+    "inspect": InspectRun,
+    "evaluate": EvaluateRun,
+    "profile": ProfileRun,
+    "export": ExportRun,
+}
+"""The settings of every verb. `train` has two, see `settings.schema_of`."""
+EXPERIMENTS = {"train": "controller", "train_selector": "selector"}
+"""The experiment that is meant when none is named."""

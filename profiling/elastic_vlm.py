@@ -1,0 +1,179 @@
+"""The elastic model behind the interface of all models whose knobs are set (`knobwise.profiling.knobs`).
+
+The first stage is the overview of the image and the words of the question: what a decision sees is pooled from them,
+and the answer goes on from them, whatever the configuration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.envs.errors import InputError
+from knobwise.profiling.elastic import Configuration, ElasticVLM, Overview
+from knobwise.profiling.knobs import Answer, FirstStage, KnobSupport, Request, check_configuration
+from knobwise.profiling.runner import shipped_model
+from knobwise.profiling.scenes import CELL, END, FILLER, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS, Scenes
+
+
+class _Kept(NamedTuple):
+    image: Tensor
+    prompt: Tensor
+    overview: Overview
+    cpu_ms: float
+
+
+class ElasticAdaptive:
+    """An `AdaptiveVLM`: the elastic model, one request at a time.
+
+    An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose sides are 2 to 8
+    cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens int64 [1, 6].
+
+    Args:
+        model: None for the one that comes with knobwise.
+        name: how it is called in files and reports.
+    """
+
+    def __init__(self, model: ElasticVLM | None = None, name: str = "elastic") -> None:
+        self.model, self.name = model or shipped_model(), name
+        size, full = self.model.size, self.model.full
+        self.knobs = (
+            KnobSupport("max_crops", full.max_crops, 1, size.max_crops, "16-pixel tiles of the image, at most"),
+            KnobSupport("top_k", full.top_k, 1, size.max_top_k, "experts for each token"),
+            KnobSupport("num_active_blocks", full.num_active_blocks, 2, size.blocks, "blocks that run"),
+        )
+        self.configuration = full
+        """What it runs with."""
+        self._width = self.model.size.width
+        self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
+
+    @contextmanager
+    def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
+        """Run with this configuration inside the context. Not for two threads at once.
+
+        Raises:
+            InputError: a value that cannot be set.
+        """
+        key = tuple(configuration.items())
+        wanted = self._checked.get(key)
+        if wanted is None:
+            wanted = self._checked[key] = Configuration(**check_configuration(self.knobs, configuration))
+        before, self.configuration = self.configuration, wanted
+        try:
+            yield
+        finally:
+            self.configuration = before
+
+    @torch.inference_mode()
+    def first_stage(self, request: Request) -> FirstStage:
+        """Overview and question embedded; features as in the built-in profile, rounded to half precision.
+
+        Raises:
+            InputError: an image or a question that the model cannot take.
+        """
+        start, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        image, prompt = as_image(request.image), as_prompt(request.question)
+        overview = self.model.overview(image, prompt)
+        done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
+        seen, asked = self._features(overview)
+        kept = _Kept(image, prompt, overview, (cpu_done - cpu) / 1e6)
+        end = time.perf_counter_ns()
+        features = {"image_features": seen, "language_features": asked}
+        return FirstStage(request, features, kept, (end - start) / 1e6, (end - done) / 1e6)
+
+    def _features(self, overview: Overview) -> tuple[Tensor, ...]:
+        """What `ElasticVLM.features` gives, by fewer and lighter calls."""
+        seen, words, width = overview.seen.numpy()[0], overview.words.numpy()[0], self._width
+        joined = np.empty(3 * width, np.float32)
+        joined[:width] = np.add.reduce(seen[1:]) / np.float32(len(seen) - 1)
+        joined[width : 2 * width] = seen[0]
+        joined[2 * width :] = np.add.reduce(words) / np.float32(len(words))
+        rounded = torch.from_numpy(joined.astype(np.float16).astype(np.float32))
+        return rounded.split((2 * width, width))
+
+    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+        """Decode one answer after another; `extra` holds `cpu_ms`, the thread's CPU time over the span of `total_ms`.
+
+        Raises:
+            InputError: a value that cannot be set.
+        """
+        with self.set_knobs(configuration):
+            return [self._answer(stage) for stage in stages]
+
+    def _answer(self, stage: FirstStage) -> Answer:
+        image, prompt, overview, cpu_ms = stage.kept
+        run = self.model.generate(image, prompt, self.configuration, overview)
+        before = stage.total_ms - stage.extra_ms  # 0 for a first stage that comes from a cache
+        cpu_ms = run.cpu_ms + (cpu_ms if before > 0 else 0.0)
+        return Answer(
+            " ".join(WORDS[token] for token in run.tokens if token != END),
+            total_ms=before + run.total_ms,
+            prefill_ms=before + run.prefill_ms,
+            vision_ms=before + run.vision_ms,
+            vision_tokens=run.vision_tokens,
+            language_tokens=PROMPT_TOKENS,
+            output_tokens=len(run.tokens),
+            extra={"cpu_ms": cpu_ms},
+        )
+
+
+def as_image(image: Any) -> Tensor:
+    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array.
+
+    Raises:
+        InputError: of another shape, or of a size that is no grid of 2 to 8 cells each way.
+    """
+    if isinstance(image, np.ndarray):
+        image = torch.from_numpy(image)
+    elif not isinstance(image, Tensor):
+        if not hasattr(image, "convert"):
+            raise InputError(f"image: {type(image).__name__}; a PIL image or pixels [1, 3, h, w] are needed")
+        image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
+    pixels = image if image.ndim == 4 else image.unsqueeze(0)
+    shape = tuple(pixels.shape)
+    if len(shape) != 4 or shape[:2] != (1, 3) or not all(side in _SIDES for side in shape[2:]):
+        raise InputError(
+            f"image: of shape {list(shape)}; this model takes [1, 3, h, w] with sides of {_SIDES.start} to "
+            f"{_SIDES[-1]} pixels in steps of {CELL}"
+        )
+    return pixels.float()
+
+
+_SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
+
+
+def as_prompt(question: Any) -> Tensor:
+    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens.
+
+    Raises:
+        InputError: an unknown word, or too many.
+    """
+    if isinstance(question, str):
+        words = question.split()
+        if unknown := [word for word in words if word not in TOKEN]:
+            raise InputError(f"question {question!r}: unknown word {unknown[0]!r}; an example is 'digit? r1 c2'")
+        if not 1 <= len(words) < PROMPT_TOKENS:
+            raise InputError(f"question {question!r}: 1 to {PROMPT_TOKENS - 1} words are needed")
+        tokens = [TOKEN[word] for word in words]
+        tokens += [FILLER] * (PROMPT_TOKENS - 1 - len(tokens))
+        return torch.tensor([[*tokens, TOKEN["<answer>"]]])
+    asked = question if isinstance(question, Tensor) else torch.as_tensor(np.asarray(question))
+    if asked.numel() != PROMPT_TOKENS or asked.is_floating_point():
+        raise InputError(f"question: tokens of shape {list(asked.shape)}; int64 [1, {PROMPT_TOKENS}] is needed")
+    return asked.reshape(1, PROMPT_TOKENS)
+
+
+def request_of(scene: Scenes) -> Request:
+    """The request that a scene is."""
+    return Request(torch.from_numpy(scene.images), torch.from_numpy(scene.prompts))
+
+
+def question_of(scene: Scenes) -> str:
+    """The question of a scene in words: what `as_prompt` reads."""
+    return " ".join(word for word in (WORDS[token] for token in scene.prompts[0]) if word[0] not in "·<")

@@ -1,0 +1,200 @@
+"""The families of Hugging Face VLMs whose images can be given more or fewer crops (or pixels), and how each is told.
+
+For every family `max_crops` is a cap: no image gets more, most get as many as their shape makes use of. Where an
+overview of the whole image is encoded beside the crops, it is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, isqrt
+from typing import Any
+
+Assignment = tuple[Any, str, Any]
+"""An object, the name of an attribute of it, the value to give it."""
+
+TOKENS_PER_CROP = 64
+"""Where a family has a resolution instead of crops, the pixels of so many vision tokens count as one."""
+
+GEMMA_SOFT_TOKENS = (70, 140, 280, 560, 1120)
+"""The only budgets that Gemma 4 takes, vision tokens of an image."""
+
+ARIA_SIDES = (490, 980)
+"""The only sides of a crop that Aria takes, pixels."""
+
+
+@dataclass(frozen=True)
+class ImageKnob:
+    """`max_crops` on one model and processor."""
+
+    default: int
+    most: int
+    sets: str
+    assign: Callable[[int], list[Assignment]]
+    """What sets a value other than `default`."""
+    note: str = ""
+    least: int = 1
+
+
+def image_knob(model: Any, processor: Any) -> ImageKnob | None:
+    """How `max_crops` is set on a model of a known family; None for an unknown one."""
+    family = FAMILIES.get(model.config.model_type)
+    return None if family is None else family(model, processor)
+
+
+# -- crops -------------------------------------------------------------------------------------------------------------
+
+
+def _tiles(name: str) -> Callable[[Any, Any], ImageKnob]:
+    """A cap that the image processor has as an attribute of its own (Llama4, Molmo2)."""
+
+    def knob(model: Any, processor: Any) -> ImageKnob:
+        pixels = processor.image_processor
+        most = int(getattr(pixels, name))
+        sets = "image tiles, at most, beside the overview of the whole image"
+        return ImageKnob(most, most, sets, lambda value: [(pixels, name, value)])
+
+    return knob
+
+
+def _llava_next(model: Any, processor: Any) -> ImageKnob:
+    """Of the grids that an image can be cut into, those with no more tiles. Model and processor have a list each."""
+    pixels = processor.image_processor
+    sides = (pixels.crop_size or {}, "height"), (pixels.size, "height"), (pixels.size, "shortest_edge")
+    side = next(int(size[name]) for size, name in sides if name in size)
+    tiles = {tuple(grid): ceil(grid[0] / side) * ceil(grid[1] / side) for grid in pixels.image_grid_pinpoints}
+    owners = [pixels, *_configurations(model, "image_grid_pinpoints")]
+
+    def assign(value: int) -> list[Assignment]:
+        grids = [list(grid) for grid, count in tiles.items() if count <= value] or [[side, side]]
+        return [(owner, "image_grid_pinpoints", grids) for owner in owners]
+
+    most = max(tiles.values())
+    return ImageKnob(most, most, "image tiles, at most, beside the overview of the whole image", assign)
+
+
+def _idefics3(model: Any, processor: Any) -> ImageKnob:
+    """Images are scaled to k tiles along their longer side, whatever their size; so the cap works in squares."""
+    pixels = processor.image_processor
+    side = int(pixels.max_image_size["longest_edge"])
+    along = max(1, ceil(int(pixels.size.get("longest_edge", side)) / side))
+
+    def assign(value: int) -> list[Assignment]:
+        # an odd edge could be rounded up by a pixel, and begin another row of tiles
+        edge = isqrt(value) * side // 2 * 2
+        return [(pixels, "size", _resized(pixels.size, longest_edge=edge)), (pixels, "do_image_splitting", value > 1)]
+
+    return ImageKnob(
+        default=along**2 if pixels.do_image_splitting else 1,
+        most=along**2,
+        sets="image tiles, at most, beside the overview of the whole image",
+        assign=assign,
+        note=f"takes effect in squares, {', '.join(str(k * k) for k in range(1, along + 1))}: a value between two "
+        "is the lower one",
+    )
+
+
+def _aria(model: Any, processor: Any) -> ImageKnob:
+    """Crops of 490 or 980 pixels, counted by area: one of 980 is four of 490. Without an overview."""
+    pixels = processor.image_processor
+    # what the processor passes on goes before what its image processor is set to
+    given = {"max_image_size": pixels.max_image_size, "split_image": pixels.split_image, **processor.images_kwargs}
+    side = int(given["max_image_size"])
+    area = (side // ARIA_SIDES[0]) ** 2
+    crops = {tuple(size): ceil(size[0] / side) * ceil(size[1] / side) for size in pixels.split_resolutions}
+    most = max(crops.values())
+
+    def assign(value: int) -> list[Assignment]:
+        changed: dict[str, Any] = {"max_image_size": side, "split_image": value // area > 1}
+        if value < area:
+            changed["max_image_size"] = ARIA_SIDES[0]
+        elif value // area > 1:
+            changed["split_resolutions"] = [list(size) for size, count in crops.items() if count <= value // area]
+        own = [(pixels, name, setting) for name, setting in changed.items()]
+        return [*own, (processor, "images_kwargs", {**processor.images_kwargs, **changed})]
+
+    counts = sorted({1, *(area * count for count in {1, *crops.values()})})
+    return ImageKnob(
+        default=area * most if given["split_image"] else area,
+        most=area * most,
+        sets=f"image area that is encoded, at most, in squares of {ARIA_SIDES[0]} pixels",
+        assign=assign,
+        note=f"takes effect at {', '.join(map(str, counts))}; images of one call must be cut into equally many crops, "
+        "which is a limit of the family's processor",
+    )
+
+
+# -- resolution --------------------------------------------------------------------------------------------------------
+
+
+def _pixels(frames: bool = False) -> Callable[[Any, Any], ImageKnob]:
+    """The most pixels of an image (Qwen-VL, GLM-V); `frames`: an image counts as the frames of one step in time."""
+
+    def knob(model: Any, processor: Any) -> ImageKnob:
+        pixels = processor.image_processor
+        copies = int(pixels.temporal_patch_size) if frames else 1
+        token = (int(pixels.patch_size) * int(pixels.merge_size)) ** 2
+        unit = TOKENS_PER_CROP * token * copies
+        least, most = int(pixels.size["shortest_edge"]), int(pixels.size["longest_edge"])
+
+        def assign(value: int) -> list[Assignment]:
+            cap = value * unit
+            # images below the least are scaled up and rounded up: half the cap leaves room for that
+            size = _resized(pixels.size, shortest_edge=min(least, cap // 2), longest_edge=cap)
+            return [(pixels, "size", size)]
+
+        count = max(1, ceil(most / unit))
+        sets = f"pixels of the image, at most, in units of {unit // copies} pixels ({TOKENS_PER_CROP} vision tokens)"
+        return ImageKnob(count, count, sets, assign)
+
+    return knob
+
+
+def _gemma4(model: Any, processor: Any) -> ImageKnob:
+    """Every image is scaled to as many vision tokens as its shape makes of the budget."""
+    pixels, unit = processor.image_processor, GEMMA_SOFT_TOKENS[0]
+    counts = [tokens // unit for tokens in GEMMA_SOFT_TOKENS]
+
+    def assign(value: int) -> list[Assignment]:
+        return [(pixels, "max_soft_tokens", max(count for count in counts if count <= value) * unit)]
+
+    return ImageKnob(
+        default=int(pixels.max_soft_tokens) // unit,
+        most=counts[-1],
+        sets=f"vision tokens of the image, at most, in units of {unit}",
+        assign=assign,
+        note=f"takes effect at {', '.join(map(str, counts))}: a value between two is the lower one",
+    )
+
+
+FAMILIES: dict[str, Callable[[Any, Any], ImageKnob]] = {
+    "llama4": _tiles("max_patches"),
+    "aria": _aria,
+    "llava_next": _llava_next,
+    "qwen3_vl_moe": _pixels(),
+    "qwen3_5_moe": _pixels(),
+    "glm4v_moe": _pixels(frames=True),
+    "gemma4": _gemma4,
+    "smolvlm": _idefics3,
+    "idefics3": _idefics3,
+    "molmo2": _tiles("max_crops"),
+    # dense siblings with the processor of the above
+    "qwen2_vl": _pixels(),
+    "qwen2_5_vl": _pixels(),
+    "qwen3_vl": _pixels(),
+    "qwen3_5": _pixels(),
+    "glm4v": _pixels(frames=True),
+}
+"""By the model type of the configuration."""
+
+
+def _resized(size: Any, **changed: int) -> Any:
+    """A copy of a processor's size, which is a dictionary or transformers' own kind of one."""
+    return {**size, **changed} if isinstance(size, dict) else replace(size, **changed)
+
+
+def _configurations(model: Any, name: str) -> list[Any]:
+    """The configurations of a model and its parts that have a setting of this name, each once."""
+    found = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    return [config for config in found.values() if name in vars(config)]

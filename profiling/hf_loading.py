@@ -1,0 +1,35 @@
+"""Vision-language models and their processors from a folder or the Hugging Face hub, without running code of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from knobwise.envs.errors import InputError
+
+
+def load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype = "auto") -> tuple[Any, Any]:
+    """Model and processor from a folder (offline) or by their name on the Hugging Face hub.
+
+    Only models that transformers itself knows and safetensors weights: no code of theirs is executed.
+
+    Raises:
+        InputError: transformers is not installed; no such model, or another kind of model.
+    """
+    try:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+    except ImportError as error:
+        raise InputError("a Hugging Face model needs: pip install knobwise[models]") from error
+    # what is written like a path is no name of the hub's, which is asked for minutes where it cannot be reached
+    if str(name_or_path).startswith((".", "/", "~")) and not Path(name_or_path).is_dir():
+        raise InputError(f"{name_or_path}: no such folder")
+    try:
+        processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False)
+        model = AutoModelForImageTextToText.from_pretrained(
+            name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"{name_or_path}: cannot be loaded as a vision-language model ({error})") from error
+    return model, processor

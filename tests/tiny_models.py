@@ -1,0 +1,356 @@
+"""Tiny random vision-language models of every family whose knobs can be set, with working processors; no downloads.
+
+`tiny_model("llama4")` gives a new model of some 50 k seeded weights in eval mode, and a processor that takes texts and
+images of any size; its tokens are characters. Decoders have 4 blocks of width 32, and 4 experts of which 2 are used
+where the family has experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+FAMILIES = (
+    "llama4",
+    "aria",
+    "llava_next",
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "glm4v_moe",
+    "gemma4",
+    "smolvlm",
+    "idefics3",
+    "molmo2",
+)
+BLOCKS, EXPERTS, TOP_K = 4, 4, 2
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}"
+    "{{ c.text }}{% endif %}{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "initializer_range": 0.3,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "initializer_range": 0.3,
+}
+QWEN: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+    "initializer_range": 0.3,
+}
+# positions in time, height and width
+MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+# the pixels of 64 to 256 image tokens
+PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 256 * 64}
+
+
+def tiny_tokenizer(*special: str, **named: str) -> Any:
+    """One character, one token, of ASCII and the special ones; `named` become attributes such as `image_token`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    added = ["<unk>", "<pad>", "<s>", "</s>", "<end>", *special, *named.values()]
+    # as ByteLevel writes bytes: a space is Ġ, a new line is Ċ
+    letters = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ"]
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*added, *letters]))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    extra: dict[str, Any] = {"extra_special_tokens": named} if named else {}
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        **extra,
+    )
+    made.add_special_tokens({"additional_special_tokens": ["<end>", *special]})
+    return made
+
+
+def tiny_model(family: str, **text: Any) -> tuple[Any, Any]:
+    """A new model of a family, in eval mode, and its processor; always the same weights.
+
+    Args:
+        family: one of `FAMILIES`.
+        text: settings of the language model's configuration that replace those of the tiny one.
+    """
+    model_class, config, processor = _parts(family, **text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config).eval()
+    # trained models do not answer with image tokens
+    special = [number for number, token in processor.tokenizer.added_tokens_decoder.items() if token.special]
+    model.generation_config.suppress_tokens = [number for number in special if number != TEXT["eos_token_id"]]
+    return model, processor
+
+
+def _parts(family: str, **text: Any) -> tuple[Any, Any, Any]:
+    return globals()[f"_{family}"](TEXT | text)
+
+
+def _llama4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    marks = ["image_start", "image_end", "image", "patch", "tile_x_separator", "tile_y_separator"]
+    tokenizer = tiny_tokenizer(*(f"<|{mark}|>" for mark in marks))
+    pixels = transformers.Llama4ImageProcessor(size={"height": 16, "width": 16}, max_patches=4)
+    processor = transformers.Llama4Processor(
+        pixels, tokenizer, patch_size=4, chat_template=CHAT.replace("IMAGE", "<|image|>")
+    )
+    vision = VISION | {"intermediate_size": 64, "image_size": 16, "patch_size": 4, "vision_output_dim": 32}
+    vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    text = text | {"intermediate_size_mlp": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    config = transformers.Llama4Config(
+        vision_config=vision,
+        text_config={"vocab_size": len(tokenizer), "no_rope_layer_interval": 2, "attention_chunk_size": 64} | text,
+        image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<|image_start|>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<|image_end|>"),
+    )
+    return transformers.Llama4ForConditionalGeneration, config, processor
+
+
+def _aria(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    tokenizer = tiny_tokenizer(image_token="<|img|>")
+    # its processor knows images of 490 and 980 pixels only: 5 × 5 and 10 × 10 patches here
+    processor = transformers.AriaProcessor(
+        transformers.AriaImageProcessor(),
+        tokenizer,
+        size_conversion={490: 4, 980: 8},
+        chat_template=CHAT.replace("IMAGE", "<|img|>"),
+    )
+    config = transformers.AriaConfig(
+        vision_config={"model_type": "idefics3_vision", **VISION, "image_size": 980, "patch_size": 98},
+        text_config=text
+        | {"vocab_size": len(tokenizer), "moe_num_experts": EXPERTS, "moe_topk": TOP_K, "moe_num_shared_experts": 1},
+        projector_patch_to_query_dict={25: 4, 100: 8},
+        image_token_index=tokenizer.convert_tokens_to_ids("<|img|>"),
+    )
+    return transformers.AriaForConditionalGeneration, config, processor
+
+
+def _llava_next(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    tokenizer = tiny_tokenizer("<image>")
+    grids = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
+    pixels = transformers.LlavaNextImageProcessor(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=grids
+    )
+    processor = transformers.LlavaNextProcessor(
+        pixels,
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=CHAT.replace("IMAGE", "<image>"),
+    )
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None}
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION, image_size=16, patch_size=4),
+        text_config=transformers.MixtralConfig(vocab_size=len(tokenizer), **experts | text),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=grids,
+        vision_feature_layer=-1,
+    )
+    return transformers.LlavaNextForConditionalGeneration, config, processor
+
+
+def _qwen(tokens: dict[str, str]) -> tuple[Any, Any]:
+    tokenizer = tiny_tokenizer(*tokens.values())
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    pixels: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": PIXELS}
+    return tokenizer, transformers.Qwen3VLProcessor(
+        transformers.Qwen2VLImageProcessor(**pixels),
+        tokenizer,
+        transformers.Qwen3VLVideoProcessor(**pixels),
+        chat_template=CHAT.replace("IMAGE", image),
+    )
+
+
+QWEN_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
+def _qwen3_vl_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    tokenizer, processor = _qwen(QWEN_TOKENS)
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={"vocab_size": len(tokenizer), "rope_parameters": MROPE, **experts} | text,
+        vision_config={**QWEN, "num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1]},
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in QWEN_TOKENS.items()},
+    )
+    return transformers.Qwen3VLMoeForConditionalGeneration, config, processor
+
+
+def _qwen3_5_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    tokenizer, processor = _qwen(QWEN_TOKENS)
+    own: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
+    own |= {"shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    own |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 2}
+    own |= {"layer_types": ["linear_attention", "full_attention"] * (BLOCKS // 2)}
+    own |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+    text = {name: value for name, value in text.items() if name != "intermediate_size"}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config={"vocab_size": len(tokenizer), **own} | text,
+        vision_config={**QWEN, "num_position_embeddings": 256},
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in QWEN_TOKENS.items()},
+    )
+    return transformers.Qwen3_5MoeForConditionalGeneration, config, processor
+
+
+def _glm4v_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    ids = {
+        "image_token_id": "<|image|>",
+        "video_token_id": "<|video|>",
+        "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>",
+        "video_start_token_id": "<|begin_of_video|>",
+        "video_end_token_id": "<|end_of_video|>",
+    }
+    tokenizer = tiny_tokenizer(*ids.values())
+    # its sizes count pixels of two frames
+    pixels: dict[str, Any] = {"patch_size": 4, "size": {name: 2 * value for name, value in PIXELS.items()}}
+    processor = transformers.Glm4vProcessor(
+        transformers.Glm4vImageProcessor(**pixels),
+        tokenizer,
+        transformers.Glm4vVideoProcessor(**pixels),
+        chat_template=CHAT.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>"),
+    )
+    own: dict[str, Any] = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
+    own |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
+    own |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+    text = {name: value for name, value in text.items() if name != "head_dim"}
+    config = transformers.Glm4vMoeConfig(
+        text_config={"vocab_size": len(tokenizer), **own} | text,
+        vision_config={**QWEN, "depth": 1, "image_size": 64},
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+    )
+    return transformers.Glm4vMoeForConditionalGeneration, config, processor
+
+
+def _gemma4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    named = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
+    tokenizer = tiny_tokenizer("<|video|>", **named, boa_token="<|audio>", eoa_token="<audio|>")
+    pixels: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2}
+    processor = transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(**pixels, max_soft_tokens=280),
+        tokenizer,
+        transformers.Gemma4VideoProcessor(**pixels),
+        chat_template=CHAT.replace("IMAGE", "<|image|>"),
+    )
+    own: dict[str, Any] = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": TOP_K}
+    own |= {"moe_intermediate_size": 24, "hidden_size_per_layer_input": 0, "global_head_dim": 8, "sliding_window": 64}
+    own |= {"layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2)}
+    vision = VISION | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2}
+    config = transformers.Gemma4Config(
+        text_config={"vocab_size": len(tokenizer), "use_bidirectional_attention": "vision", **own} | text,
+        vision_config=vision | {"position_embedding_size": 2048},
+        audio_config=None,
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
+        boi_token_id=tokenizer.convert_tokens_to_ids("<|image>"),
+        eoi_token_id=tokenizer.convert_tokens_to_ids("<image|>"),
+    )
+    return transformers.Gemma4ForConditionalGeneration, config, processor
+
+
+IDEFICS_TOKENS = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
+ROWS_AND_COLUMNS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
+IDEFICS_PIXELS: dict[str, Any] = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}}
+
+
+def _smolvlm(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    tokenizer = tiny_tokenizer(*IDEFICS_TOKENS, *ROWS_AND_COLUMNS)
+    processor = transformers.SmolVLMProcessor(
+        transformers.SmolVLMImageProcessor(**IDEFICS_PIXELS),
+        tokenizer,
+        transformers.SmolVLMVideoProcessor(),
+        image_seq_len=4,
+        chat_template=CHAT.replace("IMAGE", "<image>"),
+    )
+    config = transformers.SmolVLMConfig(
+        image_token_id=processor.image_token_id,
+        vision_config={**VISION, "image_size": 16, "patch_size": 4},
+        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **text},
+        scale_factor=2,
+        pad_token_id=1,
+    )
+    return transformers.SmolVLMForConditionalGeneration, config, processor
+
+
+def _idefics3(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    tokenizer = tiny_tokenizer(*IDEFICS_TOKENS, *ROWS_AND_COLUMNS)
+    processor = transformers.Idefics3Processor(
+        transformers.Idefics3ImageProcessor(**IDEFICS_PIXELS),
+        tokenizer,
+        image_seq_len=4,
+        chat_template=CHAT.replace("IMAGE", "<image>"),
+    )
+    config = transformers.Idefics3Config(
+        image_token_id=processor.image_token_id,
+        vision_config={**VISION, "image_size": 16, "patch_size": 4},
+        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **text},
+        scale_factor=2,
+        pad_token_id=1,
+    )
+    return transformers.Idefics3ForConditionalGeneration, config, processor
+
+
+def _molmo2(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    marks = {
+        "image_start_token_id": "<im_start>",
+        "low_res_image_start_token_id": "<low_res_im_start>",
+        "image_end_token_id": "<im_end>",
+        "image_patch_id": "<im_patch>",
+        "frame_start_token_id": "<frame_start>",
+        "frame_end_token_id": "<frame_end>",
+    }
+    tokenizer = tiny_tokenizer("<|image|>", "<|video|>", "<im_col>", "<im_low>", *marks.values())
+    pixels: dict[str, Any] = {"patch_size": 4, "size": {"height": 24, "width": 24}}
+    processor = transformers.Molmo2Processor(
+        transformers.Molmo2ImageProcessor(**pixels, overlap_margins=[1, 1], max_crops=6),
+        transformers.Molmo2VideoProcessor(**pixels),
+        tokenizer,
+        chat_template=CHAT.replace("IMAGE", "<|image|>"),
+    )
+    vision = VISION | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = transformers.Molmo2Config(
+        vision_config=vision | {"image_size": [24, 24], "patch_size": 4},
+        adapter_config={
+            "vision_feature_layer": [1, 0],
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "text_hidden_size": 32,
+        },
+        text_config={"vocab_size": len(tokenizer), "additional_vocab_size": 8} | text,
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in marks.items()},
+    )
+    return transformers.Molmo2ForConditionalGeneration, config, processor
