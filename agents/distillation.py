@@ -1,27 +1,28 @@
-"""Distillation: one light network that says what a whole stack says, for where milliseconds are too slow.
+"""Distillation: one light network that decides as a whole stack does, for where milliseconds are too slow.
 
 The teacher can label any request, so the student sees far more than was measured: the samples, and requests put
 together from them (the blocks of features of different samples, then a mixture of two such). At budgets drawn anew in
-each step it is fitted to the teacher's expected utilities, to how likely each configuration is in time, and to the
-preference that follows (Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a Neural Network").
+each step it is fitted to the softmax of what the teacher decides by (Hinton, Vinyals and Dean 2015, "Distilling the
+Knowledge in a Neural Network"). It predicts nothing but the preference: one product for each layer, and the largest
+wins.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from knobwise.agents.networks import Outcomes, UtilityNetwork
 from knobwise.agents.policy import Controller
 from knobwise.agents.prediction import Prediction
 from knobwise.agents.settings import PolicyConfig
-from knobwise.agents.stack import StackedController, View
+from knobwise.agents.stack import HOPELESS, StackedController, View
 from knobwise.agents.stacking import weighted
-from knobwise.envs.budgets import BudgetConfig, BudgetSampler
+from knobwise.envs.budgets import BudgetConfig, BudgetSampler, log_ms
 from knobwise.envs.errors import InputError
 from knobwise.envs.table import ProfileTable
 
@@ -34,22 +35,20 @@ class StudentConfig:
     """Width of its hidden layers."""
     layers: int = 2
     """Number of its hidden layers."""
-    requests: int = 8192
+    requests: int = 16384
     """How many requests the teacher labels; those beyond the samples are put together from them."""
-    steps: int = 1500
+    steps: int = 3000
     """Steps of AdamW."""
     minibatch: int = 256
     """Requests in each step."""
     lr: float = 3e-3
     """Learning rate at its highest; it falls to 0 as a cosine."""
-    preference: float = 0.1
-    """Weight of the preference (cross-entropy) beside the squared errors."""
     sharpness: float = 40.0
-    """Scores are multiplied by this where preferences are compared."""
+    """What the teacher decides by is multiplied by this for the softmax."""
 
 
 class Teacher:
-    """What a stack says of fixed requests, at any budget.
+    """What a stack says of fixed requests, at any budget, and how much it prefers each configuration.
 
     Args:
         stack: for deadlines.
@@ -58,6 +57,7 @@ class Teacher:
 
     @torch.no_grad()
     def __init__(self, stack: StackedController, x: Tensor) -> None:
+        self.guard, self.static = stack.guard, stack.static
         self.weights = stack.weights[stack.weights > 0]
         network = stack.network.network
         assert isinstance(network, UtilityNetwork)
@@ -82,6 +82,22 @@ class Teacher:
             of_rows = Prediction(one.accuracy[rows], one.log_latency[rows], one.spread)
             views.append(View(of_rows.expected_utility(limits), of_rows.meets(limits), of_rows.log_latency))
         return View(*(weighted(parts, self.weights) for parts in zip(*views, strict=True)))
+
+    @torch.no_grad()
+    def preference(self, rows: Tensor, limits: Tensor) -> Tensor:
+        """What the stack decides by, guard included, for some of the requests (int64 [m]) under their budgets [m] in
+        ms: its choice is where it is largest. [m, C], in units of accuracy."""
+        view = self.view(rows, limits)
+        worth = view.score.double()
+        if self.guard is not None and self.static is not None:
+            group = (log_ms(limits).unsqueeze(1) - log_ms(self.guard.budgets_ms)).abs().argmin(1)
+            # double, for the highest price
+            worth = worth + self.guard.miss[group].unsqueeze(1) * view.meets.double()
+            fixed = self.static.choose({}, limits, torch.ones_like(worth, dtype=torch.bool))
+            static = torch.nn.functional.one_hot(fixed, worth.shape[1]).double()
+            worth = torch.where(self.guard.deploy[group].unsqueeze(1), worth, static)
+        hopeless = view.meets.amax(1, keepdim=True) < HOPELESS
+        return torch.where(hopeless, -view.log_latency.double(), worth)
 
 
 def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
@@ -108,11 +124,11 @@ def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
 
 def student_of(
     stack: StackedController, table: ProfileTable, rows: Tensor, seed: int, config: StudentConfig | None = None
-) -> StackedController:
-    """Fit a student to a stack; it is a stack of one network, and is saved, judged and exported as any other.
+) -> Controller:
+    """Fit a student to what a stack decides; it is saved, judged and exported as any other controller.
 
-    It decides inside the teacher's guard: prices of a miss and fall-backs were calibrated on samples that the teacher
-    had not seen, and the student says nearly the same.
+    The teacher's guard is in what it imitates, and it has none of its own: how often it keeps a budget is to be
+    measured.
 
     Args:
         stack: for deadlines.
@@ -130,27 +146,25 @@ def student_of(
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        student = _fresh(stack, table, rows, config)
-    network = student.network
-    assert isinstance(network, UtilityNetwork)
+        student = _fresh(stack, config)
     own = student.features({name: block[rows] for name, block in table.features.items()}, len(rows))
     x = torch.cat([own, composed(own, _widths(student), max(config.requests - len(own), 0), generator)])
     teacher = Teacher(stack, x)
     budgets = BudgetSampler(table, BudgetConfig(), rows)
-    optimiser = torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=1e-3)
+    optimiser = torch.optim.AdamW(student.network.parameters(), lr=config.lr, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate((step + 1) / config.steps))
     drawn_from = rows[torch.randint(len(rows), (config.steps, config.minibatch), generator=generator)]
     for of_samples in drawn_from:
         some = torch.randint(len(x), (config.minibatch,), generator=generator)
         limits = budgets(of_samples, generator)
+        wanted = (config.sharpness * teacher.preference(some, limits)).softmax(-1).float()
         optimiser.zero_grad()
-        loss = _distance(network, x[some], limits, teacher.view(some, limits), config)
+        loss = -(wanted * student(x[some], limits)).sum(-1).mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 5.0)
+        torch.nn.utils.clip_grad_norm_(student.network.parameters(), 5.0)
         optimiser.step()
         schedule.step()
-    student.requires_grad_(False)
-    return StackedController(student, [], torch.ones(1), stack.guard, stack.static, stack.held_out_worth).eval()
+    return student.requires_grad_(False).eval()
 
 
 def _rate(share: float) -> float:
@@ -158,25 +172,13 @@ def _rate(share: float) -> float:
     return min(share / 0.05, 0.5 + 0.5 * math.cos(math.pi * share))
 
 
-def _fresh(stack: StackedController, table: ProfileTable, rows: Tensor, config: StudentConfig) -> Controller:
-    """A student that begins at the table's means, with the teacher's normaliser and encoding."""
-    of_teacher = stack.network
-    policy = PolicyConfig(
-        structure="utility",
-        members=1,
-        hidden=config.hidden,
-        layers=config.layers,
-        dropout=0.0,
-        budget_encoding=of_teacher.config.budget_encoding,
-        budget_width=of_teacher.config.budget_width,
-        **{name: getattr(of_teacher.config, name) for name in ("guard", "level", "level_cost", "confidence")},
-    )
-    encoding = of_teacher.network.encoding
-    student = Controller(of_teacher.knobs, of_teacher.configurations, of_teacher.normaliser, encoding, policy)
-    assert isinstance(student.network, UtilityNetwork)
-    x = student.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    student.network.start_from(x, table.accuracy[rows], table.latency_ms[rows])
-    return student
+def _fresh(stack: StackedController, config: StudentConfig) -> Controller:
+    """A student with the teacher's normaliser and encoding."""
+    teacher = stack.network
+    of_budgets = {name: getattr(teacher.config, name) for name in ("budget_encoding", "budget_width")}
+    policy = PolicyConfig(structure="joint", hidden=config.hidden, layers=config.layers, dropout=0.0, **of_budgets)
+    encoding = copy.deepcopy(teacher.network.encoding)
+    return Controller(teacher.knobs, teacher.configurations, copy.deepcopy(teacher.normaliser), encoding, policy)
 
 
 def _widths(controller: Controller) -> list[int]:
@@ -184,14 +186,3 @@ def _widths(controller: Controller) -> list[int]:
     widths = list(controller.normaliser.sizes.values())
     indicators = controller.normaliser.width - sum(widths)
     return [*widths, indicators] if indicators else widths
-
-
-def _distance(network: UtilityNetwork, x: Tensor, limits: Tensor, wanted: View, config: StudentConfig) -> Tensor:
-    """Between a student's and its teacher's view of requests x [m, width] under budgets [m]."""
-    outcomes, own = network.outcomes(x.unsqueeze(0)), limits.unsqueeze(0)
-    score, meets = network.scores(outcomes, own)[0], network.meets(outcomes, own)[0]
-    errors = functional.mse_loss(score, wanted.score) + functional.mse_loss(meets, wanted.meets)
-    errors = errors + 0.1 * functional.mse_loss(outcomes.log_latency[0], wanted.log_latency)
-    preferred = (config.sharpness * wanted.score).softmax(-1)
-    preference = functional.cross_entropy(config.sharpness * score, preferred)
-    return errors + config.preference * preference / config.sharpness

@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,7 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.agents.export import to_numpy
+from knobwise.agents.policy import Controller
 from knobwise.agents.priced import PricedChooser
+from knobwise.agents.stack import StackedController
 from knobwise.envs.budgets import LEAST_LATENCY_MS
 from knobwise.envs.errors import InputError
 from knobwise.envs.table import ProfileTable
@@ -41,7 +44,7 @@ class Decides(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Result:
     """What became of one request."""
 
@@ -76,7 +79,8 @@ class AdaptiveModel:
 
     Args:
         model: whose knobs are set.
-        controller: a trained `Controller` or `StackedController`, or the same in NumPy; for deadlines.
+        controller: a trained `Controller` or `StackedController`, or the same in NumPy, which decides in either case;
+            for deadlines.
         speed: latency here / latency in the controller's profile. Budgets are divided by it; `calibrate` measures it.
         cache: how many first stages are kept by their content, image and question; 0 for none. Each holds on to what
             the model keeps of it.
@@ -94,11 +98,14 @@ class AdaptiveModel:
             )
         if not 0 < speed < math.inf:
             raise InputError(f"runtime: speed={speed}; it must be positive")
+        if isinstance(controller, Controller | StackedController):
+            controller = to_numpy(controller)  # the same decisions, several times faster
         self.model, self.controller, self.speed = model, controller, speed
         self.configurations = configurations_of(controller)
         for configuration in self.configurations:
             check_configuration(model.knobs, configuration)
-        self._torch = isinstance(controller, torch.nn.Module)
+        self._choose_one: Callable[[Mapping[str, NDArray[Any]], float], int]
+        self._choose_one = getattr(controller, "decide_index", self._choose_by_batch)
         self._lock = threading.Lock()
         self._stages: OrderedDict[tuple[bytes, bytes], FirstStage] = OrderedDict()
         self._cache = cache
@@ -111,10 +118,37 @@ class AdaptiveModel:
         """Median of the latest decisions, as charged to the next one; 0 before the first."""
         return self._decision_ms * 1e3
 
+    def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
+        """Answer one request under its budget.
+
+        Args:
+            request: what is asked.
+            budget_ms: deadline in ms after arrival.
+            arrived: a reading of `time.perf_counter()`; waiting since then counts against the budget. None counts the
+                request's own work only.
+
+        Raises:
+            InputError: a budget that is not positive.
+        """
+        if not 0 < budget_ms < math.inf:
+            raise InputError(f"runtime: budget_ms={budget_ms}: must be positive, in ms")
+        # right after the model has run every line costs microseconds: nothing is done here that one request can spare
+        with self._lock:
+            stage = self._first_stage(request)
+            start = time.perf_counter()
+            limit = self._limit(stage, budget_ms, arrived, start)
+            choice = self._choose_one(stage.features, limit)
+            decided = time.perf_counter()
+            (answer,) = self.model.answer((stage,), self.configurations[choice])
+            done = time.perf_counter()
+            decision_ms = (decided - start) * 1e3
+            beyond_ms = max((done - decided) * 1e3 - answer.total_ms + stage.total_ms - stage.extra_ms, 0.0)
+            return self._result(stage, budget_ms, limit, arrived, choice, answer, decision_ms, beyond_ms, done)
+
     def generate(
         self, requests: Sequence[Request], budgets_ms: float | Sequence[float], arrived: Sequence[float] | None = None
     ) -> list[Result]:
-        """Answer requests, each under its own budget.
+        """Answer requests, each under its own budget, as `answer` does each.
 
         Args:
             requests: n of them. What gets the same configuration is answered as one group, the group with the least
@@ -133,30 +167,26 @@ class AdaptiveModel:
         if len(budgets) != n or (arrived is not None and len(arrived) != n):
             given = "" if arrived is None else f" and {len(arrived)} arrivals"
             raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{given}")
-        if n == 0:
-            return []
+        moments = [None] * n if arrived is None else list(arrived)
+        if n == 1:
+            return [self.answer(requests[0], budgets[0], moments[0])]
         if not all(0 < budget < math.inf for budget in budgets):
             raise InputError(f"runtime: budgets_ms={budgets}: all must be positive, in ms")
         with self._lock:
-            return self._generate(requests, budgets, arrived)
+            return self._generate(requests, budgets, moments) if n else []
 
     def _generate(
-        self, requests: Sequence[Request], budgets: list[float], arrived: Sequence[float] | None
+        self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
     ) -> list[Result]:
         stages = [self._first_stage(request) for request in requests]
         start = time.perf_counter()
-        to_come = self._decision_ms + self._beyond_ms
-        left = [b - stage.extra_ms - to_come for b, stage in zip(budgets, stages, strict=True)]
-        if arrived is not None:
-            for i, moment in enumerate(arrived):
-                left[i] -= (start - moment) * 1e3 - stages[i].total_ms
-        limits = [max(ms, LEAST_LATENCY_MS) / self.speed for ms in left]
-        chosen = self._choose(stages, limits)
-        decided = time.perf_counter()
-        decision_ms = (decided - start) * 1e3
+        limits = [self._limit(*each, start) for each in zip(stages, budgets, moments, strict=True)]
+        arrays = {name: np.stack([stage.features[name] for stage in stages]) for name in stages[0].features}
+        chosen = self.controller.choose(arrays, np.array(limits, np.float32)).tolist()
+        decision_ms = (time.perf_counter() - start) * 1e3
 
         groups: dict[int, list[int]] = {}
-        for i in sorted(range(len(chosen)), key=left.__getitem__):
+        for i in sorted(range(len(chosen)), key=limits.__getitem__):
             groups.setdefault(chosen[i], []).append(i)
         results: dict[int, Result] = {}
         for choice, members in groups.items():
@@ -164,27 +194,42 @@ class AdaptiveModel:
             answers = self.model.answer([stages[i] for i in members], self.configurations[choice])
             done = time.perf_counter()
             # what the group took beyond its answers: setting knobs
-            own = sum(
-                a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True)
-            )
-            beyond_ms = max((done - begun) * 1e3 - own, 0.0)
-            self._remember(decision_ms, beyond_ms)
+            own = (a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True))
+            beyond_ms = max((done - begun) * 1e3 - sum(own), 0.0)
             for i, answer in zip(members, answers, strict=True):
-                overhead = stages[i].extra_ms + decision_ms + beyond_ms
-                total = overhead + answer.total_ms
-                waited = 0.0 if arrived is None else max((done - arrived[i]) * 1e3 - total, 0.0)
-                results[i] = Result(
-                    answer,
-                    self.configurations[choice],
-                    choice,
-                    budgets[i],
-                    limits[i],
-                    waited + total,
-                    waited,
-                    overhead,
-                    decision_ms * 1e3,
-                )
+                about = stages[i], budgets[i], limits[i], moments[i]
+                results[i] = self._result(*about, choice, answer, decision_ms, beyond_ms, done)
         return [results[i] for i in range(len(requests))]
+
+    def _result(
+        self,
+        stage: FirstStage,
+        budget: float,
+        limit: float,
+        arrived: float | None,
+        choice: int,
+        answer: Answer,
+        decision_ms: float,
+        beyond_ms: float,
+        done: float,
+    ) -> Result:
+        overhead = stage.extra_ms + decision_ms + beyond_ms
+        total = overhead + answer.total_ms
+        waited = 0.0 if arrived is None else max((done - arrived) * 1e3 - total, 0.0)
+        self._remember(decision_ms, beyond_ms)
+        configuration = self.configurations[choice]
+        return Result(answer, configuration, choice, budget, limit, waited + total, waited, overhead, decision_ms * 1e3)
+
+    def _limit(self, stage: FirstStage, budget: float, arrived: float | None, now: float) -> float:
+        """What is left of a budget, in the profile's ms."""
+        left = budget - stage.extra_ms - self._decision_ms - self._beyond_ms
+        if arrived is not None:
+            left -= (now - arrived) * 1e3 - stage.total_ms
+        return max(left, LEAST_LATENCY_MS) / self.speed
+
+    def _choose_by_batch(self, features: Mapping[str, NDArray[Any]], limit: float) -> int:
+        blocks = {name: block[None] for name, block in features.items()}
+        return int(self.controller.choose(blocks, np.array([limit], np.float32))[0])
 
     def _first_stage(self, request: Request) -> FirstStage:
         if not self._cache:
@@ -205,25 +250,11 @@ class AdaptiveModel:
             self._stages.popitem(last=False)
         return replace(stage, total_ms=stage.total_ms + looked, extra_ms=stage.extra_ms + looked)
 
-    def _choose(self, stages: Sequence[FirstStage], limits: list[float]) -> list[int]:
-        """Configuration indices for n requests."""
-        first = stages[0].features
-        if self._torch:
-            blocks = {name: torch.stack([stage.features[name] for stage in stages]) for name in first}
-            chosen: list[int] = self.controller.choose(blocks, torch.tensor(limits)).tolist()
-        else:
-            if len(stages) == 1:
-                arrays = {name: block.numpy()[None] for name, block in first.items()}
-            else:
-                arrays = {name: np.stack([stage.features[name].numpy() for stage in stages]) for name in first}
-            chosen = self.controller.choose(arrays, np.array(limits, np.float32)).tolist()
-        return chosen
-
     def _remember(self, decision_ms: float, beyond_ms: float) -> None:
         """Renew the running medians, at first often and then seldom: it costs time too."""
         self._latest.append((decision_ms, beyond_ms))
         self._count += 1
-        if self._count < 8 or self._count % 16 == 0:
+        if self._count < 8 or self._count % DECISIONS_KEPT == 0:
             self._decision_ms, self._beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
 
     def calibrate(

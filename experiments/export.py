@@ -30,6 +30,7 @@ from knobwise.agents.export import (
     parity,
 )
 from knobwise.agents.onnx_graph import by_onnx, check_packages, export_onnx, onnx_session
+from knobwise.agents.policy import Controller
 from knobwise.agents.settings import at_least
 from knobwise.agents.stack import StackedController
 from knobwise.envs.budgets import default_budgets
@@ -108,7 +109,7 @@ def _check(config: ExportRun, agent: Agent, table: ProfileTable) -> None:
         raise InputError(f"{config.checkpoint}: decides for mean budgets, which has no ONNX form; add onnx=false")
 
 
-def _student(loaded: Loaded, teacher: StackedController, table: ProfileTable) -> tuple[StackedController, Any]:
+def _student(loaded: Loaded, teacher: StackedController, table: ProfileTable) -> tuple[Controller, dict[str, Any]]:
     """Fit a student where its teacher was fitted, and judge both on the samples kept from the teacher."""
     from knobwise.agents.distillation import student_of
     from knobwise.agents.evaluation import judge
@@ -123,13 +124,12 @@ def _student(loaded: Loaded, teacher: StackedController, table: ProfileTable) ->
     budgets_ms, rewards = default_budgets(table), RewardTable(table, RewardConfig())
     judged = [judge(one, table, test, budgets_ms, rewards) for one in (teacher, student)]
     same = (judged[0].chosen == judged[1].chosen).double().mean()
-    utilities = [float(one.utility.double().mean()) for one in judged]
-    return student, {
-        "test_samples": len(test),
-        "same_decision_on_test": float(same),
-        "utility_of_teacher": utilities[0],
-        "utility_of_student": utilities[1],
-    }
+    about = {"test_samples": len(test), "same_decision_on_test": float(same)}
+    for name, one in zip(("teacher", "student"), judged, strict=True):
+        metrics = one.metrics()
+        about[f"utility_of_{name}"] = metrics["Utility"]
+        about[f"satisfaction_feasible_of_{name}"] = metrics["Satisfaction_Feasible"]
+    return student, about
 
 
 def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tensor, folder: Path) -> dict[str, Any]:
@@ -189,6 +189,8 @@ def _tell(said: dict[str, Any], out: Path) -> None:
     if student := said.get("student"):
         console.print(
             f"student: decides as its teacher in {student['same_decision_on_test']:.1%} of the test requests; utility "
-            f"{student['utility_of_student']:.3f}, teacher {student['utility_of_teacher']:.3f}"
+            f"{student['utility_of_student']:.3f}, teacher {student['utility_of_teacher']:.3f}; budgets met where "
+            f"possible {student['satisfaction_feasible_of_student']:.1%}, teacher "
+            f"{student['satisfaction_feasible_of_teacher']:.1%}"
         )
     console.print(f"exported: {out}", soft_wrap=True)

@@ -85,15 +85,6 @@ class Generation(NamedTuple):
     vision_tokens: int
 
 
-class Overview(NamedTuple):
-    """What is embedded before a configuration is known."""
-
-    seen: Tensor
-    """Grid-size token and overview, [B, 10, width]."""
-    words: Tensor
-    """The prompt, without its slots, [B, 6, width]."""
-
-
 class TileGrid(NamedTuple):
     """How an image is cut: tiles down and across, and the pixels its content is scaled to (the rest is padding)."""
 
@@ -149,10 +140,16 @@ def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> 
     return torch.cat(parts)
 
 
+def scaled(images: Tensor, grid: TileGrid) -> Tensor:
+    """Images [B, 3, h, w] at the size that a grid shows them in."""
+    if images.shape[-2:] == (grid.height, grid.width):
+        return images
+    return F.interpolate(images, (grid.height, grid.width), mode="bilinear", antialias=True)
+
+
 def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
     """Scale, pad and cut images [B, 3, h, w] into windows [B, 9·tiles, 192], rows of windows first."""
-    if images.shape[-2:] != (grid.height, grid.width):
-        images = F.interpolate(images, (grid.height, grid.width), mode="bilinear", antialias=True)
+    images = scaled(images, grid)
     pad = (0, grid.across * TILE - grid.width, 0, grid.down * TILE - grid.height)
     if any(pad):
         images = F.pad(images, pad)
@@ -292,38 +289,32 @@ class ElasticVLM(nn.Module):
             raise ValueError(f"top_k must be 1 to {self.size.max_top_k}, not {configuration.top_k}")
         self.active_blocks(configuration.num_active_blocks)
 
-    def first_stage(self, images: Tensor, max_crops: int = 0) -> Tensor:
-        """Grid-size token, overview and tiles: [B, 10 + 9·tiles, width]; without tiles when ``max_crops`` is 0."""
+    def overview(self, images: Tensor) -> Tensor:
+        """The image scaled to one tile, [B, 3, 16, 16]: what no knob changes, and every setting begins with."""
+        grid = tile_grid(images.shape[-2] // CELL, images.shape[-1] // CELL, 1)
+        return scaled(images, grid)
+
+    def first_stage(self, images: Tensor, max_crops: int = 0, overview: Tensor | None = None) -> Tensor:
+        """Grid-size token, overview and tiles: [B, 10 + 9·tiles, width]; without tiles when ``max_crops`` is 0.
+
+        An ``overview`` that is there already is not made again.
+        """
         rows, columns = images.shape[-2] // CELL, images.shape[-1] // CELL
         caps = (1, max_crops) if max_crops else (1,)
         grids = tuple(tile_grid(rows, columns, cap) for cap in caps)
-        windows = self._windows(images, grids, window_coordinates(rows, columns, grids))
-        size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
-        return torch.cat((size.expand(len(images), 1, -1), windows), 1)
-
-    def _windows(self, images: Tensor, grids: tuple[TileGrid, ...], coordinates: Tensor) -> Tensor:
+        coordinates = window_coordinates(rows, columns, grids)
         # a place in the image and the word for it share one embedding, so a question finds its cells early in training
         place = coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
-        windows = self.stem(torch.cat([cut_windows(images, grid) for grid in grids], 1))
-        return cast(Tensor, windows + (place + self.scale(coordinates[:, _PLACES:])))
+        sources = (images if overview is None else overview, images)
+        cut = [cut_windows(source, grid) for source, grid in zip(sources, grids, strict=False)]
+        windows = self.stem(torch.cat(cut, 1))
+        size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
+        return torch.cat((size.expand(len(images), 1, -1), windows + (place + self.scale(coordinates[:, _PLACES:]))), 1)
 
-    @torch.inference_mode()
-    def overview(self, images: Tensor, prompts: Tensor) -> Overview:
-        """The part of the prefix that no knob changes; ``generate`` goes on from it."""
-        return Overview(self.first_stage(images), self.words(prompts))
-
-    def prefix(self, images: Tensor, prompts: Tensor, max_crops: int, overview: Overview | None = None) -> Tensor:
-        """Embed grid size, overview, tiles and prompt: [B, 10 + 9·tiles + 6, width]; the tiles alone after an overview.
-
-        The same to float precision either way.
-        """
-        if overview is None:
-            question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
-            return torch.cat((self.first_stage(images, max_crops), question), 1)
-        rows, columns = images.shape[-2] // CELL, images.shape[-1] // CELL
-        grids = tile_grid(rows, columns, 1), tile_grid(rows, columns, max_crops)
-        tiles = self._windows(images, grids[1:], window_coordinates(rows, columns, grids)[TILE_TOKENS:])
-        return torch.cat((overview.seen, tiles, overview.words + self.slots.weight[:PROMPT_TOKENS]), 1)
+    def prefix(self, images: Tensor, prompts: Tensor, max_crops: int, overview: Tensor | None = None) -> Tensor:
+        """Embed grid size, overview, tiles and prompt: [B, 10 + 9·tiles + 6, width]."""
+        question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
+        return torch.cat((self.first_stage(images, max_crops, overview), question), 1)
 
     def tile_states(self, prefix: Tensor, grid: TileGrid) -> Tensor:
         """The tiles' part of the prefix, [B, down, 3, across, 3, width]."""
@@ -356,12 +347,12 @@ class ElasticVLM(nn.Module):
 
     @torch.inference_mode()
     def generate(
-        self, image: Tensor, prompt: Tensor, configuration: Configuration, overview: Overview | None = None
+        self, image: Tensor, prompt: Tensor, configuration: Configuration, overview: Tensor | None = None
     ) -> Generation:
         """Decode one answer greedily, timing it: ``image`` [1, 3, h, w], ``prompt`` [1, 6].
 
-        The clock covers everything from the pixels to the last token: scaling, tiling, prefill, decoding; what went
-        into an ``overview`` that is given is not in it.
+        The clock covers everything from the pixels to the last token: scaling, tiling, prefill, decoding; but for an
+        ``overview`` that was made before.
         """
         active = [self.block(i) for i in self.active_blocks(configuration.num_active_blocks)]
         top_k, tokens = configuration.top_k, []
@@ -390,14 +381,14 @@ class ElasticVLM(nn.Module):
         )
 
     @torch.inference_mode()
-    def features(self, images: Tensor, prompts: Tensor, overview: Overview | None = None) -> tuple[Tensor, Tensor]:
+    def features(self, images: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
         """What is known before a configuration is chosen: image [B, 2·width] and language [B, width] features.
 
         Image: the mean of the overview's tokens, then the grid-size token. Language: the mean of the prompt's word
         embeddings. Neither depends on a knob, on a tile, or on the answer.
         """
-        seen, words = overview or self.overview(images, prompts)
-        return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), words.mean(1)
+        seen = self.first_stage(images)
+        return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), self.words(prompts).mean(1)
 
     def save(self, path: Path) -> None:
         """Write weights in half precision, with size and drop order as metadata."""

@@ -1,7 +1,8 @@
 """The elastic model behind the interface of all models whose knobs are set (`knobwise.profiling.knobs`).
 
-The first stage is the overview of the image and the words of the question: what a decision sees is pooled from them,
-and the answer goes on from them, whatever the configuration.
+The first stage scales the image down to its overview, which every configuration begins with: the answer goes on from
+it, and what a decision sees is computed from it. The mean of the overview's tokens is linear in the mean of its
+windows: the features need none of the tokens themselves, which the answer embeds with all others in one go.
 """
 
 from __future__ import annotations
@@ -9,24 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.envs.errors import InputError
-from knobwise.profiling.elastic import Configuration, ElasticVLM, Overview
+from knobwise.profiling.elastic import STRIDE, TILE, Configuration, ElasticVLM
 from knobwise.profiling.knobs import Answer, FirstStage, KnobSupport, Request, check_configuration
 from knobwise.profiling.runner import shipped_model
 from knobwise.profiling.scenes import CELL, END, FILLER, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS, Scenes
 
-
-class _Kept(NamedTuple):
-    image: Tensor
-    prompt: Tensor
-    overview: Overview
-    cpu_ms: float
+_PROMPT_TOKENS = np.float32(PROMPT_TOKENS)
+_MEAN_WINDOW = np.array(
+    [[1 / 3 if x - y in range(0, TILE - CELL + 1, STRIDE) else 0 for y in range(CELL)] for x in range(TILE)], np.float32
+)
+"""[16, 8]: from a row of an overview's pixels to the mean of its windows in it."""
 
 
 class ElasticAdaptive:
@@ -51,6 +52,10 @@ class ElasticAdaptive:
         self.configuration = full
         """What it runs with."""
         self._width = self.model.size.width
+        stem = self.model.stem.weight.detach().view(-1, 3, CELL, CELL).transpose(2, 3)  # columns of pixels first
+        self._stem = np.ascontiguousarray(stem.reshape(len(stem), -1).T.numpy())
+        self._words = self.model.words.weight.detach().numpy()
+        self._base: dict[torch.Size, NDArray[np.float32]] = {}
         self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
 
     @contextmanager
@@ -60,42 +65,60 @@ class ElasticAdaptive:
         Raises:
             InputError: a value that cannot be set.
         """
-        key = tuple(configuration.items())
-        wanted = self._checked.get(key)
-        if wanted is None:
-            wanted = self._checked[key] = Configuration(**check_configuration(self.knobs, configuration))
+        wanted = self._configured(configuration)
         before, self.configuration = self.configuration, wanted
         try:
             yield
         finally:
             self.configuration = before
 
+    def _configured(self, configuration: Mapping[str, int]) -> Configuration:
+        key = tuple(configuration.items())
+        wanted = self._checked.get(key)
+        if wanted is None:
+            wanted = self._checked[key] = Configuration(**check_configuration(self.knobs, configuration))
+        return wanted
+
     @torch.inference_mode()
     def first_stage(self, request: Request) -> FirstStage:
-        """Overview and question embedded; features as in the built-in profile, rounded to half precision.
+        """The overview, and features as in the built-in profile, rounded to half precision.
 
         Raises:
             InputError: an image or a question that the model cannot take.
         """
         start, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        image, prompt = as_image(request.image), as_prompt(request.question)
-        overview = self.model.overview(image, prompt)
+        image = request.image
+        if not (isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32):
+            image = as_image(image)
+        prompt = as_prompt(request.question)
+        overview = self.model.overview(image)
         done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
-        seen, asked = self._features(overview)
-        kept = _Kept(image, prompt, overview, (cpu_done - cpu) / 1e6)
+        features = self._features(image, overview.numpy(), prompt.numpy()[0])
+        kept = image, prompt, overview, (cpu_done - cpu) / 1e6
         end = time.perf_counter_ns()
-        features = {"image_features": seen, "language_features": asked}
         return FirstStage(request, features, kept, (end - start) / 1e6, (end - done) / 1e6)
 
-    def _features(self, overview: Overview) -> tuple[Tensor, ...]:
-        """What `ElasticVLM.features` gives, by fewer and lighter calls."""
-        seen, words, width = overview.seen.numpy()[0], overview.words.numpy()[0], self._width
-        joined = np.empty(3 * width, np.float32)
-        joined[:width] = np.add.reduce(seen[1:]) / np.float32(len(seen) - 1)
-        joined[width : 2 * width] = seen[0]
-        joined[2 * width :] = np.add.reduce(words) / np.float32(len(words))
-        rounded = torch.from_numpy(joined.astype(np.float16).astype(np.float32))
-        return rounded.split((2 * width, width))
+    def _features(
+        self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.float32]]:
+        """What `ElasticVLM.features` gives, from an overview [1, 3, 16, 16] and a prompt [6]."""
+        base, width = self._base.get(image.shape), self._width
+        if base is None:
+            base = self._base[image.shape] = self._base_of(image)
+        joined = base.copy()
+        # to the mean of the windows, rows and columns of pixels apart: [3, 16, 16] → [3, 16, 8] → [3, 8, 8] transposed
+        across = overview.reshape(-1, TILE).dot(_MEAN_WINDOW).reshape(3, TILE, CELL).swapaxes(1, 2)
+        joined[:width] += across.reshape(-1, TILE).dot(_MEAN_WINDOW).reshape(-1).dot(self._stem)
+        asked = joined[2 * width :]
+        np.add.reduce(self._words.take(prompt, 0), 0, out=asked)
+        asked /= _PROMPT_TOKENS
+        joined = joined.astype(np.float16).astype(np.float32)
+        return {"image_features": joined[: 2 * width], "language_features": joined[2 * width :]}
+
+    def _base_of(self, image: Tensor) -> NDArray[np.float32]:
+        """All features of a black image of this size, whose windows are 0: [3·width]."""
+        nothing = torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64)
+        return torch.cat(self.model.features(torch.zeros_like(image), nothing), 1)[0].numpy()
 
     def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
         """Decode one answer after another; `extra` holds `cpu_ms`, the thread's CPU time over the span of `total_ms`.
@@ -103,12 +126,12 @@ class ElasticAdaptive:
         Raises:
             InputError: a value that cannot be set.
         """
-        with self.set_knobs(configuration):
-            return [self._answer(stage) for stage in stages]
+        wanted = self._configured(configuration)
+        return [self._answer(stage, wanted) for stage in stages]
 
-    def _answer(self, stage: FirstStage) -> Answer:
+    def _answer(self, stage: FirstStage, configuration: Configuration) -> Answer:
         image, prompt, overview, cpu_ms = stage.kept
-        run = self.model.generate(image, prompt, self.configuration, overview)
+        run = self.model.generate(image, prompt, configuration, overview)
         before = stage.total_ms - stage.extra_ms  # 0 for a first stage that comes from a cache
         cpu_ms = run.cpu_ms + (cpu_ms if before > 0 else 0.0)
         return Answer(

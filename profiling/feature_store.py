@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -102,7 +104,7 @@ class FeatureStore:
     def __getitem__(self, key: str) -> Blocks:
         return self._blocks[key]
 
-    def add(self, key: str, features: Mapping[str, Tensor], name: str = "") -> None:
+    def add(self, key: str, features: Mapping[str, NDArray[np.float32]], name: str = "") -> None:
         """Keep the features of a sample, in the place of those that were there.
 
         Args:
@@ -113,12 +115,12 @@ class FeatureStore:
         Raises:
             InputError: other names or widths than before, values that are not finite, or too large for half precision.
         """
-        blocks = {k: v.detach().to("cpu", self.dtype, copy=True).flatten() for k, v in sorted(features.items())}
+        blocks = {k: torch.tensor(v, dtype=self.dtype).flatten() for k, v in sorted(features.items())}
         if not blocks:
             raise InputError(f"features of sample {name or key}: there are none")
         for block, values in blocks.items():
             if not values.isfinite().all():
-                fit = bool(features[block].isfinite().all())
+                fit = bool(np.isfinite(features[block]).all())
                 why = "do not fit into half precision; keep them in float32" if fit else "are not all finite"
                 raise InputError(f"features of sample {name or key}: {block} {why}")
         if self._blocks and (usual := _widths(next(iter(self._blocks.values())))) != _widths(blocks):
@@ -173,7 +175,7 @@ def collect_features(
     store: FeatureStore,
     items: Sequence[VQAItem],
     keys: Sequence[str],
-    take: Callable[[VQAItem], Mapping[str, Tensor]],
+    take: Callable[[VQAItem], Mapping[str, NDArray[np.float32]]],
     force: bool = False,
 ) -> int:
     """Compute the features that the store lacks, or all of them, and return how many that were.

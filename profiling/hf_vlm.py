@@ -130,7 +130,10 @@ class HuggingFaceVLM:
         prompt = self._text(request.question, image=False)
         tokens = self.tokenizer(prompt, return_tensors="pt", **self._token_options(prompt))["input_ids"]
         words = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
-        features = {"image_features": overview.pooled(), "language_features": words.float().mean(0).cpu()}
+        features = {
+            "image_features": overview.pooled().numpy(),
+            "language_features": words.float().mean(0).cpu().numpy(),
+        }
         reusable = self.model.config.model_type in SAME_AT_EVERY_SETTING
         total = self._clock() - start
         extra = total - overview.ms if reusable else total

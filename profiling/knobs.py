@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from knobwise.envs.errors import InputError
 
@@ -56,13 +57,13 @@ class Request:
     """A text; likewise."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class FirstStage:
     """A request that has gone through the model's first stage."""
 
     request: Request
-    features: dict[str, Tensor]
-    """What a decision may see, float32 [d] each, on the CPU: `image_features`, `language_features`."""
+    features: dict[str, NDArray[np.float32]]
+    """What a decision may see, [d] each: `image_features`, `language_features`."""
     kept: Any
     """What `answer` goes on from, so that nothing is computed twice."""
     total_ms: float
@@ -72,7 +73,7 @@ class FirstStage:
     computed that no configuration can go on from. What is reused is not in it."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Answer:
     """An answer and what it cost. Wall times in ms, on a device that had finished its work before each clock was read.
 

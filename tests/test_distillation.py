@@ -11,6 +11,7 @@ from test_numpy_controller import driven_apart, gappy
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.distillation import StudentConfig, Teacher, composed, student_of
 from knobwise.agents.export import agreement, by_numpy, to_numpy
+from knobwise.agents.policy import Controller
 from knobwise.agents.settings import EXPERTS, PolicyConfig
 from knobwise.agents.stack import StackedController, fit_stack
 from knobwise.envs.budgets import default_budgets
@@ -18,7 +19,7 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.reward import utility
 from knobwise.envs.table import ProfileTable
 
-SHORT = StudentConfig(hidden=16, requests=600, steps=150, minibatch=64)
+SHORT = StudentConfig(hidden=16, requests=600, steps=200, minibatch=64)
 
 
 def stack_of(table: ProfileTable, rows: torch.Tensor, *experts: str) -> StackedController:
@@ -27,7 +28,7 @@ def stack_of(table: ProfileTable, rows: torch.Tensor, *experts: str) -> StackedC
 
 
 @functools.cache
-def taught() -> tuple[ProfileTable, StackedController, StackedController]:
+def taught() -> tuple[ProfileTable, StackedController, Controller]:
     """Two kinds of samples: what is best depends on which it is, and the features show it."""
     table, rows = two_kinds(240, shown=True), torch.arange(160)
     teacher = stack_of(table, rows, "ridge")
@@ -46,9 +47,8 @@ def test_a_student_learns_what_its_teacher_knows() -> None:
 
 
 def test_a_student_is_one_light_network_that_saves_loads_and_exports(tmp_path: Path) -> None:
-    table, teacher, student = taught()
-    assert (student.config.members, student.config.hidden, len(student.experts)) == (1, 16, 0)
-    assert student.guard is teacher.guard
+    table, _, student = taught()
+    assert (student.config.members, student.config.hidden, student.config.structure) == (1, 16, "joint")
     save_checkpoint(tmp_path / "student.pt", student, table, {})
     loaded = load_checkpoint(tmp_path / "student.pt").controller
     limits = default_budgets(table)[1].expand(240)
@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_student_whatever_was_drawn_before() -> Non
         states.append(student_of(teacher, table, rows, seed=3, config=few).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     other = student_of(teacher, table, rows, seed=4, config=few).state_dict()
-    name = "network.network.layers.0.weight"
+    name = "network.layers.0.weight"
     assert not torch.equal(states[0][name], other[name])
 
 
@@ -90,6 +90,20 @@ def test_a_teacher_says_of_its_requests_what_the_stack_says() -> None:
         wanted = stack.view(x[rows], limits)
         for mine, own in zip(Teacher(stack, x).view(rows, limits), wanted, strict=True):
             torch.testing.assert_close(mine, own, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("deploy", [True, False])
+@pytest.mark.parametrize("price", [0.0, 0.3, 1e6])
+def test_what_a_teacher_prefers_most_is_what_the_stack_chooses(deploy: bool, price: float) -> None:
+    table = small_table(90)
+    stack = stack_of(table, torch.arange(90), "ridge", "knn")
+    assert stack.guard is not None
+    stack.guard.deploy[1:] = deploy
+    stack.guard.miss[:] = price
+    limits = torch.cat([stack.guard.budgets_ms.float().repeat(17), torch.tensor([1e-3] * 5)])
+    teacher = Teacher(stack, stack.features(table.features, 90))
+    prefers = teacher.preference(torch.arange(90), limits).argmax(1)
+    assert torch.equal(prefers, stack.choose(table.features, limits))
 
 
 def test_composed_requests_are_between_samples_block_by_block() -> None:

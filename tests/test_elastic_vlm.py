@@ -55,13 +55,13 @@ def test_going_on_from_the_first_stage_answers_as_going_straight_through(
     assert [a.text for a in again] == [a.text for a in answers]
 
 
-def test_tokens_embedded_in_two_stages_are_those_embedded_at_once(tiny: ElasticAdaptive) -> None:
+def test_tokens_embedded_after_an_overview_are_those_embedded_at_once(tiny: ElasticAdaptive) -> None:
     for scene in SCENES:
         image, prompt = torch.from_numpy(scene.images), torch.from_numpy(scene.prompts)
         with torch.inference_mode():
             at_once = tiny.model.prefix(image, prompt, 4)
-            in_two = tiny.model.prefix(image, prompt, 4, tiny.model.overview(image, prompt))
-        assert torch.allclose(at_once, in_two, atol=1e-6)
+            in_two = tiny.model.prefix(image, prompt, 4, tiny.model.overview(image))
+        assert torch.equal(at_once, in_two)
 
 
 def test_features_and_accuracy_are_those_of_the_built_in_profile(shipped: ElasticAdaptive) -> None:
@@ -70,9 +70,9 @@ def test_features_and_accuracy_are_those_of_the_built_in_profile(shipped: Elasti
     for i, scene in enumerate(SCENES):
         stage = shipped.first_stage(request_of(scene))
         for name, block in stage.features.items():
-            assert block.dtype == torch.float32
+            assert block.dtype == np.float32
             # another processor may round the last bit of a half otherwise
-            assert torch.allclose(block, table.features[name][i], atol=2e-3, rtol=2e-3)
+            assert np.allclose(block, table.features[name][i], atol=2e-3, rtol=2e-3)
         for c in range(i % 9, table.num_configurations, 9):
             text = shipped.answer([stage], table.configuration(c))[0].text  # type: ignore[arg-type]
             agree.append((text.split() == to_words(scene.answers[0])) == bool(table.accuracy[i, c]))

@@ -148,8 +148,8 @@ def test_features_are_means_of_the_models_own_first_stage(name):
             states = tower(vlm)(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).last_hidden_state
         letters = processor.tokenizer(f"user: {question}\nBe short.<end>\nassistant:")["input_ids"]
         words = model.get_input_embeddings().weight[letters]
-    torch.testing.assert_close(found["image_features"], states.flatten(0, -2).mean(0))
-    torch.testing.assert_close(found["language_features"], words.mean(0))
+    torch.testing.assert_close(torch.tensor(found["image_features"]), states.flatten(0, -2).mean(0))
+    torch.testing.assert_close(torch.tensor(found["language_features"]), words.mean(0))
 
 
 def test_features_tell_requests_apart_and_do_not_depend_on_what_was_set_before(vlm):
@@ -158,10 +158,9 @@ def test_features_tell_requests_apart_and_do_not_depend_on_what_was_set_before(v
     again = vlm.first_stage(REQUESTS[0]).features
     for name, values in one.items():
         assert values.ndim == 1
-        assert values.dtype == torch.float32
-        assert values.device.type == "cpu"
-        assert torch.equal(again[name], values)
-        assert (other[name] - values).abs().max() > 1e-3
+        assert values.dtype == np.float32
+        assert np.array_equal(again[name], values)
+        assert np.abs(other[name] - values).max() > 1e-3
     assert len(one["image_features"]) in (16, 32)
     assert len(one["language_features"]) == 32
 
@@ -299,7 +298,7 @@ def test_half_precision(name):
     stage = vlm.first_stage(REQUESTS[0])
     wanted = HuggingFaceVLM(*tiny_model(name)).first_stage(REQUESTS[0])
     for feature, values in wanted.features.items():
-        torch.testing.assert_close(stage.features[feature], values, rtol=0.1, atol=0.1)
+        np.testing.assert_allclose(stage.features[feature], values, rtol=0.1, atol=0.1)
     (answer,) = vlm.answer([stage], {})
     assert answer.text == vlm.answer(without_reuse([stage]), {})[0].text
     assert (answer.extra["reused_ms"] > 0) == (name in GOING_ON)

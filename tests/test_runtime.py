@@ -92,7 +92,7 @@ class Noting:
 
     def first_stage(self, request: Request) -> FirstStage:
         self.first_stages += 1
-        blocks = {"image_features": torch.zeros(32), "language_features": torch.zeros(16)}
+        blocks = {"image_features": np.zeros(32, np.float32), "language_features": np.zeros(16, np.float32)}
         return FirstStage(request, blocks, None, total_ms=2.0, extra_ms=1.0)
 
     def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
@@ -282,7 +282,7 @@ def test_contents_are_told_apart() -> None:
 
 def test_a_trained_controller_and_its_exported_form_decide_alike(vlm: ElasticAdaptive) -> None:
     stages = [vlm.first_stage(request) for request in REQUESTS]
-    blocks = {name: torch.stack([stage.features[name] for stage in stages]) for name in stages[0].features}
+    blocks = {name: torch.tensor(np.stack([stage.features[name] for stage in stages])) for name in stages[0].features}
     generator = torch.Generator().manual_seed(0)
     n, grid = len(REQUESTS), ByFeatures.configurations
     latency = (1 + grid.sum(1)) * (1 + torch.rand(n, len(grid), generator=generator))
