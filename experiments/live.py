@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,9 +27,11 @@ from torch import Tensor
 
 from knobwise.agents.baselines import BestStatic, BudgetAwareStatic, averages
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.distillation import student_of
 from knobwise.agents.export import to_numpy
 from knobwise.agents.priced import PricedChooser
 from knobwise.agents.runtime import AdaptiveModel
+from knobwise.agents.stack import StackedController
 from knobwise.envs.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
@@ -44,6 +47,8 @@ from knobwise.profiling.runner import ElasticProfileConfig
 from knobwise.profiling.scenes import END, TOKEN, WORDS, Scenes, draw_samples, soft_score
 
 CONTROLLER, STATIC = "controller", "budget_aware_static"
+IN_A_ROW = 20
+"""Requests that one policy serves before the next serves the same."""
 
 
 class Served(NamedTuple):
@@ -103,8 +108,13 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
         raise InputError(f"{checkpoint}: keeps a mean over requests; live, every request has a deadline")
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
         raise InputError(f"{checkpoint}: live needs the best.pt of a training on profile {table.name!r} as it is now")
-    vlm, exported = ElasticAdaptive(), to_numpy(controller)
     test, fitted = loaded.extra["test_rows"], torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
+    by_student = False
+    if config.student and isinstance(controller, StackedController) and controller.experts:
+        print("fitting a light student to the controller …", file=sys.stderr, flush=True)
+        with one_thread():
+            controller, by_student = student_of(controller, table, fitted, seed=0), True
+    vlm, exported = ElasticAdaptive(), to_numpy(controller)
     budgets_ms = judged_budgets(table, config.budgets_ms)
     stream = draw_stream(table, test, fitted, budgets_ms, config)
     check_features(vlm, table, stream)
@@ -118,7 +128,7 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
         record = serve(model, table, BudgetAwareStatic(table, fitted), fixed, stream, config)
     results = live_results(table, stream, record, exported, model.speed)
-    results |= {"repeats": config.repeats, "rate": config.rate, "clock": config.clock}
+    results |= {"student": by_student, "repeats": config.repeats, "rate": config.rate, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
         with written_whole(Path(config.json)) as temporary:
@@ -183,8 +193,9 @@ def serve(
     stream: Stream,
     config: LiveConfig,
 ) -> Record:
-    """Serve the stream by the controller, budget-aware static and the fixed configurations, request by request in
-    random order, with one cell of the profile timed between them."""
+    """Serve the stream by the controller, budget-aware static and the fixed configurations, with cells of the profile
+    timed between them: `IN_A_ROW` requests by one of them, as a server meets them with its caches, then the same by the
+    next, in random order."""
     vlm = model.model
     assert isinstance(vlm, ElasticAdaptive)
     settings = [Configuration(**chosen) for chosen in model.configurations]
@@ -193,9 +204,9 @@ def serve(
     everything, by_cpu = torch.ones(1, len(settings), dtype=torch.bool), config.clock == "cpu"
 
     def by_controller(row: int, budget: float, given_ms: float) -> Served:
-        arrived = None if stream.arrivals_s is None else [time.perf_counter() - given_ms / 1e3]
+        arrived = None if stream.arrivals_s is None else time.perf_counter() - given_ms / 1e3
         cpu = time.thread_time()
-        (got,) = model.generate([requests[row]], budget, arrived)
+        got = model.answer(requests[row], budget, arrived)
         cpu_ms = (time.thread_time() - cpu) * 1e3
         score = score_of(got.answer.text.split(), stream.scenes[row], soft)
         inference, overhead, waited = got.answer.total_ms, got.overhead_ms, got.waited_ms
@@ -229,19 +240,21 @@ def serve(
     with progress("serving", n * config.repeats, 0) as tick:
         for repeat in range(config.repeats):
             free = np.zeros(len(servers))  # when each policy's server has answered all before, in seconds
-            for i, (row, budget) in enumerate(zip(stream.rows.tolist(), stream.budgets_ms.tolist(), strict=True)):
+            for first in range(0, n, IN_A_ROW):
+                block = range(first, min(first + IN_A_ROW, n))
                 for p in rng.permutation(len(servers) + 1).tolist():
-                    if p == len(servers):
-                        cell = int(rng.choice(others)), int(rng.integers(len(settings)))
-                        record.cells.append((*cell, alone(*cell, 0.0).inference_ms))
-                        continue
-                    arrival = 0.0 if stream.arrivals_s is None else float(stream.arrivals_s[i])
-                    waited = 0.0 if stream.arrivals_s is None else max(free[p] - arrival, 0.0) * 1e3
-                    served = servers[p](row, budget, waited)
-                    free[p] = arrival + (served.waited_ms + served.overhead_ms + served.inference_ms) / 1e3
-                    for name, value in served._asdict().items():
-                        record.served[name][p, i, repeat] = value
-                tick(repeat * n + i + 1, "")
+                    for i in block:
+                        if p == len(servers):
+                            cell = int(rng.choice(others)), int(rng.integers(len(settings)))
+                            record.cells.append((*cell, alone(*cell, 0.0).inference_ms))
+                            continue
+                        arrival = 0.0 if stream.arrivals_s is None else float(stream.arrivals_s[i])
+                        waited = 0.0 if stream.arrivals_s is None else max(free[p] - arrival, 0.0) * 1e3
+                        served = servers[p](int(stream.rows[i]), float(stream.budgets_ms[i]), waited)
+                        free[p] = arrival + (served.waited_ms + served.overhead_ms + served.inference_ms) / 1e3
+                        for name, value in served._asdict().items():
+                            record.served[name][p, i, repeat] = value
+                tick(repeat * n + block[-1] + 1, "")
     return record
 
 

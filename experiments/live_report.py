@@ -54,13 +54,13 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     best = max(others, key=lambda row: row["utility"])
     arrivals = "each after the one before" if results["rate"] is None else f"{results['rate']:g} a second"
     away = [row for row in results["agreement"] if not row["agrees"]]
-    decisions = results["decisions"]
+    decisions, who = results["decisions"], "A student of the controller" if results["student"] else "The controller"
     said = [
         f"Simulated stream: {results['requests']} requests × {results['repeats']}, arriving {arrivals}; budgets "
         f"{', '.join(f'{b:.2f}' for b in results['budgets_ms'])} ms, drawn at random. Model and answers "
         f"are real, the clock is {_CLOCKS[results['clock']]}; {results['infeasible']:.1%} of the budgets no "
         "configuration can meet.",
-        f"The controller answered {own['satisfaction']:.1%} in time with accuracy {own['accuracy']:.3f}: utility "
+        f"{who} answered {own['satisfaction']:.1%} in time with accuracy {own['accuracy']:.3f}: utility "
         f"{own['utility']:.3f}, against {best['utility']:.3f} of the best of the others "
         f"({name_of(results, best['policy'])}).",
         f"It added {overhead['share']:.1%} to the model's mean inference of {overhead['inference_ms']:.2f} ms: "
@@ -71,14 +71,19 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         f"{decisions['as_replayed_at_the_same_limit']:.1%} of the requests, at the whole budgets in "
         f"{decisions['as_replayed_at_the_whole_budget']:.1%}.",
     ]
+    relative = max(
+        abs(row["difference"]) / row["replay"] for row in results["agreement"] if row["what"] == "latency_ms"
+    )
+    points = max(abs(row["difference"]) for row in results["agreement"] if row["what"] == "satisfaction")
+    apart = f"Paired, mean latencies are up to {relative:.1%} apart, shares in time up to {100 * points:.1f} points."
     if not away:
-        return [*said, "Live and replay agree: accuracy exactly, the rest within the 95% intervals of the differences."]
+        return [*said, f"Live and replay agree: accuracy exactly, the rest within the 95% intervals. {apart}"]
     listed = "; ".join(
-        f"{row['what']} of {name_of(results, row['policy'])} {row['live']:.3f} live, {row['replay']:.3f} replayed "
-        f"(difference {row['ci95'][0]:+.3f} to {row['ci95'][1]:+.3f})"
+        f"{row['what']} of {name_of(results, row['policy'])} {row['live']:.3f} live, {row['replay']:.3f} replayed"
         for row in away
     )
-    return [*said, f"Live and replay agree in {len(results['agreement']) - len(away)} numbers; not in these: {listed}."]
+    agreeing = len(results["agreement"]) - len(away)
+    return [*said, f"Live and replay agree in {agreeing} numbers; not in these: {listed}. {apart}"]
 
 
 def print_live(results: Mapping[str, Any], console: Console) -> None:
@@ -128,7 +133,8 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
         page.figure(bars(results), "Share of requests answered in time, and utility; lines are 95% intervals."),
         page.table(HEADER, rows, strong),
         "<h2>Live beside replay</h2><p>The same decisions, looked up in the profile; latencies times the speed of this "
-        "machine. Below a difference stands its 95% interval.</p>",
+        "machine. They agree where what is replayed lies in the 95% interval of what was served, accuracy where every "
+        "answer is the same. Below a paired difference stands its own interval.</p>",
         page.table(["policy", "what", "live", "replay", "difference", "agree"], compared),
     ]
     return page.write_page(path, "knobwise: live", parts)

@@ -105,6 +105,9 @@ class LiveConfig:
     budgets_ms: list[float] | None = None
     """Budgets to be drawn from, in ms of the profile; None for five quantiles of its latencies. They are multiplied by
     the speed of this machine."""
+    student: bool = True
+    """A controller with experts, whose decisions take as long as an answer, is served by a student that is fitted to
+    it first (half a minute); false serves it as it is."""
     fixed: int = 3
     """Fixed configurations beside it: 1 the best static one, 2 also the cheapest, 3 also the most accurate."""
     calibration: int = 200

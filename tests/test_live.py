@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ from helpers import small_table
 
 from knobwise.agents.baselines import BudgetAwareStatic
 from knobwise.agents.checkpoint import save_checkpoint
+from knobwise.agents.distillation import StudentConfig, student_of
 from knobwise.agents.export import to_numpy
 from knobwise.agents.policy import Controller
 from knobwise.agents.runtime import AdaptiveModel
 from knobwise.agents.settings import PolicyConfig
+from knobwise.agents.stack import StackedController, fit_stack
 from knobwise.envs.budgets import default_budgets
 from knobwise.envs.builtin import builtin_profile
 from knobwise.envs.errors import InputError
 from knobwise.envs.table import ProfileTable, Split
-from knobwise.experiments import live_report
+from knobwise.experiments import live, live_report
 from knobwise.experiments.live import (
     LiveConfig,
     Record,
@@ -55,7 +58,7 @@ def controller(table: ProfileTable, split: Split) -> Controller:
     return Controller.for_table(table, split.train[:200], config).eval()
 
 
-def saved(path: Path, controller: Controller, table: ProfileTable, split: Split) -> Path:
+def saved(path: Path, controller: Controller | StackedController, table: ProfileTable, split: Split) -> Path:
     save_checkpoint(path, controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
     return path
 
@@ -128,6 +131,24 @@ def test_a_run_prints_and_writes_what_it_found(
     assert overhead["share"] == pytest.approx(parts / overhead["inference_ms"])
 
 
+def test_a_controller_with_experts_is_served_by_its_student(
+    table: ProfileTable,
+    split: Split,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = split.train[:120]
+    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
+    stack = fit_stack(table, rows, Controller.for_table(table, rows, config).eval(), config, default_budgets(table), 0)
+    checkpoint = saved(tmp_path / "best.pt", stack, table, split)
+    few = StudentConfig(hidden=8, requests=1700, steps=3)
+    monkeypatch.setattr(live, "student_of", partial(student_of, config=few))
+    for student, words in ((True, "A student of the controller answered"), (False, "The controller answered")):
+        assert run_live(checkpoint, table, replace(SHORT, student=student))["student"] == student
+        assert words in capsys.readouterr().out
+
+
 def by_hand(table: ProfileTable, slower: float, waited: float = 0.0) -> tuple[Stream, Record]:
     """Two requests of the first two samples, served as the profile says on a machine that is `slower`."""
     rows, choices = np.array([0, 1]), {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
@@ -170,7 +191,10 @@ def test_a_replay_that_is_wrong_is_found_out() -> None:
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
     assert not any(policy == "cheapest" for policy, _ in away)
-    assert "not in these: " in live_report.verdict(results | {"repeats": 1, "rate": None, "clock": "wall"})[-1]
+    assert (
+        "not in these: "
+        in live_report.verdict(results | {"student": False, "repeats": 1, "rate": None, "clock": "wall"})[-1]
+    )
 
 
 def test_a_stream_goes_through_the_test_samples_before_it_repeats(table: ProfileTable, split: Split) -> None:
