@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
     from knobwise.agents.controller_trainer import ControllerTrainer
     from knobwise.agents.evaluation import judge
+    from knobwise.agents.export import export_numpy, to_numpy
+    from knobwise.agents.numpy_controller import NumpyController
     from knobwise.agents.pointer import SelectorConfig
     from knobwise.agents.policy import Controller
+    from knobwise.agents.runtime import AdaptiveModel
     from knobwise.agents.selector import Selector, StoredEmbeddings
     from knobwise.agents.selector_settings import SelectorLossConfig, StageConfig
     from knobwise.agents.selector_trainer import SelectorTrainer
@@ -36,13 +39,19 @@ __getattr__ = lazy(
         "StoredEmbeddings": "selector",
         "SelectorLossConfig": "selector_settings",
         "StageConfig": "selector_settings",
+        "AdaptiveModel": "runtime",
+        "NumpyController": "numpy_controller",
+        "export_numpy": "export",
+        "to_numpy": "export",
     },
 )
 
 __all__ = [
+    "AdaptiveModel",
     "Controller",
     "ControllerTrainer",
     "LossConfig",
+    "NumpyController",
     "OptimiserConfig",
     "PolicyConfig",
     "Selector",
@@ -51,8 +60,10 @@ __all__ = [
     "SelectorTrainer",
     "StageConfig",
     "StoredEmbeddings",
+    "export_numpy",
     "judge",
     "load_checkpoint",
     "make_actor",
     "save_checkpoint",
+    "to_numpy",
 ]

@@ -29,6 +29,7 @@ from knobwise.envs.bandit import ConfigBandit
 from knobwise.envs.budgets import BudgetConfig, default_budgets, judged_worths, log_measured
 from knobwise.envs.contexts import BalanceConfig, row_weights
 from knobwise.envs.errors import InputError
+from knobwise.envs.joint import DATASET
 from knobwise.envs.reward import RewardConfig
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
@@ -246,12 +247,14 @@ class ControllerTrainer(Trainer):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def provenance(self) -> dict[str, Any]:
-        """What a checkpoint says of how its controller came about: from which samples, how good on held-out ones."""
+        """What a checkpoint says of how its controller came about: from which samples, how good on held-out ones; and
+        where the data set is an input, what its columns are."""
         rows = {f"{part}_rows": rows for part, rows in self.split._asdict().items()}
         return {
             "validation_utility": self.best["score"],
             "iteration": self.best["iteration"],
             "seen": self.seen,
+            **({"told": sorted(set(self.table.dataset_names))} if DATASET in self.table.features else {}),
             **rows,
         }
 

@@ -196,16 +196,19 @@ def contexts_of(agent: Agent, table: ProfileTable, budgets_ms: Tensor | None = N
     return torch.cat([budgets.float() for budgets in (judged, *calibrated)]).unique()
 
 
-def agreement(agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor) -> dict[str, Any]:
-    """How often another form of a controller decides as it does, over all samples × budgets (float [B], ms).
+def agreement(
+    agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor, samples: int | None = None
+) -> dict[str, Any]:
+    """How often another form of a controller decides as it does, over all samples × budgets (float [B], ms), or over
+    the first so many samples.
 
     Returns: `contexts`, `same`, and of the others `rounding`, where the scores of both choices are equal within
     `TOLERANCE`, and `different`.
     """
     counts = {"contexts": 0, "same": 0, "rounding": 0, "different": 0}
-    features = table.features
+    features = {name: block[:samples] for name, block in table.features.items()}
     for budget in budgets_ms:
-        limits = budget.expand(table.num_samples)
+        limits = budget.expand(min(table.num_samples, samples or table.num_samples))
         own, other = agent.choose(features, limits), decide(features, limits)
         rows = (own != other).nonzero().squeeze(1)
         counts["contexts"] += len(own)
@@ -218,13 +221,20 @@ def agreement(agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Ten
     return {**counts, "share": 1 - counts["different"] / max(counts["contexts"], 1)}
 
 
-def parity(agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor, what: str = "export") -> Any:
+def parity(
+    agent: Agent,
+    decide: Decide,
+    table: ProfileTable,
+    budgets_ms: Tensor,
+    what: str = "export",
+    samples: int | None = None,
+) -> Any:
     """`agreement`, which must be complete but for rounding.
 
     Raises:
         InputError: another decision somewhere.
     """
-    found = agreement(agent, decide, table, budgets_ms)
+    found = agreement(agent, decide, table, budgets_ms, samples)
     if found["different"]:
         raise InputError(
             f"{what}: decides otherwise than the controller in {found['different']} of {found['contexts']} contexts of "
@@ -269,5 +279,16 @@ def by_numpy(controller: NumpyController) -> Decide:
     def decide(features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
         blocks = {name: block.numpy() for name, block in features.items()}
         return torch.from_numpy(controller.choose(blocks, limits.numpy()))
+
+    return decide
+
+
+def one_by_one(controller: NumpyController) -> Decide:
+    """Decisions of the NumPy form for one request at a time, which takes a shorter way than many together."""
+
+    def decide(features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
+        blocks = {name: block.numpy() for name, block in features.items()}
+        rows = ({name: block[row] for name, block in blocks.items()} for row in range(len(limits)))
+        return torch.tensor([controller.decide_index(*each) for each in zip(rows, limits.tolist(), strict=True)])
 
     return decide

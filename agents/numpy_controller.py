@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMAT = "knobwise.NumpyController/1"
-LEAST_MS = 1e-9
-"""Budgets are at least this."""
+LEAST_MS, MOST_MS = 1e-9, 1e30
+"""Budgets count as at least this; and must be less than that, since an endless one is like no calibrated budget."""
 HOPELESS = 0.01
 """Where no configuration is more likely than this to be in time, the one expected to be fastest is taken."""
-BINS = 8
 AT_ONCE = 512
 """Requests that are decided together."""
 
@@ -105,19 +104,21 @@ class NumpyController:
         """One request: blocks [d] and its budget → knob values by name.
 
         Raises:
-            ValueError: a block that is missing or has another width, a budget that is not positive, or a mean budget
-                that nothing was calibrated for.
+            ValueError: a block that is missing or has another shape, a budget that is not positive and finite, or a mean
+                budget that nothing was calibrated for.
         """
         return dict(self._named[self.decide_index(features, budget_ms)])
 
     def decide_index(self, features: Mapping[str, Array], budget_ms: float) -> int:
         """The same as the index of a configuration."""
-        if not budget_ms > 0:
-            raise ValueError(f"a budget of {budget_ms}: must be positive")
+        if not 0 < budget_ms < MOST_MS:
+            raise ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
         blocks = [features[name] for name in self._names if name in features]
         if tuple(map(len, blocks)) != self._widths:
             raise ValueError(self._wrong(features))
         raw = np.concatenate(blocks, dtype=np.float32) if blocks else np.zeros(0, np.float32)
+        if raw.ndim != 1:
+            raise ValueError(self._wrong(features))
         if self._fast is not None and (best := self._fast(raw, budget_ms)) is not None:
             return best
         limit = np.array([budget_ms], np.float64 if self._mean else np.float32)
@@ -127,17 +128,22 @@ class NumpyController:
         """n requests: blocks [n, d], budgets [n] in ms, mask bool [n, C] of what may be chosen → int64 [n].
 
         Raises:
-            ValueError: see `decide`; or a mask that leaves a request without any configuration.
+            ValueError: see `decide`; or a mask of another shape, or one that leaves a request without any configuration.
         """
-        limits = np.asarray(limits, np.float64 if self._mean else np.float32)
-        n = len(limits)
-        if n and not (limits > 0).all():
-            raise ValueError(f"a budget of {limits.min()}: must be positive")
+        limits = np.asarray(limits, np.float64)
+        if limits.ndim != 1:
+            raise ValueError(f"budgets must have shape [n], got {limits.shape}")
+        n, wrong = len(limits), limits[~((limits > 0) & (limits < MOST_MS))]
+        if len(wrong):
+            raise ValueError(f"a budget of {wrong[0]}: must be positive and finite, in ms")
+        limits = limits if self._mean else limits.astype(np.float32)
         blocks = [np.asarray(features[name], np.float32) for name in self._names if name in features]
         if tuple(block.shape for block in blocks) != tuple((n, width) for width in self._widths):
             raise ValueError(self._wrong(features, n))
         if mask is not None:
             mask = np.asarray(mask, bool)
+            if mask.shape != (n, len(self.configurations)):
+                raise ValueError(f"the mask must have shape {(n, len(self.configurations))}, got {mask.shape}")
             if not mask.any(1).all():
                 raise ValueError("the mask leaves a request without any configuration")
         raw = np.concatenate(blocks, 1) if blocks else np.zeros((n, 0), np.float32)

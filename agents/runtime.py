@@ -61,7 +61,8 @@ class Result:
     waited_ms: float
     """From its arrival on, without its own work; 0 where no arrival was given."""
     overhead_ms: float
-    """What it would not have cost without the controller: pooled features, decision, knobs set."""
+    """What it would not have cost without the controller: pooled features, decision, knobs set, and the calls between
+    them."""
     decision_us: float
     """The part of it that the decision took, for the whole batch."""
 
@@ -134,15 +135,17 @@ class AdaptiveModel:
             raise InputError(f"runtime: budget_ms={budget_ms}: must be positive, in ms")
         # right after the model has run every line costs microseconds: nothing is done here that one request can spare
         with self._lock:
+            begun = time.perf_counter()
             stage = self._first_stage(request)
             start = time.perf_counter()
-            limit = self._limit(stage, budget_ms, arrived, start)
+            limit = self._limit(stage, budget_ms, arrived, begun)
             choice = self._choose_one(stage.features, limit)
             decided = time.perf_counter()
             (answer,) = self.model.answer((stage,), self.configurations[choice])
             done = time.perf_counter()
             decision_ms = (decided - start) * 1e3
-            beyond_ms = max((done - decided) * 1e3 - answer.total_ms + stage.total_ms - stage.extra_ms, 0.0)
+            # all that the answer did not take, and is not counted yet: calls, clocks, setting knobs
+            beyond_ms = max((done - begun) * 1e3 - answer.total_ms - stage.extra_ms - decision_ms, 0.0)
             return self._result(stage, budget_ms, limit, arrived, choice, answer, decision_ms, beyond_ms, done)
 
     def generate(
@@ -163,7 +166,8 @@ class AdaptiveModel:
             InputError: numbers of requests, budgets and arrivals that do not fit; a budget that is not positive.
         """
         n = len(requests)
-        budgets = [float(budgets_ms)] * n if isinstance(budgets_ms, int | float) else [float(b) for b in budgets_ms]
+        given_ms = np.asarray(budgets_ms, np.float64)
+        budgets: list[float] = np.full(n, given_ms).tolist() if given_ms.ndim == 0 else given_ms.tolist()
         if len(budgets) != n or (arrived is not None and len(arrived) != n):
             given = "" if arrived is None else f" and {len(arrived)} arrivals"
             raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{given}")
@@ -180,7 +184,9 @@ class AdaptiveModel:
     ) -> list[Result]:
         stages = [self._first_stage(request) for request in requests]
         start = time.perf_counter()
-        limits = [self._limit(*each, start) for each in zip(stages, budgets, moments, strict=True)]
+        # one after another would have begun so much before
+        begun = [start - stage.total_ms / 1e3 for stage in stages]
+        limits = [self._limit(*each) for each in zip(stages, budgets, moments, begun, strict=True)]
         arrays = {name: np.stack([stage.features[name] for stage in stages]) for name in stages[0].features}
         chosen = self.controller.choose(arrays, np.array(limits, np.float32)).tolist()
         decision_ms = (time.perf_counter() - start) * 1e3
@@ -190,12 +196,12 @@ class AdaptiveModel:
             groups.setdefault(chosen[i], []).append(i)
         results: dict[int, Result] = {}
         for choice, members in groups.items():
-            begun = time.perf_counter()
+            set_out = time.perf_counter()
             answers = self.model.answer([stages[i] for i in members], self.configurations[choice])
             done = time.perf_counter()
             # what the group took beyond its answers: setting knobs
             own = (a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True))
-            beyond_ms = max((done - begun) * 1e3 - sum(own), 0.0)
+            beyond_ms = max((done - set_out) * 1e3 - sum(own), 0.0)
             for i, answer in zip(members, answers, strict=True):
                 about = stages[i], budgets[i], limits[i], moments[i]
                 results[i] = self._result(*about, choice, answer, decision_ms, beyond_ms, done)
@@ -220,11 +226,11 @@ class AdaptiveModel:
         configuration = self.configurations[choice]
         return Result(answer, configuration, choice, budget, limit, waited + total, waited, overhead, decision_ms * 1e3)
 
-    def _limit(self, stage: FirstStage, budget: float, arrived: float | None, now: float) -> float:
-        """What is left of a budget, in the profile's ms."""
+    def _limit(self, stage: FirstStage, budget: float, arrived: float | None, begun: float) -> float:
+        """What is left for the answer of a budget whose first stage began at `begun`, in the profile's ms."""
         left = budget - stage.extra_ms - self._decision_ms - self._beyond_ms
         if arrived is not None:
-            left -= (now - arrived) * 1e3 - stage.total_ms
+            left -= (begun - arrived) * 1e3
         return max(left, LEAST_LATENCY_MS) / self.speed
 
     def _choose_by_batch(self, features: Mapping[str, NDArray[Any]], limit: float) -> int:
@@ -310,9 +316,10 @@ def content_key(content: Any) -> bytes:
         return hashlib.sha256(content.encode()).digest()
     if isinstance(content, Tensor):
         content = content.detach().cpu().numpy()
-    elif hasattr(content, "tobytes") and hasattr(content, "mode"):
-        return hashlib.sha256(f"{content.mode} {content.size} ".encode() + content.tobytes()).digest()
-    if not isinstance(content, np.ndarray):
+    elif hasattr(content, "getpalette"):  # without it the pixels of some images are numbers and no colours
+        about = f"{content.mode} {content.size} {content.getpalette()} {content.info.get('transparency')} ".encode()
+        return hashlib.sha256(about + content.tobytes()).digest()
+    if not isinstance(content, np.ndarray) or content.dtype.hasobject:
         raise InputError(f"runtime: cannot tell the content of a {type(content).__name__}; use cache=0")
     about = f"{content.dtype} {content.shape} ".encode()
     return hashlib.sha256(about + content.tobytes()).digest()

@@ -41,7 +41,7 @@ REQUESTS, REPEATS, BAR = 150, 5, 0.05
 
 
 def controllers(table: ProfileTable, paths: Iterable[str]) -> dict[str, Any]:
-    """Fresh controllers, in torch and exported, and those of the paths."""
+    """Fresh controllers and those of the paths, all in NumPy."""
     rows = table.split().train
     network = {"structure": "utility", "hidden": 96, "layers": 2, "dropout": 0.2}
     one, five = (Controller.for_table(table, rows, PolicyConfig(**network, members=m)).eval() for m in (1, 5))

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from knobwise.envs.beams import BeamTable
     from knobwise.envs.budgets import BudgetConfig, default_budgets
     from knobwise.envs.builtin import builtin_profile
+    from knobwise.envs.calibrated import CalibratedConfig, simulate_calibrated
     from knobwise.envs.demonstration_reward import DemonstrationRewardConfig
     from knobwise.envs.demonstrations import DemonstrationBandit, GroupConfig
     from knobwise.envs.errors import InputError
     from knobwise.envs.gym_bandit import ConfigBanditEnv, ConfigBanditVectorEnv
     from knobwise.envs.gym_demonstrations import DemonstrationBanditEnv
+    from knobwise.envs.joint import join_tables, with_dataset_input
     from knobwise.envs.reward import RewardConfig
     from knobwise.envs.simulator import SimulatedConfig, simulate
     from knobwise.envs.table import Knob, ProfileTable, Split
@@ -32,6 +34,10 @@ __getattr__ = lazy(
         "ConfigBanditEnv": "gym_bandit",
         "ConfigBanditVectorEnv": "gym_bandit",
         "RewardConfig": "reward",
+        "join_tables": "joint",
+        "with_dataset_input": "joint",
+        "CalibratedConfig": "calibrated",
+        "simulate_calibrated": "calibrated",
         "SimulatedConfig": "simulator",
         "simulate": "simulator",
         "Knob": "table",
@@ -49,6 +55,7 @@ __getattr__ = lazy(
 __all__ = [
     "BeamTable",
     "BudgetConfig",
+    "CalibratedConfig",
     "ConfigBandit",
     "ConfigBanditEnv",
     "ConfigBanditVectorEnv",
@@ -64,6 +71,9 @@ __all__ = [
     "Split",
     "builtin_profile",
     "default_budgets",
+    "join_tables",
     "read_beam_data",
     "simulate",
+    "simulate_calibrated",
+    "with_dataset_input",
 ]

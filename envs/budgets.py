@@ -54,14 +54,14 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
     return _quantile(latency_ms[mask], quantiles).maximum(floor).clamp_min(LEAST_LATENCY_MS)
 
 
-def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None) -> Tensor:
-    """The budgets asked for, in ms, or else the default ones: float32 [B].
+def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None) -> Tensor:
+    """The budgets asked for, in ms, or else the default ones, of these rows (int64) or of all: float32 [B].
 
     Raises:
         InputError: no budget, or one that is not positive.
     """
     if budgets_ms is None:
-        return default_budgets(table)
+        return default_budgets(table) if rows is None else quantile_budgets(table.latency_ms[rows], table.mask[rows])
     if not budgets_ms or not min(budgets_ms) > 0:
         raise InputError(f"budgets_ms={list(budgets_ms)}: at least one, all positive, in ms")
     return torch.tensor(list(budgets_ms))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.progress import progress
 
 IDS = ("sample_id", "question_id", "image_id")
+WORDS = (*IDS, "question_type")
+"""What is read of a row besides its numbers; it may also stand in the row's `metadata`."""
 
 Record = dict[str, Any]
 Setting = dict[str, int | str]
@@ -27,10 +29,11 @@ Setting = dict[str, int | str]
 
 def configuration_files(
     directory: str | Path, kind: str, pattern: re.Pattern[str], dataset: str, keys: Sequence[str], said: list[str]
-) -> Iterator[tuple[Path, Setting, Record, list[Record]]]:
+) -> Generator[tuple[Path, Setting, Record, list[Record]], None, None]:
     """The files of one data set: path, knobs, content, and the rows under the first of `keys` that is there.
 
-    Where there is a merge of `_rankN` files, the rank files only serve to check it.
+    Where there is a merge of `_rankN` files, the rank files only serve to check it. Whoever may stop early closes the
+    iterator, so that its progress bar ends too.
     """
     root, dashed = Path(directory), dataset.replace("_", "-")
     if not root.is_dir():
@@ -54,7 +57,7 @@ def configuration_files(
         merge = path.with_name(path.name.replace(match["rank"] or "", ""))
         ranks.setdefault(merge if merge in matches else path, []).extend([path] if merge != path else [])
     foreign, short = [], 0
-    with progress(f"reading {folder.name}", len(ranks), every_s=10, quiet_s=2) as tick:
+    with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
             tick(done, "")
             setting = {k: v if k == "tier" else int(v) for k, v in matches[path].groupdict().items() if k != "rank"}
@@ -127,15 +130,15 @@ def _decoded(text: bytes) -> Any:
 
 
 def rows_frame(path: Path, setting: Setting, rows: list[Record], values: Mapping[str, pl.Series]) -> pl.DataFrame:
-    """The rows of one file with their ids, which may also stand in `metadata`, and the knobs."""
-    columns = {key: _row_ids(path, rows, key) for key in IDS}
+    """The rows of one file with their `WORDS` and the knobs."""
+    columns = {key: _row_words(path, rows, key) for key in WORDS}
     frame = pl.DataFrame({**columns, **values})
     knobs = [pl.lit(value, pl.String if isinstance(value, str) else pl.Int64).alias(k) for k, value in setting.items()]
     return frame.with_columns(*knobs, file=pl.lit(str(path)))
 
 
-def _row_ids(path: Path, rows: list[Record], key: str) -> pl.Series:
-    """Text [rows], null where a row has no such id."""
+def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
+    """Text [rows], null where a row has no such id or word."""
     found = [row.get(key) for row in rows]
     kinds = set(map(type, found))
     if kinds <= {type(None)} and not any(key in row for row in rows):
@@ -195,3 +198,19 @@ def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, said: l
             )
         keyed.append(side.with_columns(sample_id=pl.col(key)).drop("question_id"))
     return keyed
+
+
+def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
+    """The cells of one or more data sets with images and question types in all rows, where any of them has such.
+
+    A data set that says nothing of images has one for each sample; a row without question type has that of another row
+    of its sample, else `unknown`.
+    """
+    dataset = [column for column in ("dataset",) if column in cells.columns]
+    if dataset and not cells["image_id"].is_null().all():
+        without = pl.col("image_id").is_null().all().over(dataset)
+        cells = cells.with_columns(image_id=pl.when(without).then("sample_id").otherwise("image_id"))
+    if not cells["question_type"].is_null().all():
+        of_sample = pl.col("question_type").drop_nulls().first().over(*dataset, "sample_id")
+        cells = cells.with_columns(question_type=pl.coalesce("question_type", of_sample, pl.lit("unknown")))
+    return cells

@@ -44,7 +44,7 @@ def row_weights(table: ProfileTable, balance: BalanceConfig, rows: Tensor) -> Te
         rows: int64 [n], what is drawn from; the other rows have weight 0.
 
     Raises:
-        InputError: balancing by question types that the profile does not have.
+        InputError: balancing by question types that the profile does not have, or of one data set or type only.
     """
     if balance.by == "none":
         return None
@@ -56,11 +56,16 @@ def row_weights(table: ProfileTable, balance: BalanceConfig, rows: Tensor) -> Te
     names = table.dataset_names if balance.by == "dataset" else table.question_types
     if not names:
         raise InputError(
-            f"balance.by=question_type: profile {table.name!r} has no question types; give them as a column "
-            "`question_type` of a long table"
+            f"balance.by=question_type: profile {table.name!r} has no question types; give them as `question_type` in "
+            "every row of a long table or of exp5, exp6 or core_exp files"
         )
     numbers: dict[str, int] = {}
     group = torch.tensor([numbers.setdefault(names[row], len(numbers)) for row in rows.tolist()])
+    if len(numbers) < 2:
+        raise InputError(
+            f"balance.by={balance.by}: all samples of profile {table.name!r} to train on are of one, {names[rows[0]]!r}; "
+            "there is nothing to balance"
+        )
     weights[rows] = torch.bincount(group).double().pow(-balance.power)[group]
     return weights
 

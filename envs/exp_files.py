@@ -10,12 +10,23 @@ import json
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 import polars as pl
 
-from knobwise.envs.configuration_files import IDS, Record, configuration_files, in_range, keyed, row_numbers, rows_frame
+from knobwise.envs.configuration_files import (
+    IDS,
+    WORDS,
+    Record,
+    configuration_files,
+    in_range,
+    keyed,
+    row_numbers,
+    rows_frame,
+    whole_words,
+)
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.frames import TIERS
@@ -60,7 +71,8 @@ def read_exp5_exp6(
 ) -> ProfileTable:
     """Join the accuracy files and the latency files of one or more data sets, cell by cell.
 
-    The key of a sample is its `question_id` where every row on both sides has one, otherwise its `sample_id`.
+    The key of a sample is its `question_id` where every row on both sides has one, otherwise its `sample_id`. Images
+    and question types are those of the accuracy files.
 
     Args:
         exp5_dir: holds `exp5_accuracy_<data set with dashes>/`, or the files. Not read with `exp6_accuracy`.
@@ -92,7 +104,7 @@ def read_exp5_exp6(
             cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, said), dataset, said)
         joined.append(cells.with_columns(dataset=pl.lit(dataset)) if len(datasets) > 1 else cells)
     return table_from_frame(
-        pl.concat(joined),
+        whole_words(pl.concat(joined)),
         name=name or "+".join(datasets),
         knobs=KNOBS,
         features=features,
@@ -108,9 +120,10 @@ def _read_exp5(directory: str | Path | None, dataset: str, accuracy: str, said: 
     frames = []
     pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
     keys = ("all_samples",)
-    for path, setting, _, rows in configuration_files(directory, "exp5_accuracy", pattern, dataset, keys, said):
-        values = {"accuracy": row_numbers(path, rows, accuracy)}
-        frames.append(rows_frame(path, setting, rows, values))
+    with closing(configuration_files(directory, "exp5_accuracy", pattern, dataset, keys, said)) as files:
+        for path, setting, _, rows in files:
+            values = {"accuracy": row_numbers(path, rows, accuracy)}
+            frames.append(rows_frame(path, setting, rows, values))
     return in_range(pl.concat(frames), "accuracy", top=1)
 
 
@@ -121,17 +134,18 @@ def _read_exp6(
     frames, means = [], []
     pattern = re.compile(rf"exp6_latency(_results)?_{SETTING}")
     keys = ("per_sample_latencies", "all_samples")
-    for path, setting, content, rows in configuration_files(directory, "exp6_latency", pattern, dataset, keys, said):
-        values = {"latency_ms": row_numbers(path, rows, f"T_{stage}_ms", f"latency_{stage}")}
-        if own_accuracy:
-            values["accuracy"] = row_numbers(path, rows, "accuracy", "score")
-        frames.append(rows_frame(path, setting, rows, values))
-        for record in content["summary"]:
-            spellings = [record.get(f"latency_{stage}_ms"), record.get("latency_mean" if stage == "total" else "")]
-            found = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
-            mean = next((float(m) for m in found if isinstance(m, int | float)), None)
-            weight = n if isinstance(n := record.get("num_samples"), int) and n > 0 else 1
-            means.append({**setting, "mean": mean, "weight": weight, "file": str(path)})
+    with closing(configuration_files(directory, "exp6_latency", pattern, dataset, keys, said)) as files:
+        for path, setting, content, rows in files:
+            values = {"latency_ms": row_numbers(path, rows, f"T_{stage}_ms", f"latency_{stage}")}
+            if own_accuracy:
+                values["accuracy"] = row_numbers(path, rows, "accuracy", "score")
+            frames.append(rows_frame(path, setting, rows, values))
+            for record in content["summary"]:
+                spellings = [record.get(f"latency_{stage}_ms"), record.get("latency_mean" if stage == "total" else "")]
+                found = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
+                mean = next((float(m) for m in found if isinstance(m, int | float)), None)
+                weight = n if isinstance(n := record.get("num_samples"), int) and n > 0 else 1
+                means.append({**setting, "mean": mean, "weight": weight, "file": str(path)})
     schema = dict.fromkeys(KNOBS, pl.Int64) | {"mean": pl.Float64, "weight": pl.Int64, "file": pl.String}
     times = in_range(pl.concat(frames), "latency_ms")
     summary = pl.DataFrame(means, schema=schema).drop_nulls("mean")
@@ -191,7 +205,8 @@ def write_exp5_exp6(
     Args:
         frame: one row per (sample, configuration): `sample_id`, the knobs max_crops, top_k and num_active_blocks (whole
             numbers), `accuracy`, `latency_ms`; optionally `soft_score`, `prefill_ms`, `decode_ms`, `num_*_tokens`,
-            `question_id`, `image_id`, `pred`, `answers`. Rows without accuracy or latency are left out.
+            `question_id`, `image_id`, `question_type`, `pred`, `answers`. Rows without accuracy or latency are left
+            out.
         exp5_dir: gets the folder `exp5_accuracy_<data set with dashes>`.
         exp6_dir: gets the folder `exp6_latency_<data set with dashes>`.
         dataset_name: such as `text_vqa`.
@@ -205,7 +220,7 @@ def write_exp5_exp6(
     frame = frame.rename({"prefill_ms": "T_prefill_ms", "decode_ms": "T_decode_ms"}, strict=False)
     stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in frame.columns]
     tokens = [f"num_{kind}_tokens" for kind in ("vision", "language", "output", "total")]
-    exp5_keys = [*IDS, "score", "soft_score", "pred", "answers"]
+    exp5_keys = [*WORDS, "score", "soft_score", "pred", "answers"]
     exp6_keys = [*IDS, *KNOBS, *(f"T_{stage}_ms" for stage in stages), *tokens, "accuracy"]
     dashed = dataset_name.replace("_", "-")
     for _, cells in frame.group_by(KNOBS, maintain_order=True):
@@ -291,13 +306,15 @@ def read_core_exp(
     frames = []
     pattern = re.compile(rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}")
     keys = ("per_sample_results",)
-    for path, setting, _, rows in configuration_files(directory, "", pattern, dataset_name, keys, said):
-        times = [row_numbers(path, rows, stage) for stage in CORE_STAGES[latency]]
-        values = {"accuracy": row_numbers(path, rows, "accuracy"), "latency_ms": functools.reduce(operator.add, times)}
-        frames.append(rows_frame(path, setting, rows, values))
+    with closing(configuration_files(directory, "", pattern, dataset_name, keys, said)) as files:
+        for path, setting, _, rows in files:
+            times = [row_numbers(path, rows, stage) for stage in CORE_STAGES[latency]]
+            total = functools.reduce(operator.add, times)
+            values = {"accuracy": row_numbers(path, rows, "accuracy"), "latency_ms": total}
+            frames.append(rows_frame(path, setting, rows, values))
     cells = in_range(in_range(pl.concat(frames), "accuracy", top=1), "latency_ms")
     return table_from_frame(
-        keyed([cells], CORE_KNOBS, dataset_name, said)[0],
+        whole_words(keyed([cells], CORE_KNOBS, dataset_name, said)[0]),
         name=name or dataset_name,
         knobs=CORE_KNOBS,
         features=features,
@@ -318,8 +335,8 @@ def write_core_exp(
     Args:
         frame: one row per (sample, configuration): `sample_id`, the knobs tier, top_k and num_active_blocks,
             `accuracy`, `latency_ms`, `vision_ms`, `prefill_ms`, `decode_ms`; optionally `num_vision_tokens`,
-            `num_language_tokens`, `num_output_tokens`, `num_total_tokens`, `question_id`, `image_id`, `pred`,
-            `metadata`. Rows without accuracy or latency are left out.
+            `num_language_tokens`, `num_output_tokens`, `num_total_tokens`, `question_id`, `image_id`, `question_type`,
+            `pred`, `metadata`. Rows without accuracy or latency are left out.
         directory: gets the folder of the data set, with dashes.
         dataset_name: such as `text_vqa`.
         tier_crops: the fewest and the most crops of each tier.
@@ -335,7 +352,7 @@ def write_core_exp(
         raise InputError(f"{source}: tier_crops does not say how many crops {', '.join(missing)} has")
     frame, config = _to_write(frame, CORE_KNOBS, dataset_name, metadata, source)
     frame = frame.rename({k: v for k, v in CORE_COLUMNS.items() if k in frame.columns})
-    keys = [k for k in (*IDS, *CORE_COLUMNS.values(), "accuracy", "pred", "metadata") if k in frame.columns]
+    keys = [k for k in (*WORDS, *CORE_COLUMNS.values(), "accuracy", "pred", "metadata") if k in frame.columns]
     for _, cells in frame.group_by(CORE_KNOBS, maintain_order=True):
         setting = {knob: cells[knob][0] for knob in CORE_KNOBS}
         least, most = tier_crops[setting["tier"]]

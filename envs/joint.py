@@ -74,7 +74,8 @@ def with_dataset_input(table: ProfileTable, names: Sequence[str] | None = None) 
     Args:
         table: the profile.
         names: of the columns; None for the table's data sets in the order of the alphabet. A sample of another data set
-            has 0 everywhere. To a policy that was trained with the block, a row of NaN means "not known".
+            has 0 everywhere. A row of NaN counts as the median of those a policy was trained on: as none of them, or
+            as the one that more than half of the samples are of.
 
     Raises:
         InputError: the table has a block of this name already.

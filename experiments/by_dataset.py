@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import altair as alt
 
 HEADER = ["data set", "policy", "utility", "gap closed", "accuracy", "mean latency", "in time", "where possible"]
+HEADER_OF_MEANS = ["data set", "policy", "accuracy", "mean latency", "over static mix", "over best single", "gap closed"]
 
 
 class StaticPerDataset:
@@ -54,14 +55,24 @@ class StaticPerDataset:
         return chosen
 
 
+def columns(results: Mapping[str, Any]) -> tuple[list[str], tuple[int, ...]]:
+    """The headings of the table, and which columns a narrow terminal shows."""
+    return (HEADER_OF_MEANS, (0, 1, 2, 3, 4)) if _of_means(results) else (HEADER, (0, 1, 2, 3, 7))
+
+
+def _of_means(results: Mapping[str, Any]) -> bool:
+    """Whether the budgets limit the mean over requests."""
+    return results.get("sense") == "mean"
+
+
 def cells(results: Mapping[str, Any]) -> list[list[str]]:
-    """One line for each data set and policy, in the columns of `HEADER`; [] where there is one data set only."""
-    lines = []
+    """One line for each data set and policy, under `columns`; [] where there is one data set only."""
+    lines, cells_of = [], _cells_of_means if _of_means(results) else _cells
     before = None
     for row in results.get("by_dataset", []):
         title = f"{row['dataset']}\n{row['samples']} samples" if row["dataset"] != before else ""
         before = row["dataset"]
-        lines.append([title, *_cells(row, unit_of(results))])
+        lines.append([title, *cells_of(row, unit_of(results))])
     return lines
 
 
@@ -77,12 +88,34 @@ def _cells(row: Row, unit: str) -> list[str]:
     ]
 
 
+def _cells_of_means(row: Row, unit: str) -> list[str]:
+    return [
+        policy_name(row["policy"]),
+        number(row.get("accuracy"), ".3f") + interval(row.get("accuracy_ci95"), ".3f"),
+        page.quantity(row.get("latency_ms_mean"), unit),
+        *(
+            f"{row[over]:+z.3f}" + interval(row.get(f"{over}_ci95"), ".3f")
+            for over in ("over_static_mix", "over_best_single")
+        ),
+        number(row.get("gap_closed"), ".0%") + interval(row.get("gap_closed_ci95"), ".0%"),
+    ]
+
+
 def sections(results: Mapping[str, Any]) -> list[str]:
-    """Heading, words, chart and table for a report; [] where there is one data set only."""
+    """Heading, words, chart (under deadlines) and table for a report; [] where there is one data set only."""
     lines = cells(results)
     if not lines:
         return []
     strong = [i for i, row in enumerate(results["by_dataset"]) if row["policy"] == "controller"]
+    if _of_means(results):
+        words = (
+            "Means over the budgets. A budget limits the mean over all data sets; how much of it is spent on which one "
+            "is the policy's choice. Each is compared at what it spent on a data set: with the static mix of all data "
+            "sets, the best single configuration, and, for the gap, the oracle that spend as much there. Of the other "
+            "simple ways the best one of each data set is shown, as found on these very samples."
+        )
+        parts = ["<h2>Data set by data set</h2>", f"<p>{words}</p>"]
+        return [*parts, page.table(HEADER_OF_MEANS, lines, strong)]
     words = (
         "Means over the budgets. Gap closed is between the static way of all data sets and the oracle, in this data "
         "set. Of the other simple ways the best one of each data set is shown, as found on these very samples."

@@ -31,7 +31,7 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.joint import rows_by_dataset
 from knobwise.envs.reward import RewardConfig
-from knobwise.envs.splits import divide
+from knobwise.envs.splits import budget_rows, divide
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.experiments.by_dataset import StaticPerDataset
 from knobwise.experiments.mean_results import mean_results_of
@@ -66,7 +66,9 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
     if mean:
         config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
     budgets_ms = (
-        judged_mean_budgets(table, fitted, config.budgets_ms) if mean else judged_budgets(table, config.budgets_ms)
+        judged_mean_budgets(table, fitted, config.budgets_ms)
+        if mean
+        else judged_budgets(table, config.budgets_ms, budget_rows(table, split))
     )
     # all trainers before the first is run: what is wrong shows before anything is written
     trainers = _trainers(config, table, split, budgets_ms)

@@ -21,8 +21,9 @@ from knobwise.agents.settings import at_least
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.joint import DATASET
 from knobwise.envs.reward import RewardTable
-from knobwise.envs.splits import divide
+from knobwise.envs.splits import budget_rows, divide
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.experiments.mean_results import mean_results_of
 from knobwise.experiments.profile_settings import read_profile
@@ -66,6 +67,12 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             f"{config.checkpoint}: was trained for {len(controller.configurations)} configurations of "
             f"{', '.join(k.name for k in controller.knobs)}; profile {table.name!r} has others"
         )
+    names = sorted(set(table.dataset_names))
+    if DATASET in table.features and (told := loaded.extra.get("told", names)) != names:
+        raise InputError(
+            f"{config.checkpoint}: was told which of the data sets {', '.join(told)} a sample is from, and profile "
+            f"{table.name!r} has {', '.join(names)}; train without dataset_input for data sets that are new"
+        )
     controller.features(table.features, table.num_samples)  # other features than it was trained with: say so first
     split = divide(table, **asdict(config.split))
     if "seen" not in loaded.extra:
@@ -86,7 +93,8 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         if isinstance(decides, PricedChooser):
             results = _under_mean_budgets(config, table, split, decides)
         else:
-            budgets_ms, rewards = judged_budgets(table, config.budgets_ms), RewardTable(table, config.reward)
+            budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
+            rewards = RewardTable(table, config.reward)
             fitted = torch.cat([split.train, split.validation])
             few = [BudgetAwareStatic(table, fitted), Oracle(table, split.test)]
             baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms) if config.baselines else few

@@ -27,6 +27,7 @@ from knobwise.agents.export import (
     contexts_of,
     export_numpy,
     network_of,
+    one_by_one,
     parity,
 )
 from knobwise.agents.onnx_graph import by_onnx, check_packages, export_onnx, onnx_session
@@ -42,7 +43,7 @@ from knobwise.experiments.profile_settings import read_profile
 from knobwise.experiments.verbs import ExportRun
 
 CALLS = 300
-"""Decisions that are timed of each form."""
+"""Decisions that are timed of each form, and samples whose requests are decided one by one too."""
 
 
 def run(config: ExportRun) -> Path:
@@ -83,10 +84,22 @@ def run(config: ExportRun) -> Path:
             said["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
             with written_whole(out / path.name) as temporary:
                 temporary.write_bytes(path.read_bytes())
+    before = _files_before(out)
     with written_whole(out / "export.json") as temporary:
         temporary.write_text(json.dumps(said, indent=1))
+    for name in before - set(said["files"]):  # of another controller: it must not be taken for this one
+        (out / name).unlink(missing_ok=True)
     _tell(said, out)
     return out
+
+
+def _files_before(out: Path) -> set[str]:
+    """What an earlier export left in this folder."""
+    try:
+        files = json.loads((out / "export.json").read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    return {name for name in files if Path(name).name == name}
 
 
 def _check(config: ExportRun, agent: Agent, table: ProfileTable) -> None:
@@ -136,6 +149,9 @@ def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tens
     """Every form wanted, compared with the controller and timed."""
     controller = export_numpy(agent, folder / "controller.npz")
     forms = {"NumPy": parity(agent, by_numpy(controller), table, budgets_ms, "controller.npz")}
+    # which goes another way, and takes longer to compare
+    alone = parity(agent, one_by_one(controller), table, budgets_ms, "controller.npz, one request at a time", CALLS)
+    forms["NumPy"]["one_by_one"] = alone
     blocks = {name: block.numpy() for name, block in table.features.items()}
     rows = [{name: block[row % table.num_samples] for name, block in blocks.items()} for row in range(CALLS)]
     limits = [float(budgets_ms[number % len(budgets_ms)]) for number in range(CALLS)]

@@ -1,13 +1,15 @@
 """A controller in front of the real model: a simulated stream of requests, served live, beside what a replay promises.
 
 Arrivals, budgets and the order of the requests are drawn; the model, its answers and the clock are real. Every request
-is served by the controller (`knobwise.agents.runtime`), by budget-aware static and by fixed configurations, in random
-order, so that the drift of the machine hits all alike. Then the same decisions are looked up in the profile: a replay
+is served by the controller (`knobwise.agents.runtime`), by budget-aware static and by fixed configurations: a few
+requests in a row by one of them, then the same by the next, in random order, so that the drift of the machine hits all
+alike. The controller is charged all that its way takes beyond the model's own time, the others nothing. Then the same decisions are looked up in the profile: a replay
 that disagrees with the real thing would be worth nothing.
 """
 
 from __future__ import annotations
 
+import bisect
 import gc
 import json
 import sys
@@ -28,7 +30,7 @@ from torch import Tensor
 from knobwise.agents.baselines import BestStatic, BudgetAwareStatic, averages
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.distillation import student_of
-from knobwise.agents.export import to_numpy
+from knobwise.agents.export import arrays_of_static, to_numpy
 from knobwise.agents.priced import PricedChooser
 from knobwise.agents.runtime import AdaptiveModel
 from knobwise.agents.stack import StackedController
@@ -58,7 +60,7 @@ class Served(NamedTuple):
     score: float
     inference_ms: float
     overhead_ms: float
-    """What choosing took beyond the model's own time; 0 for what needs no features."""
+    """What its way took beyond the model's own time; static and fixed configurations are charged nothing."""
     waited_ms: float
     limit_ms: float
     """What was decided under, in the profile's ms; NaN for a fixed configuration."""
@@ -201,18 +203,20 @@ def serve(
     settings = [Configuration(**chosen) for chosen in model.configurations]
     requests = {row: request_of(scene) for row, scene in stream.scenes.items()}
     soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
-    everything, by_cpu = torch.ones(1, len(settings), dtype=torch.bool), config.clock == "cpu"
+    by_cpu = config.clock == "cpu"
+    clock = time.thread_time if by_cpu else time.perf_counter
+    # its choices as a step function of the budget: decided in torch they would slow down the answers that follow
+    steps = arrays_of_static(static)
+    starts, choices = steps["starts"].tolist(), steps["choices"].tolist()
 
-    def by_controller(row: int, budget: float, given_ms: float) -> Served:
-        arrived = None if stream.arrivals_s is None else time.perf_counter() - given_ms / 1e3
-        cpu = time.thread_time()
+    def by_controller(row: int, budget: float, waited: float) -> Served:
+        arrived = None if stream.arrivals_s is None else time.perf_counter() - waited / 1e3
+        start = clock()
         got = model.answer(requests[row], budget, arrived)
-        cpu_ms = (time.thread_time() - cpu) * 1e3
+        took_ms = (clock() - start) * 1e3
         score = score_of(got.answer.text.split(), stream.scenes[row], soft)
-        inference, overhead, waited = got.answer.total_ms, got.overhead_ms, got.waited_ms
-        if by_cpu:
-            inference = got.answer.extra["cpu_ms"]
-            overhead, waited = max(cpu_ms - inference, 0.0), given_ms
+        inference = got.answer.extra["cpu_ms"] if by_cpu else got.answer.total_ms
+        overhead = max(took_ms - inference, 0.0)
         return Served(got.choice, score, inference, overhead, waited, got.limit_ms, got.decision_us)
 
     def alone(row: int, choice: int, waited: float, limit: float = np.nan) -> Served:
@@ -222,8 +226,8 @@ def serve(
         return Served(choice, score_of(said, stream.scenes[row], soft), took, 0.0, waited, limit, 0.0)
 
     def by_static(row: int, budget: float, waited: float) -> Served:
-        limit = torch.tensor([max(budget - waited, LEAST_LATENCY_MS) / model.speed])
-        return alone(row, int(static.choose({}, limit, everything)), waited, float(limit))
+        limit = float(np.float32(max(budget - waited, LEAST_LATENCY_MS) / model.speed))
+        return alone(row, choices[bisect.bisect_right(starts, limit) - 1], waited, limit)
 
     def always(choice: int) -> Callable[[int, float, float], Served]:
         return lambda row, budget, waited: alone(row, choice, waited)

@@ -64,8 +64,8 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         f"{own['utility']:.3f}, against {best['utility']:.3f} of the best of the others "
         f"({name_of(results, best['policy'])}).",
         f"It added {overhead['share']:.1%} to the model's mean inference of {overhead['inference_ms']:.2f} ms: "
-        f"{overhead['decision_us']:.0f} µs for a decision (median {overhead['decision_us_p50']:.0f}), "
-        f"{overhead['features_and_knobs_us']:.0f} µs for features and knobs.",
+        f"{overhead['overhead_us']:.0f} µs, in the median {overhead['decision_us_p50']:.0f} for a decision and "
+        f"{overhead['features_and_knobs_us_p50']:.0f} for features and knobs.",
         f"This machine took {speed['during']:.3f} times the profile's latencies during the run ({speed['before']:.3f} "
         f"before). At the same limits a replay decides as the controller did in "
         f"{decisions['as_replayed_at_the_same_limit']:.1%} of the requests, at the whole budgets in "

@@ -28,7 +28,9 @@ def live_results(
 ) -> dict[str, Any]:
     """What is printed and written: a row for each policy, what a replay of the same decisions says, and the overhead.
 
-    All intervals are 95 % bootstrap intervals over requests; under `rate` they take no notice that requests which wait
+    Live and replay agree where what is replayed lies in the interval of what was served, accuracy where every answer is
+    the same; differences and their own intervals are paired. What is replayed is the model's part: overhead and waiting
+    are as they were. All intervals are 95 % bootstrap intervals over requests; under `rate` they take no notice that requests which wait
     for one another are no independent draws.
     """
     served = {name: torch.from_numpy(values) for name, values in record.served.items()}
@@ -37,11 +39,11 @@ def live_results(
     at = rows[:, None].expand(choice.shape), choice
     cells = torch.tensor(record.cells, dtype=torch.float64)
     on_table = table.latency_ms[cells[:, 0].long(), cells[:, 1].long()].double()
-    # medians, since a single stall of the machine is longer than many answers; half the notch of McGill, Tukey and
-    # Larsen 1978, "Variations of Box Plots", is the half-width of an interval of some 95 %
+    # medians, since a single stall of the machine is longer than many answers; the standard error of one is
+    # 1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978, "Variations of Box Plots"), and 1.96 of them make 95 %
     ratios = cells[:, 2] / on_table.clamp_min(LEAST_LATENCY_MS)
     low, during, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-    off = 1.57 * (high - low) / len(ratios) ** 0.5
+    off = 1.96 * 1.25 / 1.35 * (high - low) / len(ratios) ** 0.5
 
     waited, overhead = served["waited_ms"], served["overhead_ms"]
     live = _outcomes(served["score"], served["inference_ms"], overhead, waited, budgets)
@@ -82,7 +84,8 @@ def live_results(
     whole = controller.choose(blocks, (budgets[:, 0] / speed).float().numpy())
     same_limit = [controller.choose(blocks, limits[:, r]) == choice[own, :, r].numpy() for r in range(limits.shape[1])]
     inference = float(served["inference_ms"][own].mean())
-    decision = served["decision_us"][own]
+    # of the parts medians: the clock of a decision is always the wall's, and a stall would count in one of them only
+    decision_us, overhead_us = (float(part.median()) for part in (served["decision_us"][own], overhead[own] * 1e3))
     return {
         "kind": "simulated request stream, served live",
         "profile": {"name": table.name, "digest": table.digest},
@@ -95,9 +98,10 @@ def live_results(
         "agreement": agreement,
         "overhead": {
             "inference_ms": inference,
-            "features_and_knobs_us": float((overhead[own] * 1e3 - decision).mean()),
-            "decision_us": float(decision.mean()),
-            "decision_us_p50": float(decision.median()),
+            "overhead_us": float(overhead[own].mean()) * 1e3,
+            "overhead_us_p50": overhead_us,
+            "decision_us_p50": decision_us,
+            "features_and_knobs_us_p50": overhead_us - decision_us,
             "share": float(overhead[own].mean()) / inference,
             "share_p50": float(overhead[own].median()) / inference,
         },

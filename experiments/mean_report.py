@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from knobwise.experiments import charts, page
+from knobwise.experiments import by_dataset, charts, page
 from knobwise.experiments.verdict import LEARNED, ORACLE, Row, budgets_of, interval, known, number, policy_name, unit_of
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def sections(results: Mapping[str, Any]) -> list[str]:
             [[name, *(_cell(at[policy, b], unit) for b in budgets)] for policy, name in _names(results).items()],
             [i for i, policy in enumerate(_names(results)) if policy == LEARNED],
         ),
+        *by_dataset.sections(results),
         *_guarantees(results),
     ]
     for name, (caption, chart) in result_charts(results).items():

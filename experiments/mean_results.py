@@ -6,7 +6,7 @@ A policy hardly ever spends exactly its budget on samples that its price was not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,11 @@ from knobwise.agents.baselines import averages
 from knobwise.agents.evaluation import bootstrap, mean_row
 from knobwise.agents.mean_budget import StaticMix, best_single_at, difference_ci95, oracle_at_mean, static_hull
 from knobwise.agents.priced import PricedChooser
+from knobwise.envs.joint import rows_by_dataset
 from knobwise.envs.table import ProfileTable
 from knobwise.experiments.results import configurations_of, decision_us
+
+SHOWN_BY_DATASET = ("controller", "static_mix", "best_single", "oracle")
 
 
 class Outcome(NamedTuple):
@@ -106,7 +109,7 @@ def mean_results_of(
         The content of `results.json`. Besides the usual keys a row has `price` (λ) and `worth_ms` (1/λ, None at price
         0), the differences in accuracy `over_static_mix` and `over_best_single` at equal mean latency and
         `over_static_mix_at_budget`, each with its `_ci95`, and `oracle_accuracy` at equal mean latency. `utility` is
-        the accuracy; `gap_closed` is at equal mean latency.
+        the accuracy; `gap_closed` is at equal mean latency. Of several data sets also `by_dataset`.
     """
     reference, mix = Reference(table, fitted, test), StaticMix(table, fitted, budgets_ms)
     accuracy, latency = mix.expected(table, test)
@@ -142,7 +145,33 @@ def mean_results_of(
         "rows": rows,
         "configurations": configurations_of(table, test),
         "static_hull": reference.hull(),
+        **_by_dataset(table, fitted, test, outcomes, budgets_ms),
     }
+
+
+def _by_dataset(
+    table: ProfileTable, fitted: Tensor, test: Tensor, outcomes: Mapping[str, Outcome], budgets_ms: Tensor
+) -> dict[str, Any]:
+    """`by_dataset`: for each data set the means over budgets of the policies of `SHOWN_BY_DATASET` and of the one that
+    is best there of all others; nothing for one data set.
+
+    A budget is kept by the mean over all data sets: what a policy spends on one of them is its own choice, and it is
+    compared with what the static mix of all data sets gets there at equal mean latency.
+    """
+    parts = rows_by_dataset(table, test)
+    rows = []
+    for dataset, places in parts.items() if len(parts) > 1 else ():
+        reference = Reference(table, fitted, test[places])
+        own = {
+            name: outcome._replace(accuracy=outcome.accuracy[:, places], latency_ms=outcome.latency_ms[:, places])
+            for name, outcome in outcomes.items()
+        }
+        at_budget = own["static_mix"].accuracy[0]
+        means = {name: _rows(outcome, reference, at_budget, budgets_ms)[0] for name, outcome in own.items()}
+        others = sorted(means.keys() - SHOWN_BY_DATASET, key=lambda name: (-means[name]["over_static_mix"], name))
+        for name in (*SHOWN_BY_DATASET[:-1], *others[:1], "oracle"):
+            rows.append({"dataset": dataset, "samples": len(places), "policy": name, **means[name]})
+    return {"by_dataset": rows} if rows else {}
 
 
 def _outcome(choosers: Sequence[PricedChooser], table: ProfileTable, test: Tensor) -> Outcome:

@@ -127,7 +127,8 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
         few = (0, 1, 2, 6)
     _print_table(console, header, rows, few, learned)
     if lines := by_dataset.cells(results):
-        _print_table(console, by_dataset.HEADER, lines, (0, 1, 2, 3, 7), learned, strong=1)
+        header, few = by_dataset.columns(results)
+        _print_table(console, header, lines, few, learned, strong=1)
     for words in says:
         console.print(words, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 

@@ -96,7 +96,7 @@ class LiveConfig:
     """A simulated stream of requests."""
 
     requests: int = 400
-    """How many; test samples in random order, again from the start when there are fewer."""
+    """How many; test samples in random order, again in another when there are fewer."""
     repeats: int = 1
     """How often the whole stream is served, in another random order of the policies."""
     rate: float | None = None
@@ -219,7 +219,7 @@ class ExportRun:
     """Write controller.int8.onnx too, with weights of 8 bits. It decides otherwise now and then: how often is measured
     and written to export.json."""
     student: bool = False
-    """Export a light network that was fitted to what the controller says, some 20 times faster; student.pt is its
+    """Export a light network that was fitted to what the controller decides, guard included; student.pt is its
     checkpoint. For a controller with experts."""
     threads: int = 1
     """Threads of torch, NumPy and onnxruntime."""

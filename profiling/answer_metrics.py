@@ -94,7 +94,7 @@ def _contractions() -> dict[str, str]:
         parts = word.split("'")
         for marks in itertools.product(("", "'"), repeat=len(parts) - 1):
             spelling = "".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))
-            if spelling not in ("id", "wed", "were", "shed", "tis"):
+            if spelling not in ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets"):
                 found[spelling] = word
     return found
 
@@ -113,10 +113,11 @@ def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[st
     """
     if not 1 <= len(choices) <= len(string.ascii_uppercase):
         raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
-    texts = [normalised(choice) for choice in choices]
+    comparable = _comparable(choices)
+    texts = [comparable(choice) for choice in choices]
     right = set()
     for reference in references:
-        if (plain := normalised(reference)) in texts:
+        if (plain := comparable(reference)) in texts:
             right.add(texts.index(plain))
         elif (letter := _letter(reference, len(choices))) is not None:
             right.add(letter)
@@ -130,11 +131,11 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
 
     What counts, the first that is found: nothing but the text of an option; nothing but a letter ("b", "B.", "(B)");
     a letter before a text ("B) cat", "(B) cat", "B: cat"); a letter after "answer", "option" or "choice", or "Answer:";
-    one letter in brackets, or one capital standing alone, somewhere in the answer (an "A" before a small letter is an
-    article); the text of one option, as whole words, somewhere in the answer, the longest where one holds another.
+    one letter in brackets, or one capital standing alone, somewhere in the answer (an "A" or "I" before a small letter
+    is a word); the text of one option, as whole words, somewhere in the answer, the longest where one holds another.
     """
-    texts, count = [normalised(choice) for choice in choices], len(choices)
-    said = normalised(answer)
+    comparable, count = _comparable(choices), len(choices)
+    texts, said = [comparable(choice) for choice in choices], comparable(answer)
     if said in texts:
         return texts.index(said)
     if (letter := _letter(answer, count)) is not None:
@@ -145,7 +146,7 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
         rf"^\s*\(?({either})[).:,](?=\s|$)",
         rf"(?i:answer|option|choice)\b(?:\s+is\b)?\s*:?\s*[(\"'*]*({capital}|{either}(?=[)\"'*.]*\s*$))(?![\w'])",
         rf"\(({either})\)",
-        rf"(?<![\w'])({capital})(?![\w'])(?<!A(?=\s[a-z]))",
+        rf"(?<![\w'])({capital})(?![\w'])(?<![AI](?=\s[a-z]))",
     ):
         found = {letter.upper() for letter in re.findall(pattern, answer)}
         if len(found) == 1:
@@ -155,6 +156,11 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
     within = {place: text for place, text in enumerate(texts) if f" {text} " in f" {said} "}
     within = {p: t for p, t in within.items() if not any(t != o and f" {t} " in f" {o} " for o in within.values())}
     return next(iter(within)) if len(within) == 1 else None
+
+
+def _comparable(choices: Sequence[str]) -> Callable[[str], str]:
+    """How texts are compared: as loosely as still tells the choices apart, so "x > 5" from "x < 5"."""
+    return _signed if len(set(map(_signed, choices))) == len(choices) else lambda text: _lower(text.rstrip(". "))
 
 
 def _letter(text: str, count: int) -> int | None:
@@ -168,8 +174,13 @@ def _letter(text: str, count: int) -> int | None:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer is one of the references, both as `normalised`, else 0."""
-    return float(normalised(answer) in map(normalised, references))
+    """1 if the answer is one of the references, both as `normalised` but for the signs of numbers, else 0."""
+    return float(_signed(answer) in map(_signed, references))
+
+
+def _signed(text: str) -> str:
+    """As `normalised`, but a minus before a number stays: VQA evaluation takes "-5" for "5"."""
+    return normalised(re.sub(r"(?<![\w.)\]])[-−](?=[$€£]?\.?\d)", "minus ", text))
 
 
 def anls(answer: str, references: Sequence[str]) -> float:
@@ -216,7 +227,7 @@ def _close(number: float, wanted: float) -> bool:
 
 
 def _number(text: str) -> float | None:
-    plain = re.sub(r"(?<=\d),(?=\d{3})", "", text.strip().rstrip(".").strip())
+    plain = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("−", "-").strip().rstrip(".").strip())
     found = re.fullmatch(r"[$€£]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?)\s*(%?)", plain)
     return None if found is None else float(found[1]) / (100 if found[2] else 1)
 

@@ -19,6 +19,7 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.progress import progress
 from knobwise.profiling.hf_knobs import HuggingFaceKnobs
+from knobwise.profiling.hf_loading import GREEDY
 
 
 def read_importance(path: str | Path, blocks: int | None = None) -> dict[int, float]:
@@ -119,6 +120,7 @@ class AnswerLikelihood:
             model's device.
         answers: the tokens of each answer, int64 [T]; None takes those that the model, as it is now, gives greedily.
         max_new_tokens: the most tokens of a greedy answer.
+        ends: tokens that a greedy answer ends with; None for the model's own.
 
     Raises:
         InputError: no prompts, prompts of several texts, not one answer with tokens for each.
@@ -130,11 +132,14 @@ class AnswerLikelihood:
         prompts: Sequence[Mapping[str, Tensor]],
         answers: Sequence[Tensor] | None = None,
         max_new_tokens: int = 16,
+        ends: Sequence[int] | None = None,
     ) -> None:
         if not prompts or any(len(prompt["input_ids"]) != 1 for prompt in prompts):
             raise InputError("the likelihood of answers needs prompts, each of one text")
         self.model, self.prompts = model, prompts
-        self.answers = [self._greedy(prompt, max_new_tokens) for prompt in prompts] if answers is None else answers
+        if answers is None:
+            answers = [self._greedy(prompt, max_new_tokens, ends) for prompt in prompts]
+        self.answers = answers
         if len(self.answers) != len(prompts) or any(len(answer) == 0 for answer in self.answers):
             raise InputError(f"{len(prompts)} prompts need as many answers of at least one token")
 
@@ -144,8 +149,9 @@ class AnswerLikelihood:
         return float(torch.stack(found).mean())
 
     @torch.inference_mode()
-    def _greedy(self, prompt: Mapping[str, Tensor], max_new_tokens: int) -> Tensor:
-        found = self.model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)
+    def _greedy(self, prompt: Mapping[str, Tensor], max_new_tokens: int, ends: Sequence[int] | None) -> Tensor:
+        own = {} if ends is None else {"eos_token_id": list(ends)}
+        found = self.model.generate(**prompt, **GREEDY, **own, max_new_tokens=max_new_tokens)
         return torch.as_tensor(found[0, prompt["input_ids"].shape[1] :])
 
     def _one(self, prompt: Mapping[str, Tensor], answer: Tensor) -> Tensor:
@@ -160,4 +166,4 @@ class AnswerLikelihood:
         # logits of the prompt would fill the memory with a large vocabulary
         kept = {"logits_to_keep": len(answer)} if self.model._supports_logits_to_keep() else {}
         logits = self.model(**longer, **kept, use_cache=False).logits[0, -len(answer) :]
-        return logits.float().log_softmax(-1).gather(-1, answer[:, None]).mean()
+        return logits.float().log_softmax(-1).gather(-1, answer[:, None].to(logits.device)).mean()

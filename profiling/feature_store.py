@@ -28,9 +28,11 @@ from knobwise.profiling.vlm_data import VQAItem
 Blocks = dict[str, Tensor]
 """The features of one sample: float [d] by name."""
 
+_PARTS = "[0-9]*.safetensors"  # not what another process is writing, or a kill left half written
+
 
 def image_digests(items: Sequence[VQAItem]) -> list[str]:
-    """SHA-256 of what each image is: the bytes of its file, or the pixels of a picture.
+    """SHA-256 of what each image is: the bytes of its file, or the pixels of a picture in RGB, as models are shown it.
 
     Raises:
         InputError: a file cannot be read.
@@ -47,7 +49,8 @@ def image_digests(items: Sequence[VQAItem]) -> list[str]:
         if isinstance(image, Path):
             return of_file(image)
         if isinstance(image, Image.Image):
-            return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
+            pixels = image.convert("RGB")  # of a palette the bytes alone say nothing
+            return hashlib.sha256(f"{pixels.size} ".encode() + pixels.tobytes()).hexdigest()
         return hashlib.sha256(image).hexdigest()
 
     return [digest(item.image) for item in items]
@@ -90,10 +93,10 @@ class FeatureStore:
         self._wanted = frozenset(keys)
         self._blocks: dict[str, Blocks] = {}
         self._new: list[str] = []
-        parts = sorted(self.folder.glob("*.safetensors"))
+        parts = sorted(self.folder.glob(_PARTS))
         self._next = int(parts[-1].stem) + 1 if parts else 0
         for path in map(Path, known):
-            for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * path.exists():
+            for file in sorted(path.glob(_PARTS)) if path.is_dir() else [path] * path.exists():
                 self._read(file)
         for part in parts:  # the latest wins
             self._read(part)

@@ -89,7 +89,7 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
 
 @contextmanager
 def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
-    """Inside, the vision tower computes no crop whose pixels are those of an overview: it takes what is known.
+    """Inside, the vision tower computes one crop less for each overview, of the same pixels: it takes what is known.
 
     Gives the numbers of the overviews that were taken, complete at the end. For models of `SAME_AT_EVERY_SETTING`.
     """
@@ -102,8 +102,9 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
         place = list(range(count))  # of each row in the joined output: first the computed, then the known
         known: dict[int, int] = {}
         for number, overview in enumerate(overviews):
-            for row in _equal_rows(overview.inputs, call):
-                known[row] = number
+            # one row for each: a tile of the same pixels would have been computed without it
+            if free := [row for row in _equal_rows(overview.inputs, call) if row not in known]:
+                known[free[0]] = number
                 taken.add(number)
         if not known:
             return forward(*args, **kwargs)

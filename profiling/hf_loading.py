@@ -6,8 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from knobwise.envs.errors import InputError
+
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "use_cache": True,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+}
+"""Settings of `generate` for one greedy answer, whatever a model came with. What its own settings do to the logits,
+such as a repetition penalty, they go on doing."""
 
 
 def load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype = "auto") -> tuple[Any, Any]:
@@ -30,6 +44,7 @@ def load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype = "auto")
         model = AutoModelForImageTextToText.from_pretrained(
             name_or_path, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    # what is damaged, or does not fit the configuration, fails in many ways
+    except (OSError, ValueError, KeyError, ImportError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{name_or_path}: cannot be loaded as a vision-language model ({error})") from error
     return model, processor

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-from contextlib import nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,7 +19,7 @@ from knobwise.profiling.hf_vlm import HuggingFaceVLM
 from knobwise.profiling.knobs import Request
 from knobwise.profiling.measuring import one_thread
 from knobwise.profiling.vlm_data import VQAData, read_vqa_data
-from knobwise.profiling.vlm_runner import VLMProfileConfig, asked, profile_vlm
+from knobwise.profiling.vlm_runner import VLMProfileConfig, asked, chosen_configurations, profile_vlm
 
 IMPORTANCE_FILE = "importance.json"
 IMPORTANCE_SAMPLES = 32
@@ -58,10 +62,12 @@ def profile_hugging_face(
     )
     with one_thread() if model.model.device.type == "cpu" else nullcontext():
         if importance == "measure":
+            chosen_configurations(model.knobs, config)  # what is refused is refused before that takes minutes
             known = _measured(Path(out) / IMPORTANCE_FILE, model, questions, config)
             model = HuggingFaceVLM(model.model, model.processor, importance=known, max_new_tokens=config.max_new_tokens)
         about = {
             "weights": weights_digest(name_or_path, getattr(model.model.config, "_commit_hash", None)),
+            "transformers": version("transformers"),
             "dtype": str(model.model.dtype).removeprefix("torch."),
             "device": _device_name(model.model.device),
             "importance": None if known is None else {str(block): value for block, value in known.items()},
@@ -70,27 +76,43 @@ def profile_hugging_face(
 
 
 def weights_digest(name_or_path: str | Path, commit: str | None = None) -> str:
-    """What tells weights from others: the hub's commit, or of a folder a hash of names, sizes and beginnings (1 MB) of
-    its weight files, since the whole of a large model takes minutes to read."""
+    """What tells weights from others: the hub's commit, or of a folder a hash of names, sizes and 64 pieces (64 kB) of
+    its weight files, evenly spread, since the whole of a large model takes minutes to read."""
     files = sorted(Path(name_or_path).glob("*.safetensors"))
     if commit or not files:
         return f"commit:{commit}"
     found = hashlib.sha256()
     for path in files:
-        found.update(f"{path.name} {path.stat().st_size}\n".encode())
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            found.update(file.read(1 << 20))
+            for start in range(0, size, max(size // 64, 1 << 16)):
+                file.seek(start)
+                found.update(file.read(1 << 16))
     return f"sha256:{found.hexdigest()}"
 
 
 def _measured(path: Path, model: HuggingFaceVLM, data: VQAData, config: VLMProfileConfig) -> dict[int, float]:
     """Importance by the likelihood of the model's own answers to the first questions; measured once for a folder."""
-    if path.exists():
-        return read_importance(path)
-    requests = [Request(item.picture(), asked(item, config.prompt)) for item in data.queries[:IMPORTANCE_SAMPLES]]
-    score = AnswerLikelihood(model.model, [model.inputs([r]) for r in requests], max_new_tokens=config.max_new_tokens)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return measure_importance(model.knobs_of_model, score, path)
+    with _one_at_a_time(path.parent):  # processes that share a folder must leave out the same blocks
+        if path.exists():
+            return read_importance(path)
+        requests = [Request(item.picture(), asked(item, config.prompt)) for item in data.queries[:IMPORTANCE_SAMPLES]]
+        inputs = [model.inputs([request]) for request in requests]
+        score = AnswerLikelihood(model.model, inputs, max_new_tokens=config.max_new_tokens, ends=model.ends)
+        return measure_importance(model.knobs_of_model, score, path)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Only one process is inside for this folder; others wait. The folder is made when it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _device_name(device: torch.device) -> str:

@@ -27,7 +27,7 @@ from knobwise.profiling.hf_first_stage import (
     vision_modules,
 )
 from knobwise.profiling.hf_knobs import HuggingFaceKnobs
-from knobwise.profiling.hf_loading import load_pretrained
+from knobwise.profiling.hf_loading import GREEDY, load_pretrained
 from knobwise.profiling.knobs import Answer, Configuration, FirstStage, KnobSupport, Request
 from knobwise.profiling.vlm_scorer import INSTRUCTION, PLAIN_TEMPLATE
 
@@ -71,7 +71,9 @@ class HuggingFaceVLM:
         self.instruction = f"\n{instruction}" if self.chats and instruction else ""
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self._ends = self._end_tokens()
+        self.ends = self._end_tokens()
+        """Tokens that an answer ends with."""
+        self._devices = {part.device for part in model.parameters()}
 
     @classmethod
     def load(
@@ -162,13 +164,9 @@ class HuggingFaceVLM:
             prepared = self._clock()
             output = self.model.generate(
                 **inputs,
+                **GREEDY,
                 max_new_tokens=self.max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                eos_token_id=self._ends,
+                eos_token_id=self.ends,
                 pad_token_id=self.tokenizer.pad_token_id,
                 stopping_criteria=[first],
             )
@@ -179,7 +177,7 @@ class HuggingFaceVLM:
         counts = zip(vision.sum(1).tolist(), inputs["attention_mask"].sum(1).tolist(), strict=True)
         answers = []
         for tokens, (seen, read) in zip(output[:, inputs["input_ids"].shape[1] :].tolist(), counts, strict=True):
-            end = next((place for place, token in enumerate(tokens, 1) if token in self._ends), len(tokens))
+            end = next((place for place, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
             text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip()
             if not self.chats:  # a token may hold the end of a line and more
                 text = text.partition("\n")[0].rstrip()
@@ -259,9 +257,10 @@ class HuggingFaceVLM:
     # -- times ---------------------------------------------------------------------------------------------------------
 
     def _clock(self) -> float:
-        """Wall time in ms, the device having finished its work."""
-        if self.model.device.type != "cpu":
-            torch.accelerator.synchronize(self.model.device)
+        """Wall time in ms, all devices of the model having finished their work."""
+        for device in self._devices:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(device)
         return time.perf_counter_ns() / 1e6
 
     @contextmanager

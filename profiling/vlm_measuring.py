@@ -37,6 +37,11 @@ TIMES = ("total_ms", "prefill_ms", "vision_ms")
 TOKENS = ("vision_tokens", "language_tokens", "output_tokens")
 EXTRA = "extra."
 """Columns of what a model adds to its answers begin with this."""
+COLUMNS = {
+    *("sample", "sample_id", "question_id", "image_id", "dataset", *KNOBS, "answers", "pred", "accuracy", "changed"),
+    *("latency_ms", "decode_ms", *TIMES, "num_total_tokens", *(f"num_{name}" for name in TOKENS), "configuration"),
+}
+"""Of the table that is made of the measurements."""
 _SCHEMA = {
     "sample_id": pl.String,
     "content": pl.String,
@@ -245,14 +250,16 @@ class _Asking:
 
 
 def check_answer(answer: Answer) -> None:
-    """Refuse an answer whose times cannot be.
+    """Refuse an answer that cannot be written down.
 
     Raises:
-        ValueError: times that are negative, not finite, or not vision ≤ prefill ≤ total.
+        ValueError: times that are negative, not finite, or not vision ≤ prefill ≤ total; an extra of a taken name.
     """
     times = [0.0, answer.vision_ms, answer.prefill_ms, answer.total_ms]
     if not all(map(math.isfinite, times)) or times != sorted(times):
         raise ValueError(f"its times are vision {times[1]}, prefill {times[2]}, total {times[3]} ms")
+    if taken := answer.extra.keys() & COLUMNS:
+        raise ValueError(f"its extra {min(taken)!r} is the name of a column; call it otherwise")
 
 
 def _line(plan: Plan, repeat: int, i: int, j: int, answer: Answer) -> bytes:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import platform
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -220,16 +219,13 @@ def describe_knobs(report: Sequence[Mapping[str, Any]]) -> str:
 
 def machine() -> dict[str, Any]:
     """What latencies depend on besides the model: processor, accelerator, versions, threads."""
-    found = {
+    return {
         "cpu": cpu_name(),
         "architecture": platform.machine(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
-    if "transformers" in sys.modules:
-        found["transformers"] = sys.modules["transformers"].__version__
-    return found
 
 
 def _mean(values: pl.Series) -> float:

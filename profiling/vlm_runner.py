@@ -19,6 +19,7 @@ import shlex
 import shutil
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,9 @@ def profile_vlm(
             _collect(model, store, dict(zip(contents, items, strict=True)), config, force=False)
             store.write(out / FEATURES_FILE, contents, [item.id for item in items])
             for folder in state.glob("features-*"):
-                shutil.rmtree(folder)
+                # of a part that is still at work its process will merge them
+                with suppress(InputError), appended(state / f"measured-{folder.name.rpartition('-')[2]}.jsonl"):
+                    shutil.rmtree(folder)
         told = {"command": command(model.name, config), "config": asdict(config), "split": config.split, **which}
         profile = write_vlm_profile(
             out, dataset, plan, found, metrics, model.knobs, {**told, "machine": where, "shards": config.shards}

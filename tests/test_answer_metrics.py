@@ -33,6 +33,7 @@ from knobwise.profiling.answer_metrics import (
         ("yall", "y'all"),
         ("oclock", "o'clock"),
         ("were", "were"),  # a word of its own, not "we're"
+        ("a shell", "shell"),
         ("its", "its"),
         ("girl's", "girl's"),
         ("2:50 pm", "2:50 pm"),
@@ -73,6 +74,23 @@ def test_vqa_accuracy_of_fewer_references():
 def test_exact_match_is_after_normalisation():
     assert exact_match("The Two dogs.", ["2 dogs"]) == 1
     assert exact_match("dogs", ["dog", "two dogs"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        ("5", "-5", 0),
+        ("-5", "-5", 1),
+        ("−$5", "-$5", 1),
+        ("minus 5", "-5", 1),
+        ("-.5 m", ".5 m", 0),
+        ("3-5", "3 5", 1),  # no sign but a range
+        ("t-shirt", "t shirt", 1),
+    ],
+)
+def test_the_sign_of_a_number_is_part_of_it(answer, reference, right):
+    assert exact_match(answer, [reference]) == right
+    assert vqa_accuracy("5", ["-5"]) == 1  # as VQA evaluation has it
 
 
 CHOICES = ("cat", "dog", "black cat", "7")
@@ -129,6 +147,29 @@ def test_choice_takes_references_as_texts_or_letters():
 
 
 @pytest.mark.parametrize(
+    ("choices", "answer", "place"),
+    [
+        (("-1", "1"), "-1", 0),
+        (("-1", "1"), "1.", 1),
+        (("x < 5", "x > 5"), "x > 5.", 1),
+        (("x < 5", "x > 5"), "I think that x < 5", 0),
+        (("1/2", "1-2"), "A", 0),
+        (("(1, 2)", "(1, -2)"), "(1, 2)", 0),
+    ],
+)
+def test_choices_that_marks_tell_apart_are_told_apart(choices, answer, place):
+    assert chosen_option(answer, choices) == place
+    assert answer_accuracy("choice", answer, [choices[place]], choices) == 1
+    assert answer_accuracy("choice", answer, [choices[1 - place]], choices) == 0
+
+
+def test_the_pronoun_is_no_ninth_option():
+    animals = ("cat", "dog", "cow", "hen", "fox", "pig", "rat", "bat", "owl")
+    assert chosen_option("I see a dog", animals) == 1
+    assert chosen_option("It is I.", animals) == 8
+
+
+@pytest.mark.parametrize(
     ("a", "b", "distance"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("flaw", "lawn", 2), ("a", "b", 1)]
 )
 def test_levenshtein_distances(a, b, distance):
@@ -152,6 +193,7 @@ def test_anls_is_cut_off_at_half():
         ("94.9", "100", 0),
         ("1.05", "1", 1),
         ("-103", "-100", 1),
+        ("−103", "-100", 1),
         ("103", "-100", 0),
         ("1,030", "1000", 1),
         ("$51", "50", 1),

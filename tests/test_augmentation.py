@@ -41,6 +41,7 @@ def test_noise_has_the_deviation_asked_for_and_outcomes_stay() -> None:
     noisy, same = augment(x, row, measured)
     assert (noisy - x).std().item() == pytest.approx(0.3, abs=0.01)
     assert (noisy - x).mean().item() == pytest.approx(0, abs=0.01)
+    torch.testing.assert_close((noisy - x).view(-1, 4).T.corrcoef(), torch.eye(4), atol=0.05, rtol=0)
     assert torch.equal(same["accuracy"], measured["accuracy"])
 
 
@@ -130,6 +131,30 @@ def test_off_it_changes_nothing_and_on_it_does() -> None:
         assert all(value.isfinite().all() for value in other.values() if value.is_floating_point())
 
 
+def test_every_sample_is_regressed_with_its_own_features() -> None:
+    """Noise too small to matter leads, by the other way through the network, to the same controller."""
+    table = small_table(60, holes=0.2)
+    policy = PolicyConfig(structure="utility", members=2, hidden=8, dropout=0.0)
+    whole = replace(QUICK, minibatch=16, warmup_lr=1e-2)
+    states = []
+    for noise in (0.0, 1e-9):
+        augmented = AugmentationConfig(noise=noise)
+        trainer = ControllerTrainer(table, table.split(), policy=policy, optimiser=whole, augmentation=augmented)
+        assert (trainer.augmentation is None) == (noise == 0)
+        states.append(trainer.run().state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, atol=2e-4, rtol=1e-3, equal_nan=True)
+
+
+def test_what_is_not_trained_on_has_no_part_in_the_balance() -> None:
+    """Of b one sample in twenty is trained on, and eight are judged."""
+    parts = tuple("train" if i < 19 or i == 50 else "validation" if i < 25 else "test" for i in range(60))
+    table = replace(small_table(60), datasets=("a",) * 50 + ("b",) * 10, parts=parts)
+    policy = PolicyConfig(structure="utility", hidden=8)
+    trainer = ControllerTrainer(table, table.split(), policy=policy, balance=BalanceConfig(by="dataset"))
+    assert (trainer.env.contexts(4000)[0] == 50).float().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
 def test_of_a_balanced_training_every_data_set_is_seen_alike() -> None:
     trainer = trained(balance=BalanceConfig(by="dataset"))
     rows, _ = trainer.env.contexts(4000)
@@ -137,14 +162,21 @@ def test_of_a_balanced_training_every_data_set_is_seen_alike() -> None:
 
 
 def test_what_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Any) -> None:
-    config = AugmentationConfig(noise=0.1, drop=0.1, mix=0.4)
-    whole = trained(augmentation=config).agent.state_dict()
+    config, balance = AugmentationConfig(noise=0.1, drop=0.1, mix=0.4), BalanceConfig(by="dataset", power=0.5)
+    whole = trained(augmentation=config, balance=balance).agent.state_dict()
     table = replace(small_table(60, holes=0.2), datasets=("a",) * 50 + ("b",) * 10)
     policy = PolicyConfig(structure="utility", members=2, hidden=8, dropout=0.1)
 
     def new() -> ControllerTrainer:
         return ControllerTrainer(
-            table, table.split(), policy=policy, optimiser=QUICK, seed=1, augmentation=config, folder=tmp_path
+            table,
+            table.split(),
+            policy=policy,
+            optimiser=QUICK,
+            seed=1,
+            balance=balance,
+            augmentation=config,
+            folder=tmp_path,
         )
 
     class Stop(Exception):

@@ -1,5 +1,6 @@
 """Importance of blocks: the file, and the measurement on tiny random models."""
 
+import copy
 import json
 
 import pytest
@@ -110,6 +111,21 @@ def test_greedy_answers_are_the_models_own(made):
         whole = model.generate(**prompt, max_new_tokens=3, do_sample=False)
         assert torch.equal(whole[0, -len(answer) :], answer)
         assert whole.shape[1] == prompt["input_ids"].shape[1] + len(answer)
+
+
+def test_greedy_answers_are_greedy_and_end_where_they_are_told_to(made):
+    model, _, prompts = made
+    own, wanted = model.generation_config, AnswerLikelihood(model, prompts, max_new_tokens=4).answers
+    model.generation_config = copy.deepcopy(own)
+    try:
+        model.generation_config.update(num_beams=3, num_return_sequences=2, return_dict_in_generate=True)
+        found = AnswerLikelihood(model, prompts, max_new_tokens=4).answers
+        end = int(wanted[0][1])
+        ended = AnswerLikelihood(model, prompts[:1], max_new_tokens=4, ends=[end]).answers[0]
+    finally:
+        model.generation_config = own
+    assert all(map(torch.equal, found, wanted))
+    assert torch.equal(ended, wanted[0][: wanted[0].tolist().index(end) + 1])
 
 
 def test_importance_is_what_the_score_loses_without_a_block(made, file):

@@ -11,11 +11,17 @@ import torch
 from helpers import small_table, table_of
 from rich.console import Console
 
+from knobwise.__main__ import main
 from knobwise.agents.baselines import BudgetAwareStatic, Oracle, Random
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.features import FeatureNormaliser
+from knobwise.agents.priced import PricedChooser
+from knobwise.envs.budgets import default_budgets
 from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.envs.table import ProfileTable
 from knobwise.experiments import by_dataset
 from knobwise.experiments.by_dataset import StaticPerDataset
+from knobwise.experiments.mean_results import mean_results_of
 from knobwise.experiments.report import print_results, write_report
 from knobwise.experiments.results import results_of
 
@@ -27,12 +33,22 @@ def two_sets() -> ProfileTable:
     return replace(table, datasets=("a",) * 6 + ("b",) * 4)
 
 
+class Worst:
+    """Named before `random` and never better: configuration 0 of a, 1 of b, never right."""
+
+    name = "knn"
+
+    def choose(self, features: dict[str, torch.Tensor], budgets_ms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([0] * 6 + [1] * 4)[: len(mask)].expand(len(mask))
+
+
 def judged(table: ProfileTable, rows: torch.Tensor) -> dict[str, Any]:
     everything = torch.arange(table.num_samples)
     baselines = [
         BudgetAwareStatic(table, everything),
         StaticPerDataset(table, everything, rows),
         Random(),
+        Worst(),
         Oracle(table, rows),
     ]
     learned = [Random(1), Random(2)]
@@ -87,6 +103,8 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
     assert "Data set by data set" in text
     assert "static of its data set" in text
     assert "4 samples" in text
+    section = text.split("Data set by data set")[1].split("<h2>")[0]
+    assert section.count("class=strong><td>") == 2
     console = Console(file=io.StringIO(), width=200)
     print_results(found, console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -99,3 +117,117 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
 def test_a_table_of_one_data_set_with_a_name_is_one_data_set() -> None:
     table = replace(small_table(20), datasets=("only",) * 20)
     assert "by_dataset" not in judged(table, torch.arange(20))
+
+
+# -- under mean budgets ------------------------------------------------------------------------------------------------
+
+
+class Always:
+    """The same configuration for every request."""
+
+    def __init__(self, configuration: int) -> None:
+        self.configuration = configuration
+
+    def choose(self, features: dict[str, torch.Tensor], worths: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(worths, self.configuration, dtype=torch.int64)
+
+
+def judged_at_means() -> dict[str, Any]:
+    """Configuration 0 takes 1 ms and is right for b only, 1 takes 3 ms and is right for a only. The controller takes 1
+    for all, `knn` 0."""
+    table = table_of([[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 2, [[1.0, 3.0]] * 8)
+    table = replace(table, datasets=("a",) * 6 + ("b",) * 2)
+    budgets, free = torch.tensor([2.0, 4.0]), torch.zeros(2)
+    learned, other = (PricedChooser(n, Always(c), budgets, free) for n, c in (("controller", 1), ("knn", 0)))
+    everything = torch.arange(8)
+    return mean_results_of(table, everything, everything, budgets, [learned] * 2, [0, 1], [other])
+
+
+def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it() -> None:
+    found = judged_at_means()
+    rows = {(row["dataset"], row["policy"]): row for row in found["by_dataset"]}
+    order = ["controller", "static_mix", "best_single", "knn", "oracle"]
+    assert list(rows) == [(name, policy) for name in "ab" for policy in order]
+    assert {(row["dataset"], row["samples"]) for row in found["by_dataset"]} == {("a", 6), ("b", 2)}
+    assert [rows[name, "controller"]["accuracy"] for name in "ab"] == [1, 0]
+    assert [rows[name, "knn"]["accuracy"] for name in "ab"] == [0, 1]
+    assert [rows[name, "controller"]["latency_ms_mean"] for name in "ab"] == [3, 3]
+    # over all, 1 is right for six of eight: at 3 ms the static mix is it everywhere, and in b 0 would have been right
+    assert [rows[name, "controller"]["over_static_mix"] for name in "ab"] == [0, 0]
+    assert [rows[name, "controller"]["oracle_accuracy"] for name in "ab"] == [1, 1]
+    # at a budget of 2 ms half of the static mix is 0
+    assert rows["a", "static_mix"]["latency_ms_mean"] == 2.5
+    assert rows["a", "static_mix"]["accuracy"] == 0.75
+    assert rows["b", "static_mix"]["accuracy"] == 0.25
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
+    found = judged_at_means() | {"guard": [], "chosen": []}
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    text = write_report(tmp_path).read_text()
+    assert "Data set by data set" in text
+    assert "A budget limits the mean over all data sets" in text
+    console = Console(file=io.StringIO(), width=200)
+    print_results(found, console)
+    assert "over best single" in console.file.getvalue().split("data set")[1]  # type: ignore[attr-defined]
+    assert {len(line) for line in by_dataset.cells(found)} == {len(by_dataset.columns(found)[0])}
+
+
+# -- through the command line ------------------------------------------------------------------------------------------
+
+QUICK = [
+    *("optimiser.warmup_iterations=4", "optimiser.iterations=2", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
+    *("policy=utility", "policy.hidden=8", "policy.members=2", "tracking=disabled", "seeds=[0]"),
+]
+
+
+@pytest.fixture
+def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Two data sets, the second three times as slow, and a third one; words for the first two."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate("abc"):
+        table = replace(small_table(40, seed=number), name=name)
+        replace(table, latency_ms=table.latency_ms * (1 + 2 * (name == "b"))).save(f"{name}.safetensors")
+    return "profile.paths=[a.safetensors,b.safetensors]"
+
+
+def last_results() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("runs/latest/results.json").read_text())
+    return found
+
+
+def test_joint_training_and_what_it_was_told(joint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile=joint", joint, "profile.dataset_input=true"]
+    varied = ["balance.by=dataset", "balance.power=0.5", "augmentation.noise=0.2"]
+    assert main(["train", *words, *varied, *QUICK]) == 0
+    found = last_results()
+    assert {row["dataset"] for row in found["by_dataset"]} == {"a", "b"}
+    assert {row["policy"] for row in found["rows"]} >= {"static_per_dataset", "oracle"}
+    loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
+    plain = main(["train", *words, *QUICK, "name=plain"])
+    assert plain == 0
+    for other, same in (("", False), (varied[2], False), (" ".join(varied[:2]), False), (" ".join(varied), True)):
+        assert main(["train", *words, *QUICK, *other.split(), "name=other"]) == 0
+        state = load_checkpoint("runs/latest/checkpoints/best.pt").controller.state_dict()
+        assert same == all(torch.equal(v, state[k]) for k, v in loaded.controller.state_dict().items())
+    capsys.readouterr()
+    assert main(["evaluate", *words, "baselines=false"]) == 0
+    assert main(["evaluate", words[0], "profile.paths=[a.safetensors,c.safetensors]", words[2]]) == 2
+    assert "was told which of the data sets a, b a sample is from, and profile 'joint' has a, c" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: str) -> None:
+    assert main(["train", "profile=joint", joint, "split.leave_out=b", *QUICK]) == 0
+    found, own = last_results(), ProfileTable.load("a.safetensors")
+    assert found["test_samples"] == 40
+    assert found["budgets_ms"] == pytest.approx(default_budgets(own).tolist())
+    assert "by_dataset" not in found
+    loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
+    assert sorted(torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]).tolist()) == list(range(40))
+    normaliser = FeatureNormaliser.fit(own, torch.arange(40))
+    torch.testing.assert_close(loaded.controller.normaliser.mean, normaliser.mean)
+    assert main(["evaluate", "profile=joint", joint, "json=again.json"]) == 0
+    assert json.loads(Path("again.json").read_text())["budgets_ms"] == found["budgets_ms"]

@@ -192,6 +192,21 @@ def test_features_tell_sizes_and_as_much_of_the_rest_as_they_should() -> None:
     assert half["accuracy"] < 0.5
 
 
+def test_data_sets_share_the_encoder_and_each_has_an_offset() -> None:
+    config = CalibratedConfig(("text_vqa", "okvqa"), 2000, "27", image_width=40, language_width=0)
+    one, other = simulate_calibrated(config).features["image_features"].split(2000)
+    # four latents in forty columns of noise: both spread in the same directions
+    spread = [torch.cov(block.T.double()) - 4 * torch.eye(40, dtype=torch.float64) for block in (one, other)]
+    assert torch.corrcoef(torch.stack([part.flatten() for part in spread]))[0, 1] > 0.95
+    apart = (one.mean(0) - other.mean(0)).double()
+    assert apart.std().item() == pytest.approx(0.5**0.5, rel=0.3)
+
+
+def test_what_annotators_agree_on_is_the_same_for_all_right_answers_of_a_sample() -> None:
+    accuracy = simulate_calibrated(CalibratedConfig(("okvqa",), 200, "27", **NARROW)).accuracy  # type: ignore[arg-type]
+    assert torch.where(accuracy == 0, accuracy.amax(1, keepdim=True), accuracy).std(1).max() == 0
+
+
 def test_samples_differ_in_what_suits_them() -> None:
     table = simulate_calibrated(CalibratedConfig(("text_vqa",), 500, "27", **NARROW))  # type: ignore[arg-type]
     cheap, dear = table.accuracy[:, 0], table.accuracy[:, table.find(torch.tensor([2, 1, 2]))]

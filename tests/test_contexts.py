@@ -117,10 +117,13 @@ def test_question_types_and_configurations() -> None:
     assert float(weights.sum()) == pytest.approx(2)
     weights = row_weights(table, BalanceConfig(by="configuration"), everything)
     assert weights is not None
-    # 11 configurations were profiled for all 60 rows, one for six of them
+    # 11 configurations were profiled for all 60 rows, one for six of them; then among rows 3 to 12 for three of ten
     assert weights[0].item() == pytest.approx(11 / 60 + 1 / 6)
     assert weights[6].item() == pytest.approx(11 / 60)
     assert float(weights.sum()) == pytest.approx(12)
+    some = row_weights(table, BalanceConfig(by="configuration", power=0.5), torch.arange(3, 13))
+    assert some is not None
+    assert some[[0, 3, 6]].tolist() == pytest.approx([0, 11 / 10**0.5 + 1 / 3**0.5, 11 / 10**0.5])
 
 
 def test_what_is_not_drawn_from_does_not_count() -> None:
@@ -141,6 +144,23 @@ def test_weights_hold_in_each_of_several_lists() -> None:
     torch.testing.assert_close(shares, torch.tensor([0, 0.25, 0.75]), atol=0.015, rtol=0)
 
 
+def test_weighted_contexts_come_from_the_seed_and_come_again() -> None:
+    weights = torch.rand(60)
+    one, same, other = (ContextSampler(small_table(), BudgetConfig(), LISTS, seed, weights) for seed in (0, 0, 1))
+    first = one(40)
+    assert all(map(torch.equal, first, same(40)))
+    assert not torch.equal(first[0], other(40)[0])
+    one.set_back(one.before)
+    assert all(map(torch.equal, first, one(40)))
+
+
+def test_what_was_never_weighed_is_never_drawn() -> None:
+    weights = torch.zeros(60)
+    weights[[4, 9]] = 1
+    rows, _ = ContextSampler(small_table(), BudgetConfig(), torch.tensor([9, 2, 4, 3]), 0, weights)(500)
+    assert set(rows.tolist()) == {4, 9}
+
+
 def test_equal_seeds_without_weights_draw_what_they_always_drew() -> None:
     """Written down before there were weights."""
     assert sampler(None)(6)[0].tolist() == FIRST_ROWS
@@ -155,5 +175,9 @@ def test_a_balance_that_cannot_be() -> None:
         BalanceConfig(power=0)
     with pytest.raises(InputError, match="has no question types"):
         row_weights(small_table(), BalanceConfig(by="question_type"), torch.arange(3))
+    with pytest.raises(InputError, match="are of one, 'small'"):
+        row_weights(small_table(), BalanceConfig(by="dataset"), torch.arange(3))
+    with pytest.raises(InputError, match="are of one, 'a'"):
+        row_weights(unbalanced(), BalanceConfig(by="dataset"), torch.arange(40))
     with pytest.raises(ValueError, match="not all 0"):
         ContextSampler(small_table(), BudgetConfig(), None, 0, torch.zeros(60))

@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+from contextlib import contextmanager
 
 import polars as pl
 import pytest
@@ -621,3 +622,61 @@ def test_a_long_read_says_how_far_it_is_and_a_short_one_nothing(pair, capsys, mo
     monkeypatch.setattr("knobwise.envs.progress.time.monotonic", iter(range(0, 1000, 20)).__next__)
     read(pair)
     assert re.search(r"reading exp6_latency_text-vqa: 1/2, \d+ s left\n", capsys.readouterr().err)
+
+
+def test_a_progress_bar_ends_where_reading_fails(pair, monkeypatch):
+    """Also while somebody holds on to the error, as a notebook does."""
+    put_exp5(pair, LARGE, [{"sample_id": 0, "score": "good"}])
+    open_bars = []
+
+    @contextmanager
+    def counted(*args, **more):
+        open_bars.append(1)
+        try:
+            yield lambda done, note: None
+        finally:
+            open_bars.pop()
+
+    monkeypatch.setattr("knobwise.envs.configuration_files.progress", counted)
+    with pytest.raises(InputError, match="score must be a number") as kept:
+        read(pair)
+    assert kept.value.__traceback__ is not None
+    assert open_bars == []
+
+
+# -- several data sets -------------------------------------------------------------------------------------------------
+
+
+def test_question_types_are_read_from_rows_or_their_metadata(pair, tmp_path):
+    typed = [{"sample_id": 0, "score": 1.0, "question_type": "yes/no"}, {"sample_id": 1, "score": 0.0}]
+    put_exp5(pair, SMALL, typed)
+    assert read(pair).question_types == ("yes/no", "unknown")  # of the other file nothing but the sample is known
+    rows = [{"sample_id": i, "score": 1.0, "metadata": {"question_type": kind}} for i, kind in enumerate("ab")]
+    for setting in (SMALL, LARGE):
+        put_exp5(pair, setting, rows)
+    assert read(pair).question_types == ("a", "b")
+    rows[0]["metadata"]["question_type"] = "c"
+    put_exp5(pair, LARGE, rows)
+    with pytest.raises(InputError, match="question_type must be the same in all rows of a sample"):
+        read(pair)
+
+
+def test_question_types_are_written(tmp_path):
+    frame = pl.DataFrame({"sample_id": [0, 1], **{k: [v] * 2 for k, v in named(SMALL).items()}, "accuracy": [0.5, 1],
+                          "latency_ms": [3.0, 4], "question_type": ["number", "other"]})  # fmt: skip
+    write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa")
+    assert read(tmp_path).question_types == ("number", "other")
+    tiers = frame.drop("max_crops").with_columns(tier=pl.lit("low"))
+    stages = {name: pl.lit(1.0) for name in ("vision_ms", "prefill_ms", "decode_ms")}
+    write_core_exp(tiers.with_columns(**stages), tmp_path, "text_vqa", CROPS)
+    assert read_core_exp(tmp_path, "text_vqa").question_types == ("number", "other")
+
+
+def test_images_may_be_known_of_one_data_set_only(pair):
+    put_exp5(pair, SMALL, [{"sample_id": 7, "score": 1.0, "image_id": 3, "question_type": "a"}], dataset="okvqa")
+    put_exp6(pair, SMALL, {7: 5.0}, dataset="okvqa")
+    both = read(pair, ["text_vqa", "okvqa"])
+    assert both.dataset_names == ("okvqa", "text_vqa", "text_vqa")
+    assert both.image_ids == ("3", "0", "1")
+    assert both.question_types == ("a", "unknown", "unknown")
+    assert read(pair).image_ids == read(pair).question_types == ()

@@ -198,6 +198,9 @@ def test_eight_bits_decide_nearly_the_same(tmp_path: Path) -> None:
     export_onnx(controller, tmp_path / "c.onnx", int8=True)
     found = agreement(controller, by_onnx(onnx_session(tmp_path / "c.onnx")), table, default_budgets(table))
     assert found["share"] > 0.7
+    export_onnx(controller, tmp_path / "whole.onnx")
+    assert b"MatMulInteger" in (tmp_path / "c.onnx").read_bytes()
+    assert b"MatMulInteger" not in (tmp_path / "whole.onnx").read_bytes()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -238,11 +241,17 @@ def test_a_run_leaves_files_that_decide(
     for form in ("NumPy", "ONNX float32"):
         assert said["forms"][form]["different"] == 0
         assert said["forms"][form]["contexts"] == 80 * len(said["compared_on"]["budgets_ms"])
+    assert said["forms"]["NumPy"]["one_by_one"]["different"] == 0
+    assert said["forms"]["NumPy"]["one_by_one"]["contexts"] == said["forms"]["NumPy"]["contexts"]
     assert all(form["decision_us_p50"] > 0 for form in said["forms"].values())
     table, stack = trained()
     light = NumpyController.load(out / "controller.npz")
     assert agreement(stack, by_numpy(light), table, default_budgets(table))["different"] == 0
     assert "ONNX int8" in capsys.readouterr().out
+    (out / "notes.txt").write_text("mine")
+    run(ExportRun(checkpoint=path, profile=profile, out=str(out), onnx=False))
+    left = {file.name for file in out.iterdir()}  # no graph of another controller beside this one
+    assert left == {"controller.npz", "numpy_controller.py", "export.json", "notes.txt"}
 
 
 def test_a_student_is_exported_with_its_checkpoint(
@@ -293,13 +302,14 @@ def test_mistakes_are_named_before_anything_is_written(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("form", ["choose", "decide_index"])
 def test_nothing_is_written_when_a_form_disagrees(
-    checkpoint: tuple[str, TableProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, checkpoint: tuple[str, TableProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, profile = checkpoint
-    choose = NumpyController.choose
-    monkeypatch.setattr(NumpyController, "choose", lambda *given: (choose(*given) + 1) % 12)
-    with pytest.raises(InputError, match=r"controller\.npz: decides otherwise .* nothing was written"):
+    right = getattr(NumpyController, form)
+    monkeypatch.setattr(NumpyController, form, lambda *given: (right(*given) + 1) % 12)
+    with pytest.raises(InputError, match=r"controller\.npz.*: decides otherwise .* nothing was written"):
         run(ExportRun(path, profile, out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 

@@ -56,6 +56,18 @@ def test_what_was_added_before_a_kill_is_there_up_to_the_last_part(tmp_path):
     assert all(key in FeatureStore(tmp_path, keys) for key in keys)
 
 
+def test_what_a_kill_left_half_written_is_passed_over(tmp_path):
+    keys = keys_of(ITEMS)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / ".000000-x1y2.safetensors").write_bytes(b"half")
+    store = FeatureStore(tmp_path / "own", keys)
+    store.add(keys[0], take(ITEMS[0]))
+    store.flush()
+    (tmp_path / "own" / ".000001-x1y2.safetensors").write_bytes(b"half")
+    assert keys[0] in FeatureStore(tmp_path / "own", keys)
+    assert keys[0] in FeatureStore(tmp_path / "other", keys, [tmp_path / "own"])
+
+
 def test_only_what_changed_is_computed_again_and_all_with_force(tmp_path):
     def run(items, model="m", force=False):
         calls, keys = [], keys_of(items, model)
@@ -83,6 +95,12 @@ def test_the_same_image_from_a_file_and_from_bytes_is_the_same_content(tmp_path)
     assert image_digests([of_file, of_file]) == image_digests([of_bytes, of_bytes])
     red, blue = (VQAItem("1", Image.new("RGB", (2, 3), colour), "?", ("a",)) for colour in ("red", "blue"))
     assert len(set(image_digests([of_file, red, blue]))) == 3
+    # the same indices into another palette are another picture
+    palettes = [
+        VQAItem("1", item.image.convert("P", palette=Image.Palette.ADAPTIVE), "?", ("a",)) for item in (red, blue)
+    ]
+    assert palettes[0].image.tobytes() == palettes[1].image.tobytes()
+    assert image_digests(palettes) == image_digests([red, blue])
 
 
 def test_half_precision_is_kept_and_never_passed_off_as_more(tmp_path):

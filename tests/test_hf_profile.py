@@ -169,3 +169,22 @@ def test_other_weights_have_another_digest(tmp_path):
     path.write_bytes(content)
     assert weights_digest(folder) != before
     assert weights_digest("org/name", "abc") == "commit:abc"
+    # of a large file pieces of all of it
+    large = tmp_path / "model" / "large.safetensors"
+    seen = []
+    for place in (None, 5 << 20, (16 << 20) - (1 << 18)):
+        with large.open("wb") as file:
+            file.truncate(16 << 20)
+            if place is not None:
+                file.seek(place)
+                file.write(b"1")
+        seen.append(weights_digest(folder))
+    assert len(set(seen)) == 3
+
+
+def test_settings_are_refused_before_importance_is_measured(questions, tmp_path, capsys):
+    folder, out = saved("llava_next", tmp_path / "model"), tmp_path / "out"
+    words = [f"model={folder}", f"data={questions}", f"out={out}", "importance=measure", "device=cpu"]
+    assert main(["profile", *words, "knobs.num_active_blocks=[5]"]) == 2
+    assert "num_active_blocks=5" in capsys.readouterr().err
+    assert not out.exists()

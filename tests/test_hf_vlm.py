@@ -195,6 +195,26 @@ def test_an_image_asked_about_twice_is_known_once(llava):
     assert sum(seen["rows"]) - sum(seen["computed"]) == 2
 
 
+def test_tiles_that_look_like_the_overview_are_computed_all_the_same(llava):
+    # else an image of one colour would be measured as faster than it is without a first stage
+    stage = llava.first_stage(Request(Image.new("RGB", (64, 64), "white"), "Why?"))
+    with watched(llava) as seen:
+        (answer,) = llava.answer([stage], {})
+    assert seen["rows"] == [5]
+    assert seen["computed"] == [4]
+    assert answer.text == llava.answer(without_reuse([stage]), {})[0].text
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK"])
+def test_a_picture_of_any_mode_and_size_is_asked_about_as_in_rgb(llava, mode):
+    for size in ((1, 1), (1, 50), (64, 40)):
+        one = Request(picture(0, *size).convert(mode), "Où est-ce? 🙂")
+        same = replace(one, image=one.image.convert("RGB"))
+        (found,), (wanted,) = (llava.answer([llava.first_stage(request)], {}) for request in (one, same))
+        assert found.text == wanted.text
+        assert found.vision_tokens == wanted.vision_tokens
+
+
 def test_a_batch_answers_as_one_by_one(vlm):
     stages = [vlm.first_stage(request) for request in REQUESTS]
     for configuration in ({}, settings(vlm)[0]):
@@ -230,6 +250,17 @@ def test_prefill_ends_with_the_first_token_and_vision_with_the_projector(llava, 
     assert (answer.vision_ms, answer.prefill_ms, answer.total_ms) == (1 + 1 + 1, 6, 7)
 
 
+def test_the_clock_waits_for_every_device_of_the_model(llava, monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    llava._clock()
+    assert waited == []
+    devices = {torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)}
+    monkeypatch.setattr(llava, "_devices", devices)
+    llava._clock()
+    assert set(waited) == devices - {torch.device("cpu")}
+
+
 def state(vlm):
     processor = {name: str(vars(part)) for name, part in vars(vlm.processor).items() if hasattr(part, "__dict__")}
     hooks = {name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in vlm.model.named_modules()}
@@ -257,7 +288,7 @@ def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
     model, processor = tiny_model("llava_next")
     vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
     tokenizer = processor.tokenizer
-    assert tokenizer.convert_ids_to_tokens(vlm._ends) == ["</s>", "<end>"]
+    assert tokenizer.convert_ids_to_tokens(vlm.ends) == ["</s>", "<end>"]
     (free,) = vlm.answer([vlm.first_stage(REQUESTS[0])], {})
     assert free.output_tokens == len(free.text) == 5
     stop = free.text[2]
@@ -268,7 +299,7 @@ def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
     assert stopped.output_tokens == len(stopped.text)
     processor.chat_template = None
     plain = HuggingFaceVLM(tiny_model("llava_next")[0], processor, max_new_tokens=5)
-    assert tokenizer.convert_ids_to_tokens(plain._ends) == ["</s>", "Ċ"]
+    assert tokenizer.convert_ids_to_tokens(plain.ends) == ["</s>", "Ċ"]
     assert plain._text("Why?") == "<image> Question: Why? Answer:"
     assert plain._text("Why?", image=False) == " Question: Why? Answer:"
     assert plain.answer([plain.first_stage(REQUESTS[0])], {})[0].language_tokens == len(" Question: Why? Answer:") + 9
@@ -284,10 +315,14 @@ def test_a_model_that_can_reason_is_told_to_answer_at_once(llava):
 
 def test_decoding_is_greedy_whatever_the_model_came_with(llava):
     model, processor = tiny_model("llava_next")
-    model.generation_config.update(do_sample=True, temperature=9.0, top_k=50, top_p=0.9)
+    model.generation_config.update(do_sample=True, temperature=9.0, top_k=50, top_p=0.9, num_beams=4, use_cache=False)
+    model.generation_config.update(num_return_sequences=2, return_dict_in_generate=True)
     vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
-    texts = {vlm.answer([vlm.first_stage(REQUESTS[0])], {})[0].text for _ in range(3)}
-    assert texts == {llava.answer([llava.first_stage(REQUESTS[0])], {})[0].text}
+    with watched(vlm) as seen:
+        texts = {vlm.answer([vlm.first_stage(REQUESTS[0])], {})[0].text for _ in range(3)}
+    with watched(llava) as wanted:
+        assert texts == {llava.answer([llava.first_stage(REQUESTS[0])], {})[0].text}
+    assert len(seen["logits"]) == 3 * len(wanted["logits"])
 
 
 @pytest.mark.parametrize("name", ["llama4", "llava_next", "qwen3_vl_moe", "molmo2"])
@@ -316,6 +351,11 @@ def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
 
 
 def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
+        HuggingFaceVLM.load(tmp_path)
+    for part in (llava.model, llava.processor):
+        part.save_pretrained(tmp_path)
+    next(tmp_path.glob("*.safetensors")).write_bytes(b"no weights")
     with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
         HuggingFaceVLM.load(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)

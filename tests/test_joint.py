@@ -54,6 +54,7 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
     assert joint.mask.tolist() == [[True, False, True, False, False]] * 2 + [[False, True, False, True, True]] * 2
     assert cells(joint) == cells(ONE) | cells(OTHER)
     assert joint.dataset_names == ("a", "a", "b", "b")
+    assert join_tables([replace(ONE, unit="J"), replace(OTHER, unit="J")]).unit == "J"
 
 
 @settings(max_examples=15, deadline=None)

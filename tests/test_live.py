@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,8 +128,9 @@ def test_a_run_prints_and_writes_what_it_found(
     assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
     assert results["decisions"]["as_replayed_at_the_same_limit"] == 1
     overhead = results["overhead"]
-    parts = (overhead["decision_us"] + overhead["features_and_knobs_us"]) / 1e3
-    assert overhead["share"] == pytest.approx(parts / overhead["inference_ms"])
+    assert overhead["share"] == pytest.approx(overhead["overhead_us"] / 1e3 / overhead["inference_ms"])
+    parts = overhead["decision_us_p50"] + overhead["features_and_knobs_us_p50"]
+    assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
 
 
 def test_a_controller_with_experts_is_served_by_its_student(
@@ -147,6 +149,49 @@ def test_a_controller_with_experts_is_served_by_its_student(
     for student, words in ((True, "A student of the controller answered"), (False, "The controller answered")):
         assert run_live(checkpoint, table, replace(SHORT, student=student))["student"] == student
         assert words in capsys.readouterr().out
+
+
+def test_the_controller_is_charged_all_that_its_way_takes_and_static_nothing(served: tuple[Stream, Record]) -> None:
+    _, record = served
+    overhead, decision = record.served["overhead_ms"], record.served["decision_us"]
+    assert (overhead[0] > decision[0] / 1e3).all()
+    assert (decision[0] > 0).all()
+    assert (overhead[1:] == 0).all()
+    assert (record.served["inference_ms"] > 0).all()
+
+
+def test_what_calls_take_beside_the_model_is_charged_too(
+    table: ProfileTable, split: Split, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
+    model = AdaptiveModel(ElasticAdaptive(), to_numpy(controller))
+    answer = model.answer
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02)
+        return answer(*given)
+
+    monkeypatch.setattr(model, "answer", slow)
+    config = replace(SHORT, requests=3, warm_up=0, rate=1e-3)
+    stream = draw_stream(table, split.test, fitted, budgets, config)
+    record = serve(model, table, BudgetAwareStatic(table, fitted), {}, stream, config)
+    assert (record.served["overhead_ms"][0] > 20).all()
+    assert (record.served["waited_ms"] == 0).all()
+
+
+def test_who_falls_behind_waits_for_itself_alone(table: ProfileTable, split: Split, controller: Controller) -> None:
+    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
+    config = replace(SHORT, rate=1e6, warm_up=0)  # all arrive at once
+    stream = draw_stream(table, split.test, fitted, budgets, config)
+    model = AdaptiveModel(ElasticAdaptive(), to_numpy(controller))
+    record = serve(model, table, BudgetAwareStatic(table, fitted), {"cheapest": 0}, stream, config)
+    served, arrivals = record.served, stream.arrivals_s
+    assert arrivals is not None
+    own = served["inference_ms"] + served["overhead_ms"]
+    before = np.pad(own.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    np.testing.assert_allclose(served["waited_ms"], before - (arrivals - arrivals[0])[None, :, None] * 1e3, atol=1e-6)
+    limits = served["limit_ms"][0, :, 0]
+    assert (limits[1:] <= np.maximum(stream.budgets_ms - served["waited_ms"][0, :, 0], 1e-9)[1:] + 1e-9).all()
 
 
 def by_hand(table: ProfileTable, slower: float, waited: float = 0.0) -> tuple[Stream, Record]:
@@ -179,6 +224,18 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
     both = table.latency_ms[torch.tensor([0, 1]), torch.tensor([3, 5])].double()
     assert own["latency_ms"] == pytest.approx(float(3 * both.mean()) + 0.5)
     assert results["overhead"]["share"] == pytest.approx(0.5 / float(3 * both.mean()))
+
+
+def test_the_speed_is_known_as_well_as_its_cells_say() -> None:
+    table = small_table(60)
+    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+    stream, record = by_hand(table, slower=1.0)
+    ratios = [1.0, 1.2, 1.4, 1.6, 1.8]
+    record.cells = [(2, c, ratio * float(table.latency_ms[2, c])) for c, ratio in enumerate(ratios)]
+    speed = live_results(table, stream, record, controller, speed=1.0)["speed"]
+    off = 1.96 * 1.25 * 0.4 / (1.35 * 5**0.5)
+    assert speed["during"] == pytest.approx(1.4)
+    assert speed["during_ci95"] == pytest.approx([1.4 - off, 1.4 + off])
 
 
 def test_a_replay_that_is_wrong_is_found_out() -> None:

@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from knobwise.agents import numpy_controller
-from knobwise.agents.export import Agent, agreement, arrays_of, by_numpy, export_numpy, to_numpy
+from knobwise.agents.export import Agent, agreement, arrays_of, by_numpy, export_numpy, one_by_one, to_numpy
 from knobwise.agents.heads import HEADS
 from knobwise.agents.numpy_controller import NumpyController
 from knobwise.agents.policy import Controller
@@ -225,6 +226,85 @@ def test_the_normal_distribution() -> None:
     np.testing.assert_allclose(numpy_controller._ndtr(z), exact, atol=3.1e-8)
 
 
+# -- one request through a plain network -------------------------------------------------------------------------------
+
+
+def with_column(table: ProfileTable, kind: str) -> ProfileTable:
+    image = table.features["image_features"]
+    if kind == "constant":
+        image[:, 1] = 7.0
+    if kind == "far from 0":
+        image[:, 1] += 1e4
+    return table
+
+
+@pytest.mark.parametrize("kind", ["", "constant", "far from 0"])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("structure", ["additive", "joint"])
+def test_the_short_way_decides_as_the_policy(structure: str, layers: int, kind: str) -> None:
+    table = with_column(small_table(60), kind)
+    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12, layers=layers))
+    light = to_numpy(controller)
+    assert light._fast is not None
+    ends = torch.tensor([1e-12, 1e-3, 1e9])
+    found = agreement(controller, one_by_one(light), table, torch.cat([budgets_of(table), ends]))
+    assert found["different"] == 0
+    assert found["rounding"] <= 0.01 * found["contexts"]
+
+
+@pytest.mark.parametrize("structure", ["additive", "joint"])
+def test_the_short_way_sees_what_is_missing_and_what_is_far_out(structure: str) -> None:
+    table = small_table(60)
+    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12))
+    new = small_table(60, seed=1)
+    for number, block in enumerate(new.features.values()):
+        block[::3, number] = torch.nan
+        block[1::3, number] = 1e6
+        block[2::3, number] = -1e6
+    new.features["image_features"][5] = torch.nan
+    light = to_numpy(controller)
+    assert agreement(controller, one_by_one(light), new, budgets_of(table))["different"] == 0
+    decided = one_by_one(light)(new.features, torch.full((60,), 15.0))
+    assert len(set(decided.tolist())) > 1
+    doubles = {name: block.double() for name, block in new.features.items()}
+    assert torch.equal(one_by_one(light)(doubles, torch.full((60,), 15.0)), decided)
+
+
+@pytest.mark.parametrize("name", ["gappy", "no features", "simulated"])
+@pytest.mark.parametrize("structure", ["additive", "joint"])
+def test_what_is_not_plain_goes_the_long_way(structure: str, name: str) -> None:
+    table = TABLES[name]()
+    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12))
+    light = to_numpy(controller)
+    assert light._fast is None
+    assert agreement(controller, one_by_one(light), table, budgets_of(table), samples=20)["different"] == 0
+    assert to_numpy(driven_apart(table, PolicyConfig(structure=structure, hidden=12, members=2)))._fast is None
+
+
+def test_threads_share_a_controller() -> None:
+    table, _, stack = stacked("gappy")
+    plain = to_numpy(driven_apart(small_table(90), PolicyConfig(structure="joint", hidden=12)))
+    for light, of in ((stack, table), (plain, small_table(90))):
+        decide, limits = one_by_one(light), torch.linspace(5, 40, 90)
+        alone = decide(of.features, limits).tolist()
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: decide(of.features, limits).tolist(), range(8)))  # noqa: B023
+        assert all(one == alone for one in found)
+
+
+def test_what_is_given_is_left_as_it_was() -> None:
+    table, _, stack = stacked("gappy")
+    plain = to_numpy(driven_apart(small_table(90), PolicyConfig(structure="joint", hidden=12)))
+    for light in (stack, plain):
+        blocks = {name: block.numpy().copy() for name, block in table.features.items()}
+        limits, mask = np.full(90, 15.0, np.float32), np.ones((90, 12), bool)
+        light.choose(blocks, limits, mask)
+        light.decide({name: block[1] for name, block in blocks.items()}, 15.0)
+        assert all(np.array_equal(blocks[k], v.numpy(), equal_nan=True) for k, v in table.features.items())
+        assert (limits == 15).all()
+        assert mask.all()
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -265,14 +345,22 @@ def test_wrong_requests_are_refused_in_words() -> None:
     wrong = {
         r"block 'language_features' must have shape \(4,\), got nothing": {"image_features": block["image_features"]},
         r"block 'image_features' must have shape \(4,\), got \(3,\)": {**block, "image_features": np.zeros(3)},
+        r"block 'image_features' must have shape \(4,\), got \(4, 1\)": {k: v[:, None] for k, v in block.items()},
     }
     for message, features in wrong.items():
         with pytest.raises(ValueError, match=message):
             light.decide(features, 10.0)
-    for budget in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="must be positive"):
-            light.decide(block, budget)
     many = {name: values[None] for name, values in block.items()}
+    for budget in (0.0, -1.0, math.nan, math.inf, 1e300):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            light.decide(block, budget)
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            light.choose(many, np.array([budget]))
+    assert light.decide(block, 1e-300) == light.configuration(int(light.choose(many, np.array([1e-300]))[0]))
+    with pytest.raises(ValueError, match=r"budgets must have shape \[n\], got \(\)"):
+        light.choose(many, np.array(10.0))
+    with pytest.raises(ValueError, match=r"mask must have shape \(1, 12\), got \(12,\)"):
+        light.choose(many, np.array([10.0]), np.ones(12, bool))
     with pytest.raises(ValueError, match=r"must have shape \(2, 4\), got \(1, 4\)"):
         light.choose(many, np.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="without any configuration"):

@@ -20,7 +20,7 @@ from knobwise.envs.profiles import long_frame, write_features, write_long_table
 from knobwise.experiments.settings import first_of_each_sweep, read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = {"decisions.md", "selector.md"}  # pages of figures, without anything to type
+RESULTS = {"data_sets.md", "decisions.md", "selector.md"}  # pages of figures, without anything to type
 GUIDES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS)]
 SHORTER = [
     *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
@@ -55,12 +55,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+SHORTER_LIVE = ["stream.requests=6", "stream.calibration=6", "stream.warm_up=1", "stream.student=false"]
+
+
 def shortened(words: list[str]) -> list[str]:
+    if words[0] == "evaluate" and "live=true" in words:
+        return words + SHORTER_LIVE
+    if words[0] == "export":
+        return [word for word in words if word != "student=true"]  # its fitting takes half a minute
     if words[0] != "train" or any(word.startswith("-") for word in words):
         return words
     if any(word.startswith("experiment=selector") for word in words):
         return words + [word for word in SHORTER_SELECTOR if "experiment=selector" in words or "variants" not in word]
-    return [word for word in words if not word.startswith("seeds=")] + SHORTER
+    # experts on all of the built-in profile take half a minute
+    lean = ["policy=utility", "policy.hidden=16", "policy.members=2"] if "profile=builtin" in words else []
+    return [word for word in words if not word.startswith("seeds=")] + lean + SHORTER
 
 
 @pytest.mark.parametrize("guide", GUIDES)

@@ -157,6 +157,23 @@ def test_a_budget_that_is_spent_before_the_decision_is_still_decided_under() -> 
     assert not late.met
 
 
+def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
+    class Sleepy(Noting):
+        def first_stage(self, request: Request) -> FirstStage:
+            time.sleep(0.02)  # beside what it says that it took
+            return super().first_stage(request)
+
+    model = AdaptiveModel(Sleepy(), ByLimit())
+    result = model.answer(asked("a")[0], 60_000.0)
+    assert result.overhead_ms > 18  # 20 and 1 slept, 3 of the answer's
+    assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
+    later = model.answer(asked("b")[0], 60_000.0)
+    assert later.limit_ms == pytest.approx(60_000 - result.overhead_ms)
+    arrived = model.answer(asked("c")[0], 60_000.0, time.perf_counter())
+    assert arrived.waited_ms < 15  # not a second time
+    assert arrived.limit_ms == pytest.approx(60_000 - 20, abs=15)
+
+
 def test_waiting_counts_from_the_arrival_on() -> None:
     model = AdaptiveModel(Noting(), ByLimit())
     now = time.perf_counter()
@@ -262,6 +279,9 @@ def test_a_first_stage_from_the_cache_costs_nothing_but_the_looking(vlm: Elastic
 
 def test_contents_are_told_apart() -> None:
     picture = Image.new("RGB", (4, 2), (9, 9, 9))
+    red, green = Image.new("P", (4, 2)), Image.new("P", (4, 2))
+    red.putpalette([255, 0, 0])
+    green.putpalette([0, 255, 0])
     contents = [
         torch.zeros(2, 3),
         torch.zeros(3, 2),
@@ -269,6 +289,8 @@ def test_contents_are_told_apart() -> None:
         torch.ones(2, 3),
         picture,
         picture.resize((2, 4)),
+        red,
+        green,
         "a",
         "b",
     ]
@@ -276,8 +298,9 @@ def test_contents_are_told_apart() -> None:
     assert len(set(keys)) == len(keys)
     assert content_key(picture.copy()) == content_key(picture)
     assert content_key(np.zeros((2, 3), np.float32)) == content_key(torch.zeros(2, 3))
-    with pytest.raises(InputError, match="cache=0"):
-        content_key(object())
+    for unknown in (object(), np.array([object()])):
+        with pytest.raises(InputError, match="cache=0"):
+            content_key(unknown)
 
 
 def test_a_trained_controller_and_its_exported_form_decide_alike(vlm: ElasticAdaptive) -> None:
@@ -320,6 +343,12 @@ def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
         with pytest.raises(InputError, match="must be positive"):
             model.generate(REQUESTS[:1], budget)
     assert model.generate([], 1.0) == []
+
+
+def test_one_budget_for_all_may_be_a_number_of_any_kind() -> None:
+    for budget in (9, 9.0, np.float32(9), np.array(9.0), torch.tensor(9.0)):
+        results = AdaptiveModel(Noting(), ByLimit()).generate(asked("a", "b"), budget)  # type: ignore[arg-type]
+        assert [result.budget_ms for result in results] == [9.0, 9.0]
 
 
 def test_configurations_are_read_from_either_form() -> None:

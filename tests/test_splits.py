@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from knobwise.envs.errors import InputError
 from knobwise.envs.joint import join_tables
-from knobwise.envs.splits import divide, k_folds, leave_one_out
+from knobwise.envs.splits import budget_rows, divide, k_folds, leave_one_out
 from knobwise.envs.table import ProfileTable, Split
 
 
@@ -68,12 +68,50 @@ def test_the_seed_decides() -> None:
     assert not torch.equal(first, other)
 
 
+def coco(images: tuple[str, ...], other: tuple[str, ...], same: int) -> ProfileTable:
+    """Two data sets with these image ids; the first `same` samples of both have the same image features."""
+    one, two = (replace(small_table(len(ids), seed=i), name=f"set {i}") for i, ids in enumerate((images, other)))
+    two.features["image_features"][:same] = one.features["image_features"][:same]
+    return join_tables([replace(one, image_ids=images), replace(two, image_ids=other)])
+
+
+def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
+    ids = tuple(map(str, range(20)))
+    table = coco(ids, ids, same=8)  # the other ids are alike by chance
+    for left, own in leave_one_out(table).items():
+        others = [row for row in range(40) if table.dataset_names[row] != left and row % 20 >= 8]
+        assert torch.cat(own[:2]).sort().values.tolist() == others
+        assert len(own.test) == 20
+    folds = k_folds(table, 4)
+    assert torch.equal(torch.cat([split.test for split in folds]).sort().values, torch.arange(40))
+    for split in (*folds, divide(table)):
+        judged = {row % 20 for row in split.test.tolist() if row % 20 < 8}
+        assert judged.isdisjoint(row % 20 for row in torch.cat(split[:2]).tolist())
+    # equal features of other images, and features that are missing, say nothing
+    assert len(torch.cat(leave_one_out(coco(ids, tuple(f"x{i}" for i in ids), 20))["set 0"][:2])) == 20
+    unknown = {name: torch.full_like(block, torch.nan) for name, block in table.features.items()}
+    assert len(torch.cat(leave_one_out(replace(table, features=unknown))["set 0"][:2])) == 20
+    with pytest.raises(InputError, match="nothing is left to fit on"):
+        leave_one_out(coco(ids, ids, 20))
+
+
+def test_what_a_data_set_that_is_left_out_takes_is_not_in_the_budgets() -> None:
+    table = three(20, 20)
+    left = divide(table, leave_out="set 1")
+    assert budget_rows(table, left).sort().values.tolist() == list(range(20))
+    assert torch.equal(budget_rows(table, divide(table)), torch.arange(40))
+
+
 def test_settings_say_which() -> None:
     table = three(20, 20)
     assert all(map(torch.equal, divide(table, 0.5, 0.3, 2), table.split(0.5, 0.3, 2)))
     left = divide(table, leave_out="set 1")
     assert all(map(torch.equal, left, leave_one_out(table)["set 1"]))
     assert all(map(torch.equal, divide(table, seed=3, folds=4, fold=2), k_folds(table, 4, 3)[2]))
+    # half and half of what is not judged, by the seed
+    for split in (divide(table, 0.4, 0.4, 1, leave_out="set 1"), divide(table, 0.4, 0.4, 1, folds=4)):
+        assert abs(len(split.train) - len(split.validation)) <= 2
+    assert all(map(torch.equal, divide(table, 0.4, 0.4, 1, leave_out="set 1"), leave_one_out(table, 0.5, 1)["set 1"]))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +122,8 @@ def test_settings_say_which() -> None:
         ({"folds": 1}, "folds=1: must be at least 2"),
         ({"folds": 100}, "too few samples"),
         ({"folds": 3, "leave_out": "set 0"}, "give one of them"),
+        ({"fold": 1}, "fold=1: give split.folds too"),
+        ({"leave_out": "set 0", "train": 0.0, "validation": 0.0}, "both must be positive"),
     ],
 )
 def test_a_mistake_is_named(words: dict[str, object], said: str) -> None:

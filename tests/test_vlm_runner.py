@@ -316,6 +316,20 @@ def test_parts_measure_each_their_configurations_and_the_last_one_merges(tmp_pat
     assert model.asked == []
 
 
+def test_features_of_a_part_at_work_are_left_to_it(tmp_path):
+    done = replace(CONFIG, shards=2, warm_up=0)
+    for shard in (0, 1):
+        profile_vlm(tmp_path, Blurred(), DATA, replace(done, shard=shard))
+    assert not list((tmp_path / "state").glob("features-*"))
+    shared = tmp_path / "state" / "features-1"
+    shared.mkdir()
+    with appended(tmp_path / "state" / "measured-1.jsonl"):
+        profile_vlm(tmp_path, Blurred(), DATA, done)
+        assert shared.exists()
+    profile_vlm(tmp_path, Blurred(), DATA, done)
+    assert not shared.exists()
+
+
 def test_a_part_of_another_model_is_refused_and_leaves_nothing(tmp_path):
     profile_vlm(tmp_path, Blurred(), DATA, replace(CONFIG, shards=2))
     with pytest.raises(InputError, match=r"weights: None → x.*another out folder"):
@@ -456,6 +470,15 @@ def test_times_that_cannot_be_are_refused(tmp_path):
             return replace(super()._answer(stage), prefill_ms=1e9)
 
     with pytest.raises(InputError, match="its times are vision"):
+        profile_vlm(tmp_path, Odd(), DATA, CONFIG)
+
+
+def test_an_extra_that_would_take_the_name_of_a_column_is_refused_at_once(tmp_path):
+    class Odd(Blurred):
+        def _answer(self, stage):
+            return replace(super()._answer(stage), extra={"pred": 1.0})
+
+    with pytest.raises(InputError, match="its extra 'pred' is the name of a column"):
         profile_vlm(tmp_path, Odd(), DATA, CONFIG)
 
 
