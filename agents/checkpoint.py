@@ -84,7 +84,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
     except FileNotFoundError:
         raise InputError(f"{path}: no such checkpoint") from None
     except Exception as error:
-        raise InputError(f"{path}: not a checkpoint that knobwise can read ({error})") from error
+        raise InputError(f"{path}: not a checkpoint that knobwise can read ({type(error).__name__})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:

@@ -3,8 +3,8 @@
 The teacher can label any request, so the student sees far more than was measured: the samples, and requests put
 together from them (the blocks of features of different samples, then a mixture of two such). At budgets drawn anew in
 each step it is fitted to the softmax of what the teacher decides by, guard included (Hinton, Vinyals and Dean 2015,
-"Distilling the Knowledge in a Neural Network"). It predicts nothing but the preference: one product for each layer, and the largest
-wins.
+"Distilling the Knowledge in a Neural Network"). It predicts nothing but the preference: one product for each layer, and
+the largest wins.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class NumpyController:
         """One request: blocks [d] and its budget → knob values by name.
 
         Raises:
-            ValueError: a block that is missing or has another shape, a budget that is not positive and finite, or a mean
-                budget that nothing was calibrated for.
+            ValueError: a block that is missing or has another shape, a budget that is not positive and finite, or a
+                mean budget that nothing was calibrated for.
         """
         return dict(self._named[self.decide_index(features, budget_ms)])
 
@@ -128,7 +128,7 @@ class NumpyController:
         """n requests: blocks [n, d], budgets [n] in ms, mask bool [n, C] of what may be chosen → int64 [n].
 
         Raises:
-            ValueError: see `decide`; or a mask of another shape, or one that leaves a request without any configuration.
+            ValueError: see `decide`; a mask of another shape, or one that leaves a request without any configuration.
         """
         limits = np.asarray(limits, np.float64)
         if limits.ndim != 1:

@@ -63,8 +63,8 @@ def row_weights(table: ProfileTable, balance: BalanceConfig, rows: Tensor) -> Te
     group = torch.tensor([numbers.setdefault(names[row], len(numbers)) for row in rows.tolist()])
     if len(numbers) < 2:
         raise InputError(
-            f"balance.by={balance.by}: all samples of profile {table.name!r} to train on are of one, {names[rows[0]]!r}; "
-            "there is nothing to balance"
+            f"balance.by={balance.by}: all samples of profile {table.name!r} to train on are of one, "
+            f"{names[rows[0]]!r}; there is nothing to balance"
         )
     weights[rows] = torch.bincount(group).double().pow(-balance.power)[group]
     return weights

@@ -160,14 +160,17 @@ def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
     """Each sample's part, where any of the tables fixes its split, and what was said of the others."""
     if not any(table.parts for table in tables):
         return (), []
+    # where none has a validation part `ProfileTable.split` takes it out of all training parts, by its own seed
+    whole = all(set(table.parts) == {"train", "test"} for table in tables)
     found, notes = [], []
     for table in tables:
         parts = list(table.parts)
-        if not parts:
-            parts = [""] * table.num_samples
+        if not parts or (set(parts) == {"train", "test"} and not whole):
             for part, rows in table.split()._asdict().items():
+                parts = parts or [""] * table.num_samples
                 for row in rows.tolist():
                     parts[row] = part
-            notes.append(f"{table.name}: fixes no split, as others do; divided 60/20/20")
+            fixes = "fixes no validation part" if table.parts else "fixes no split"
+            notes.append(f"{table.name}: {fixes}, as others do; divided {'75/25' if table.parts else '60/20/20'}")
         found.append(parts)
     return _all(found), notes

@@ -76,15 +76,15 @@ def unseen(table: ProfileTable, split: Split) -> Split:
         return split
     shown = [_shows(table, rows) for rows in split]
     judged = set().union(*shown[2])
-    kept = [
+    train, validation = (
         rows[torch.tensor([judged.isdisjoint(one) for one in of_rows], dtype=torch.bool)]
         for rows, of_rows in zip(split[:2], shown[:2], strict=True)
-    ]
-    if not all(map(len, kept)):
+    )
+    if not len(train) or not len(validation):
         raise InputError(
             f"profile {table.name!r}: all samples outside the test part show images of it; nothing is left to fit on"
         )
-    return Split(*kept, split.test)
+    return Split(train, validation, split.test)
 
 
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import altair as alt
 
 HEADER = ["data set", "policy", "utility", "gap closed", "accuracy", "mean latency", "in time", "where possible"]
-HEADER_OF_MEANS = ["data set", "policy", "accuracy", "mean latency", "over static mix", "over best single", "gap closed"]
+HEADER_OF_MEANS = ["data set", "policy", "accuracy", "mean latency", "over static mix", "over best single"]
+HEADER_OF_MEANS += ["gap closed"]
 
 
 class StaticPerDataset:

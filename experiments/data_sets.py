@@ -17,12 +17,15 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
@@ -31,6 +34,7 @@ from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.evaluation import Chooses, judge
 from knobwise.agents.experts import Measured, fit_experts
 from knobwise.agents.features import FeatureNormaliser
+from knobwise.agents.policy import Controller
 from knobwise.agents.settings import EXPERTS, one_of
 from knobwise.agents.stack import fit_stack
 from knobwise.envs.budgets import quantile_budgets
@@ -101,10 +105,7 @@ def run(config: DataSetsConfig) -> Path:
         InputError: profiles that cannot be joined, or of one data set only.
     """
     table = read_table(config)
-    # another profile, or other settings of what is fitted, are other measurements
-    fitted = {name: getattr(config, name) for name in ("simple", "members", "folds")}
-    key = hashlib.sha256(json.dumps([table.digest, fitted]).encode()).hexdigest()[:12]
-    folder = Path(config.runs) / key
+    folder = folder_of(table, config)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "table.safetensors").exists():
         table.save(folder / "table.safetensors")
@@ -128,6 +129,12 @@ def run(config: DataSetsConfig) -> Path:
     with written_whole(config.out) as temporary:
         temporary.write_text(page_of(found, facts), encoding="utf-8")
     return Path(config.out)
+
+
+def folder_of(table: ProfileTable, config: DataSetsConfig) -> Path:
+    """Where measurements are kept: another profile, or other settings of what is fitted, are other measurements."""
+    fitted = {name: getattr(config, name) for name in ("simple", "members", "folds")}
+    return Path(config.runs) / hashlib.sha256(json.dumps([table.digest, fitted]).encode()).hexdigest()[:12]
 
 
 def read_table(config: DataSetsConfig) -> ProfileTable:
@@ -178,14 +185,15 @@ def measure(folder: Path, name: str, seed: int, settings: dict[str, Any]) -> str
     table = ProfileTable.load(folder / "table.safetensors")
     way = next(way for way in ways_of(table, config.folds) if way.name == name)
     with threadpool_limits(1):
-        found = _measured(with_dataset_input(table) if way.told else table, way, seed, config)
+        found = measured(table, way, seed, config)
     with written_whole(_file(folder, name, seed)) as temporary:
         temporary.write_text(json.dumps(found))
     return f"{name}, seed {seed}"
 
 
-def _measured(table: ProfileTable, way: Way, seed: int, config: DataSetsConfig) -> dict[str, Any]:
+def measured(table: ProfileTable, way: Way, seed: int, config: DataSetsConfig) -> dict[str, Any]:
     """{policy: {data set: [utility of each test sample, mean over the data set's budgets]}}."""
+    table = with_dataset_input(table) if way.told else table
     fitted = torch.cat([way.split.train, way.split.validation])
     budgets = quantile_budgets(table.latency_ms[fitted], table.mask[fitted])
     policy, optimiser = GROUPS["policy"]["utility"], GROUPS["optimiser"]["utility"]
@@ -200,11 +208,11 @@ def _measured(table: ProfileTable, way: Way, seed: int, config: DataSetsConfig) 
         seed=seed,
     )
     choosers: dict[str, Chooses] = {
-        "policy": fit_stack(table, fitted, trainer.run(), policy, budgets, seed),
+        "policy": fit_stack(table, fitted, _run(trainer), policy, budgets, seed),
         "static": BudgetAwareStatic(table, fitted),
     }
-    measured, normaliser = Measured.of(table, fitted, budgets, seed=0), FeatureNormaliser.fit(table, fitted)
-    for one in fit_experts(table, measured, normaliser, config.simple, seed=0):
+    cells, normaliser = Measured.of(table, fitted, budgets, seed=0), FeatureNormaliser.fit(table, fitted)
+    for one in fit_experts(table, cells, normaliser, config.simple, seed=0):
         choosers[one.expert.name] = PredictThenChoose(one.expert.name, one.expert, normaliser)
     rewards, everything = RewardTable(table, RewardConfig()), torch.arange(table.num_samples)
     found: dict[str, Any] = {name: {} for name in (*choosers, "oracle")}
@@ -216,6 +224,13 @@ def _measured(table: ProfileTable, way: Way, seed: int, config: DataSetsConfig) 
     return found
 
 
+def _run(trainer: ControllerTrainer) -> Controller:
+    """Train without a progress bar: that of the study is drawn by another process."""
+    with redirect_stderr(StringIO()):
+        controller: Controller = trainer.run()
+    return controller
+
+
 def main(words: Sequence[str]) -> int:
     """`python experiments/data_sets.py key=value …`."""
     try:
@@ -223,9 +238,7 @@ def main(words: Sequence[str]) -> int:
         merged = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_cli(list(words))))
         assert isinstance(merged, DataSetsConfig)
         print(f"page: {run(merged)}")
-    except (InputError, Exception) as error:
-        if not isinstance(error, InputError) and "omegaconf" not in type(error).__module__:
-            raise
+    except (InputError, OmegaConfBaseException) as error:
         print(f"data_sets: {error}", file=sys.stderr)
         return 2
     return 0

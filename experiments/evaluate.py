@@ -4,7 +4,7 @@ the held-out queries of its own beams, or on others."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from knobwise.experiments.report import print_results
 from knobwise.experiments.results import held_out_choices, results_of
 from knobwise.experiments.selector_data import check_judged, read_data
 from knobwise.experiments.selector_results import selector_results
-from knobwise.experiments.verbs import EvaluateRun
+from knobwise.experiments.verbs import EvaluateRun, LiveConfig
+from knobwise.experiments.verdict import on_decisions
 
 
 def run(config: EvaluateRun) -> dict[str, Any]:
@@ -53,11 +54,14 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         results = evaluate_selector(loaded, config)
         _tell(results, config)
         return results
+    if not config.live and config.stream != LiveConfig():
+        raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
     table = read_profile(config.profile)
     if config.live:
         from knobwise.experiments.live import run_live
 
-        return run_live(config.checkpoint, table, config.stream)
+        given = {name: getattr(config, name) for name in ("json", "budgets_ms") if getattr(config.stream, name) is None}
+        return run_live(config.checkpoint, table, replace(config.stream, **given))
     decides = loaded.controller
     controller = decides.chooser if isinstance(decides, PricedChooser) else decides
     if controller.priced and controller is decides:
@@ -101,6 +105,8 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             results = results_of(table, split.test, budgets_ms, rewards, [decides], [0], baselines)
     results |= held_out_choices([loaded])
     _tell(results, config)
+    if said := on_decisions(results):
+        print(said)
     return results
 
 

@@ -3,8 +3,8 @@
 Arrivals, budgets and the order of the requests are drawn; the model, its answers and the clock are real. Every request
 is served by the controller (`knobwise.agents.runtime`), by budget-aware static and by fixed configurations: a few
 requests in a row by one of them, then the same by the next, in random order, so that the drift of the machine hits all
-alike. The controller is charged all that its way takes beyond the model's own time, the others nothing. Then the same decisions are looked up in the profile: a replay
-that disagrees with the real thing would be worth nothing.
+alike. The controller is charged all that its way takes beyond the model's own time, the others nothing. Then the same
+decisions are looked up in the profile: a replay that disagrees with the real thing would be worth nothing.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def live_results(
 
     Live and replay agree where what is replayed lies in the interval of what was served, accuracy where every answer is
     the same; differences and their own intervals are paired. What is replayed is the model's part: overhead and waiting
-    are as they were. All intervals are 95 % bootstrap intervals over requests; under `rate` they take no notice that requests which wait
-    for one another are no independent draws.
+    are as they were. All intervals are 95 % bootstrap intervals over requests; under `rate` they take no notice that
+    requests which wait for one another are no independent draws.
     """
     served = {name: torch.from_numpy(values) for name, values in record.served.items()}
     choice, rows = served["choice"].long(), torch.from_numpy(stream.rows)

@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.agents.heads import HEADS
 from knobwise.agents.settings import EXPERTS, LossConfig, OptimiserConfig, PolicyConfig
@@ -119,6 +119,8 @@ def settings_of(config: DictConfig) -> Any:
     try:
         return OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
+        if isinstance(error, MissingMandatoryValue):
+            raise InputError(f"settings: {error.full_key} must be given") from error
         raise InputError(f"settings: {str(error).splitlines()[0]} ({error.full_key})") from error
     except InputError:
         raise
@@ -149,9 +151,23 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
             words = f"there is no {wrong[1]!r}" + (f"; did you mean {close[0]!r}?" if close else "")
         if isinstance(error, OverrideParseException):
             words += f" (in {error.override!r}; a value with blanks or brackets is quoted twice: 'key=\"a (1)\"')"
+        elif merged := re.search(r"Error merging override (\S+?)=(.*?) (Invalid|Value) ", words):
+            words = _of_another_type(merged[1], merged[2], words)
         shown = "train experiment=selector" if verb == "train_selector" else verb
-        raise InputError(f"settings: {words}\n`knobwise {shown} --help` lists every key") from error
+        raise InputError(f"settings: {words} (`knobwise {shown} --help` lists every key)") from error
     return settings_of(config)
+
+
+def _of_another_type(key: str, value: str, said: str) -> str:
+    """What is wrong with `key=value`, where OmegaConf speaks of types."""
+    if "is not a ListConfig" in said:
+        return f"{key}={value}: must be a list, {key}=[{value}]"
+    if "is not a subclass of" in said:
+        return f"{key}={value}: has settings of its own and is no choice of one; they are called {key}.…"
+    wanted = re.search(r"not a valid (\w+)|converted to (\w+)", said)
+    kind = {"bool": "true or false", "Integer": "a whole number", "Float": "a number"}
+    name = next(filter(None, wanted.groups())) if wanted else ""
+    return f"{key}={value}: must be {kind[name]}" if name in kind else said.split(" full_key")[0]
 
 
 def with_variants(words: Sequence[str]) -> list[str]:

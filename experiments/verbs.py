@@ -7,7 +7,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from knobwise.agents.settings import AugmentationConfig, LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.agents.settings import (
+    AugmentationConfig,
+    LossConfig,
+    OptimiserConfig,
+    PolicyConfig,
+    at_least,
+    one_of,
+    positive,
+)
 from knobwise.envs.budgets import BudgetConfig
 from knobwise.envs.contexts import BalanceConfig
 from knobwise.envs.errors import InputError
@@ -36,6 +44,11 @@ class SplitConfig:
     """Divide the samples into so many folds, data set by data set, and judge on one of them: `fold`."""
     fold: int = 0
     """Which fold, counted from 0; `-m split.fold=0,1,2` runs several."""
+
+    def __post_init__(self) -> None:
+        at_least("split.seed", self.seed, 0)
+        if self.folds is not None:
+            at_least("split.folds", self.folds, 2)
 
 
 @dataclass
@@ -125,12 +138,14 @@ class LiveConfig:
 
     def __post_init__(self) -> None:
         for name in ("requests", "repeats", "fixed", "calibration"):
-            if getattr(self, name) < 1:
-                raise InputError(f"live: {name}={getattr(self, name)}; must be at least 1")
-        if self.clock not in ("wall", "cpu"):
-            raise InputError(f"live: clock={self.clock!r}; must be wall or cpu")
-        if self.fixed > 3 or self.warm_up < 0 or (self.rate is not None and not self.rate > 0):
-            raise InputError("live: fixed is 1 to 3, warm_up is not negative, and rate is positive or none")
+            at_least(f"stream.{name}", getattr(self, name), 1)
+        at_least("stream.warm_up", self.warm_up, 0)
+        at_least("stream.seed", self.seed, 0)
+        one_of("stream.clock", self.clock, ("wall", "cpu"))
+        if self.fixed > 3:
+            raise InputError(f"stream.fixed={self.fixed}: must be 1, 2 or 3")
+        if self.rate is not None:
+            positive("stream.rate", self.rate)
 
 
 @dataclass
@@ -209,8 +224,8 @@ class ExportRun:
     checkpoint: str = "runs/latest/checkpoints/best.pt"
     """The controller."""
     profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, simulated. What decisions are compared on; of the configurations and
-    features that the controller was trained for, at best the profile itself."""
+    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated. What decisions are compared on; of the
+    configurations and features that the controller was trained for, at best the profile itself."""
     out: str = "exported"
     """Folder for the files."""
     onnx: bool = True

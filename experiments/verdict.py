@@ -44,6 +44,8 @@ WORDS = {
         "knows what was measured for this input, as nothing real does",
     ),
 }
+WORTH_EXPORTING = 0.05
+"""Share of the mean latency above which a decision is too slow."""
 TERMS = {
     "utility": "the accuracy of an answer that met its budget, 0 for one that did not; what policies are judged on",
     "gap closed": "(policy − budget-aware static) / (oracle − budget-aware static), in utility; 100% is the oracle",
@@ -100,6 +102,20 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
             sentence += f" ({learned['infeasible']:.1%} of all could not be met)"
         sentences.append(f"{sentence}.")
     return sentences + _on_the_guard(guarantees(results), unit_of(results))
+
+
+def on_decisions(results: Mapping[str, Any]) -> str:
+    """What deciding takes beside what is decided on, in a sentence; features and setting knobs only a live run knows.
+    Empty where it is not known, or the budget limits no time."""
+    learned = means_of(results).get(LEARNED, {})
+    micros, mean = (float(learned.get(key) or 0) for key in ("decision_us_p50", "latency_ms_mean"))
+    if unit_of(results) != "ms" or not micros > 0 or not mean > 0:
+        return ""
+    share = micros / 1e3 / mean
+    said = f"A decision takes {quantity(micros, 'µs')}, {share:.1%} of the mean latency"
+    if share > WORTH_EXPORTING:
+        said += "; exported it takes less, and a student of it least (knobwise export student=true)"
+    return f"{said}."
 
 
 def _against_static(learned: Row, means: Mapping[str, Row]) -> str:

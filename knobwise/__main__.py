@@ -69,8 +69,30 @@ def _run(verb: str, words: list[str]) -> int:
     if verb == "train" and any(word in HYDRA_FLAGS for word in words):
         _train_by_hydra(schema, words, settings)
         return 0
-    verbs[verb](settings.read_settings(schema, words), words)
+    config = settings.read_settings(schema, words)
+    _check_written(config)
+    verbs[verb](config, words)
     return 0
+
+
+def _check_written(config: Any) -> None:
+    """Refuse files and folders that cannot be written before anything takes time."""
+    from pathlib import Path
+
+    from knobwise.envs.errors import InputError
+
+    stream = getattr(config, "stream", None)
+    for owner, prefix in ((config, ""), (stream, "stream.")):
+        for name in ("json", "html", "out", "runs"):
+            given = getattr(owner, name, None)
+            if given is None:
+                continue
+            path, is_folder = Path(given), name in ("out", "runs")
+            if not is_folder and path.is_dir():
+                raise InputError(f"{prefix}{name}={given}: is a folder; give the name of a file")
+            for above in (*([path] if is_folder else []), *path.parents):
+                if above.exists() and not above.is_dir():
+                    raise InputError(f"{prefix}{name}={given}: {above} is a file and no folder; choose another place")
 
 
 def _train(config: Any, words: list[str]) -> None:
@@ -118,7 +140,7 @@ def _evaluate(config: Any, words: list[str]) -> None:
 def _export(config: Any, words: list[str]) -> None:
     from knobwise.experiments.export import run
 
-    print(f"exported: {run(config)}")
+    run(config)
 
 
 def _inspect(config: Any, words: list[str]) -> None:
@@ -142,6 +164,7 @@ def _inspect(config: Any, words: list[str]) -> None:
 def _profile(config: Any, words: list[str]) -> None:
     from knobwise.envs.errors import InputError
 
+    _check_profiled(config)
     try:
         if config.model == "elastic":
             from knobwise.profiling.runner import profile_elastic
@@ -158,6 +181,34 @@ def _profile(config: Any, words: list[str]) -> None:
         raise
     except ValueError as error:
         raise InputError(f"profile: {error}") from error
+
+
+def _check_profiled(config: Any) -> None:
+    """Refuse settings that are for another kind of model than the one named."""
+    from knobwise.envs.errors import InputError
+    from knobwise.profiling.runner import ElasticProfileConfig
+    from knobwise.profiling.vlm_runner import VLMProfileConfig
+
+    named = config.model not in ("elastic", "learner")
+    if config.data is not None and not named:
+        raise InputError(
+            f"data={config.data}: model={config.model} makes its own questions; say which model is to answer these, by "
+            "model=NAME_OR_FOLDER"
+        )
+    if config.data is None:
+        of_data = {"importance": config.importance is not None, "knobs": config.knobs != VLMProfileConfig()}
+        for name in (name for name, given in of_data.items() if given):
+            own = "; the knobs of the elastic model are elastic.max_crops, …" if config.model == "elastic" else ""
+            raise InputError(f"{name}: is for a Hugging Face model with data=FILE{own}")
+    if config.model != "elastic" and config.elastic != ElasticProfileConfig():
+        raise InputError(f"elastic: is for model=elastic, not for model={config.model}")
+    if config.device is not None:
+        import torch
+
+        if config.device.split(":")[0] not in ("cpu", "cuda"):
+            raise InputError(f"device={config.device}: must be cpu or cuda")
+        if config.device.startswith("cuda") and not torch.cuda.is_available():
+            raise InputError(f"device={config.device}: torch finds no GPU here; take device=cpu")
 
 
 def _profile_beams(config: Any) -> None:

@@ -131,8 +131,9 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
 
     What counts, the first that is found: nothing but the text of an option; nothing but a letter ("b", "B.", "(B)");
     a letter before a text ("B) cat", "(B) cat", "B: cat"); a letter after "answer", "option" or "choice", or "Answer:";
-    one letter in brackets, or one capital standing alone, somewhere in the answer (an "A" or "I" before a small letter
-    is a word); the text of one option, as whole words, somewhere in the answer, the longest where one holds another.
+    one letter in brackets, or one capital standing alone, somewhere in the answer ("A dog" and "I see" begin with no
+    letter, "A is" and "A or B" do); the text of one option, as whole words, somewhere in the answer, the longest where
+    one holds another.
     """
     comparable, count = _comparable(choices), len(choices)
     texts, said = [comparable(choice) for choice in choices], comparable(answer)
@@ -146,7 +147,7 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
         rf"^\s*\(?({either})[).:,](?=\s|$)",
         rf"(?i:answer|option|choice)\b(?:\s+is\b)?\s*:?\s*[(\"'*]*({capital}|{either}(?=[)\"'*.]*\s*$))(?![\w'])",
         rf"\(({either})\)",
-        rf"(?<![\w'])({capital})(?![\w'])(?<![AI](?=\s[a-z]))",
+        rf"(?<![\w'])({capital})(?![\w'])(?<![AI](?=\s(?!(?:is|or|and|because|since)\b)[a-z]))",
     ):
         found = {letter.upper() for letter in re.findall(pattern, answer)}
         if len(found) == 1:

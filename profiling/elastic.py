@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -399,11 +399,17 @@ class ElasticVLM(nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> ElasticVLM:
-        """Read what :meth:`save` wrote; the model is in evaluation mode, single precision."""
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-            model = cls(ElasticSize(**json.loads(metadata["size"])))
-            model.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118
+        """Read what :meth:`save` wrote; the model is in evaluation mode, single precision.
+
+        Raises ``ValueError`` for a file that is none.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+                model = cls(ElasticSize(**json.loads(metadata["size"])))
+                model.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118
+        except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{path}: holds no weights of the elastic model") from error
         model.drop_order = tuple(json.loads(metadata["drop_order"]))
         model.training_s = float(metadata["training_s"])
         return model.eval()

@@ -7,6 +7,7 @@ its metadata: the content key of each sample. A sample whose key stands there is
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
@@ -41,9 +42,17 @@ def image_digests(items: Sequence[VQAItem]) -> list[str]:
     @cache  # many questions are asked about one image
     def of_file(path: Path) -> str:
         try:
-            return hashlib.sha256(path.read_bytes()).hexdigest()
+            content = path.read_bytes()
         except OSError as error:
             raise InputError(f"{path}: the image cannot be read ({error.strerror})") from error
+        return of_bytes(content, str(path))
+
+    def of_bytes(content: bytes, where: str) -> str:
+        try:
+            with Image.open(io.BytesIO(content)):  # reads the head, which says whether it is an image
+                return hashlib.sha256(content).hexdigest()
+        except (OSError, Image.DecompressionBombError) as error:
+            raise InputError(f"{where}: is no image that can be read") from error
 
     def digest(image: Path | bytes | Image.Image) -> str:
         if isinstance(image, Path):
@@ -51,7 +60,7 @@ def image_digests(items: Sequence[VQAItem]) -> list[str]:
         if isinstance(image, Image.Image):
             pixels = image.convert("RGB")  # of a palette the bytes alone say nothing
             return hashlib.sha256(f"{pixels.size} ".encode() + pixels.tobytes()).hexdigest()
-        return hashlib.sha256(image).hexdigest()
+        return of_bytes(image, "an image given as bytes")
 
     return [digest(item.image) for item in items]
 
@@ -164,7 +173,7 @@ class FeatureStore:
                 keys = json.loads((file.metadata() or {}).get("key", "null"))
                 blocks = {name: file.get_tensor(name) for name in sorted(file.keys())}
         except (SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{path}: cannot be read as features ({error}); remove it") from error
+            raise InputError(f"{path}: cannot be read as features ({error})") from error
         if not isinstance(keys, list):
             raise InputError(f"{path}: its features have no content keys, so nothing can be taken over from it")
         if self.dtype == torch.float32 and any(rows.dtype != torch.float32 for rows in blocks.values()):

@@ -39,6 +39,8 @@ def load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype = "auto")
     # what is written like a path is no name of the hub's, which is asked for minutes where it cannot be reached
     if str(name_or_path).startswith((".", "/", "~")) and not Path(name_or_path).is_dir():
         raise InputError(f"{name_or_path}: no such folder")
+    if Path(name_or_path).is_file():
+        raise InputError(f"{name_or_path}: is a file; a model is a folder, or a name on the Hugging Face hub")
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False)
         model = AutoModelForImageTextToText.from_pretrained(
@@ -46,5 +48,7 @@ def load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype = "auto")
         )
     # what is damaged, or does not fit the configuration, fails in many ways
     except (OSError, ValueError, KeyError, ImportError, TypeError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"{name_or_path}: cannot be loaded as a vision-language model ({error})") from error
+        raise InputError(
+            f"{name_or_path}: cannot be loaded as a vision-language model ({' '.join(str(error).split())})"
+        ) from error
     return model, processor

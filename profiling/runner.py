@@ -57,7 +57,9 @@ class ElasticProfileConfig:
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.repeats < 1:
-            raise ValueError(f"samples and repeats must be positive, not {self.samples} and {self.repeats}")
+            raise ValueError(
+                f"elastic.samples and elastic.repeats must be positive, not {self.samples} and {self.repeats}"
+            )
         for name in Configuration._fields:
             values = tuple(int(v) for v in getattr(self, name))
             if not values or len(set(values)) < len(values):

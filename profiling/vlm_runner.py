@@ -94,17 +94,21 @@ class VLMProfileConfig:
     def __post_init__(self) -> None:
         for name, least in {"repeats": 1, "warm_up": 0, "block": 1, "max_new_tokens": 1, "shards": 1}.items():
             if getattr(self, name) < least:
-                raise InputError(f"{name} must be {least} at least, not {getattr(self, name)}")
+                raise InputError(f"knobs.{name} must be {least} at least, not {getattr(self, name)}")
         if self.samples is not None and self.samples < 1:
-            raise InputError(f"samples must be 1 at least, or none for all, not {self.samples}")
+            raise InputError(f"knobs.samples must be 1 at least, or none for all, not {self.samples}")
         if not 0 <= self.shard < self.shards:
-            raise InputError(f"shard must be 0 to {self.shards - 1}, since shards={self.shards}; not {self.shard}")
+            raise InputError(
+                f"knobs.shard must be 0 to {self.shards - 1}, since knobs.shards={self.shards}; not {self.shard}"
+            )
         if self.metric not in ("auto", *METRICS):
-            raise InputError(f"metric={self.metric!r} is unknown; known are auto, {', '.join(METRICS)}")
+            raise InputError(f"knobs.metric={self.metric!r} is unknown; known are auto, {', '.join(METRICS)}")
         if self.strategy not in STRATEGIES:
-            raise InputError(f"strategy={self.strategy!r} is unknown; known are {', '.join(STRATEGIES)}")
+            raise InputError(f"knobs.strategy={self.strategy!r} is unknown; known are {', '.join(STRATEGIES)}")
+        if self.count and self.strategy == "full":
+            raise InputError(f"knobs.count={self.count}: give knobs.strategy too; full measures every configuration")
         if "{question}" not in self.prompt:
-            raise InputError(f"prompt={self.prompt!r} must hold {{question}}")
+            raise InputError(f"knobs.prompt={self.prompt!r} must hold {{question}}")
         for knob in KNOBS:
             setattr(self, knob, tuple(int(value) for value in getattr(self, knob)))
 
@@ -142,12 +146,12 @@ def profile_vlm(
         try:
             answer_accuracy(metric, item.answer, item.answers, item.choices)
         except InputError as error:
-            raise InputError(f"sample {item.id!r}: {error}; choose another metric=…") from error
+            raise InputError(f"sample {item.id!r}: {error}; choose another knobs.metric=…") from error
     configurations = chosen_configurations(model.knobs, config)
     if config.shards > len(configurations):
-        raise InputError(f"shards={config.shards}: there are {len(configurations)} configurations only")
+        raise InputError(f"knobs.shards={config.shards}: there are {len(configurations)} configurations only")
     if config.features_from and not Path(config.features_from).is_file():
-        raise InputError(f"features_from={config.features_from}: no such file")
+        raise InputError(f"knobs.features_from={config.features_from}: no such file")
 
     where, dataset = machine(), config.name or "data"
     which = {
@@ -157,6 +161,7 @@ def profile_vlm(
     }
     questions = tuple(asked(item, config.prompt) for item in items)
     contents = tuple(content_keys(image_digests(items), questions, json.dumps(which, sort_keys=True)))
+    store = _store(out, contents, config) if config.features else None  # reads what is there, and writes nothing yet
     _claim(
         state, config.shard, {"dataset": dataset, **which, "max_new_tokens": config.max_new_tokens, "machine": where}
     )
@@ -164,7 +169,6 @@ def profile_vlm(
     plan = Plan(items, questions, contents, configurations, config.repeats)
     part = np.random.default_rng(config.seed).permutation(len(configurations))[config.shard :: config.shards]
     mine = replace(plan, configurations=tuple(configurations[j] for j in sorted(part)))
-    store = _store(out, contents, config) if config.features else None
     own = dict(zip(contents[config.shard :: config.shards], items[config.shard :: config.shards], strict=True))
     untaken = {key for key in own if store is not None and (config.force or key not in store)}
     with appended(state / f"measured-{config.shard}.jsonl") as log:
@@ -250,7 +254,7 @@ def chosen_configurations(knobs: tuple[KnobSupport, ...], config: VLMProfileConf
 def _chosen(items: tuple[VQAItem, ...], config: VLMProfileConfig) -> tuple[VQAItem, ...]:
     count = len(items) if config.samples is None else config.samples
     if count > len(items):
-        raise InputError(f"samples={count}: the data hold {len(items)} only")
+        raise InputError(f"knobs.samples={count}: the data hold {len(items)} only")
     drawn = np.random.default_rng(config.seed).permutation(len(items))[:count]
     return tuple(items[i] for i in sorted(drawn))
 

@@ -125,6 +125,12 @@ CHOICES = ("cat", "dog", "black cat", "7")
         ("It is a black cat", 2),  # and not the cat in it
         ("A dog is sitting there", 1),  # an article
         ("The answer is a dog", 1),
+        ("A is right", 0),
+        ("answer: b", 1),
+        ("Bears eat the cat", 0),
+        ("A.D. 5", None),
+        ("A or B, so a dog", None),
+        ("B or C, so a dog", None),
         ("a cat or a dog", None),
         ("B or C", None),
         ("E", None),  # there is none

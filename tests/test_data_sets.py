@@ -9,9 +9,11 @@ import pytest
 import torch
 from helpers import small_table
 
+from knobwise.agents import evaluation
 from knobwise.agents.settings import OptimiserConfig
+from knobwise.envs.budgets import default_budgets, quantile_budgets
 from knobwise.envs.joint import join_tables
-from knobwise.envs.table import ProfileTable
+from knobwise.envs.table import ProfileTable, Split
 from knobwise.experiments import data_sets
 from knobwise.experiments.data_sets import DataSetsConfig, main, measure, read_table, run, ways_of
 from knobwise.experiments.data_sets_page import lines_of, page_of
@@ -53,6 +55,11 @@ def test_the_page_says_what_was_found() -> None:
     assert "± 0.071" in page
     assert "nothing here was measured on a model" in page
     assert "nothing here was measured" not in page_of(made_up(), FACTS | {"simulated": False})
+    # static of each data set is what gaps are measured from, and the oracle is fitted on nothing
+    lower = made_up()
+    for seed in lower["all"]:
+        seed["static"] = {name: [0.0] * 4 for name in "ab"}
+    assert "| 0.650 | 0.50 [0.50, 0.50] |" in page_of(lower, FACTS)
     assert any(line.startswith("oracle (upper bound)") for line in lines_of(made_up(), FACTS))
 
 
@@ -73,7 +80,9 @@ def test_what_is_trained_never_sees_what_it_is_judged_on() -> None:
     assert torch.equal(folds.sort().values, torch.arange(30))
 
 
-def test_a_whole_study_of_ones_own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_study_of_ones_own_profiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     quick = OptimiserConfig(warmup_iterations=2, iterations=1, contexts=16, minibatch=16)
     monkeypatch.setitem(GROUPS["optimiser"], "utility", quick)
     paths = []
@@ -109,12 +118,53 @@ def test_a_whole_study_of_ones_own_profiles(tmp_path: Path, monkeypatch: pytest.
     assert len(measured) == len(ways_of(read_table(config), 2)) == 2 + 2 + 4 + 2
     run(config)
     assert len(measured) == 10  # nothing is measured twice
+    assert "seed 0:" not in capsys.readouterr().err  # the study tells how far it is, not each training
     (folder,) = {path.parent for path in tmp_path.glob("*/table.safetensors")}
     found = json.loads((folder / "all-0.json").read_text())
     assert set(found) == {"policy", "static", "ridge", "oracle"}
     assert found["oracle"]["a"] >= found["static"]["a"]
     assert measure(folder, "all", 0, vars(config)) == "all, seed 0"
     assert json.loads((folder / "all-0.json").read_text()) == found
+
+
+@pytest.mark.parametrize("name", ["others b", "others b, told", "all, told"])
+def test_nothing_of_what_is_judged_is_in_what_is_fitted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GROUPS["optimiser"], "utility", OptimiserConfig(warmup_iterations=2, iterations=1, contexts=16))
+    config = DataSetsConfig(simple=["ridge"], members=2)
+    tables = two_tables()
+    joint = join_tables([tables[0], replace(tables[1], latency_ms=3 * tables[1].latency_ms)])
+    made, asked = [], []
+
+    class Trainer(data_sets.ControllerTrainer):
+        def __init__(self, table: ProfileTable, split: Split, **more: Any) -> None:
+            super().__init__(table, split, **more)
+            made.append(self)
+
+    def judge(chooser: Any, table: ProfileTable, rows: torch.Tensor, budgets: torch.Tensor, *more: Any) -> Any:
+        asked.append((table.dataset_names[int(rows[0])], budgets))
+        return evaluation.judge(chooser, table, rows, budgets, *more)
+
+    monkeypatch.setattr(data_sets, "ControllerTrainer", Trainer)
+    monkeypatch.setattr(data_sets, "judge", judge)
+    way = next(way for way in ways_of(joint, 2) if way.name == name)
+    data_sets.measured(joint, way, 0, config)
+    (trainer,) = made
+    assert ("dataset" in trainer.table.features) == way.told
+    fitted = torch.cat([way.split.train, way.split.validation])
+    assert torch.equal(trainer.limits, quantile_budgets(joint.latency_ms[fitted], joint.mask[fitted]))
+    own = {name: default_budgets(replace(table, name=name)) for name, table in zip("ab", tables, strict=True)}
+    own["b"] = default_budgets(replace(tables[1], latency_ms=3 * tables[1].latency_ms))
+    assert {name for name, _ in asked} == set(way.tests)
+    assert all(torch.equal(budgets, own[name]) for name, budgets in asked)
+
+
+def test_other_settings_are_other_measurements(tmp_path: Path) -> None:
+    table = join_tables(two_tables())
+    plain = DataSetsConfig(runs=str(tmp_path))
+    changed = [replace(plain, members=4), replace(plain, folds=3), replace(plain, simple=["knn"])]
+    folders = {data_sets.folder_of(table, config) for config in (plain, *changed)}
+    assert len(folders) == 4
+    assert data_sets.folder_of(table, replace(plain, seeds=[5], jobs=1, out="x.md")) in folders
 
 
 def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import small_table, two_kinds
-from test_numpy_controller import driven_apart, gappy
+from test_numpy_controller import driven_apart, gappy, slowest_first
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.distillation import StudentConfig, Teacher, composed, student_of
@@ -95,7 +95,7 @@ def test_a_teacher_says_of_its_requests_what_the_stack_says() -> None:
 @pytest.mark.parametrize("deploy", [True, False])
 @pytest.mark.parametrize("price", [0.0, 0.3, 1e6])
 def test_what_a_teacher_prefers_most_is_what_the_stack_chooses(deploy: bool, price: float) -> None:
-    table = small_table(90)
+    table = slowest_first()
     stack = stack_of(table, torch.arange(90), "ridge", "knn")
     assert stack.guard is not None
     stack.guard.deploy[1:] = deploy

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -89,6 +91,25 @@ def test_an_answer_says_what_it_cost(tiny: ElasticAdaptive) -> None:
     assert answer.language_tokens == 6
     assert 1 <= answer.output_tokens <= 9
     assert answer.extra["cpu_ms"] > 0
+
+
+def test_a_first_stage_that_was_kept_costs_nothing_and_a_fresh_one_all_that_it_took(tiny: ElasticAdaptive) -> None:
+    stage = tiny.first_stage(request_of(SCENES[0]))
+    long = replace(stage, total_ms=1000.0, extra_ms=1.0, kept=(*stage.kept[:3], 1e6))
+    (fresh,), (kept,) = (tiny.answer([one], {}) for one in (long, replace(long, total_ms=1.0)))
+    for took in (fresh.total_ms, fresh.prefill_ms, fresh.vision_ms):
+        assert 999 < took < 1999
+    assert fresh.extra["cpu_ms"] >= 1e6
+    assert kept.total_ms < 999
+    assert kept.extra["cpu_ms"] < 1e6
+
+
+def test_pixels_of_another_type_are_answered_alike(tiny: ElasticAdaptive) -> None:
+    request = request_of(SCENES[0])
+    first = tiny.first_stage(request)
+    other = tiny.first_stage(Request(request.image.double(), request.question))
+    assert all(np.array_equal(first.features[name], block) for name, block in other.features.items())
+    assert tiny.answer([first], {})[0].text == tiny.answer([other], {})[0].text
 
 
 def test_knobs_are_restored_whatever_happens(tiny: ElasticAdaptive) -> None:

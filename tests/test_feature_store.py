@@ -66,6 +66,7 @@ def test_what_a_kill_left_half_written_is_passed_over(tmp_path):
     (tmp_path / "own" / ".000001-x1y2.safetensors").write_bytes(b"half")
     assert keys[0] in FeatureStore(tmp_path / "own", keys)
     assert keys[0] in FeatureStore(tmp_path / "other", keys, [tmp_path / "own"])
+    assert keys[0] not in FeatureStore(tmp_path / "other", keys[1:], [tmp_path / "own"])  # nobody asks for it
 
 
 def test_only_what_changed_is_computed_again_and_all_with_force(tmp_path):
@@ -94,7 +95,8 @@ def test_the_same_image_from_a_file_and_from_bytes_is_the_same_content(tmp_path)
     of_file, of_bytes = (VQAItem("1", image, "?", ("a",)) for image in (tmp_path / "a.png", png("red")))
     assert image_digests([of_file, of_file]) == image_digests([of_bytes, of_bytes])
     red, blue = (VQAItem("1", Image.new("RGB", (2, 3), colour), "?", ("a",)) for colour in ("red", "blue"))
-    assert len(set(image_digests([of_file, red, blue]))) == 3
+    wide = VQAItem("1", Image.new("RGB", (3, 2), "red"), "?", ("a",))
+    assert len(set(image_digests([of_file, red, blue, wide]))) == 4
     # the same indices into another palette are another picture
     palettes = [
         VQAItem("1", item.image.convert("P", palette=Image.Palette.ADAPTIVE), "?", ("a",)) for item in (red, blue)

@@ -241,6 +241,24 @@ def test_times_are_in_order(vlm):
     assert (cached.text, cached.extra) == (answer.text, {"reused_ms": 0})
 
 
+def test_times_hold_what_is_used_again_of_the_first_stage_and_nothing_else_of_it(llava):
+    stage = replace(llava.first_stage(REQUESTS[0]), total_ms=1e8, extra_ms=4e7)
+    (answer,) = llava.answer([stage], {})
+    assert all(6e7 < ms < 6.1e7 for ms in (answer.vision_ms, answer.prefill_ms, answer.total_ms))
+    (answer,) = llava.answer(without_reuse([stage]), {})
+    assert answer.total_ms < 1e6
+
+
+def test_a_forward_of_the_towers_own_is_restored(llava):
+    part = tower(llava)
+    part.forward = own = part.forward  # as tools do that spread a model over devices
+    try:
+        llava.answer([llava.first_stage(REQUESTS[0])], {})
+        assert vars(part)["forward"] is own
+    finally:
+        del part.forward
+
+
 def test_prefill_ends_with_the_first_token_and_vision_with_the_projector(llava, monkeypatch):
     stage, ticks = llava.first_stage(REQUESTS[0]), iter(range(1000))
     log = []
@@ -311,6 +329,9 @@ def test_a_model_that_can_reason_is_told_to_answer_at_once(llava):
     vlm = HuggingFaceVLM(model, processor, instruction="")
     assert vlm._text("Why?") == "user: <image>Why?<end>\nassistant:<s>"
     assert llava._text("Why?").endswith("assistant:")
+    # a template that writes the token texts begin with gets no second one
+    assert llava._token_options("<s>user: ") == {"add_special_tokens": False}
+    assert llava._token_options("user: ") == {}
 
 
 def test_decoding_is_greedy_whatever_the_model_came_with(llava):

@@ -86,10 +86,10 @@ def test_the_dataset_as_an_input() -> None:
 
 
 def test_images_parts_and_question_types_are_kept() -> None:
-    fixed = replace(ONE, image_ids=("7", "7"), parts=("train", "test"), question_types=("yes/no", "other"))
+    fixed = replace(ONE, image_ids=("7", "7"), parts=("train", "train"), question_types=("yes/no", "other"))
     joint = join_tables([fixed, replace(OTHER, parts=("validation", "test")), replace(fixed, name="c", notes=("odd",))])
     assert joint.image_ids == ("7", "7", "0", "1", "7", "7")
-    assert joint.parts == ("train", "test", "validation", "test", "train", "test")
+    assert joint.parts == ("train", "train", "validation", "test", "train", "train")
     assert joint.question_types == ("yes/no", "other", "unknown", "unknown", "yes/no", "other")
     assert "c: odd" in joint.notes
 
@@ -100,8 +100,14 @@ def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does() -> Non
     split = joint.split()
     places = free.split()
     assert split.test.tolist() == [*places.test.tolist(), *range(21, 40, 2)]
-    assert split.validation.tolist() == places.validation.tolist()
+    # of `fixed` a quarter of the training part
+    assert split.validation[:4].tolist() == places.validation.tolist()
+    assert len(split.validation) == 4 + 3
     assert any("small: fixes no split" in note for note in joint.notes)
+    assert any("fixed: fixes no validation part" in note for note in joint.notes)
+    both = join_tables([fixed, replace(fixed, name="again")])
+    assert set(both.parts) == {"train", "test"}
+    assert len(both.split(0.5, 0.5, seed=3).validation) == 10
 
 
 def test_blocks_must_agree_unless_missing_ones_are_filled_in() -> None:
@@ -157,6 +163,9 @@ def test_several_files_are_one_profile(tmp_path: Path) -> None:
     assert cells(joint) == cells(tables[0]) | cells(tables[1])
     assert joint.features["dataset"].sum(0).tolist() == [20, 20]
     torch.testing.assert_close(joint.features["language_features"][20:], tables[1].features["language_features"])
+    words[2] = "profile.missing_blocks=true"
+    filled = read_profile(read_settings("train", words).profile)
+    assert filled.features["image_features"].isnan().all(1).tolist() == [False] * 20 + [True] * 20
     words[2] = f"profile.features=[{tmp_path}/second.npz]"
     with pytest.raises(InputError, match="1 files for 2 paths"):
         read_profile(read_settings("train", words).profile)

@@ -190,8 +190,44 @@ def test_who_falls_behind_waits_for_itself_alone(table: ProfileTable, split: Spl
     own = served["inference_ms"] + served["overhead_ms"]
     before = np.pad(own.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
     np.testing.assert_allclose(served["waited_ms"], before - (arrivals - arrivals[0])[None, :, None] * 1e3, atol=1e-6)
+    left = np.maximum(stream.budgets_ms - served["waited_ms"][1, :, 0], 1e-9)
+    np.testing.assert_allclose(served["limit_ms"][1, :, 0], left, rtol=1e-6)
     limits = served["limit_ms"][0, :, 0]
     assert (limits[1:] <= np.maximum(stream.budgets_ms - served["waited_ms"][0, :, 0], 1e-9)[1:] + 1e-9).all()
+
+
+def test_nothing_is_fitted_on_what_is_served(
+    table: ProfileTable, split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = split.train[:120]
+    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
+    stack = fit_stack(table, rows, Controller.for_table(table, rows, config).eval(), config, default_budgets(table), 0)
+    seen: dict[str, torch.Tensor] = {}
+
+    def noting(name: str, place: int, call: Any) -> Any:
+        def noted(*given: Any, **more: Any) -> Any:
+            seen[name] = given[place]
+            return call(*given, **more)
+
+        return noted
+
+    few = partial(student_of, config=StudentConfig(hidden=8, requests=100, steps=2))
+    monkeypatch.setattr(live, "student_of", noting("student", 2, few))
+    monkeypatch.setattr(live, "BudgetAwareStatic", noting("static", 1, BudgetAwareStatic))
+    monkeypatch.setattr(live, "fixed_configurations", noting("fixed", 1, fixed_configurations))
+    results = run_live(saved(tmp_path / "best.pt", stack, table, split), table, SHORT)
+    assert set(seen) == {"student", "static", "fixed"}
+    for fitted in seen.values():
+        assert sorted(fitted.tolist()) == sorted([*split.train.tolist(), *split.validation.tolist()])
+    scaled = default_budgets(table).double() * results["speed"]["before"]
+    assert all(min(abs(scaled - budget)) < 1e-9 for budget in results["budgets_ms"])
+
+
+def test_fixed_configurations_are_what_their_names_say(table: ProfileTable, split: Split) -> None:
+    found = fixed_configurations(table, split.train, default_budgets(table), 3)
+    accuracy, latency = table.accuracy[split.train].double().mean(0), table.latency_ms[split.train].double().mean(0)
+    assert (found["cheapest"], found["most_accurate"]) == (int(latency.argmin()), int(accuracy.argmax()))
+    assert list(fixed_configurations(table, split.train, default_budgets(table), 1)) == ["best_static"]
 
 
 def by_hand(table: ProfileTable, slower: float, waited: float = 0.0) -> tuple[Stream, Record]:
@@ -224,6 +260,21 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
     both = table.latency_ms[torch.tensor([0, 1]), torch.tensor([3, 5])].double()
     assert own["latency_ms"] == pytest.approx(float(3 * both.mean()) + 0.5)
     assert results["overhead"]["share"] == pytest.approx(0.5 / float(3 * both.mean()))
+
+
+def test_what_is_possible_and_what_a_replay_decides_are_in_the_time_of_this_machine() -> None:
+    table = small_table(60)
+    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+    stream, record = by_hand(table, slower=3.0)
+    stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())  # enough where it was measured, too little here
+    assert live_results(table, stream, record, controller, speed=3.0)["infeasible"] == 1
+    blocks = {name: block[:2].numpy() for name, block in table.features.items()}
+    stream.budgets_ms[:] = 3 * table.latency_ms.median()
+    chosen = controller.choose(blocks, stream.budgets_ms / 3)
+    assert chosen.tolist() != controller.choose(blocks, stream.budgets_ms).tolist()
+    record.served["choice"][0, :, 0] = chosen
+    whole = live_results(table, stream, record, controller, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"]
+    assert whole == 1
 
 
 def test_the_speed_is_known_as_well_as_its_cells_say() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -50,9 +51,17 @@ def gappy(samples: int = 90) -> ProfileTable:
     return table
 
 
+def slowest_first() -> ProfileTable:
+    """So that what is taken where nothing else decides, the first, is not the fastest."""
+    table = small_table(90)
+    cells = {name: getattr(table, name).flip(1) for name in ("accuracy", "latency_ms", "mask")}
+    return dataclasses.replace(table, configurations=table.configurations.flip(0), **cells)
+
+
 TABLES = {
     "small": lambda: small_table(90),
     "gappy": gappy,
+    "slowest first": slowest_first,
     "no features": lambda: small_table(90, features=False),
     "simulated": lambda: simulate(SimulatedConfig(kind="portfolio", samples=90)),
 }
@@ -135,6 +144,8 @@ def test_fall_backs_and_prices_of_the_guard() -> None:
     stack.guard.deploy.copy_(torch.tensor([True, False, True, True, False]))
     stack.guard.miss.copy_(torch.tensor([0.0, 0.0, 0.3, 1e6, 0.0]))
     assert_same(stack, table)
+    one = one_by_one(to_numpy(stack))
+    assert agreement(stack, one, table, budgets_of(table), samples=30)["different"] == 0
 
 
 @pytest.mark.parametrize("kind", ["stack", "network", "additive", "no guard"])
@@ -174,7 +185,7 @@ def test_mean_budgets(kind: str) -> None:
         light.choose(blocks, np.full(len(rows), 50.0))
 
 
-@pytest.mark.parametrize("name", ["gappy", "no features"])
+@pytest.mark.parametrize("name", ["gappy", "no features", "slowest first"])
 @settings(max_examples=15, deadline=None)
 @given(budget=st.floats(1e-3, 1e4), row=st.integers(0, 89), share=st.floats(0.1, 1.0))
 def test_one_request_is_decided_as_many_are_and_never_outside_its_mask(

@@ -95,7 +95,7 @@ def test_another_run_in_the_same_folder_is_refused(out: Path) -> None:
         ({"num_active_blocks": (1,)}, "num_active_blocks must be 2 to 4"),
         ({"max_crops": ()}, "max_crops needs at least one value"),
         ({"top_k": (1, 1)}, "no value twice"),
-        ({"samples": 0}, "samples and repeats"),
+        ({"samples": 0}, "elastic.samples and elastic.repeats"),
         ({"model": "nowhere.safetensors"}, "no such file"),
     ],
 )

@@ -20,7 +20,7 @@ from rich.console import Console
 from knobwise.envs.errors import InputError
 from knobwise.experiments import charts, page
 from knobwise.experiments.report import print_results, result_charts, write_report
-from knobwise.experiments.verdict import policy_name, read_results, verdict
+from knobwise.experiments.verdict import on_decisions, policy_name, read_results, verdict
 
 BUDGETS = (120.0, 480.0)
 POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58, "ridge": 0.55, "oracle": 0.8}
@@ -367,3 +367,19 @@ def test_a_chart_becomes_a_picture() -> None:
 )
 def test_quantity(value: float | None, words: str) -> None:
     assert page.quantity(value) == words
+
+
+@pytest.mark.parametrize(
+    ("micros", "unit", "said"),
+    [
+        (40.0, "ms", "A decision takes 40.0 µs, 2.0% of the mean latency."),
+        (500.0, "ms", "A decision takes 500 µs, 25.0% of the mean latency; exported it takes less"),
+        (None, "ms", ""),
+        (40.0, "USD", ""),
+    ],
+)
+def test_what_deciding_takes_is_said_beside_the_latency(micros: float | None, unit: str, said: str) -> None:
+    row = {"policy": "controller", "budget_ms": None, "latency_ms_mean": 2.0, "decision_us_p50": micros}
+    found = on_decisions({"rows": [row], "unit": unit})
+    assert found.startswith(said)
+    assert bool(found) == bool(said)

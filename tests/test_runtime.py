@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,6 +213,11 @@ def test_calibration_finds_the_ratio_of_two_machines() -> None:
     assert model.speed == pytest.approx(0.25)
     assert len(noting.groups) == 7
     assert all(len(questions) == 1 for _, questions in noting.groups)
+    times = iter([100.0] * 5 + [3.0] * 5)
+    slow_at_first = AdaptiveModel(noting, ByLimit())
+    answer = noting.answer
+    noting.answer = lambda *given: [replace(a, total_ms=next(times)) for a in answer(*given)]  # type: ignore[method-assign]
+    assert slow_at_first.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=5) == pytest.approx(0.25)
     with pytest.raises(InputError, match="nothing to calibrate on"):
         model.calibrate(table, {})
     with pytest.raises(InputError, match="other configurations"):
@@ -237,14 +244,16 @@ def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> Non
     noting = AdaptiveModel(Noting(), ByLimit())  # which sees for itself that knobs are set by one thread at a time
     found: list[str] = []
     workers = [
-        threading.Thread(target=lambda a: found.extend(r.answer.text for r in noting.generate(asked(a), 9.0)), args=a)
+        threading.Thread(
+            target=lambda a: found.extend(r.answer.text for r in noting.generate(asked(a, a), 9.0)), args=a
+        )
         for a in "abcdefgh"
     ]
     for thread in workers:
         thread.start()
     for thread in workers:
         thread.join()
-    assert sorted(found) == [f"to {a}" for a in "abcdefgh"]
+    assert sorted(found) == [f"to {a}" for a in "aabbccddeeffgghh"]
 
 
 def test_a_model_that_fails_leaves_the_runtime_usable() -> None:
@@ -264,6 +273,44 @@ def test_first_stages_are_kept_by_content_and_the_oldest_goes() -> None:
     assert (model.cache_hits, model.cache_misses, noting.first_stages) == (5, 3, 3)
     model.generate(asked("a"), 9.0)  # was used longest ago, and c has taken its place
     assert noting.first_stages == 4
+    model = AdaptiveModel(noting, ByLimit(), cache=2)
+    for question in "abacab":  # b was used longest ago when c came, not a
+        model.generate(asked(question), 9.0)
+    assert (model.cache_hits, model.cache_misses) == (2, 4)
+
+
+def test_a_first_stage_from_the_cache_is_not_charged_again() -> None:
+    model = AdaptiveModel(Noting(), ByLimit(), cache=2)
+    fresh, kept = (model.answer(asked("a")[0], 9.0) for _ in range(2))
+    assert fresh.overhead_ms >= 1.0
+    assert kept.overhead_ms < 1.0
+
+
+def test_the_median_of_the_latest_decisions_is_charged() -> None:
+    model = AdaptiveModel(Noting(), Slow())
+    results = [model.answer(request, 50.0) for request in asked(*"abcdefg")]
+    assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results))
+    assert model.decision_us < 10e3 < results[0].decision_us
+    results += [model.answer(request, 50.0) for request in asked(*["h"] * 121)]
+    assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results[64:]))
+
+
+class Later(Noting):
+    """A first stage of 500 ms by its own account, and knobs that take 20 ms to set."""
+
+    def first_stage(self, request: Request) -> FirstStage:
+        return replace(super().first_stage(request), total_ms=500.0)
+
+    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+        time.sleep(0.02)
+        return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
+
+
+def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice() -> None:
+    now = time.perf_counter()
+    for result in AdaptiveModel(Later(), ByLimit()).generate(asked("a", "b"), 60_000.0, arrived=[now, now]):
+        assert result.overhead_ms > 15
+        assert 60_300 < result.limit_ms < 60_499  # as if the first stage had begun 500 ms before
 
 
 def test_a_first_stage_from_the_cache_costs_nothing_but_the_looking(vlm: ElasticAdaptive) -> None:
