@@ -29,6 +29,7 @@ from knobwise.agents.priced import PricedChooser
 from knobwise.agents.stack import StackedController
 from knobwise.envs.budgets import LEAST_LATENCY_MS
 from knobwise.envs.errors import InputError
+from knobwise.envs.progress import progress
 from knobwise.envs.table import ProfileTable
 from knobwise.profiling.knobs import AdaptiveVLM, Answer, FirstStage, Request, check_configuration
 
@@ -286,12 +287,13 @@ class AdaptiveModel:
             raise InputError(f"runtime: nothing to calibrate on, none of the samples is in profile {table.name!r}")
         drawn = np.random.default_rng(seed).integers(len(known), size=warm_up + cells)
         ratios = []
-        with self._lock:
-            for place, column in known[drawn].tolist():
+        with self._lock, progress("timing this machine", len(drawn), quiet_s=5) as tick:
+            for done, (place, column) in enumerate(known[drawn].tolist(), 1):
                 row = int(rows[place])
                 stage = self.model.first_stage(samples[row])
                 (answer,) = self.model.answer([stage], self.configurations[column])
                 ratios.append(answer.total_ms / max(float(table.latency_ms[row, column]), LEAST_LATENCY_MS))
+                tick(done, "")
             self.speed = statistics.median(ratios[warm_up:])
         return self.speed
 

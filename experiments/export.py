@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -132,6 +133,7 @@ def _student(loaded: Loaded, teacher: StackedController, table: ProfileTable) ->
             f"student=true: needs the profile that the controller was trained on ({loaded.profile_name!r}), "
             f"and profile {table.name!r} is another; and a best.pt, which says which samples were kept from it"
         )
+    print("fitting a light student to the controller …", file=sys.stderr, flush=True)
     rows, test = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]), loaded.extra["test_rows"]
     student = student_of(teacher, table, rows, seed=0)
     budgets_ms, rewards = default_budgets(table), RewardTable(table, RewardConfig())
@@ -207,6 +209,7 @@ def _tell(said: dict[str, Any], out: Path) -> None:
             f"student: decides as its teacher in {student['same_decision_on_test']:.1%} of the test requests; utility "
             f"{student['utility_of_student']:.3f}, teacher {student['utility_of_teacher']:.3f}; budgets met where "
             f"possible {student['satisfaction_feasible_of_student']:.1%}, teacher "
-            f"{student['satisfaction_feasible_of_teacher']:.1%}"
+            f"{student['satisfaction_feasible_of_teacher']:.1%}",
+            soft_wrap=True,
         )
     console.print(f"exported: {out}", soft_wrap=True)

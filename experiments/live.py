@@ -111,15 +111,16 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
         raise InputError(f"{checkpoint}: live needs the best.pt of a training on profile {table.name!r} as it is now")
     test, fitted = loaded.extra["test_rows"], torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
+    vlm = ElasticAdaptive()
+    budgets_ms = judged_budgets(table, config.budgets_ms)
+    stream = draw_stream(table, test, fitted, budgets_ms, config)
+    check_features(vlm, table, stream)
     by_student = False
     if config.student and isinstance(controller, StackedController) and controller.experts:
         print("fitting a light student to the controller …", file=sys.stderr, flush=True)
         with one_thread():
             controller, by_student = student_of(controller, table, fitted, seed=0), True
-    vlm, exported = ElasticAdaptive(), to_numpy(controller)
-    budgets_ms = judged_budgets(table, config.budgets_ms)
-    stream = draw_stream(table, test, fitted, budgets_ms, config)
-    check_features(vlm, table, stream)
+    exported = to_numpy(controller)
     with one_thread(), threadpool_limits(1), _no_collector():
         model = AdaptiveModel(vlm, exported)
         others = set(stream.scenes) - set(stream.rows.tolist())
@@ -220,9 +221,10 @@ def serve(
         return Served(got.choice, score, inference, overhead, waited, got.limit_ms, got.decision_us)
 
     def alone(row: int, choice: int, waited: float, limit: float = np.nan) -> Served:
+        start = clock()
         run = vlm.model.generate(requests[row].image, requests[row].question, settings[choice])
+        took = (clock() - start) * 1e3
         said = [WORDS[token] for token in run.tokens if token != END]
-        took = run.cpu_ms if by_cpu else run.total_ms
         return Served(choice, score_of(said, stream.scenes[row], soft), took, 0.0, waited, limit, 0.0)
 
     def by_static(row: int, budget: float, waited: float) -> Served:

@@ -15,8 +15,22 @@ if TYPE_CHECKING:
 
 NAMES = {"best_static": "best static", "cheapest": "cheapest", "most_accurate": "most accurate"}
 _CLOCKS = {"wall": "the wall's", "cpu": "the CPU time of the thread"}
+BUSY = 1.5
+"""A machine that takes so many times the profile's latencies is slow, or busy."""
+LISTED = 3
+"""Of the numbers in which live and replay differ, so many are named."""
 WHAT = {"accuracy": ".3f", "latency_ms": ".3f", "satisfaction": ".3f", "utility": ".3f"}
-HEADER = ["policy", "in time", "where possible", "accuracy", "utility", "mean ms", "p95 ms", "replayed: in time", "ms"]
+HEADER = [
+    "policy",
+    "in time",
+    "where possible",
+    "accuracy",
+    "utility",
+    "mean ms",
+    "p95 ms",
+    "replay: in time",
+    "replay: ms",
+]
 
 
 def cells(results: Mapping[str, Any]) -> list[list[str]]:
@@ -43,7 +57,7 @@ def name_of(results: Mapping[str, Any], policy: str) -> str:
     if policy in (LEARNED, STATIC):
         return policy_name(policy)
     knobs = results["configurations"][policy]
-    return f"fixed, {NAMES[policy]} ({', '.join(f'{name} {value}' for name, value in knobs.items())})"
+    return f"fixed, {NAMES[policy]}\n({', '.join(f'{name} {value}' for name, value in knobs.items())})"
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
@@ -62,7 +76,7 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         "configuration can meet.",
         f"{who} answered {own['satisfaction']:.1%} in time with accuracy {own['accuracy']:.3f}: utility "
         f"{own['utility']:.3f}, against {best['utility']:.3f} of the best of the others "
-        f"({name_of(results, best['policy'])}).",
+        f"({policy_name(best['policy'])}).",
         f"It added {overhead['share']:.1%} to the model's mean inference of {overhead['inference_ms']:.2f} ms: "
         f"{overhead['overhead_us']:.0f} µs, in the median {overhead['decision_us_p50']:.0f} for a decision and "
         f"{overhead['features_and_knobs_us_p50']:.0f} for features and knobs.",
@@ -71,6 +85,8 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         f"{decisions['as_replayed_at_the_same_limit']:.1%} of the requests, at the whole budgets in "
         f"{decisions['as_replayed_at_the_whole_budget']:.1%}.",
     ]
+    if speed["during"] > BUSY:
+        said[-1] += " That is slow: other work on the machine also lengthens what the controller adds."
     relative = max(
         abs(row["difference"]) / row["replay"] for row in results["agreement"] if row["what"] == "latency_ms"
     )
@@ -79,11 +95,15 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     if not away:
         return [*said, f"Live and replay agree: accuracy exactly, the rest within the 95% intervals. {apart}"]
     listed = "; ".join(
-        f"{row['what']} of {name_of(results, row['policy'])} {row['live']:.3f} live, {row['replay']:.3f} replayed"
-        for row in away
-    )
+        f"{_in_words(row['what'])} of {policy_name(row['policy'])} {row['live']:.3f} live, {row['replay']:.3f} replayed"
+        for row in away[:LISTED]
+    ) + (f"; and {len(away) - LISTED} more" if len(away) > LISTED else "")
     agreeing = len(results["agreement"]) - len(away)
     return [*said, f"Live and replay agree in {agreeing} numbers; not in these: {listed}. {apart}"]
+
+
+def _in_words(what: str) -> str:
+    return what.replace("latency_ms", "mean ms").replace("satisfaction", "share in time")
 
 
 def print_live(results: Mapping[str, Any], console: Console) -> None:
@@ -116,13 +136,13 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
     rows = cells(results)
     strong = [i for i, row in enumerate(rows) if row[0] == policy_name(LEARNED)]
     compared = [
-        [name_of(results, row["policy"]), row["what"].replace("_ms", ", ms").replace("satisfaction", "share in time")]
+        ["" if place % len(WHAT) else name_of(results, row["policy"]), _in_words(row["what"])]
         + [number(row[key], WHAT[row["what"]]) for key in ("live", "replay")]
         + [
             f"{row['difference']:+.4f}\n{row['ci95'][0]:+.4f} to {row['ci95'][1]:+.4f}",
             "yes" if row["agrees"] else "no",
         ]
-        for row in results["agreement"]
+        for place, row in enumerate(results["agreement"])
     ]
     machine = f"{results['machine']['cpu']}, torch {results['machine']['torch']}, one thread"
     parts = [
