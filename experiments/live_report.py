@@ -151,7 +151,7 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
         f"<div class=verdict>{''.join(f'<p>{html.escape(words)}</p>' for words in verdict(results))}</div>",
         "<h2>Policies</h2>",
         page.figure(bars(results), "Share of requests answered in time, and utility; lines are 95% intervals."),
-        page.table(HEADER, rows, strong),
+        page.table(HEADER[:-2], [row[:-2] for row in rows], strong),  # what is replayed has a table of its own
         "<h2>Live beside replay</h2><p>The same decisions, looked up in the profile; latencies times the speed of this "
         "machine. They agree where what is replayed lies in the 95% interval of what was served, accuracy where every "
         "answer is the same. Below a paired difference stands its own interval.</p>",
