@@ -49,6 +49,8 @@ from knobwise.profiling.runner import ElasticProfileConfig
 from knobwise.profiling.scenes import END, TOKEN, WORDS, Scenes, draw_samples, soft_score
 
 CONTROLLER, STATIC = "controller", "budget_aware_static"
+LATELY = 100
+"""Of so many timed cells the median ratio is the speed of the machine."""
 IN_A_ROW = 20
 """Requests that one policy serves before the next serves the same."""
 
@@ -127,10 +129,11 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
         model.calibrate(table, {row: request_of(stream.scenes[row]) for row in others}, config.calibration)
         if config.clock == "cpu":
             model.speed = _cpu_speed(vlm, table, stream, sorted(others), config)
-        stream = Stream(stream.rows, stream.budgets_ms * model.speed, stream.arrivals_s, stream.scenes)
+        speed = model.speed
+        stream = Stream(stream.rows, stream.budgets_ms * speed, stream.arrivals_s, stream.scenes)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
         record = serve(model, table, BudgetAwareStatic(table, fitted), fixed, stream, config)
-    results = live_results(table, stream, record, exported, model.speed)
+    results = live_results(table, stream, record, exported, speed)
     results |= {"student": by_student, "repeats": config.repeats, "rate": config.rate, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
@@ -260,6 +263,12 @@ def serve(
                         free[p] = arrival + (served.waited_ms + served.overhead_ms + served.inference_ms) / 1e3
                         for name, value in served._asdict().items():
                             record.served[name][p, i, repeat] = value
+                # a machine that others use too is not as fast as a minute ago: both that read the profile are told
+                lately = [
+                    ms / max(float(table.latency_ms[r, c]), LEAST_LATENCY_MS) for r, c, ms in record.cells[-LATELY:]
+                ]
+                if len(lately) == LATELY:
+                    model.speed = float(np.median(lately))
                 tick(repeat * n + block[-1] + 1, "")
     return record
 

@@ -76,7 +76,8 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         "configuration can meet.",
         f"{who} answered {own['satisfaction']:.1%} in time with accuracy {own['accuracy']:.3f}: utility "
         f"{own['utility']:.3f}, against {best['utility']:.3f} of the best of the others "
-        f"({policy_name(best['policy'])}).",
+        f"({policy_name(best['policy'])}), {best['behind']:+.3f} [{best['behind_ci95'][0]:+.3f}, "
+        f"{best['behind_ci95'][1]:+.3f}].",
         f"It added {overhead['share']:.1%} to the model's mean inference of {overhead['inference_ms']:.2f} ms: "
         f"{overhead['overhead_us']:.0f} µs, in the median {overhead['decision_us_p50']:.0f} for a decision and "
         f"{overhead['features_and_knobs_us_p50']:.0f} for features and knobs.",

@@ -79,6 +79,9 @@ def live_results(
                 | {"agrees": exactly if what == "accuracy" else inside, "difference": centre, "ci95": [low, high]}
             )
     own = record.policies.index(LEARNED)
+    for p, row in enumerate(policies):  # by how much it is behind the controller, request by request
+        behind = (live["utility"][own] - live["utility"][p]).mean(-1)
+        row |= {"behind": float(behind.mean()), "behind_ci95": _interval(behind)}
     limits = served["limit_ms"][own].float().numpy()
     blocks = {name: block[rows].numpy() for name, block in table.features.items()}
     whole = controller.choose(blocks, (budgets[:, 0] / speed).float().numpy())

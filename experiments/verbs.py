@@ -108,7 +108,7 @@ class InspectRun:
 class LiveConfig:
     """A simulated stream of requests."""
 
-    requests: int = 400
+    requests: int = 1000
     """How many; test samples in random order, again in another when there are fewer."""
     repeats: int = 1
     """How often the whole stream is served, in another random order of the policies."""

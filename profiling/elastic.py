@@ -289,6 +289,7 @@ class ElasticVLM(nn.Module):
             raise ValueError(f"top_k must be 1 to {self.size.max_top_k}, not {configuration.top_k}")
         self.active_blocks(configuration.num_active_blocks)
 
+    @torch.inference_mode()
     def overview(self, images: Tensor) -> Tensor:
         """The image scaled to one tile, [B, 3, 16, 16]: what no knob changes, and every setting begins with."""
         grid = tile_grid(images.shape[-2] // CELL, images.shape[-1] // CELL, 1)
