@@ -68,7 +68,7 @@ def _of_means(results: Mapping[str, Any]) -> bool:
 
 def cells(results: Mapping[str, Any]) -> list[list[str]]:
     """One line for each data set and policy, under `columns`; [] where there is one data set only."""
-    lines, cells_of = [], _cells_of_means if _of_means(results) else _cells
+    lines, cells_of = [], _cells_of_means if _of_means(results) else judged_cells
     before = None
     for row in results.get("by_dataset", []):
         title = f"{row['dataset']}\n{row['samples']} samples" if row["dataset"] != before else ""
@@ -77,7 +77,8 @@ def cells(results: Mapping[str, Any]) -> list[list[str]]:
     return lines
 
 
-def _cells(row: Row, unit: str) -> list[str]:
+def judged_cells(row: Row, unit: str) -> list[str]:
+    """What a policy got, from its name to its share in time, in words."""
     return [
         policy_name(row["policy"]),
         number(row.get("utility"), ".3f") + interval(row.get("utility_ci95"), ".3f"),

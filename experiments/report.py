@@ -165,16 +165,7 @@ _HEADER = ["policy", "utility", "gap closed", "accuracy", "mean latency", "in ti
 
 
 def _cells(row: Row, unit: str) -> list[str]:
-    return [
-        policy_name(row["policy"]),
-        number(row.get("utility"), ".3f") + interval(row.get("utility_ci95"), ".3f"),
-        number(row.get("gap_closed"), ".0%") + interval(row.get("gap_closed_ci95"), ".0%"),
-        number(row.get("accuracy"), ".3f"),
-        page.quantity(row.get("latency_ms_mean"), unit),
-        number(row.get("satisfaction"), ".1%"),
-        number(row.get("satisfaction_feasible"), ".1%"),
-        page.quantity(row.get("decision_us_p50"), "µs"),
-    ]
+    return [*by_dataset.judged_cells(row, unit), page.quantity(row.get("decision_us_p50"), "µs")]
 
 
 def _table_of_means(results: Mapping[str, Any]) -> str:

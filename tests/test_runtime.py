@@ -162,18 +162,18 @@ def test_a_budget_that_is_spent_before_the_decision_is_still_decided_under() -> 
 def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
     class Sleepy(Noting):
         def first_stage(self, request: Request) -> FirstStage:
-            time.sleep(0.02)  # beside what it says that it took
+            time.sleep(0.5)  # beside what it says that it took
             return super().first_stage(request)
 
     model = AdaptiveModel(Sleepy(), ByLimit())
     result = model.answer(asked("a")[0], 60_000.0)
-    assert result.overhead_ms > 18  # 20 and 1 slept, 3 of the answer's
+    assert result.overhead_ms > 490  # 500 and 1 slept, 3 of the answer's
     assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
     later = model.answer(asked("b")[0], 60_000.0)
     assert later.limit_ms == pytest.approx(60_000 - result.overhead_ms)
     arrived = model.answer(asked("c")[0], 60_000.0, time.perf_counter())
-    assert arrived.waited_ms < 15  # not a second time
-    assert arrived.limit_ms == pytest.approx(60_000 - 20, abs=15)
+    assert arrived.waited_ms < 400  # not a second time
+    assert arrived.limit_ms == pytest.approx(60_000 - 500, abs=400)
 
 
 def test_waiting_counts_from_the_arrival_on() -> None:
@@ -294,7 +294,7 @@ def test_the_median_of_the_latest_decisions_is_charged() -> None:
     model = AdaptiveModel(Noting(), Slow())
     results = [model.answer(request, 50.0) for request in asked(*"abcdefg")]
     assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results))
-    assert model.decision_us < 10e3 < results[0].decision_us
+    assert model.decision_us < results[0].decision_us  # which slept; the median is not the mean nor the most
     results += [model.answer(request, 50.0) for request in asked(*["h"] * 121)]
     assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results[64:]))
 
