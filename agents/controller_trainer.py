@@ -261,6 +261,9 @@ class ControllerTrainer(Trainer):
     def _save(self, folder: Path) -> None:
         if self.best["iteration"] == self.iteration:
             save_checkpoint(folder / "best.pt", self.agent, self.table, self.provenance())
+        self._save_last(folder)
+
+    def _save_last(self, folder: Path) -> None:
         save_checkpoint(folder / "last.pt", self.agent, self.table, {"training": self.training_state()})
 
     def resume(self, path: Path) -> bool:

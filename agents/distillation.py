@@ -24,6 +24,7 @@ from knobwise.agents.stack import HOPELESS, StackedController, View
 from knobwise.agents.stacking import weighted
 from knobwise.envs.budgets import BudgetConfig, BudgetSampler, log_ms
 from knobwise.envs.errors import InputError
+from knobwise.envs.progress import progress
 from knobwise.envs.table import ProfileTable
 
 
@@ -154,16 +155,18 @@ def student_of(
     optimiser = torch.optim.AdamW(student.network.parameters(), lr=config.lr, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate((step + 1) / config.steps))
     drawn_from = rows[torch.randint(len(rows), (config.steps, config.minibatch), generator=generator)]
-    for of_samples in drawn_from:
-        some = torch.randint(len(x), (config.minibatch,), generator=generator)
-        limits = budgets(of_samples, generator)
-        wanted = (config.sharpness * teacher.preference(some, limits)).softmax(-1).float()
-        optimiser.zero_grad()
-        loss = -(wanted * student(x[some], limits)).sum(-1).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.network.parameters(), 5.0)
-        optimiser.step()
-        schedule.step()
+    with progress("fitting a student", config.steps, quiet_s=2) as tick:
+        for step, of_samples in enumerate(drawn_from, 1):
+            some = torch.randint(len(x), (config.minibatch,), generator=generator)
+            limits = budgets(of_samples, generator)
+            wanted = (config.sharpness * teacher.preference(some, limits)).softmax(-1).float()
+            optimiser.zero_grad()
+            loss = -(wanted * student(x[some], limits)).sum(-1).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(student.network.parameters(), 5.0)
+            optimiser.step()
+            schedule.step()
+            tick(step, "")
     return student.requires_grad_(False).eval()
 
 

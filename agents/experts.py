@@ -7,7 +7,8 @@ trees are not, the mean of the folds' is better.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from knobwise.agents.prediction import Prediction, pick
 from knobwise.agents.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.agents.targets import Targets, folds_of
 from knobwise.envs.budgets import log_measured
+from knobwise.envs.progress import progress
 from knobwise.envs.table import ProfileTable
 
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
@@ -148,7 +150,13 @@ def fit_experts(
     # what stands in the holes, and the centres, must not come from what is held out
     folds = [(fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])) for fit, hold in measured.folds]
     targets = Targets(table, rows, x)
-    return [_fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width)) for name in families]
+    fits = itertools.count(1)
+    with progress("fitting experts", len(families) * (len(folds) + 1), quiet_s=2) as tick:
+
+        def fitted(name: str) -> None:
+            tick(next(fits), name.replace("_", " "))
+
+        return [_fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width), fitted) for name in families]
 
 
 def _fit(
@@ -160,7 +168,9 @@ def _fit(
     measured: Measured,
     seed: int,
     informed: bool,
+    said: Callable[[str], None],
 ) -> Fitted:
+    """Fit one family; its name is said after each fold, and at the end."""
     family, mask, features = FAMILIES[name], measured.mask, x.shape[1]
     settings = family.settings if informed else ()
     # [settings, n, 2C]; 0 is the constant
@@ -173,6 +183,7 @@ def _fit(
         of_folds.append([model.rescaled(*own.units) for model in fitted])
         for number, model in enumerate(of_folds[-1]):
             held_out[number, hold] = model(x32[hold])
+        said(name)
     wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
     chosen = []
     for part in range(2):
@@ -198,5 +209,6 @@ def _fit(
     if len(measured.budgets_ms):
         # 1 comes first, so that it stays where the factor does not matter
         spread = spread * max(sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1)), key=utility)
+    said(name)
     words = f"accuracy {one}, latency {other}"
     return Fitted(Expert(name, accuracy, latency, targets.centre[0], spread, words), Prediction(a, m, spread))

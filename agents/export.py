@@ -26,6 +26,7 @@ from knobwise.agents.stack import HOPELESS, StackedController
 from knobwise.envs.budgets import default_budgets, log_ms
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.progress import progress
 from knobwise.envs.table import ProfileTable
 
 Agent = Controller | StackedController | PricedChooser
@@ -207,17 +208,19 @@ def agreement(
     """
     counts = {"contexts": 0, "same": 0, "rounding": 0, "different": 0}
     features = {name: block[:samples] for name, block in table.features.items()}
-    for budget in budgets_ms:
-        limits = budget.expand(min(table.num_samples, samples or table.num_samples))
-        own, other = agent.choose(features, limits), decide(features, limits)
-        rows = (own != other).nonzero().squeeze(1)
-        counts["contexts"] += len(own)
-        counts["same"] += len(own) - len(rows)
-        if len(rows):
-            some = {name: block[rows] for name, block in features.items()}
-            equal = _equally_good(agent, some, limits[rows], own[rows], other[rows])
-            counts["rounding"] += int(equal.sum())
-            counts["different"] += int((~equal).sum())
+    with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
+        for number, budget in enumerate(budgets_ms, 1):
+            limits = budget.expand(min(table.num_samples, samples or table.num_samples))
+            own, other = agent.choose(features, limits), decide(features, limits)
+            rows = (own != other).nonzero().squeeze(1)
+            counts["contexts"] += len(own)
+            counts["same"] += len(own) - len(rows)
+            if len(rows):
+                some = {name: block[rows] for name, block in features.items()}
+                equal = _equally_good(agent, some, limits[rows], own[rows], other[rows])
+                counts["rounding"] += int(equal.sum())
+                counts["different"] += int((~equal).sum())
+            tick(number, "budgets")
     return {**counts, "share": 1 - counts["different"] / max(counts["contexts"], 1)}
 
 

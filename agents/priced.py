@@ -96,14 +96,21 @@ class PricedChooser:
         return chosen.where(self.deployed[group], self.mix.choose(place, group, mask.cpu()))
 
     @torch.no_grad()
-    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Accuracy and latency (ms) of each sample at each calibrated budget, float64 [n, B] each.
-
-        Where the static mix decides its expectation counts, and no draw.
-        """
+    def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
+        """What the chooser takes for each sample at each calibrated budget, guard or not: configurations int64
+        [n, B]."""
         features, mask = {name: block[rows] for name, block in table.features.items()}, table.mask[rows]
         worths = [(1 / price).expand(len(rows)) for price in self.prices]
-        chosen = torch.stack([self.chooser.choose(features, worth, mask).cpu() for worth in worths], 1)
+        return torch.stack([self.chooser.choose(features, worth, mask).cpu() for worth in worths], 1)
+
+    @torch.no_grad()
+    def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Accuracy and latency (ms) of each sample at each calibrated budget, float64 [n, B] each.
+
+        Where the static mix decides its expectation counts, and no draw. `decided` is what `decided` gives for the same
+        samples, where that is at hand.
+        """
+        chosen = self.decided(table, rows) if decided is None else decided
         accuracy, cost = (values[rows].double().gather(1, chosen) for values in (table.accuracy, table.latency_ms))
         if self.mix is None:
             return accuracy, cost

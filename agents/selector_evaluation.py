@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 BATCH = 256
 """Queries chosen for at a time."""
 LOWEST = torch.finfo(torch.float32).min
+
+
+class Decided(NamedTuple):
+    """What was shown for n queries, and what came of it."""
+
+    correct: Tensor
+    """float32 [S, n], 0 or 1, NaN where nothing is known; S = 1 of what no seed changes."""
+    shown: Tensor | None
+    """int64 [S, n, T], rows of the bank in the order shown, −1 after the end, and where nothing was recorded; None
+    where demonstrations only vote."""
 
 
 class Embeds(Protocol):
@@ -64,10 +74,23 @@ def judge_selector(
         rows: int64 [n], the queries; None for all.
         decoding: `greedy` or `beam`; where recorded sequences are judged there is nothing to decode.
     """
+    return decide_selector(selector, embeddings, table, scorer, shots, rows, decoding).correct[0]
+
+
+def decide_selector(
+    selector: Selector,
+    embeddings: Embeds,
+    table: BeamTable,
+    scorer: Scorer | None,
+    shots: int,
+    rows: Tensor | None = None,
+    decoding: str = "greedy",
+) -> Decided:
+    """The same as `judge_selector`, with what was shown; S = 1."""
     rows = torch.arange(table.num_queries) if rows is None else rows
     if scorer is None:
-        return recorded(table.select(rows), shots, log_probs(selector, embeddings, table, rows, shots))
-    return judge(table, scorer, choose(selector, embeddings, table, rows, shots, decoding), rows)
+        return recorded_choices(table.select(rows), shots, [log_probs(selector, embeddings, table, rows, shots)])
+    return judged_choices(table, scorer, [choose(selector, embeddings, table, rows, shots, decoding)], rows)
 
 
 def judge_simple(
@@ -88,6 +111,20 @@ def judge_simple(
         seeds: S, of `random`.
         trusted: see `simple_ways`.
     """
+    found = decide_simple(table, scorer, shots, seeds=seeds, rows=rows, trusted=trusted)
+    return {name: one.correct for name, one in found.items()}
+
+
+def decide_simple(
+    table: BeamTable,
+    scorer: Scorer | None,
+    shots: int,
+    *,
+    seeds: Sequence[int] = (0,),
+    rows: Tensor | None = None,
+    trusted: Tensor | None = None,
+) -> dict[str, Decided]:
+    """The same as `judge_simple`, with what was shown."""
     rows = torch.arange(table.num_queries) if rows is None else rows
     part = table.select(rows)
     if scorer is None:
@@ -95,13 +132,14 @@ def judge_simple(
     else:
         ways = {name: [places] for name, places in simple_ways(part, shots, trusted=trusted).items()}
         ways["random"] = [random_places(part, shots, seed) for seed in seeds]
-        found = {name: torch.stack([judge(table, scorer, p, rows) for p in places]) for name, places in ways.items()}
-        found["vote"] = scorer.vote(rows, bank_rows(table, voters(part), rows)).float().cpu().unsqueeze(0)
+        found = {name: judged_choices(table, scorer, places, rows) for name, places in ways.items()}
+        voted = scorer.vote(rows, bank_rows(table, voters(part), rows)).float().cpu()
+        found["vote"] = Decided(voted.unsqueeze(0), None)
     if "vqa_correct" in part.fields:
         best = [part.fields[name] for name in ("beam_score", "logprob_score", "vqa_gt_prob") if name in part.fields]
         if best:
-            found["best_recorded"] = recorded(part, shots, best[0]).unsqueeze(0)
-        found["oracle"] = recorded(part, shots, part.fields["vqa_correct"]).unsqueeze(0)
+            found["best_recorded"] = recorded_choices(part, shots, best[:1])
+        found["oracle"] = recorded_choices(part, shots, [part.fields["vqa_correct"]])
     return found
 
 
@@ -137,6 +175,12 @@ def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | No
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
     return scorer(rows, bank_rows(table, sequences, rows))["vqa_correct"].float().cpu()
+
+
+def judged_choices(table: BeamTable, scorer: Scores, choices: Sequence[Tensor], rows: Tensor) -> Decided:
+    """What came of S choices, places int64 [n, T] each, for queries `rows`, int64 [n]."""
+    correct = [judge(table, scorer, places, rows) for places in choices]
+    return Decided(torch.stack(correct), torch.stack([bank_rows(table, places, rows) for places in choices]))
 
 
 def bank_rows(table: BeamTable, sequences: Tensor, rows: Tensor) -> Tensor:
@@ -184,6 +228,15 @@ def recorded(table: BeamTable, shots: int, preference: Tensor) -> Tensor:
     Raises:
         InputError: the table has no `vqa_correct`.
     """
+    return recorded_choices(table, shots, [preference]).correct[0]
+
+
+def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]) -> Decided:
+    """The same for S preferences, with the demonstrations of what was preferred.
+
+    Raises:
+        InputError: see `recorded`.
+    """
     if "vqa_correct" not in table.fields:
         raise InputError(
             f"beam table {table.name!r}: without vqa_correct nothing tells whether an answer was right; record it, or "
@@ -191,11 +244,19 @@ def recorded(table: BeamTable, shots: int, preference: Tensor) -> Tensor:
         )
     correct = table.fields["vqa_correct"]
     fits = (table.lengths == shots) & ~correct.isnan()
-    if not table.num_beams:
-        return torch.full((table.num_queries,), torch.nan)
-    # finite, so that what fits is always before what does not
-    ranked = preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST).masked_fill(~fits, -torch.inf)
-    return correct.gather(1, ranked.argmax(1, keepdim=True)).squeeze(1).masked_fill(~fits.any(1), torch.nan)
+    right, shown, queries = [], [], torch.arange(table.num_queries)
+    for preference in preferences:
+        if not table.num_beams:
+            right.append(torch.full((table.num_queries,), torch.nan))
+            shown.append(torch.full((table.num_queries, shots), -1))
+            continue
+        # finite, so that what fits is always before what does not
+        ranked = preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST).masked_fill(~fits, -torch.inf)
+        first, known = ranked.argmax(1), fits.any(1)
+        right.append(correct[queries, first].masked_fill(~known, torch.nan))
+        places = table.sequences[queries, first, :shots].masked_fill(~known.unsqueeze(1), -1)
+        shown.append(bank_rows(table, places, queries))
+    return Decided(torch.stack(right), torch.stack(shown))
 
 
 @torch.no_grad()
@@ -216,15 +277,15 @@ def log_probs(
     return torch.cat(found)
 
 
-def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Tensor]:
+def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:
     """Of the recorded sequences one at random, and those whose demonstrations are the most similar on average."""
     shape = table.beam_mask.shape
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    found = {"random": torch.stack([recorded(table, shots, keys) for keys in drawn])}
+    found = {"random": recorded_choices(table, shots, drawn)}
     ways = {"image_similarity": image_similarity, "question_similarity": question_similarity}
     known = {name: way for name, way in ways.items() if name.removesuffix("_similarity") in table.blocks}
     for name, way in (known | {"similarity": mixed_similarity}).items():
         near = way(table).gather(1, table.sequences.clamp_min(0).flatten(1)).view(table.sequences.shape)
         preference = near.masked_fill(table.sequences < 0, 0.0).sum(-1)
-        found[name] = recorded(table, shots, preference).unsqueeze(0)
+        found[name] = recorded_choices(table, shots, [preference])
     return found

@@ -218,6 +218,9 @@ class SelectorTrainer(Trainer):
         save_checkpoint(folder / f"epoch{epoch}.pt", self.selector, self.table, extra)
         if self.best["iteration"] == self.iteration:
             save_checkpoint(folder / "best.pt", self.selector, self.table, extra)
+        self._save_last(folder)
+
+    def _save_last(self, folder: Path) -> None:
         save_checkpoint(folder / "last.pt", self.selector, self.table, {"training": self.training_state()})
 
     def training_state(self) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from torchrl.envs import EnvBase
 
 from knobwise.agents.settings import OptimiserConfig
+from knobwise.agents.stopping import stopping
+from knobwise.envs.interruption import Held
 from knobwise.envs.progress import progress
 from knobwise.losses import GRPOLoss
 from knobwise.losses.actor import ActorLoss
@@ -69,6 +71,8 @@ class Trainer(ABC):
         self.device, self.title = torch.device(device), f"seed {seed}"
         self.iteration, self.finished = 0, False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
+        self.saved: int | None = None  # the iteration that `last.pt` holds
+        self._held = Held()
         with self._own_random():
             torch.manual_seed(seed)
             self._set_up()
@@ -131,7 +135,11 @@ class Trainer(ABC):
 
     @abstractmethod
     def _save(self, folder: Path) -> None:
-        """Write `last.pt` with `training_state()`, and `best.pt` when this iteration is the best."""
+        """After judging: write `best.pt` when this iteration is the best, then `last.pt` by `_save_last`."""
+
+    @abstractmethod
+    def _save_last(self, folder: Path) -> None:
+        """Write `last.pt` with `training_state()`: what goes on from there ends as it would have here."""
 
     def _begin_grpo(self) -> None:
         """What GRPO starts from becomes the reference, and the optimiser forgets the warm-up."""
@@ -192,9 +200,9 @@ class Trainer(ABC):
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """Train to the end, or until what was held out has stopped gaining; gives the best agent, in eval mode."""
+        """Train to the end, or until what was held out stops gaining; gives the best, in eval mode. See `stopping`."""
         stream = iter(self.collector)
-        with self._own_random(), progress(self.title, self.total, self.iteration) as tick:
+        with stopping(self) as self._held, self._own_random(), progress(self.title, self.total, self.iteration) as tick:
             torch.set_rng_state(self._random[0])
             if self.device.type == "cuda":
                 torch.cuda.set_rng_state(self._random[1], self.device)
@@ -204,6 +212,9 @@ class Trainer(ABC):
                     self._evaluate()
                 if self.finished:
                     break
+                if self._held.asked is not None:
+                    self._keep(self._save_last)
+                    self._held.check()
                 if self.iteration == self.settings.warmup_iterations:
                     self._begin_grpo()
                 metrics = self.iterate(stream)
@@ -256,8 +267,13 @@ class Trainer(ABC):
         self.finished |= 0 < self.settings.patience * self.settings.evaluate_every <= since
         if self.log is not None:
             self.log.log({f"Val/{name}": value for name, value in metrics.items()}, self.iteration)
+        self._keep(self._save)
+
+    def _keep(self, save: Callable[[Path], None]) -> None:
         if self.folder is not None:
-            self._save(self.folder)
+            with self._held.undisturbed():
+                save(self.folder)
+                self.saved = self.iteration
 
     def _is_best(self, score: float) -> bool:
         return score > float(self.best["score"])
@@ -287,3 +303,4 @@ class Trainer(ABC):
         self.collector.reset()
         self._random = state["random"]
         self.iteration, self.finished, self.best = state["iteration"], state["finished"], state["best"]
+        self.saved = self.iteration

@@ -18,7 +18,9 @@ MOST_VALUES = 12
 
 def _colour(policies: Sequence[str]) -> dict[str, Any]:
     """Colour by policy, always in this order, so that a policy has one colour on the whole page."""
-    legend = alt.Legend(orient="top", title=None, labelLimit=340, columns=5, symbolOpacity=1)
+    # long names, as of runs, stand in fewer columns, so that the legend is no wider than the chart
+    columns = max(1, min(5, 820 // (6 * max(map(len, policies), default=1) + 34)))
+    legend = alt.Legend(orient="top", title=None, labelLimit=340, columns=columns, symbolOpacity=1)
     return {"color": alt.Color("policy:N", scale=alt.Scale(domain=list(policies)), legend=legend)}
 
 
@@ -29,16 +31,22 @@ def _budget_axis(budgets: Iterable[float], ticks: int, unit: str = "ms") -> alt.
 
 
 def plane(
-    configurations: pl.DataFrame, paths: pl.DataFrame | None = None, policies: Sequence[str] = (), unit: str = "ms"
+    configurations: pl.DataFrame,
+    paths: pl.DataFrame | None = None,
+    policies: Sequence[str] = (),
+    unit: str = "ms",
+    references: pl.DataFrame | None = None,
 ) -> alt.LayerChart:
     """Mean accuracy against mean latency: configurations as dots, the Pareto front, one path over the budgets a policy.
 
     Args:
         configurations: label, accuracy, latency_ms, and whatever else the tooltip shall say.
-        paths: policy, budget_ms, accuracy, latency_ms.
+        paths: policy, budget_ms, accuracy, latency_ms; perhaps name, where several policies have one colour.
         policies: the order of the policies, which gives their colours.
+        references: what the policies are seen against, drawn without colour: as `paths`.
     """
-    x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=alt.Scale(zero=False, padding=12))
+    axis = alt.Axis(tickCount=10)
+    x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=alt.Scale(zero=False, padding=12), axis=axis)
     y = alt.Y("accuracy:Q", title="mean accuracy (0 to 1)", scale=alt.Scale(zero=False, padding=12))
     base = alt.Chart(configurations).encode(x, y)
     front = configurations.filter(
@@ -54,10 +62,28 @@ def plane(
         .encode(x, y),
     ]
     if paths is not None and len(paths):
-        detail = [alt.Tooltip(f"{name}:{kind}") for name, kind in zip(paths.columns, "NQQQ", strict=True)]
+        detail = [alt.Tooltip(f"{name}:{'Q' if dtype.is_numeric() else 'N'}") for name, dtype in paths.schema.items()]
         line = alt.Chart(paths).encode(x, y, order="budget_ms:Q", tooltip=detail, **_colour(policies))
-        layers += [line.mark_line(strokeWidth=2), line.mark_circle(size=60, opacity=1)]
+        if "name" in paths.columns:
+            line = line.encode(detail="name:N")
+        thin, named = alt.datum.policy == OTHER, alt.datum.policy != OTHER
+        layers += [
+            line.transform_filter(thin).mark_line(strokeWidth=1),
+            line.transform_filter(named).mark_line(strokeWidth=2),
+            line.transform_filter(named).mark_circle(size=60, opacity=1),
+        ]
+    if references is not None:
+        layers.append(_quiet(references, x, y, "budget_ms"))
     return alt.layer(*layers).properties(width=820, height=360)
+
+
+def _quiet(references: pl.DataFrame, x: alt.X, y: alt.Y, order: str) -> alt.Chart:
+    """What lines are seen against: without colour, told apart by their dashes."""
+    names = references["policy"].unique(maintain_order=True).to_list()
+    scale = alt.Scale(domain=names, range=[[1, 3], [7, 3], [1, 0]][: len(names)])
+    legend = alt.Legend(orient="bottom", title=None, labelLimit=340, symbolSize=900)
+    dash = alt.StrokeDash("policy:N", scale=scale, legend=legend)
+    return alt.Chart(references).mark_line(style="quiet", strokeWidth=2).encode(x, y, dash, order=f"{order}:Q")
 
 
 def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:
@@ -79,15 +105,20 @@ def by_budget(
     level: float | None = None,
     size: tuple[int, int] = (820, 320),
     unit: str = "ms",
+    references: pl.DataFrame | None = None,
 ) -> alt.LayerChart:
     """One number against the budget: the policies named are coloured, all others thin and grey.
 
     Args:
         rows: policy, name, budget_ms, `y`, and low and high where the interval is to be drawn.
         level: draws a line at this height.
+        references: what they are seen against, drawn without colour: policy, budget_ms, `y`.
     """
     x = _budget_axis(rows["budget_ms"], size[0] // 80, unit)
-    return _lines(rows, x, y, title, policies, percent, level).properties(width=size[0], height=size[1])
+    lines = _lines(rows, x, y, title, policies, percent, level)
+    if references is not None:
+        lines = alt.layer(lines, _quiet(references, x, alt.Y(f"{y}:Q", title=title), "budget_ms"))
+    return lines.properties(width=size[0], height=size[1])
 
 
 def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.LayerChart:
@@ -153,6 +184,49 @@ def _lines(
     return alt.layer(*layers)
 
 
+def differences(rows: pl.DataFrame, title: str) -> alt.LayerChart:
+    """Differences with their intervals, one below the other, and a line where there is none.
+
+    Args:
+        rows: run, difference, low, high, shown (better, worse, no difference shown), in order.
+        title: of the axis.
+    """
+    y = alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=260))
+    # of the five colours the first two, and the last, which is grey, for what is not certain
+    scale = alt.Scale(domain=["better", "worse", "", " ", "no difference shown"])
+    legend = alt.Legend(orient="top", title=None, values=["better", "worse", "no difference shown"], labelLimit=340)
+    colour = alt.Color("shown:N", scale=scale, legend=legend)
+    detail = ["run:N", *(alt.Tooltip(f"{name}:Q", format="+.3f") for name in ("difference", "low", "high")), "shown:N"]
+    base = alt.Chart(rows).encode(y, colour, tooltip=detail)
+    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(style="quiet", strokeDash=[5, 4]).encode(x="zero:Q")
+    spans = base.mark_rule(strokeWidth=2.5).encode(alt.X("low:Q", title=title), x2="high:Q")
+    dots = base.mark_circle(size=80, opacity=1).encode(alt.X("difference:Q", title=title))
+    return alt.layer(zero, spans, dots).properties(width=560, height=alt.Step(24))
+
+
+def curves_of_runs(points: pl.DataFrame, panels: Sequence[str], runs: Sequence[str]) -> alt.FacetChart:
+    """The means over seeds of several runs against the training step, shaded from the lowest to the highest seed: one
+    panel a number, the runs named coloured, all others thin and grey.
+
+    Args:
+        points: panel, policy (a run named, or `OTHER`), name (the run), step, mean, low, high.
+        panels, runs: their orders; that of the runs gives their colours.
+    """
+    x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=5), scale=alt.Scale(zero=False))
+    axis, scale = alt.Axis(tickCount=5), alt.Scale(zero=False)
+    y = alt.Y("mean:Q", title=None, scale=scale, axis=axis)
+    named = alt.datum.policy != OTHER
+    base = alt.Chart().encode(x, detail="name:N", **_colour(runs))
+    band = base.transform_filter(named).mark_area(opacity=0.15).encode(alt.Y("low:Q", scale=scale), y2="high:Q")
+    tooltip = ["name:N", "step:Q", alt.Tooltip("mean:Q", format=".4~g")]
+    thin = base.transform_filter(alt.datum.policy == OTHER).mark_line(strokeWidth=1).encode(y, tooltip=tooltip)
+    lines = base.transform_filter(named).mark_line(strokeWidth=2).encode(y, tooltip=tooltip)
+    layers = alt.layer(band, thin, lines).properties(width=360, height=180)
+    facet = alt.Facet("panel:N", sort=list(panels), title=None)
+    apart = layers.facet(facet, data=points, columns=2, bounds="flush", spacing={"row": 74, "column": 70})
+    return apart.resolve_scale(x="independent", y="independent")
+
+
 def policy_bars(policies: pl.DataFrame, kinds: Sequence[str]) -> alt.LayerChart:
     """Accuracy of each policy as a bar with its interval and its number, coloured by kind.
 
@@ -183,13 +257,16 @@ def side_by_side(charts: Sequence[alt.LayerChart]) -> alt.HConcatChart:
     return alt.hconcat(*charts, spacing=40).resolve_scale(color="shared")
 
 
-def knob_usage(usage: pl.DataFrame, policies: Sequence[str], unit: str = "ms") -> alt.VConcatChart:
+def knob_usage(usage: pl.DataFrame, policies: Sequence[str], unit: str = "ms", width: int = 200) -> alt.VConcatChart:
     """Which share of the requests gets which value of a knob, per budget: one row a knob, one column a policy.
 
     Args:
         usage: policy, budget_ms, knob, value, share.
         policies: the columns, in order.
+        width: of a column, in pixels.
     """
+    # the name of a run says several things, one below the other
+    header = alt.Header(labelLimit=width + 20, labelExpr="split(datum.label, ', ')")
     rows = []
     for knob in usage["knob"].unique(maintain_order=True):
         part = usage.filter(pl.col("knob") == knob)
@@ -212,11 +289,11 @@ def knob_usage(usage: pl.DataFrame, policies: Sequence[str], unit: str = "ms") -
                 alt.X("budget:O", title="latency budget", sort=budgets, axis=alt.Axis(labelAngle=-35)),
                 alt.Y("share:Q", title="share of requests", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
                 alt.Color("value:O", sort=values, title=knob, scale=alt.Scale(domain=values)),
-                alt.Column("policy:N", sort=list(policies), title=None),
+                alt.Column("policy:N", sort=list(policies), title=None, header=header),
                 order="place:Q",
                 tooltip=["policy:N", "budget:O", "value:O", alt.Tooltip("share:Q", format=".1%")],
             )
-            .properties(width=200, height=130)
+            .properties(width=width, height=130)
         )
     return alt.vconcat(*rows).resolve_scale(color="independent")
 

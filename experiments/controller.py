@@ -12,13 +12,15 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import polars as pl
 import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents.baselines import make_baselines
+from knobwise.agents.baselines import BudgetAwareStatic, Oracle, make_baselines
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from knobwise.agents.controller_trainer import ControllerTrainer
 from knobwise.agents.mean_budget import judged_mean_budgets
@@ -30,14 +32,16 @@ from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.joint import rows_by_dataset
+from knobwise.envs.progress import say
 from knobwise.envs.reward import RewardConfig
 from knobwise.envs.splits import budget_rows, divide
 from knobwise.envs.table import ProfileTable, Split
 from knobwise.experiments.by_dataset import StaticPerDataset
-from knobwise.experiments.mean_results import mean_results_of
+from knobwise.experiments.decisions_file import write_decisions
+from knobwise.experiments.mean_results import mean_decisions_of, mean_results_of, outcomes_of
 from knobwise.experiments.profile_settings import read_profile
 from knobwise.experiments.report import print_results, result_images, write_report
-from knobwise.experiments.results import held_out_choices, results_of
+from knobwise.experiments.results import decisions_of, held_out_choices, judge_policies, profile_of, results_of
 from knobwise.experiments.run_folder import claim
 from knobwise.experiments.tracking import Tracker, wandb_mode
 from knobwise.experiments.verbs import TrainRun
@@ -72,38 +76,26 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
     )
     # all trainers before the first is run: what is wrong shows before anything is written
     trainers = _trainers(config, table, split, budgets_ms)
-    console = Console(stderr=True)
     for note in table.notes:
-        console.print(f"[dim]{table.name}: {note}[/dim]")
+        say(f"{table.name}: {note}")
 
     with claim(config, overrides) as folder:
-        console.print(f"run: {folder}", soft_wrap=True)
+        say(f"run: {folder}")
         _train(config, table, trainers, folder, budgets_ms)
         best, scores = _keep_best(folder, config.seeds)
-        console.print("judging every policy on the test split …")
+        say("judging every policy on the test split …")
         with threadpool_limits(config.threads):
-            if mean:
-                results = mean_results_of(
-                    table,
-                    fitted,
-                    split.test,
-                    budgets_ms,
-                    [one.controller for one in best if isinstance(one.controller, PricedChooser)],
-                    config.seeds,
-                    make_priced_baselines(table, split, budgets_ms, config.seeds[0]),
-                )
-            else:
-                baselines = make_baselines(table, split, seed=config.seeds[0], budgets_ms=budgets_ms)
-                if len(rows_by_dataset(table, split.test)) > 1:
-                    baselines.insert(1, StaticPerDataset(table, fitted, split.test))
-                rewards = trainers[0].env.rewards
-                controllers = [one.controller for one in best]
-                results = results_of(table, split.test, budgets_ms, rewards, controllers, config.seeds, baselines)
+            judge_run = _judged_by_means if mean else _judged_by_deadlines
+            results, decisions = judge_run(
+                config, table, split, budgets_ms, trainers[0], [one.controller for one in best]
+            )
         results |= held_out_choices(best)
         results["experiment"], results["validation_utility"] = config.experiment, scores
+        results["best_seed"] = config.seeds[scores.index(max(scores))]
         results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
         with written_whole(folder / "results.json") as temporary:
             temporary.write_text(json.dumps(results, indent=1))
+        write_decisions(folder, decisions)
         report = write_report(folder)
         with _tracker(config, table, folder, "evaluate") as tracker:
             tracker.log_results(results, images=result_images(results))
@@ -155,6 +147,44 @@ def _finish(policy: PolicyConfig, table: ProfileTable, trainer: ControllerTraine
     save_checkpoint(path, done, table, extra)
 
 
+def _judged_by_deadlines(
+    config: TrainRun,
+    table: ProfileTable,
+    split: Split,
+    budgets_ms: Tensor,
+    trainer: ControllerTrainer,
+    controllers: list[Any],
+) -> tuple[dict[str, Any], pl.DataFrame]:
+    """The contents of `results.json` and of `decisions.parquet`."""
+    fitted, test = torch.cat([split.train, split.validation]), split.test
+    baselines: list[Any] = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
+    if config.baselines:
+        baselines = list(make_baselines(table, split, seed=config.seeds[0], budgets_ms=budgets_ms))
+        if len(rows_by_dataset(table, test)) > 1:
+            baselines.insert(1, StaticPerDataset(table, fitted, test))
+    rewards = trainer.env.rewards
+    judged = judge_policies(table, test, budgets_ms, rewards, controllers, baselines)
+    results = results_of(table, test, budgets_ms, rewards, controllers, config.seeds, baselines, judged)
+    return results, decisions_of(table, test, judged, config.seeds)
+
+
+def _judged_by_means(
+    config: TrainRun,
+    table: ProfileTable,
+    split: Split,
+    budgets_ms: Tensor,
+    trainer: ControllerTrainer,
+    controllers: list[Any],
+) -> tuple[dict[str, Any], pl.DataFrame]:
+    """The same under mean budgets."""
+    fitted, test = torch.cat([split.train, split.validation]), split.test
+    own = [controller for controller in controllers if isinstance(controller, PricedChooser)]
+    baselines = make_priced_baselines(table, split, budgets_ms, config.seeds[0]) if config.baselines else []
+    outcomes = outcomes_of(table, fitted, test, budgets_ms, own, baselines)
+    results = mean_results_of(table, fitted, test, budgets_ms, own, config.seeds, baselines, outcomes)
+    return results, mean_decisions_of(table, test, budgets_ms, outcomes, config.seeds)
+
+
 def _tracker(
     config: TrainRun,
     table: ProfileTable,
@@ -173,6 +203,7 @@ def _tracker(
         seed=seed,
         tags=[config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"],
         profile_digest=table.digest,
+        profile=profile_of(table),
         resume_step=resume_step,
     )
 

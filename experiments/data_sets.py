@@ -42,7 +42,7 @@ from knobwise.envs.calibrated import CalibratedConfig, simulate_calibrated
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.envs.joint import rows_by_dataset, with_dataset_input
-from knobwise.envs.progress import progress
+from knobwise.envs.progress import progress, show_in_parent, workers_shown
 from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.envs.splits import k_folds, leave_one_out
 from knobwise.envs.table import ProfileTable, Split
@@ -116,7 +116,8 @@ def run(config: DataSetsConfig) -> Path:
     context = multiprocessing.get_context("spawn")
     with (
         progress("ways × seeds", len(wanted), done) as tick,
-        ProcessPoolExecutor(config.jobs, mp_context=context) as pool,
+        workers_shown(context) as shown,
+        ProcessPoolExecutor(config.jobs, mp_context=context, initializer=show_in_parent, initargs=shown) as pool,
     ):
         started = [pool.submit(measure, folder, *cell, asdict(config)) for cell in missing]
         for number, future in enumerate(as_completed(started), done + 1):
@@ -225,7 +226,7 @@ def measured(table: ProfileTable, way: Way, seed: int, config: DataSetsConfig) -
 
 
 def _run(trainer: ControllerTrainer) -> Controller:
-    """Train without a progress bar: that of the study is drawn by another process."""
+    """Train without lines in between: the study's own progress is said by another process."""
     with redirect_stderr(StringIO()):
         controller: Controller = trainer.run()
     return controller

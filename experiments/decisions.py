@@ -34,7 +34,7 @@ from knobwise.envs.budgets import default_budgets
 from knobwise.envs.builtin import builtin_profile
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
-from knobwise.envs.progress import progress
+from knobwise.envs.progress import progress, show_in_parent, workers_shown
 from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.envs.simulator import KINDS, SimulatedConfig, simulate
 from knobwise.envs.table import ProfileTable, Split
@@ -90,7 +90,8 @@ def run(config: DecisionsConfig) -> Path:
     done = len(wanted) - len(missing)
     with (
         progress("tables × seeds", len(wanted), done) as tick,
-        ProcessPoolExecutor(config.jobs, mp_context=context) as pool,
+        workers_shown(context) as shown,
+        ProcessPoolExecutor(config.jobs, mp_context=context, initializer=show_in_parent, initargs=shown) as pool,
     ):
         started = [pool.submit(measure, folder, *cell) for cell in missing]
         for number, future in enumerate(as_completed(started), done + 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -18,8 +19,9 @@ from knobwise.agents.mean_budget import StaticMix, best_single_at, difference_ci
 from knobwise.agents.priced import PricedChooser
 from knobwise.envs.joint import rows_by_dataset
 from knobwise.envs.table import ProfileTable
-from knobwise.experiments.results import configurations_of, decision_us
+from knobwise.experiments.results import configurations_of, decision_cells, decision_us, profile_of
 
+SHOWN_IN_USAGE = ("controller", "static_mix", "oracle")
 SHOWN_BY_DATASET = ("controller", "static_mix", "best_single", "oracle")
 
 
@@ -34,6 +36,8 @@ class Outcome(NamedTuple):
     """float64 [S, B], where the policy has prices."""
     mixed: Tensor | None = None
     """bool [B], where a mixture decided: the latencies of single requests are not known there."""
+    chosen: Tensor | None = None
+    """int64 [S, n, B], configurations; −1 where a mixture decided; None of a mixture at every budget."""
 
 
 class Reference:
@@ -82,7 +86,7 @@ class Reference:
         """The most that could have been got at these mean latencies."""
         accuracy, latency = self.table.accuracy[self.test].double(), self.table.latency_ms[self.test].double()
         chosen = oracle_at_mean(accuracy, latency, self.table.mask[self.test], budgets_ms)
-        return Outcome(accuracy.gather(1, chosen).unsqueeze(0), latency.gather(1, chosen).unsqueeze(0))
+        return _of_chosen(self.table, self.test, chosen)
 
 
 def mean_results_of(
@@ -93,6 +97,7 @@ def mean_results_of(
     controllers: Sequence[PricedChooser],
     seeds: Sequence[int],
     baselines: Sequence[PricedChooser],
+    outcomes: Mapping[str, Outcome] | None = None,
 ) -> dict[str, Any]:
     """Judge policies for mean budgets on the same samples.
 
@@ -104,6 +109,7 @@ def mean_results_of(
         controllers: one for each seed; numbers are means over them, intervals are over samples and seeds.
         seeds: of the controllers.
         baselines: what else looks at the request.
+        outcomes: what `outcomes_of` gives for the same arguments, where that is at hand.
 
     Returns:
         The content of `results.json`. Besides the usual keys a row has `price` (λ) and `worth_ms` (1/λ, None at price
@@ -111,31 +117,17 @@ def mean_results_of(
         `over_static_mix_at_budget`, each with its `_ci95`, and `oracle_accuracy` at equal mean latency. `utility` is
         the accuracy; `gap_closed` is at equal mean latency. Of several data sets also `by_dataset`.
     """
-    reference, mix = Reference(table, fitted, test), StaticMix(table, fitted, budgets_ms)
-    accuracy, latency = mix.expected(table, test)
-    single = best_single_at(*reference.averages, budgets_ms, table.mask[test])
-    cells = (values[test].double().gather(1, single).unsqueeze(0) for values in (table.accuracy, table.latency_ms))
-    everywhere = torch.ones(len(budgets_ms), dtype=torch.bool)
-    outcomes = {
-        "controller": _outcome(controllers, table, test),
-        "static_mix": Outcome(accuracy.unsqueeze(0), latency.unsqueeze(0), mixed=everywhere),
-        "best_single": Outcome(*cells),
-        **{baseline.name: _outcome([baseline], table, test) for baseline in baselines},
-        "oracle": reference.oracle(budgets_ms),
-    }
+    reference = Reference(table, fitted, test)
+    outcomes = outcomes or outcomes_of(table, fitted, test, budgets_ms, controllers, baselines)
+    at_budget, mix = outcomes["static_mix"].accuracy[0], StaticMix(table, fitted, budgets_ms)
     deciders = {"controller": controllers[0], **{baseline.name: baseline for baseline in baselines}}
     rows = []
     for name, outcome in outcomes.items():
         decision = decision_us(deciders[name], table, test, budgets_ms) if name in deciders else None
-        for row in _rows(outcome, reference, accuracy, budgets_ms):
+        for row in _rows(outcome, reference, at_budget, budgets_ms):
             rows.append({"policy": name, **row, "decision_us_p50": decision})
     return {
-        "profile": {
-            "name": table.name,
-            "digest": table.digest,
-            "samples": table.num_samples,
-            "configurations": table.num_configurations,
-        },
+        "profile": profile_of(table),
         "sense": "mean",
         "split": "test",
         "test_samples": len(test),
@@ -144,9 +136,52 @@ def mean_results_of(
         "budgets_ms": budgets_ms.tolist(),
         "rows": rows,
         "configurations": configurations_of(table, test),
+        "knob_usage": [
+            use
+            for name in SHOWN_IN_USAGE
+            for use in _usage(table, name, outcomes[name], mix, table.mask[test], budgets_ms)
+        ],
         "static_hull": reference.hull(),
         **_by_dataset(table, fitted, test, outcomes, budgets_ms),
     }
+
+
+def outcomes_of(
+    table: ProfileTable,
+    fitted: Tensor,
+    test: Tensor,
+    budgets_ms: Tensor,
+    controllers: Sequence[PricedChooser],
+    baselines: Sequence[PricedChooser],
+) -> dict[str, Outcome]:
+    """What came of every policy, the static mix, the best single configuration and the oracle among them; the arguments
+    are those of `mean_results_of`."""
+    accuracy, latency = StaticMix(table, fitted, budgets_ms).expected(table, test)
+    single = best_single_at(*averages(table, fitted), budgets_ms, table.mask[test])
+    everywhere = torch.ones(len(budgets_ms), dtype=torch.bool)
+    return {
+        "controller": _outcome(controllers, table, test),
+        "static_mix": Outcome(accuracy.unsqueeze(0), latency.unsqueeze(0), mixed=everywhere),
+        "best_single": _of_chosen(table, test, single),
+        **{baseline.name: _outcome([baseline], table, test) for baseline in baselines},
+        "oracle": Reference(table, fitted, test).oracle(budgets_ms),
+    }
+
+
+def mean_decisions_of(
+    table: ProfileTable, test: Tensor, budgets_ms: Tensor, outcomes: Mapping[str, Outcome], seeds: Sequence[int]
+) -> pl.DataFrame:
+    """The content of `decisions.parquet` (`knobwise.experiments.decisions_file.CONTROLLER`): `utility` is the accuracy,
+    and nothing is early or late."""
+    frames = []
+    for name, outcome in outcomes.items():
+        for number, seed in enumerate(seeds if name == "controller" else [None]):
+            accuracy, latency = outcome.accuracy[number], outcome.latency_ms[number]
+            chosen = torch.full(accuracy.shape, -1) if outcome.chosen is None else outcome.chosen[number]
+            columns = {"configuration": chosen, "accuracy": accuracy, "latency_ms": latency, "utility": accuracy}
+            whole = decision_cells(table, test, budgets_ms, columns | {"in_time": None, "feasible": None})
+            frames.append(whole.with_columns(policy=pl.lit(name), seed=seed))
+    return pl.concat(frames, how="vertical_relaxed")
 
 
 def _by_dataset(
@@ -175,9 +210,60 @@ def _by_dataset(
 
 
 def _outcome(choosers: Sequence[PricedChooser], table: ProfileTable, test: Tensor) -> Outcome:
-    accuracy, latency = zip(*(chooser.expected(table, test) for chooser in choosers), strict=True)
+    chosen = [chooser.decided(table, test) for chooser in choosers]
+    accuracy, latency = zip(
+        *(chooser.expected(table, test, own) for chooser, own in zip(choosers, chosen, strict=True)), strict=True
+    )
     mixed = torch.stack([~chooser.deployed for chooser in choosers]).any(0)
-    return Outcome(torch.stack(accuracy), torch.stack(latency), torch.stack([c.prices for c in choosers]), mixed)
+    prices = torch.stack([chooser.prices for chooser in choosers])
+    singly = [
+        own if chooser.mix is None else own.where(chooser.deployed, -1)
+        for chooser, own in zip(choosers, chosen, strict=True)
+    ]
+    return Outcome(torch.stack(accuracy), torch.stack(latency), prices, mixed, torch.stack(singly))
+
+
+def _usage(
+    table: ProfileTable, policy: str, outcome: Outcome, mix: StaticMix, mask: Tensor, budgets_ms: Tensor
+) -> list[dict[str, Any]]:
+    """How often a policy set each knob to each value, under each budget; of a mixture how often it is expected to.
+
+    Args:
+        table: the profile.
+        policy: its name.
+        outcome: what came of it.
+        mix: what decides where `outcome.chosen` is −1.
+        mask: bool [n, C], of the samples.
+        budgets_ms: float [B].
+    """
+    first, second = mix.both(mask)
+    shares = []  # [C] for each budget
+    for b in range(outcome.accuracy.shape[-1]):
+        share = torch.zeros(table.num_configurations, dtype=torch.float64)
+        for chosen in torch.full((1, len(mask)), -1) if outcome.chosen is None else outcome.chosen[..., b]:
+            mixed = chosen < 0
+            share += torch.bincount(chosen[~mixed], minlength=len(share))
+            for side, weight in ((first, 1 - mix.share[b]), (second, mix.share[b])):
+                share += weight * torch.bincount(side[mixed, b], minlength=len(share))
+        shares.append(share / share.sum())
+    return [
+        {
+            "policy": policy,
+            "budget_ms": float(budgets_ms[b]),
+            "knob": knob.name,
+            "value": value,
+            "share": float(share[table.configurations[:, k] == v].sum()),
+        }
+        for k, knob in enumerate(table.knobs)
+        for b, share in enumerate(shares)
+        for v, value in enumerate(knob.values)
+    ]
+
+
+def _of_chosen(table: ProfileTable, rows: Tensor, chosen: Tensor) -> Outcome:
+    """Of configurations int64 [n, B] for the samples `rows`, int64 [n], without any seed."""
+    accuracy, latency = (values[rows].double().gather(1, chosen) for values in (table.accuracy, table.latency_ms))
+    return Outcome(accuracy.unsqueeze(0), latency.unsqueeze(0), chosen=chosen.unsqueeze(0))
 
 
 def _rows(outcome: Outcome, reference: Reference, at_budget: Tensor, budgets_ms: Tensor) -> list[dict[str, Any]]:

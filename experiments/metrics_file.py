@@ -16,15 +16,20 @@ class MetricsFile:
     """`metrics.csv`: one row per seed and call, columns seed, step and every name logged so far.
 
     A new name widens the file (it is rewritten whole). Rows are on disk when `append` returns. Several processes, each
-    with a seed of its own, may write to one file.
+    with a seed of its own, may write to one file. `earlier` is what the file held of this seed before, step and values,
+    with the rows that are dropped now.
     """
 
     def __init__(self, path: Path, seed: int | None, resume_step: int | None = None) -> None:
         self.path, self.seed = path, "" if seed is None else str(seed)
         last = -1 if resume_step is None else resume_step
+        self.earlier: list[tuple[int, dict[str, float]]] = []
         with self._alone():
             if path.exists():
                 rows = self._read()
+                for row in (row for row in rows if row["seed"] == self.seed):
+                    values = {k: float(v) for k, v in row.items() if v and k not in ("seed", "step")}
+                    self.earlier.append((int(row["step"]), values))
                 self._write([row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last])
 
     def append(self, step: int, values: Mapping[str, float]) -> None:

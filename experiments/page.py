@@ -143,6 +143,7 @@ figure{margin:16px 0;overflow-x:auto}.wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;width:100%}
 th,td{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);vertical-align:top;white-space:nowrap}
 th{font-weight:600;vertical-align:bottom;white-space:normal}th:first-child,td:first-child{text-align:left}
+td:first-child{white-space:normal;min-width:130px}
 .words{text-align:left;white-space:normal;min-width:240px}
 td small{display:block;font-size:12px}.strong td{font-weight:600;background:var(--tint)}.strong small{font-weight:400}
 details{margin:14px 0}summary{cursor:pointer}

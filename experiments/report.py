@@ -125,15 +125,15 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
     else:
         header, rows, says = _HEADER, [_cells(row, unit_of(results)) for row in ranked(results)], verdict(results)
         few = (0, 1, 2, 6)
-    _print_table(console, header, rows, few, learned)
+    print_table(console, header, rows, few, learned)
     if lines := by_dataset.cells(results):
         header, few = by_dataset.columns(results)
-        _print_table(console, header, lines, few, learned, strong=1)
+        print_table(console, header, lines, few, learned, strong=1)
     for words in says:
         console.print(words, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
-def _print_table(
+def print_table(
     console: Console,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -148,7 +148,7 @@ def _print_table(
 
     terminal = console.is_terminal
     shown = Table(box=box.SIMPLE_HEAD if terminal else None, header_style="bold", pad_edge=False)
-    width = console.width if terminal else 200
+    width = console.width if terminal else 400
     kept = range(len(header)) if width >= 130 else few if width >= 90 else few[:3]
     for place in kept:
         shown.add_column(header[place], justify="right" if place else "left", no_wrap=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -15,8 +16,10 @@ from knobwise.agents.evaluation import Chooses, Judged, bootstrap, judge, mean_r
 from knobwise.agents.priced import PricedChooser
 from knobwise.agents.stack import StackedController
 from knobwise.envs.joint import rows_by_dataset
+from knobwise.envs.progress import progress
 from knobwise.envs.reward import RewardTable
 from knobwise.envs.table import ProfileTable
+from knobwise.experiments import decisions_file
 
 SHOWN_IN_USAGE = ("controller", "budget_aware_static", "oracle")
 SHOWN_BY_DATASET = ("controller", "budget_aware_static", "static_per_dataset", "oracle")
@@ -31,6 +34,7 @@ def results_of(
     controllers: Sequence[Chooses],
     seeds: Sequence[int],
     baselines: Sequence[Any],
+    judged: Mapping[str, list[Judged]] | None = None,
 ) -> dict[str, Any]:
     """Judge controllers (one for each seed) and baselines on the same samples under the same budgets.
 
@@ -42,14 +46,12 @@ def results_of(
         controllers: one for each seed; numbers are means over them, intervals are over samples and seeds.
         seeds: of the controllers.
         baselines: with a `name`; `budget_aware_static` and `oracle` must be among them.
+        judged: what `judge_policies` gives for the same arguments, where that is at hand.
 
     Returns:
         the content of `results.json`, with `by_dataset` where the samples are of several data sets.
     """
-    judged: dict[str, list[Judged]] = {
-        "controller": [judge(c, table, test, budgets_ms, rewards) for c in controllers],
-        **{b.name: [judge(b, table, test, budgets_ms, rewards)] for b in baselines},
-    }
+    judged = judged or judge_policies(table, test, budgets_ms, rewards, controllers, baselines)
     deciders: dict[str, Chooses] = {"controller": controllers[0], **{b.name: b for b in baselines}}
     # what knows the rows looks things up, which no request could
     decision = {n: None if n in KNOW_THE_ROWS else decision_us(c, table, test, budgets_ms) for n, c in deciders.items()}
@@ -59,12 +61,7 @@ def results_of(
         for budget in [None, *range(len(budgets_ms))]
     ]
     return {
-        "profile": {
-            "name": table.name,
-            "digest": table.digest,
-            "samples": table.num_samples,
-            "configurations": table.num_configurations,
-        },
+        "profile": profile_of(table),
         "split": "test",
         "test_samples": len(test),
         "seeds": list(seeds),
@@ -75,6 +72,78 @@ def results_of(
         "knob_usage": [use for name in SHOWN_IN_USAGE for use in _usage(table, name, judged[name])],
         **_by_dataset(table, test, judged),
     }
+
+
+def profile_of(table: ProfileTable) -> dict[str, Any]:
+    """What results say of the profile: its name, digest and sizes."""
+    sizes = {"samples": table.num_samples, "configurations": table.num_configurations}
+    return {"name": table.name, "digest": table.digest, **sizes}
+
+
+def judge_policies(
+    table: ProfileTable,
+    test: Tensor,
+    budgets_ms: Tensor,
+    rewards: RewardTable,
+    controllers: Sequence[Chooses],
+    baselines: Sequence[Any],
+) -> dict[str, list[Judged]]:
+    """What came of every decision, by policy: of `controller` one for each seed, of each baseline one. The arguments
+    are those of `results_of`."""
+    judged: dict[str, list[Judged]] = {}
+    everyone = [*(("controller", c) for c in controllers), *((b.name, b) for b in baselines)]
+    with progress("judging", len(everyone), quiet_s=2) as tick:
+        for done, (name, chooser) in enumerate(everyone, 1):
+            judged.setdefault(name, []).append(judge(chooser, table, test, budgets_ms, rewards))
+            tick(done, name)
+    return judged
+
+
+def decisions_of(
+    table: ProfileTable, test: Tensor, judged: Mapping[str, list[Judged]], seeds: Sequence[int]
+) -> pl.DataFrame:
+    """The content of `decisions.parquet` (`knobwise.experiments.decisions_file.CONTROLLER`).
+
+    Args:
+        table: the profile.
+        test: int64 [n].
+        judged: on these samples; of `controller` one for each of `seeds`.
+        seeds: of the controllers.
+    """
+    frames = []
+    for name, of_policy in judged.items():
+        for seed, one in zip(seeds if name == "controller" else [None], of_policy, strict=True):
+            columns = {"configuration": one.chosen, "accuracy": one.accuracy, "latency_ms": one.latency_ms}
+            columns |= {"in_time": one.met, "feasible": one.feasible, "utility": one.utility}
+            frames.append(
+                decision_cells(table, test, one.budgets_ms, columns).with_columns(policy=pl.lit(name), seed=seed)
+            )
+    return pl.concat(frames, how="vertical_relaxed")
+
+
+def decision_cells(
+    table: ProfileTable, rows: Tensor, budgets_ms: Tensor, columns: Mapping[str, Tensor | None]
+) -> pl.DataFrame:
+    """One row for each sample and budget: who it is, and `columns`.
+
+    Args:
+        table: the profile.
+        rows: int64 [n].
+        budgets_ms: float [B].
+        columns: by name [n, B], None for null everywhere. `configuration` holds indices, −1 where there is none, and
+            becomes labels.
+    """
+    places = rows.repeat_interleave(len(budgets_ms)).tolist()
+    labels = [table.label(c) for c in range(table.num_configurations)]
+    found: dict[str, Any] = {
+        "sample_id": [table.sample_ids[i] for i in places],
+        "dataset": [table.datasets[i] for i in places] if table.datasets else [None] * len(places),
+        "budget_ms": budgets_ms.double().repeat(len(rows)).tolist(),
+    }
+    for name, values in columns.items():
+        plain: list[Any] = [None] * len(places) if values is None else values.flatten().tolist()
+        found[name] = [None if c < 0 else labels[c] for c in plain] if name == "configuration" else plain
+    return pl.DataFrame(found, schema={name: decisions_file.CONTROLLER[name] for name in found})
 
 
 def _row(judged: Mapping[str, list[Judged]], name: str, budget: int | None) -> dict[str, Any]:

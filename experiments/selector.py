@@ -15,23 +15,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.pointer import LONGEST
-from knobwise.agents.selector import DECODINGS, StoredEmbeddings
+from knobwise.agents.selector import DECODINGS, Selector, StoredEmbeddings
 from knobwise.agents.selector_baselines import SIMPLE
-from knobwise.agents.selector_evaluation import bank_rows, choose, decision_us, judge, judge_selector, judge_simple
+from knobwise.agents.selector_evaluation import (
+    Decided,
+    choose,
+    decide_selector,
+    decide_simple,
+    decision_us,
+    judged_choices,
+)
 from knobwise.agents.settings import at_least, one_of
+from knobwise.envs.beams import BeamTable
 from knobwise.envs.demonstrations import GroupConfig, recorded_groups
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.progress import say
+from knobwise.experiments.decisions_file import write_decisions
 from knobwise.experiments.report import print_results, result_images, write_report
 from knobwise.experiments.run_folder import claim
 from knobwise.experiments.selector_data import SelectorData, check_judged, hide, read_data
-from knobwise.experiments.selector_results import UPPER, selector_results
+from knobwise.experiments.selector_results import UPPER, selector_decisions, selector_results
 from knobwise.experiments.selector_settings import SelectorRun
 from knobwise.experiments.selector_stages import SelectorStages, tracker_of, train_all
 from knobwise.experiments.tracking import wandb_mode
@@ -63,21 +74,22 @@ def run(config: SelectorRun, overrides: list[str]) -> Path:
     torch.set_num_threads(1)
     wandb_mode(config.tracking)
     data = _checked(config)
-    console = Console(stderr=True)
     for note in dict.fromkeys([*data.table.notes, *data.test.notes]):
-        console.print(f"[dim]{data.table.name}: {note}[/dim]")
+        say(f"{data.table.name}: {note}")
     with claim(config, overrides) as folder:
-        console.print(f"run: {folder}", soft_wrap=True)
+        say(f"run: {folder}")
         train_all(config, folder)
-        _keep_best(config, folder)
-        console.print("judging every policy on held-out queries …")
-        results = judge_run(config, data, folder)
+        best_policy, best_seed = _keep_best(config, folder)
+        say("judging every policy on held-out queries …")
+        results, decisions = judge_run(config, data, folder)
         results["experiment"], results["variants"] = config.experiment, list(config.variants)
+        results["best_policy"], results["best_seed"] = best_policy, best_seed
         results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
         with written_whole(folder / "results.json") as temporary:
             temporary.write_text(json.dumps(results, indent=1))
+        write_decisions(folder, decisions)
         report = write_report(folder)
-        with tracker_of(config, folder, data.table.digest, "evaluate") as tracker:
+        with tracker_of(config, folder, data.table, "evaluate") as tracker:
             tracker.log_results(results, images=result_images(results))
     print_results(results, Console())
     print(f"report: {report}")
@@ -130,57 +142,52 @@ def _checked(config: SelectorRun) -> SelectorData:
     return data
 
 
-def _keep_best(config: SelectorRun, folder: Path) -> None:
-    """The seed and policy that were best on validation become the run's `best.pt`; controls do not compete."""
+def _keep_best(config: SelectorRun, folder: Path) -> tuple[str, int]:
+    """The policy and seed that were best on validation become the run's `best.pt`; controls do not compete."""
     competing = [
         n for n in config.variants if not config.variant(n).hidden and config.stage(config.variant(n), n).keep == "best"
     ]
     found = {}
     for name, seed in itertools.product(competing or ["rce"], config.seeds):
-        path = folder / "checkpoints" / f"seed{seed}" / name
-        found[name, path] = float(load_checkpoint(path / "best.pt").extra["validation"])
-    _, path = max(found, key=found.__getitem__)
+        path = folder / "checkpoints" / f"seed{seed}" / name / "best.pt"
+        found[name, seed] = float(load_checkpoint(path).extra["validation"])
+    name, seed = max(found, key=found.__getitem__)
     for file in ("best.pt", "last.pt"):
         with written_whole(folder / "checkpoints" / file) as temporary:
-            shutil.copyfile(path / file, temporary)
+            shutil.copyfile(folder / "checkpoints" / f"seed{seed}" / name / file, temporary)
+    return name, seed
 
 
-def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> dict[str, Any]:
-    """Every policy on the same held-out queries, at every number of shots; gives the content of `results.json`."""
-    correct: dict[str, dict[int, Tensor]] = {}
+def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Every policy on the same held-out queries, at every number of shots; gives the contents of `results.json` and of
+    `decisions.parquet`."""
+    decided: dict[str, dict[int, Decided]] = {}
     times: dict[str, dict[int, float]] = {}
     votes: dict[str, dict[int, Tensor]] = {}
     epochs: dict[str, list[int]] = {}
+    validation: dict[str, list[float]] = {}
     for shots in config.judged_shots:
-        simple = judge_simple(
+        simple = decide_simple(
             data.test, data.test_scorer, shots, seeds=config.seeds, rows=data.test_rows, trusted=data.trusted
         )
         for name, found in simple.items():
-            correct.setdefault(name, {})[shots] = found
+            decided.setdefault(name, {})[shots] = found
     for name, hidden in policies(config).items():
         test = hide(data.test, hidden)
         embeddings = StoredEmbeddings(test.queries, test.candidates)
-        paths = [folder / "checkpoints" / f"seed{seed}" / name / "best.pt" for seed in config.seeds]
-        epochs[name] = [load_checkpoint(path).extra["epoch"] for path in paths]
-        selectors = [load_checkpoint(path).selector for path in paths]
-        correct[name] = {shots: torch.zeros(len(selectors), len(data.test_rows)) for shots in config.judged_shots}
-        votes[name] = {shots: torch.zeros_like(found) for shots, found in correct[name].items()}
-        for number, one in enumerate(selectors):
-            if data.test_scorer is None:
-                for shots in config.judged_shots:
-                    correct[name][shots][number] = judge_selector(one, embeddings, test, None, shots, data.test_rows)
-                continue
-            longest = choose(one, embeddings, test, data.test_rows, max(config.judged_shots), config.decoding)
-            for shots in config.judged_shots:
-                chosen = longest[:, :shots]  # a greedy choice begins as a shorter one does, a beam need not
-                if config.decoding != "greedy":
-                    chosen = choose(one, embeddings, test, data.test_rows, shots, config.decoding)
-                correct[name][shots][number] = judge(test, data.test_scorer, chosen, data.test_rows)
-                shown = bank_rows(test, chosen, data.test_rows)
-                votes[name][shots][number] = data.test_scorer.vote(data.test_rows, shown)
-                if number == 0:
-                    spent = decision_us(one, embeddings, test, data.test_rows, shots)
-                    times.setdefault(name, {})[shots] = spent
+        loaded = [load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt") for seed in config.seeds]
+        epochs[name] = [one.extra["epoch"] for one in loaded]
+        validation[name] = [one.extra["validation"] for one in loaded]
+        selectors = [one.selector for one in loaded]
+        decided[name] = _decided(config, data, test, embeddings, selectors)
+        if data.test_scorer is not None:
+            votes[name], times[name] = {}, {}
+            for shots, found in decided[name].items():
+                assert found.shown is not None
+                voted = [data.test_scorer.vote(data.test_rows, shown) for shown in found.shown]
+                votes[name][shots] = torch.stack(voted).float().cpu()
+                times[name][shots] = decision_us(selectors[0], embeddings, test, data.test_rows, shots)
+    correct = {name: {n: found.correct for n, found in by_shots.items()} for name, by_shots in decided.items()}
     results = selector_results(
         correct,
         data.table,
@@ -194,7 +201,30 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> dict[str
     if data.test_scorer is not None:
         voted_rows = selector_results(votes, data.table, seeds=config.seeds, trained_shots=config.shots)
         results["votes"] = [row for part in ("rows", "controls") for row in voted_rows[part]]
-    return results | {"epochs": epochs}
+    return results | {"epochs": epochs, "validation": validation}, selector_decisions(
+        decided, data.test, data.test_rows, config.seeds
+    )
+
+
+def _decided(
+    config: SelectorRun, data: SelectorData, test: BeamTable, embeddings: StoredEmbeddings, selectors: list[Selector]
+) -> dict[int, Decided]:
+    """What one policy chose with every seed, by the number of shots."""
+    rows, longest = data.test_rows, max(config.judged_shots)
+    found = {}
+    if data.test_scorer is not None and config.decoding == "greedy":
+        # a greedy choice begins as a shorter one does, a beam need not
+        whole = [choose(one, embeddings, test, rows, longest) for one in selectors]
+        for shots in config.judged_shots:
+            found[shots] = judged_choices(test, data.test_scorer, [chosen[:, :shots] for chosen in whole], rows)
+        return found
+    for shots in config.judged_shots:
+        seeds = [
+            decide_selector(one, embeddings, test, data.test_scorer, shots, rows, config.decoding) for one in selectors
+        ]
+        shown = [one.shown for one in seeds if one.shown is not None]
+        found[shots] = Decided(torch.cat([one.correct for one in seeds]), torch.cat(shown))
+    return found
 
 
 if __name__ == "__main__":

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import polars as pl
 import torch
 from torch import Tensor
 
 from knobwise.agents.evaluation import mean_ci95
 from knobwise.agents.selector_baselines import SIMPLE
 from knobwise.envs.beams import BeamTable
+from knobwise.experiments.decisions_file import SELECTOR
+
+if TYPE_CHECKING:
+    from knobwise.agents.selector_evaluation import Decided
 
 GRPO = ("grpo_live", "grpo_rounds", "grpo_recorded")
 """The forms of post-training; the first that there is stands for the run."""
@@ -77,10 +83,9 @@ def selector_results(
         differences += _differences(known, shots)
     # policy by policy, in the order given
     rows.sort(key=lambda row: list(correct).index(row["policy"]))
-    profile = {"name": table.name, "digest": table.digest, "samples": table.num_queries}
     return {
         "system": "selector",
-        "profile": profile | {"candidates": len(table.candidates)},
+        "profile": profile_of(table),
         "split": "test",
         "test_queries": next(iter(shapes))[1],
         **({} if test is None else {"test_digest": test.digest, "test_candidates": len(test.candidates)}),
@@ -93,6 +98,46 @@ def selector_results(
         "differences": differences,
         "controls": [row for row in rows if row["policy"] in CONTROLS],
     }
+
+
+def selector_decisions(
+    decided: Mapping[str, Mapping[int, Decided]], test: BeamTable, rows: Tensor, seeds: Sequence[int]
+) -> pl.DataFrame:
+    """The content of `decisions.parquet` (`knobwise.experiments.decisions_file.SELECTOR`). A policy of which nothing is
+    known at a number of shots has no rows there, as in `selector_results`.
+
+    Args:
+        decided: by policy and number of shots.
+        test: the held-out queries.
+        rows: int64 [n], those that were judged.
+        seeds: of the selectors, and of `random`.
+    """
+    queries, frames = [test.query_ids[row] for row in rows.tolist()], []
+    for name, by_shots in decided.items():
+        for shots, found in by_shots.items():
+            if found.correct.isnan().all():
+                continue
+            drawn = name == "random" or name not in (*SIMPLE, *UPPER)
+            for number, seed in enumerate(seeds if drawn else [None]):
+                shown = None if found.shown is None else found.shown[number].tolist()
+                words = [None] * len(queries) if shown is None else [_words(row) for row in shown]
+                correct = [None if math.isnan(value) else value for value in found.correct[number].tolist()]
+                columns = {"sample_id": queries, "demonstrations": words, "correct": correct}
+                schema = {column: SELECTOR[column] for column in columns}
+                frame = pl.DataFrame(columns, schema=schema)
+                frames.append(frame.with_columns(policy=pl.lit(name), seed=seed, shots=pl.lit(shots)))
+    return pl.concat(frames, how="vertical_relaxed")
+
+
+def _words(shown: Sequence[int]) -> list[str] | None:
+    """Rows of the bank, −1 after the end, as a list of words; None where nothing is shown."""
+    return [str(row) for row in shown if row >= 0] or None
+
+
+def profile_of(table: BeamTable) -> dict[str, Any]:
+    """What results say of the beams that were learned from: their name, digest and sizes."""
+    sizes = {"samples": table.num_queries, "candidates": len(table.candidates)}
+    return {"name": table.name, "digest": table.digest, **sizes}
 
 
 def shown_at(results: Mapping[str, Any]) -> int:

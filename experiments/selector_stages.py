@@ -7,11 +7,11 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,17 @@ from knobwise.agents.selector_settings import SelectorLossConfig
 from knobwise.agents.selector_trainer import SelectorTrainer
 from knobwise.envs.beams import BeamTable
 from knobwise.envs.demonstrations import GroupConfig
+from knobwise.envs.interruption import (
+    arrived,
+    as_ended,
+    signals_blocked,
+    status_of,
+    stopped_by_signals,
+    stopped_only_by_parent,
+)
+from knobwise.envs.progress import progress, show_in_parent, workers_shown
 from knobwise.experiments.selector_data import SelectorData, hide, read_data
+from knobwise.experiments.selector_results import profile_of
 from knobwise.experiments.selector_settings import SelectorRun
 from knobwise.experiments.tracking import Tracker
 from knobwise.profiling.beam_search import probability, score
@@ -34,24 +44,63 @@ def train_all(config: SelectorRun, folder: Path) -> None:
             train_seed(config, seed, folder)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(config.jobs, len(config.seeds)), mp_context=context, initializer=_plain) as pool:
-        started = [pool.submit(train_seed, config, seed, folder) for seed in config.seeds]
+    jobs = min(config.jobs, len(config.seeds))
+    with (
+        workers_shown(context) as shown,
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_worker, initargs=shown) as pool,
+        progress("seeds", len(config.seeds)) as tick,
+    ):
+        started: list[Future[_Stopped | None]] = []
         try:
-            for future in as_completed(started):
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
+            with signals_blocked():
+                started += [pool.submit(_train_in_worker, config, seed, folder) for seed in config.seeds]
+            for number, future in enumerate(as_ended(started), 1):
+                if stopped := future.result():
+                    raise KeyboardInterrupt(stopped.number)
+                tick(number, "")
+        except BaseException as error:
+            for stopped in _stop(started):
+                for note in stopped.notes if isinstance(error, KeyboardInterrupt) else ():
+                    error.add_note(note)
             raise
 
 
-def _plain() -> None:
-    """Bars of several processes would write over one another: they say a line once in a while instead.
+class _Stopped(NamedTuple):
+    """That a seed was stopped by a signal, and what is kept of it."""
 
-    And no process outlives the one that started it: that run may be started again, and would meet it in its folder.
-    """
-    os.environ["TTY_COMPATIBLE"] = "0"
+    number: int
+    notes: list[str]
+
+
+def _stop(started: Sequence[Future[_Stopped | None]]) -> Iterator[_Stopped]:
+    """Have the processes save what they are at, and wait for it; a second signal makes them stop at once."""
+    running = [future for future in started if not future.cancel()]
+    ended = False
+    while not ended:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        with contextlib.suppress(KeyboardInterrupt):
+            ended = len(list(as_ended(running))) == len(running)
+    for future in running:
+        if future.exception() is None and (stopped := future.result()):
+            yield stopped
+
+
+def _train_in_worker(config: SelectorRun, seed: int, folder: Path) -> _Stopped | None:
+    if number := arrived():  # while this process was idle, or at another seed
+        return _Stopped(number, [])
+    try:
+        with stopped_by_signals():
+            train_seed(config, seed, folder)
+    except KeyboardInterrupt as stop:
+        return _Stopped(status_of(stop) - 128, getattr(stop, "__notes__", []))
+    return None
+
+
+def _worker(shown: Any) -> None:
+    """No process outlives the one that started it: that run may be started again, and would meet it in its folder."""
+    show_in_parent(shown)
+    stopped_only_by_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -183,7 +232,7 @@ class SelectorStages:
             # the checkpoint was written before the rows of its own iteration were complete
             before = self.step + trainer.iteration - 1
             if self.tracker is None:
-                opened = tracker_of(self.config, self.folder, table.digest, "train", self.seed, before)
+                opened = tracker_of(self.config, self.folder, self.data.table, "train", self.seed, before)
                 self.tracker = self.after.enter_context(opened)
             trainer.log = _StageLog(self.tracker, name, self.step)
             trainer.run()
@@ -208,7 +257,7 @@ class _StageLog:
 
 
 def tracker_of(
-    config: SelectorRun, folder: Path, digest: str, job_type: str, seed: int | None = None, step: int | None = None
+    config: SelectorRun, folder: Path, table: BeamTable, job_type: str, seed: int | None = None, step: int | None = None
 ) -> Tracker:
     return Tracker(
         folder,
@@ -219,6 +268,7 @@ def tracker_of(
         settings=config.tracking,
         seed=seed,
         tags=[config.selector.version, f"reward-{config.reward.mode}"],
-        profile_digest=digest,
+        profile_digest=table.digest,
+        profile=profile_of(table),
         resume_step=step if step is not None and step >= 0 else None,
     )

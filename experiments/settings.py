@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -76,6 +76,8 @@ _GROUPS_OF = {
     "evaluate": ("profile", "reward", "beams"),
     "profile": (),
     "export": ("profile",),
+    "compare": (),
+    "workspace": (),
 }
 """Which groups the settings of a verb are put together from."""
 
@@ -86,6 +88,7 @@ def schema_of(verb: str, words: Sequence[str]) -> str:
     return "train_selector" if selector else verb
 
 
+@cache
 def register() -> None:
     """Tell Hydra of the groups and of the verbs."""
     store = ConfigStore.instance()
@@ -104,7 +107,7 @@ def register() -> None:
 # a run keeps its own folder, and its own config.yaml; Hydra is asked to leave nothing of its own behind
 HYDRA = {
     "run": {"dir": "."},
-    "sweep": {"dir": "runs/multirun", "subdir": "."},
+    "sweep": {"dir": "${runs}/multirun", "subdir": "."},
     "output_subdir": None,
     "job": {"chdir": False},
 }
@@ -134,13 +137,22 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
     Raises:
         InputError: an unknown key or group, a value of the wrong type.
     """
-    register()
     for word in overrides:
         if word.startswith(("-", "+", "~")):
             raise InputError(f"settings: {word!r}: settings are given as key=value, and every key exists already")
+    return settings_of(composed(verb, overrides))
+
+
+def composed(verb: str, overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
+    """What Hydra puts together from `key=value` words, not yet checked; its own settings too when asked for.
+
+    Raises:
+        InputError: an unknown key or group, a value of the wrong type.
+    """
+    register()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose(verb, with_variants(overrides))
+            return compose(verb, with_variants(overrides), return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         lines = f"{error}\n{cause if cause is not error else ''}".split("Config search path")[0].splitlines()
@@ -155,7 +167,6 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
             words = _of_another_type(merged[1], merged[2], words)
         shown = "train experiment=selector" if verb == "train_selector" else verb
         raise InputError(f"settings: {words} (`knobwise {shown} --help` lists every key)") from error
-    return settings_of(config)
 
 
 def _of_another_type(key: str, value: str, said: str) -> str:
@@ -173,21 +184,6 @@ def _of_another_type(key: str, value: str, said: str) -> str:
 def with_variants(words: Sequence[str]) -> list[str]:
     """Variants are named by whoever trains them, so their keys may be new."""
     return [f"++{word}" if re.match(r"variants[.=]", word) else word for word in words]
-
-
-def first_of_each_sweep(words: list[str]) -> list[str]:
-    """The settings of a sweep's first job: flags left out, `key=a,b` cut to `key=a`."""
-    words = [word for word in words if not word.startswith("-")]
-    try:
-        parsed = OverridesParser.create().parse_overrides(words)
-    except OverrideParseException:
-        return words  # `read_settings` says what is wrong with them
-    return [
-        f"{one.get_key_element()}={next(iter(one.sweep_string_iterator()))}"
-        if one.is_sweep_override()
-        else one.input_line
-        for one in parsed
-    ]
 
 
 def field_docs(node: type[Any]) -> dict[str, str]:
@@ -208,7 +204,11 @@ def field_docs(node: type[Any]) -> dict[str, str]:
 
 def help_lines(verb: str) -> list[tuple[str, str, str]]:
     """(key, default, meaning) of every setting of a verb."""
-    return _lines(read_settings(verb, []), "", _GROUPS_OF[verb])
+    needed = [f.name for f in fields(VERBS[verb]) if f.default is MISSING and f.name not in _GROUPS_OF[verb]]
+    usual = read_settings(verb, [f"{name}=[]" for name in needed])
+    for name in needed:
+        setattr(usual, name, MISSING)
+    return _lines(usual, "", _GROUPS_OF[verb])
 
 
 def _lines(node: Any, prefix: str, groups: Sequence[str] = ()) -> list[tuple[str, str, str]]:

@@ -7,15 +7,11 @@ Everything lies inside the run's folder, and nothing needs an account or a netwo
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import netrc
 import os
 import platform
-import re
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,16 +21,11 @@ from urllib.parse import urlsplit
 import torch
 
 from knobwise.envs.errors import InputError
-from knobwise.experiments import selector_results
+from knobwise.experiments import sweep_agent, wandb_results
 from knobwise.experiments.metrics_file import MetricsFile
+from knobwise.experiments.wandb_run import WandbRun
 
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
-LEARNED = ("controller", *selector_results.LEARNED)
-"""What is trained, whose numbers go with its checkpoint."""
-HIGHER_IS_BETTER = re.compile(r"Reward_Mean|Accuracy_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.IGNORECASE)
-LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.IGNORECASE)
-PATIENCE_S = 20
-"""How long W&B may take to answer when it is online; its own limit is far longer."""
 
 
 @dataclass
@@ -75,7 +66,8 @@ class Tracker:
     """Writes one run's numbers to every place at once; used as a context manager.
 
     An exception that leaves the block marks the W&B run as failed. A disabled tracker still writes `metrics.csv`, so
-    that no caller has to ask whether tracking is on.
+    that no caller has to ask whether tracking is on. Where W&B fails after it was started a line says so, and the rest
+    goes on.
 
     Args:
         folder: the run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it.
@@ -86,11 +78,12 @@ class Tracker:
         seed: which seed this is, or None for what belongs to all of them.
         tags: beside those of the settings.
         profile_digest: `ProfileTable.digest`.
+        profile: what else is known of the profile, as in `results.json`: online the W&B run of a seed has it as input.
         resume_step: the step of the checkpoint that training goes on from. Rows of this seed after it are dropped;
             None means from the start, and drops every earlier row of this seed.
 
     Raises:
-        InputError: see `wandb_mode`; W&B asked for online, but not to be reached.
+        InputError: see `wandb_mode`; W&B asked for online, but not to be reached when the first seed begins.
     """
 
     def __init__(
@@ -105,24 +98,28 @@ class Tracker:
         seed: int | None = None,
         tags: Sequence[str] = (),
         profile_digest: str = "",
+        profile: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.name = name if seed is None else f"{name}-seed{seed}"
         self.experiment, self.job_type, self.settings = experiment, job_type, settings
-        self.seed, self.resume_step = seed, resume_step
+        self.seed, self.resume_step, self.profile = seed, resume_step, profile
         self.tags = list(dict.fromkeys([*settings.tags, *tags]))
         self.config = dict(config) | {
             "profile_digest": profile_digest,
             "git_commit": git_commit(),
             "machine": machine(),
         }
+        self.config["run"] = name  # what the runs of all its seeds have in common
         if seed is not None:
             self.config["seed"] = seed
+        self.sweep = sweep_agent.sweep_job() if job_type == "evaluate" else None
+        if self.sweep is not None:
+            self.config |= self.sweep.parameters
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
-        self._wandb: Any = None
-        self._defined: set[str] = set()
+        self._wandb: WandbRun | None = None
         self._after = contextlib.ExitStack()
 
     def __enter__(self) -> Tracker:
@@ -139,23 +136,19 @@ class Tracker:
                 )
                 stack.callback(self._tensorboard.close)
             if self.mode != "disabled":
-                stack.enter_context(_wandb_environment(self.folder / "wandb"))
-                self._wandb = self._start_wandb()
+                self._wandb = self._start_wandb(stack)
             self._after = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._after:
-            if self._wandb is not None:
-                stopped_well = kind is None or (isinstance(error, SystemExit) and not error.code)
-                self._wandb.finish(exit_code=0 if stopped_well else 130 if kind is KeyboardInterrupt else 1)
+        self._after.__exit__(kind, error, trace)
 
     @property
     def url(self) -> str | None:
         """Where the W&B run can be looked at; None when it is not online."""
-        return self._wandb.url if self.mode == "online" and self._wandb is not None else None
+        return None if self._wandb is None else self._wandb.url
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers that belong to one training step. Steps do not go back; several calls a step are fine."""
@@ -163,11 +156,7 @@ class Tracker:
         self._csv.append(step, values)
         self._to_tensorboard(values, step)
         if self._wandb is not None:
-            for name in values.keys() - self._defined:
-                best = "max," if HIGHER_IS_BETTER.search(name) else "min," if LOWER_IS_BETTER.search(name) else ""
-                self._wandb.define_metric(name, step_metric="step", summary=f"{best}last")
-                self._defined.add(name)
-            self._wandb.log({**values, "step": step})
+            self._wandb.log(values, step)
 
     def log_results(
         self,
@@ -179,57 +168,21 @@ class Tracker:
         """Write what a finished run found (`results.json`), its report and its checkpoint, where they exist.
 
         The means over the budgets become summaries `Test/<policy>/<number>`; every row goes into the W&B table
-        `Test/policies`; numbers per budget become curves `Budget/<policy>/<number>` over `budget_ms`; images (name →
-        PNG, from `report.result_images`) become `Charts/<name>`. Artifacts: the profile (its digest and sizes; the
-        files only when given), the best checkpoint with the configuration.
+        `Test/policies`, what single samples got into `Test/decisions`, and how often knobs were set to what into
+        `Test/knob_usage`; numbers per budget become curves `Budget/<policy>/<number>` over `budget_ms`, and so do the
+        shares `Knobs/<policy>/<knob>=<value>`; images (name → PNG, from `report.result_images`) become `Charts/<name>`.
+        Artifacts: the profile (its digest and sizes; the files only when given), the best checkpoint with the
+        configuration.
 
         Of a selector the summaries are those at the shots of training, the curves `Shots/<policy>/<number>` go over
-        `shots`, controls are among the policies, and `Test/differences` is a second table.
+        `shots`, controls are among the policies, and `Test/differences` is one more table.
         """
-        rows = [_flat(row) for row in [*results["rows"], *results.get("controls", [])]]
-        axis, summarised = "budget_ms", None
-        if results.get("system") == "selector":
-            axis, summarised = "shots", selector_results.shown_at(results)
-        means = _numbers("Test", [row for row in rows if row.get(axis) == summarised])
-        self._to_tensorboard(means, 0)
-        if self._wandb is None:
-            return
-        import wandb
-        from PIL import Image
-
-        self._wandb.summary.update(means)
-        tables = {"Test/policies": rows, "Test/differences": [_flat(row) for row in results.get("differences", [])]}
-        shown = {}
-        for name, content in tables.items():
-            if content:
-                columns = list(dict.fromkeys(column for row in content for column in row))
-                shown[name] = wandb.Table(columns=columns, data=[[row.get(c) for c in columns] for row in content])
-        report = self.folder / "report.html"
-        page = {"report": wandb.Html(str(report), inject=False)} if report.exists() else {}
-        pictures = {f"Charts/{k}": wandb.Image(Image.open(io.BytesIO(png))) for k, png in (images or {}).items()}
-        self._wandb.log({**shown, **page, **pictures})
-        head = axis.removesuffix("_ms").capitalize()
-        self._wandb.define_metric(axis, hidden=True)
-        self._wandb.define_metric(f"{head}/*", step_metric=axis)
-        for place in sorted({row[axis] for row in rows if row.get(axis) is not None}):
-            numbers = _numbers(head, [row for row in rows if row.get(axis) == place])
-            self._wandb.log({axis: place, **numbers})
-
-        profile = dict(results.get("profile", {}))
-        data = wandb.Artifact(_artifact_name(f"profile-{profile.get('name', self.name)}"), "dataset", metadata=profile)
-        with data.new_file("profile.json") as file:
-            file.write(json.dumps(profile, indent=1))
-        for path in profile_files:
-            data.add_file(str(path))
-        self._wandb.log_artifact(data)
-        if (self.folder / "checkpoints" / "best.pt").exists():
-            # W&B takes at most 100 keys
-            learned = {key: value for key, value in means.items() if key.split("/")[1] in LEARNED}
-            model = wandb.Artifact(_artifact_name(f"{self.experiment}-{self.name}"), "model", metadata=learned)
-            for path in ("checkpoints/best.pt", "config.yaml", "results.json"):
-                if (self.folder / path).exists():
-                    model.add_file(str(self.folder / path))
-            self._wandb.log_artifact(model, aliases=["best"])
+        self._to_tensorboard(wandb_results.summaries_of(results), 0)
+        if self._wandb is not None:
+            with self._wandb.said("the results"):
+                wandb_results.log_results(
+                    self._wandb.run, results, self.folder, images=images, profile_files=profile_files
+                )
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         if self._tensorboard is None:
@@ -240,42 +193,33 @@ class Tracker:
         event = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._tensorboard.file_writer.add_summary(event, step)
 
-    def _start_wandb(self) -> Any:
-        import wandb
-
-        remembered = self.folder / "wandb" / f"{self.name}.id"  # so that an online run goes on as the same one
-        online = self.mode == "online"
-        resumed = online and self.resume_step is not None and remembered.exists()
-        identity = remembered.read_text().strip() if resumed else os.urandom(4).hex()
-        try:
-            run = wandb.init(
-                project=self.settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
-                entity=self.settings.entity,
-                name=self.name,
-                group=self.experiment,
-                job_type=self.job_type,
-                tags=self.tags,
-                config=self.config,
-                id=identity,
-                resume="allow" if resumed else None,
-                # a key without a network would otherwise block for minutes, and without a terminal init raises
-                settings=wandb.Settings(
-                    mode=self.mode, root_dir=str(self.folder), silent=True, console="off", init_timeout=PATIENCE_S
-                ),
-            )
-        except wandb.Error as error:
-            if not online:
-                raise
-            if self.settings.mode == "online":
-                raise InputError(f"tracking: W&B cannot be reached ({error}); use mode=offline") from error
-            print(f"W&B cannot be reached, so this run is logged offline ({error})", file=sys.stderr)
-            self.mode = self.settings.mode = "offline"  # the seeds that follow need not wait again
-            return self._start_wandb()
-        if online:
-            remembered.write_text(identity)
-        run.define_metric("step", hidden=True)
-        run.define_metric("*", step_metric="step")
-        return run
+    def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun:
+        about = {
+            "project": self.settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
+            "entity": self.settings.entity,
+            "name": self.name,
+            "group": self.experiment,
+            "job_type": self.job_type,
+            "tags": self.tags,
+            "config": self.config,
+        }
+        begun = any((self.folder / "wandb").glob("*.id"))  # some of it is trained: that is not to be lost
+        wandb_run = WandbRun(
+            self.folder,
+            self.mode,
+            about,
+            earlier=self._csv.earlier,
+            resume_step=self.resume_step,
+            sweep=self.sweep,
+            insist=self.settings.mode == "online" and not begun,
+        )
+        stack.enter_context(wandb_run)
+        if wandb_run.mode != self.mode:
+            self.mode = self.settings.mode = wandb_run.mode  # the seeds that follow need not wait again
+        if self.profile is not None and self.job_type == "train" and wandb_run.mode == "online":
+            with wandb_run.said("the profile"):
+                wandb_results.log_profile(wandb_run.run, self.profile)
+        return wandb_run
 
 
 def machine() -> dict[str, Any]:
@@ -306,43 +250,3 @@ def _has_key() -> bool:
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         return bool(hosts & netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser()).hosts.keys())
     return False
-
-
-@contextlib.contextmanager
-def _wandb_environment(folder: Path) -> Iterator[None]:
-    """Quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty WANDB_SILENT crashes)."""
-    wanted: dict[str, str | None] = {k: None for k, v in os.environ.items() if k.startswith("WANDB_") and not v}
-    wanted |= {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
-    before = {name: os.environ.get(name) for name in wanted}
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        _set_environment(wanted)
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of results.json with its intervals as two columns; other lists are left out."""
-    ends = {f"{k}_{end}": v[i] for k, v in row.items() if k.endswith("ci95") for i, end in enumerate(("low", "high"))}
-    return {name: value for name, value in row.items() if not isinstance(value, list)} | ends
-
-
-def _numbers(head: str, rows: list[dict[str, Any]]) -> dict[str, float]:
-    return {
-        f"{head}/{row['policy']}/{name}": float(value)
-        for row in rows
-        for name, value in row.items()
-        if isinstance(value, int | float) and name not in ("budget_ms", "shots")
-    }
-
-
-def _artifact_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[:128]

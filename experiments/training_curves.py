@@ -25,27 +25,34 @@ POINTS = 6000
 
 def training_curves(path: Path) -> list[str]:
     """The part of the report about training: what matters most, the rest to be opened; [] without numbers."""
-    if not path.exists():
+    logged = logged_numbers(path)
+    if logged is None:
         return []
-    frame = pl.read_csv(path, infer_schema_length=None, schema_overrides={"seed": pl.String})
-    names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
-    if not names:
-        return []
-    logged = frame.unpivot(names, index=["seed", "step"]).drop_nulls()
-    logged = logged.filter(pl.col("value").cast(pl.Float64).is_finite())
-    logged = logged.with_columns(
-        pl.col("variable").str.extract(r"/(.*)$").alias("metric"),
-        pl.when(pl.col("variable").str.starts_with("Train/"))
-        .then(pl.lit("train"))
-        .otherwise(pl.lit("validation"))
-        .alias("part"),
-    )
     in_time = logged.group_by("metric").agg(pl.col("step").min()).sort("step", "metric")["metric"].to_list()
     first = sorted(filter(_shown_at_once, in_time), key=lambda name: list(SHARED).index(name) if name in SHARED else 0)
     rest = sorted(set(in_time) - set(first))
     caption = "One line a seed; long curves are averaged in steps."
     parts = ["<h2>Training</h2>", _figure(logged, first, caption)] if first else ["<h2>Training</h2>"]
     return [*parts, page.folded("All other logged numbers", _figure(logged, rest, caption))] if rest else parts
+
+
+def logged_numbers(path: Path) -> pl.DataFrame | None:
+    """What a run logged while it trained: seed, step, variable, value, metric (`variable` without Train/ or Val/) and
+    part (train or validation); None where the file is missing or holds nothing of the kind."""
+    if not path.exists():
+        return None
+    frame = pl.read_csv(path, infer_schema_length=None, schema_overrides={"seed": pl.String})
+    names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
+    if not names:
+        return None
+    logged = frame.unpivot(names, index=["seed", "step"]).drop_nulls().cast({"value": pl.Float64})
+    return logged.filter(pl.col("value").is_finite()).with_columns(
+        pl.col("variable").str.extract(r"/(.*)$").alias("metric"),
+        pl.when(pl.col("variable").str.starts_with("Train/"))
+        .then(pl.lit("train"))
+        .otherwise(pl.lit("validation"))
+        .alias("part"),
+    )
 
 
 def _shown_at_once(metric: str) -> bool:

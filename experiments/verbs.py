@@ -82,6 +82,8 @@ class TrainRun:
     budgets_ms: list[float] | None = None
     """Budgets to be judged on, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
     configurations' mean latencies. Under budget=mean prices are calibrated for these and no others."""
+    baselines: bool = True
+    """Judge every simple way beside it; false leaves budget-aware static and the oracle."""
     name: str | None = None
     """Name of the run; None makes one from what was changed on the command line."""
     runs: str = "runs"
@@ -240,6 +242,38 @@ class ExportRun:
     """Threads of torch, NumPy and onnxruntime."""
 
 
+@dataclass
+class CompareRun:
+    """knobwise compare RUN RUN …: finished runs side by side, on the terminal and as one page; a run, or a folder of
+    runs, such as a sweep leaves."""
+
+    runs: list[str] = MISSING
+    """Folders of runs, or folders with runs in them. The first one is what the others are held against."""
+    html: str | None = "comparison.html"
+    """The page; null writes none."""
+    json: str | None = None
+    """Write the numbers to this file."""
+    budgets_ms: list[float] | None = None
+    """Only these of the budgets that the runs were judged at."""
+
+
+@dataclass
+class WorkspaceRun:
+    """knobwise workspace: the W&B view of a project: Pareto scatter, utility and budgets kept against budget, knob
+    shares, run comparer, parallel coordinates. Without a key it is built and checked, and said what is missing."""
+
+    project: str | None = None
+    """W&B project; None means WANDB_PROJECT, else knobwise."""
+    entity: str | None = None
+    """W&B team or user; None means the key's default."""
+    name: str = "knobwise"
+    """What the view is called."""
+    knobs: list[str] = field(default_factory=lambda: ["max_crops", "top_k", "num_active_blocks"])
+    """Whose shares are drawn; the names of the knobs in the profile."""
+    json: str | None = None
+    """Write the view, as W&B stores it, to this file."""
+
+
 VERBS: dict[str, type[Any]] = {
     "train": TrainRun,
     "train_selector": SelectorRun,
@@ -247,6 +281,8 @@ VERBS: dict[str, type[Any]] = {
     "evaluate": EvaluateRun,
     "profile": ProfileRun,
     "export": ExportRun,
+    "compare": CompareRun,
+    "workspace": WorkspaceRun,
 }
 """The settings of every verb. `train` has two, see `settings.schema_of`."""
 EXPERIMENTS = {"train": "controller", "train_selector": "selector"}

@@ -13,9 +13,11 @@ USAGE = """knobwise: which setting of a model's knobs for which input, under a l
   knobwise train      learn a controller from a profile (or with experiment=selector a selector of demonstrations
                       from beams), judge it beside every simple way, report
   knobwise evaluate   judge a trained controller again; with live=true in front of a model that really runs
+  knobwise compare    finished runs side by side: what differs in their settings and in what they found
   knobwise inspect    what is in a profile, and how much there is to gain
   knobwise profile    measure a model at every configuration, or record which demonstrations help it
   knobwise export     a trained controller as one file that decides by itself: ONNX, and NumPy alone
+  knobwise workspace  the view of all runs in Weights & Biases
 
   knobwise VERB --help lists the settings; they are given as key=value, a sweep as -m key=a,b,c (train).
   Profiles: profile=builtin | exp5_exp6 | core_exp | table | joint | calibrated | simulated, for example
@@ -27,7 +29,7 @@ HYDRA_FLAGS = ("-m", "--multirun", "-c", "--cfg", "-i", "--info")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; 0 when all went well, 2 when something given was wrong, 130 after Ctrl-C."""
+    """Run one verb; 0 when all went well, 2 when something given was wrong, 130 after Ctrl-C, 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -35,17 +37,40 @@ def main(arguments: list[str] | None = None) -> int:
     if words[0] in ("-V", "--version", "version"):
         print(f"knobwise {__version__}")
         return 0
-    from knobwise.envs.errors import InputError
-
     try:
-        return _run(words[0], words[1:])
-    except InputError as error:
-        print(f"knobwise: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        goes_on = "; the same command goes on where it stopped" if words[0] in ("train", "profile") else ""
-        print(f"\nknobwise: interrupted{goes_on}", file=sys.stderr)
-        return 130
+        from knobwise.envs.errors import InputError
+        from knobwise.envs.interruption import stopped_by_signals
+
+        with stopped_by_signals():
+            try:
+                return _run(words[0], words[1:])
+            except InputError as error:
+                print(f"knobwise: {error}", file=sys.stderr)
+                return 2
+    except KeyboardInterrupt as stop:
+        return _interrupted(stop, words)
+
+
+def _interrupted(stop: KeyboardInterrupt, words: list[str]) -> int:
+    """Say what is kept and how to go on; gives the exit status."""
+    import shlex
+    import shutil
+    from contextlib import suppress
+    from pathlib import Path
+
+    from knobwise.envs.interruption import status_of
+
+    lines = ["knobwise: interrupted", *getattr(stop, "__notes__", ())]
+    if words[0] in ("train", "profile"):
+        here = Path(sys.executable)
+        program = "knobwise" if shutil.which("knobwise") else str(here.with_name("knobwise"))
+        if Path(sys.argv[0]).name == "__main__.py":
+            program = f"{'python' if shutil.which('python') == str(here) else here} -m knobwise"
+        lines.append(f"the same command goes on where it stopped:\n  {program} {shlex.join(words)}")
+    with suppress(AttributeError, OSError, ValueError):  # nobody may be there to read it
+        sys.stderr.write("\n" + "\n".join(lines) + "\n")
+        sys.stderr.flush()
+    return status_of(stop)
 
 
 def _run(verb: str, words: list[str]) -> int:
@@ -57,6 +82,8 @@ def _run(verb: str, words: list[str]) -> int:
         "inspect": _inspect,
         "profile": _profile,
         "export": _export,
+        "compare": _compare,
+        "workspace": _workspace,
     }
     if verb not in verbs:
         raise InputError(f"unknown verb {verb!r}; known are {', '.join(verbs)} (knobwise --help)")
@@ -67,8 +94,13 @@ def _run(verb: str, words: list[str]) -> int:
         _help(schema, settings)
         return 0
     if verb == "train" and any(word in HYDRA_FLAGS for word in words):
-        _train_by_hydra(schema, words, settings)
-        return 0
+        return _train_by_hydra(schema, words)
+    if verb == "compare":  # folders are given as they are
+        from pathlib import Path
+
+        folders = [word for word in words if "=" not in word or Path(word).is_dir()]
+        given = [f"runs={folders}"] if folders else []
+        words = [*given, *(word for word in words if word not in folders)]
     config = settings.read_settings(schema, words)
     _check_written(config)
     verbs[verb](config, words)
@@ -85,7 +117,7 @@ def _check_written(config: Any) -> None:
     for owner, prefix in ((config, ""), (stream, "stream.")):
         for name in ("json", "html", "out", "runs"):
             given = getattr(owner, name, None)
-            if given is None:
+            if given is None or isinstance(given, list):  # `compare` reads its runs
                 continue
             path, is_folder = Path(given), name in ("out", "runs")
             if not is_folder and path.is_dir():
@@ -96,39 +128,19 @@ def _check_written(config: Any) -> None:
 
 
 def _train(config: Any, words: list[str]) -> None:
-    from knobwise.experiments.selector_settings import SelectorRun
+    from knobwise.experiments.sweep_jobs import train
 
-    if isinstance(config, SelectorRun):
-        from knobwise.experiments import selector
-
-        selector.run(config, words)
-    else:
-        from knobwise.experiments import controller
-
-        controller.run(config, words)
+    train(config, words)
 
 
-def _train_by_hydra(schema: str, words: list[str], settings: Any) -> None:
-    """Multirun (-m) and Hydra's own flags (--cfg job, …), with Hydra's launchers."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
+def _train_by_hydra(schema: str, words: list[str]) -> int:
+    """A sweep (-m), or what Hydra's own flags show (--cfg job, …); gives the exit status."""
+    from knobwise.experiments import sweeps
 
-    from knobwise.envs.errors import InputError
-
-    words = sorted(words, key=lambda word: not word.startswith("-"))  # Hydra wants its flags first
     if "-m" in words or "--multirun" in words:
-        settings.read_settings(schema, settings.first_of_each_sweep(words))  # a mistake shows before any job runs
-    settings.register()
-
-    def job(config: Any) -> None:
-        try:
-            _train(settings.settings_of(config), list(HydraConfig.get().overrides.task))
-        except InputError as error:
-            print(f"knobwise: {error}", file=sys.stderr)
-            raise SystemExit(2) from error
-
-    sys.argv = ["knobwise train", *settings.with_variants(words)]
-    hydra.main(config_path=str(settings.CONF), config_name=schema, version_base="1.3")(job)()
+        return sweeps.sweep(schema, words, _check_written)
+    sweeps.shown_by_hydra(schema, words)
+    return 0
 
 
 def _evaluate(config: Any, words: list[str]) -> None:
@@ -181,6 +193,18 @@ def _profile(config: Any, words: list[str]) -> None:
         raise
     except ValueError as error:
         raise InputError(f"profile: {error}") from error
+
+
+def _compare(config: Any, words: list[str]) -> None:
+    from knobwise.experiments.compare import compare
+
+    compare(config)
+
+
+def _workspace(config: Any, words: list[str]) -> None:
+    from knobwise.experiments.workspace import workspace
+
+    workspace(config)
 
 
 def _check_profiled(config: Any) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.interruption import held_back
 from knobwise.envs.progress import progress
 from knobwise.profiling.canvases import LABELS, PIXELS, QUESTIONS, VALUES, paint
 
@@ -189,7 +190,7 @@ def train_learner(config: LearnerConfig, state: Path, save_every_s: float = 15.0
 
     learner.train()
     saved_at, mean_loss = monotonic(), math.nan
-    with progress("training the learner", config.steps, step) as tick:
+    with held_back() as held, progress("training the learner", config.steps, step) as tick:
         while step < config.steps:
             for group in optimiser.param_groups:
                 group["lr"] = config.learning_rate * _rate(step, config.steps)
@@ -201,9 +202,11 @@ def train_learner(config: LearnerConfig, state: Path, save_every_s: float = 15.0
             step += 1
             mean_loss = loss.item() if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * loss.item()
             tick(step, f"loss {mean_loss:.2f}")
-            if monotonic() - saved_at > save_every_s or step == config.steps:
-                save()
+            if monotonic() - saved_at > save_every_s or step == config.steps or held.asked is not None:
+                with held.undisturbed():
+                    save()
                 saved_at = monotonic()
+            held.check()
     learner.training_s = process_time() - start
     return learner.eval()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -90,12 +89,8 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
     # latencies of two machines or two versions of torch must not end up in one table
     where = {"cpu": cpu_name(), "torch": torch.__version__}
     claim(state / "config.json", where | {k: v for k, v in asdict(config).items() if k != "exp_json"})
-    try:
-        with one_thread():
-            about = _profile(out, state, config)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        raise
+    with one_thread():
+        about = _profile(out, state, config)
     print(describe(about["figures"]))
     return out
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knobwise.envs.files import written_whole
+from knobwise.envs.interruption import held_back
 from knobwise.envs.progress import progress
 from knobwise.profiling.elastic import Configuration, ElasticSize, ElasticVLM, TileGrid, tile_grid
 from knobwise.profiling.scenes import FILLER, MAX_SIDE, QUESTIONS, Scenes, draw_scenes, load_digits
@@ -82,7 +83,7 @@ def train(settings: TrainingConfig, size: ElasticSize, state: Path, save_every_s
 
     model.train()
     saved_at, mean_loss = monotonic(), math.nan
-    with progress("training", settings.steps, step) as tick:
+    with held_back() as held, progress("training", settings.steps, step) as tick:
         while step < settings.steps:
             for group in optimiser.param_groups:
                 group["lr"] = settings.learning_rate * _rate(step, settings.steps)
@@ -94,9 +95,11 @@ def train(settings: TrainingConfig, size: ElasticSize, state: Path, save_every_s
             step += 1
             mean_loss = loss.item() if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * loss.item()
             tick(step, f"loss {mean_loss:.2f}")
-            if monotonic() - saved_at > save_every_s or step == settings.steps:
-                save()
+            if monotonic() - saved_at > save_every_s or step == settings.steps or held.asked is not None:
+                with held.undisturbed():
+                    save()
                 saved_at = monotonic()
+            held.check()
     model.eval()
     model.drop_order = calibrate(model, settings.seed)
     model.training_s = process_time() - start
@@ -109,13 +112,15 @@ def calibrate(model: ElasticVLM, seed: int = 0, batches: int = 12) -> tuple[int,
     rng = np.random.default_rng((seed, 1_000_003))
     sets = [_draw(rng, 32, QUESTIONS, augment=False) for _ in range(batches)]
     kept, order = list(range(model.size.blocks)), []
-    while len(kept) > 2:
-        options = {}
-        for block in kept[1:-1]:
-            rest = tuple(i for i in kept if i != block)
-            options[block] = sum(float(_answer_loss(model, scenes, model.full, rest)[0]) for scenes in sets)
-        order.append(min(options, key=options.__getitem__))
-        kept.remove(order[-1])
+    with progress("ordering blocks", len(kept) - 2, quiet_s=2) as tick:
+        while len(kept) > 2:
+            options = {}
+            for block in kept[1:-1]:
+                rest = tuple(i for i in kept if i != block)
+                options[block] = sum(float(_answer_loss(model, scenes, model.full, rest)[0]) for scenes in sets)
+            order.append(min(options, key=options.__getitem__))
+            kept.remove(order[-1])
+            tick(len(order), "")
     return tuple(order)
 
 

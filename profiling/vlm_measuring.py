@@ -177,9 +177,11 @@ def measure(
     run = _Asking(model, plan)
     # what was measured in an earlier session says nothing about how warm this one is
     needed = np.flatnonzero(~done.all((0, 1)))
-    for i in range(warm_up):
-        for j in needed:
-            run(i % len(plan.items), int(j))
+    with progress("warming up", warm_up * len(needed), quiet_s=5) as tick:
+        for i in range(warm_up):
+            for number, j in enumerate(needed, i * len(needed) + 1):
+                run(i % len(plan.items), int(j))
+                tick(number, "")
     untaken = set() if untaken is None or store is None else untaken
     count = int(done.sum())
     try:

@@ -17,7 +17,7 @@ from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.experts import Measured, fit_experts
 from knobwise.agents.features import FeatureNormaliser
-from knobwise.agents.mean_budget import mean_budgets
+from knobwise.agents.mean_budget import StaticMix, mean_budgets
 from knobwise.agents.policy import Controller
 from knobwise.agents.priced import PricedChooser
 from knobwise.agents.settings import PolicyConfig
@@ -115,8 +115,29 @@ def test_rows_by_hand() -> None:
     whole = rows["controller", None]
     assert (whole["accuracy"], whole["latency_ms_mean"], whole["price"]) == (0.625, 32, None)
     assert whole["utility_per_seed"] == [0.625, 0.625]
+    used = {(u["policy"], u["budget_ms"]): [] for u in results["knob_usage"]}
+    for use in results["knob_usage"]:
+        used[use["policy"], use["budget_ms"]].append((use["knob"], use["value"], use["share"]))
+    sizes = [("size", value) for value in (1, 2, 3)]
+    for policy, budget, shares in (
+        *(("controller", 20.0, (0, 1, 0)), ("controller", 50.0, (0, 0, 1))),
+        *(("static_mix", 20.0, (0, 1, 0)), ("static_mix", 50.0, (0, 0, 1)), ("oracle", 50.0, (0.5, 0, 0.5))),
+    ):
+        assert used[policy, budget] == [(*size, share) for size, share in zip(sizes, shares, strict=True)]
     assert rows["oracle", 50.0]["gap_closed"] == 1
     assert rows["oracle", 50.0]["over_static_mix"] == pytest.approx(1 - (0.5 + 0.25 * 8 / 24))
+
+
+def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them() -> None:
+    table, budgets = by_hand(), torch.tensor([25.0])
+    fitted, test = torch.tensor([0, 1]), torch.tensor([2, 3])
+    mix = StaticMix(table, fitted, budgets)
+    found = {"budget_ms": 25.0, "gain": 0.0, "error": 0.0, "deployed": False, "reason": ""}
+    chooser = PricedChooser("controller", ByWorth(), budgets, torch.tensor([0.0]), mix, [found])
+    results = mean_results_of(table, fitted, test, budgets, [chooser], [0], [])
+    for policy in ("static_mix", "controller"):  # the guard has fallen back to it
+        shares = [use["share"] for use in results["knob_usage"] if use["policy"] == policy]
+        assert shares == pytest.approx([0, 0.75, 0.25])
 
 
 def results_of_words(**over: Any) -> dict[str, Any]:

@@ -99,3 +99,16 @@ def test_several_processes_lose_nothing(tmp_path: Path) -> None:
             values = {name: float(value) for name, value in row.items() if value and name not in ("seed", "step")}
             assert values == {f"seed{seed}/{step // 5}": seed + step / 100}
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_what_was_there_before_is_at_hand_also_what_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    for seed in (0, 1):
+        file = MetricsFile(path, seed=seed)
+        assert file.earlier == []
+        for step in range(3):
+            file.append(step, {"Val/Loss": float(seed)})
+            file.append(step, {"Train/Loss": step / 2})
+    again = MetricsFile(path, seed=1, resume_step=0)
+    assert again.earlier == [row for s in range(3) for row in ((s, {"Val/Loss": 1.0}), (s, {"Train/Loss": s / 2}))]
+    assert len(written(tmp_path)) == 6 + 2

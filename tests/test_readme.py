@@ -17,7 +17,8 @@ from knobwise.__main__ import main
 from knobwise.envs.beam_files import write_rl_data
 from knobwise.envs.exp_files import write_exp5_exp6
 from knobwise.envs.profiles import long_frame, write_features, write_long_table
-from knobwise.experiments.settings import first_of_each_sweep, read_settings
+from knobwise.experiments.settings import read_settings, schema_of
+from knobwise.experiments.sweeps import jobs_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = {"data_sets.md", "decisions.md", "selector.md"}  # pages of figures, without anything to type
@@ -80,8 +81,10 @@ def test_every_command_of_a_guide(guide: str, folder: Path) -> None:
     lines = [line for block in blocks(guide, "bash") for line in block.splitlines() if line.startswith("knobwise ")]
     assert lines
     for line in lines:
-        if " -m " in line:  # every combination trained would take minutes: that its first one is understood is enough
-            assert read_settings("train", first_of_each_sweep(shlex.split(line)[2:]))
+        if " -m " in line:  # every combination trained would take minutes: that all of them are understood is enough
+            words = shlex.split(line, comments=True)[2:]
+            schema = schema_of("train", words)
+            assert all(read_settings(schema, job) for job in jobs_of(schema, words))
             continue
         words = shlex.split(line, comments=True)[1:]
         # README commands on the built-in profile stand in for themselves elsewhere; here a small table is enough

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,68 @@ def test_names_say_what_was_changed(words: list[str], name: str) -> None:
     assert run_name(words[::-1]) == name
 
 
-def test_long_names_are_cut() -> None:
+def test_long_names_are_cut_and_stay_apart() -> None:
     words = [f"key{i}=value" for i in range(50)]
     assert len(run_name(words)) == 120
+    assert run_name(words[::-1]) == run_name(words)
+    assert len({run_name([*words, f"seeds=[{seed}]"]) for seed in range(20)}) == 20
+    assert run_name(["k=" + "v" * 118]) == "k-" + "v" * 118
+
+
+def test_runs_that_end_at_the_same_time_all_point_at_themselves(config: Any) -> None:
+    """The last one to point is the latest, whoever it is; nobody fails, and nothing is left over."""
+    start = threading.Barrier(8)
+
+    def run(number: int) -> None:
+        start.wait()
+        for again in range(5):
+            with claim(replace(config, name=f"{number}-{again}"), []):
+                pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(8)))
+    assert (latest(config) / "config.yaml").exists()
+    assert sorted(path.name for path in Path(config.runs).iterdir()) == sorted([config.experiment, "latest"])
+    assert len(list(latest(config).parent.iterdir())) == 40
+
+
+def test_runs_with_one_name_that_begin_at_the_same_time_have_a_folder_each(config: Any) -> None:
+    start, all_in = threading.Barrier(8), threading.Barrier(8)
+
+    def run(seed: int) -> tuple[str, list[int]]:
+        start.wait()
+        with claim(replace(config, name="x", seeds=[seed]), []) as folder:
+            all_in.wait()
+            return folder.name, list(OmegaConf.load(folder / "config.yaml").seeds)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(run, range(8)))
+    assert sorted(name for name, _ in found) == ["x", *(f"x-{number}" for number in range(2, 9))]
+    assert [seeds for _, seeds in found] == [[seed] for seed in range(8)]
+    assert sorted(path.name for path in latest(config).parent.iterdir()) == sorted(name for name, _ in found)
+
+
+def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any) -> None:
+    start, ended = threading.Barrier(2), threading.Barrier(2)
+
+    def run(_: int) -> str:
+        start.wait()
+        try:
+            with claim(config, []) as folder:
+                ended.wait()
+                return folder.name
+        except InputError as error:
+            ended.wait()
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = sorted(pool.map(run, range(2)), key=len)
+    assert found[0] == "default"
+    assert "another process is training this run" in found[1]
+
+
+def test_folders_are_as_readable_as_any_other(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "any other").mkdir()
+    with claim(config, []) as folder:
+        pass
+    assert folder.stat().st_mode == (tmp_path / "any other").stat().st_mode

@@ -11,6 +11,8 @@ from knobwise.agents.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector_evaluation import (
     bank_rows,
     choose,
+    decide_selector,
+    decide_simple,
     decision_us,
     judge,
     judge_selector,
@@ -126,6 +128,32 @@ def test_simple_ways_are_judged_beside_it() -> None:
         assert torch.equal(everyone[name][:, rows].nan_to_num(-1), found[name].nan_to_num(-1))
     near = torch.cosine_similarity(data.queries[8, :2], data.candidates[data.pool[8], :2], dim=-1).topk(2).indices
     assert found["image_similarity"][0, 0] == float((8 + data.pool[8][near].sum()) % 3 == 0)
+
+
+def test_what_was_shown_is_said_with_what_came_of_it() -> None:
+    data, rows = table(), torch.tensor([8, 3, 5])
+    found = decide_simple(data, Sums(), 2, seeds=(0, 1), rows=rows)
+    assert found["vote"].shown is None
+    for name, one in found.items():
+        if one.shown is None or name in ("best_recorded", "oracle"):
+            continue
+        assert one.shown.shape == (len(one.correct), 3, 2)
+        for shown, correct in zip(one.shown, one.correct, strict=True):
+            assert torch.equal(Sums()(rows, shown)["vqa_correct"].float(), correct)
+            for row, line in zip(rows, shown, strict=True):
+                assert {r for r in line.tolist() if r >= 0} <= set(data.pool[row].tolist())
+    oracle = found["oracle"]
+    assert oracle.shown is not None
+    assert oracle.shown[0, 1].tolist() == [-1, -1]  # no sequence of two
+    shown = [[int(data.pool[8, place]) for place in beam] for beam in data.sequences[8, :3]]
+    assert data.fields["vqa_correct"][8, shown.index(oracle.shown[0, 0].tolist())] == oracle.correct[0, 0]
+
+    policy, stored = selector(data)
+    own = decide_selector(policy, stored, data, Sums(), 2, rows)
+    chosen = choose(policy, stored, data, rows, 2)
+    assert own.shown is not None
+    assert torch.equal(own.shown[0], bank_rows(data, chosen, rows))
+    assert torch.equal(own.correct[0], judge_selector(policy, stored, data, Sums(), 2, rows))
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:

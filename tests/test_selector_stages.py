@@ -127,11 +127,12 @@ def test_the_kept_epoch_is_judged(tmp_path: Path) -> None:
     config = run_of({"warm": {}})
     with SelectorStages(config, data, 0, tmp_path) as stages:
         stages.all()
-    before = selector.judge_run(config, data, tmp_path)
+    before, decisions = selector.judge_run(config, data, tmp_path)
     other = tmp_path / "checkpoints" / "seed0"
     for name in ("sft", "rce", "warm"):
         (other / name / "last.pt").write_bytes((other / "sft" / "epoch0.pt").read_bytes())
-    again = selector.judge_run(config, data, tmp_path)
+    again, decided_again = selector.judge_run(config, data, tmp_path)
+    assert decisions.equals(decided_again)
     times = ("decision_us_p50",)
     assert [{k: v for k, v in row.items() if k not in times} for row in before["rows"]] == [
         {k: v for k, v in row.items() if k not in times} for row in again["rows"]

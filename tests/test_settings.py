@@ -63,6 +63,29 @@ def test_the_settings_of_the_original_system() -> None:
     assert settings.loss.objective == "sampled"
 
 
+def test_the_settings_of_the_original_selector() -> None:
+    settings = read_settings("train_selector", ["experiment=selector_seeds"])
+    network = settings.selector
+    assert (network.version, network.projection, network.update, network.dropout) == ("v2", "linear", "convex", 0.5)
+    assert (network.width, network.layers, network.temperature) == (256, 1, 0.1)
+    assert (settings.sft.epochs, settings.sft.lr, settings.sft.weight_decay, settings.sft.rise) == (
+        20,
+        1e-4,
+        1e-3,
+        0.05,
+    )
+    assert settings.rce.lr == settings.sft.lr / 10
+    assert 2 <= settings.grpo.epochs <= 5
+    loss = settings.loss
+    assert (loss.clip_epsilon, loss.advantage, loss.advantage_std_floor, loss.advantage_clip) == (0.2, "zscore", 0.1, 5)
+    assert (list(loss.kl_band), loss.temperature_start, loss.temperature_end) == ([0.01, 0.1], 2.0, 0.5)
+    assert loss.curriculum_top == 3
+    (name,) = settings.variants
+    variant = settings.variant(name)
+    assert (variant.live, variant.groups, variant.own_draws, variant.warmup) == (False, "all", 0, True)
+    assert settings.reward.mode == "hard_plus_soft_v2"
+
+
 def test_defaults_and_overrides() -> None:
     settings = read_settings("train", [])
     assert isinstance(settings, TrainRun)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from knobwise.envs.errors import InputError
-from knobwise.experiments import tracking
+from knobwise.experiments import tracking, wandb_run
 from knobwise.experiments.tracking import Tracker, TrackingSettings, wandb_mode
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
@@ -254,8 +254,56 @@ def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> 
     assert kept == [("0", "0", "0.0"), ("0", "1", "1.0"), ("0", "2", "20.0")]
     assert len([r for r in metrics(tmp_path) if r["seed"] == "1"]) == 4
     assert events(tmp_path / "tensorboard" / "seed0") == {("Train/Loss", s): v for s, v in enumerate((0.0, 1.0, 20.0))}
-    _, second = records(tmp_path)["lr-0.003-seed0"]
-    assert history(second) == [{"step": 2, "Train/Loss": 20.0}]
+
+
+def stopped_and_gone_on(folder: Path) -> None:
+    """Stopped in the middle of step 3, whose checkpoint is the last; then, from it, to the end of step 5."""
+    with pytest.raises(KeyboardInterrupt), tracker(folder, seed=0) as log:  # noqa: PT012
+        for step in range(3):
+            log.log({"Val/Utility": 0.5 - step / 10}, step)
+            log.log({"Train/Loss": 1 / (step + 1)}, step)
+        log.log({"Val/Utility": 0.25}, 3)
+        raise KeyboardInterrupt
+    with tracker(folder, seed=0, resume_step=2) as log:
+        log.log({"Val/Utility": 0.25}, 3)
+        for step in range(3, 6):
+            log.log({"Train/Loss": 1 / (step + 1)}, step)
+
+
+WHOLE = {s: {"Train/Loss": 1 / (s + 1)} | ({"Val/Utility": 0.5 - s / 10} if s < 3 else {}) for s in range(6)}
+WHOLE[3]["Val/Utility"] = 0.25
+BEST = {"Train/Loss": {"min": 1 / 6, "last": 1 / 6}, "Val/Utility": {"max": 0.5, "last": 0.25}}
+
+
+def test_a_resumed_offline_run_is_one_run_in_which_every_step_is_once(tmp_path: Path) -> None:
+    stopped_and_gone_on(tmp_path)
+    first, second = records(tmp_path)["lr-0.003-seed0"]
+    assert of_kind(first, "run")[0]["run_id"] == of_kind(second, "run")[0]["run_id"]
+    rows = history(first) + history(second)
+    # of step 3, in which it was stopped, each file has what the other has not
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 3, 4, 5]
+    joined: dict[int, dict[str, float]] = {}
+    for row in rows:
+        step = row.pop("step")
+        assert not joined.setdefault(step, {}).keys() & row.keys()
+        joined[step] |= row
+    assert joined == WHOLE
+    assert {name: summary(second)[name] for name in BEST} == BEST
+    steps = [(int(r["step"]), name, float(r[name])) for r in metrics(tmp_path) for name in WHOLE[0] if r[name]]
+    assert sorted(steps) == sorted((step, name, v) for step, row in WHOLE.items() for name, v in row.items())
+
+
+def test_what_a_killed_run_had_not_written_is_made_up_for(tmp_path: Path) -> None:
+    with tracker(tmp_path, seed=0) as log:
+        for step in range(3):
+            log.log(WHOLE[step], step)
+    with tracker(tmp_path, "disabled", seed=0, resume_step=2) as log:  # all of it lost, but for metrics.csv
+        for step in range(3, 5):
+            log.log(WHOLE[step], step)
+    with tracker(tmp_path, seed=0, resume_step=4) as log:
+        log.log(WHOLE[5], 5)
+    first, second = records(tmp_path)["lr-0.003-seed0"]
+    assert history(first) + history(second) == [{"step": step} | row for step, row in WHOLE.items()]
 
 
 def test_disabled_tracker_still_writes_metrics_csv(tmp_path: Path) -> None:
@@ -277,7 +325,7 @@ def test_nothing_is_said_while_logging(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_a_key_without_a_network_falls_back_to_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "PATIENCE_S", 1)
+    monkeypatch.setattr(wandb_run, "PATIENCE_S", 1)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     settings = TrackingSettings()
@@ -288,7 +336,12 @@ def test_a_key_without_a_network_falls_back_to_offline(
     ((content,),) = records(tmp_path).values()
     assert history(content) == [{"step": 0, "Train/Loss": 1.0}]
     with pytest.raises(InputError, match="cannot be reached"):
-        tracker(tmp_path, mode="online", seed=0).__enter__()
+        tracker(tmp_path / "new", mode="online", seed=0).__enter__()
+    # what is trained already is not to be lost
+    with tracker(tmp_path, mode="online", seed=1) as log:
+        log.log({"Train/Loss": 2.0}, 0)
+    assert log.mode == "offline"
+    assert history(records(tmp_path)["lr-0.003-seed1"][0]) == [{"step": 0, "Train/Loss": 2.0}]
 
 
 def test_mode_follows_settings_then_environment_then_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,393 @@
+"""Sweeps: `knobwise train -m key=a,b …`, one job after the other or by a launcher at the same time.
+
+Which jobs there are is decided here, all of them are checked before the first is run, and what is finished is not run
+again when a sweep goes on. Running them is Hydra's: by its own launcher in turn, by `hydra/launcher=joblib` in the
+processes of one machine, by `hydra/launcher=ray` on many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
+from hydra.errors import OverrideParseException
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from knobwise.envs.errors import InputError
+from knobwise.envs.interruption import Held, held_back
+from knobwise.envs.progress import progress
+from knobwise.envs.splits import divide
+from knobwise.envs.table import ProfileTable
+from knobwise.experiments.profile_settings import read_profile
+from knobwise.experiments.run_folder import claim_folder, run_name
+from knobwise.experiments.selector_settings import SelectorRun
+from knobwise.experiments.settings import (
+    CONF,
+    EXPERIMENTS,
+    composed,
+    read_settings,
+    register,
+    schema_of,
+    with_variants,
+)
+from knobwise.experiments.sweep_jobs import STOP, Job, Outcome, here, read_outcome, result_line
+from knobwise.experiments.tracking import wandb_mode
+
+QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+"""What a sweep says it says itself."""
+STOPPING = "stopping the jobs, which save what they have; once more stops at once"
+WATCHED_S = 0.5
+"""So often the launching process looks how jobs in others fare."""
+
+
+def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
+    """The words of every job of a sweep, in the order in which they are run, ready for `read_settings`.
+
+    A job is one choice for each `key=a,b` of the command line and of the experiment file's `hydra.sweeper.params`; the
+    command line holds for a key that both name. Flags and Hydra's own settings are left out.
+
+    Args:
+        schema: of `VERBS`.
+        words: of the command line.
+
+    Raises:
+        InputError: words that cannot be read, an unknown experiment, experiments of both systems, the same job twice.
+    """
+    own, about_hydra = _divided(words)
+    swept = {one.key_or_group: one for one in own if one.is_sweep_override()}
+    for one in swept.values():
+        if not one.is_discrete_sweep():
+            raise InputError(f"settings: {one.input_line}: a sweep lists its values, {one.key_or_group}=a,b,…")
+    fixed = [one for one in own if not one.is_sweep_override()]
+    as_given = {f"{one.get_key_element()}={one.get_value_element_as_str()!s}": str(one.input_line) for one in fixed}
+    names = [EXPERIMENTS[schema]]
+    for one in own:
+        if one.key_or_group == "experiment":
+            names = [*one.sweep_string_iterator()] if one.is_sweep_override() else [str(one.value())]
+    if len({schema_of("train", [f"experiment={name}"]) for name in names}) > 1:
+        raise InputError(f"experiment={','.join(names)}: selectors and controllers are trained by two commands")
+    jobs: list[list[str]] = []
+    for name in names:
+        hydra = composed(schema, [f"experiment={name}", *about_hydra], with_hydra=True).hydra
+        if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
+            raise InputError("hydra/sweeper: sweeps are over key=a,b alone; searching is done by W&B sweeps")
+        of_file = OmegaConf.to_container(hydra.sweeper.params or OmegaConf.create({}))
+        assert isinstance(of_file, dict)
+        chosen = [one for one in own if one.key_or_group != "experiment" or "experiment" not in swept]
+        named = [f"experiment={name}"] if "experiment" in swept else []
+        overrides = _parsed([*(f"{key!s}={values!s}" for key, values in of_file.items()), *named])
+        found = BasicSweeper.split_arguments([*overrides, *chosen], None)[0]
+        jobs += [[as_given.get(word, word) for word in job] for job in found]
+    for job in jobs:
+        if jobs.count(job) > 1:
+            raise InputError(f"settings: {' '.join(job)}: the sweep has this job twice")
+    return jobs
+
+
+def _divided(words: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """The run's settings, and Hydra's."""
+    given = [word for word in words if not word.startswith("-")]
+    about_hydra = [word for word in given if re.match(r"[+~]*hydra[./]", word)]
+    missing = find_spec("ray") is None or find_spec("hydra_plugins.hydra_ray_launcher") is None
+    if missing and any(re.match(r"[+]*hydra/launcher=ray", word) for word in about_hydra):
+        raise InputError("hydra/launcher=ray: Ray is not installed; `pip install 'knobwise[ray]'` brings it")
+    return _parsed([word for word in given if word not in about_hydra]), about_hydra
+
+
+def _parsed(words: list[str]) -> list[Override]:
+    try:
+        return list(OverridesParser.create().parse_overrides(words))
+    except OverrideParseException as error:
+        composed("train", [str(error.override)])  # says what is wrong with it
+        raise InputError(f"settings: {error}") from error
+
+
+# -- running them ------------------------------------------------------------------------------------------------------
+
+
+def sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> int:
+    """Run every job of a sweep, show how it goes, and say how to compare the runs; gives the exit status.
+
+    One that was stopped goes on: finished jobs are not run again, and one that was in the middle goes on from there.
+
+    Args:
+        schema: of `VERBS`.
+        words: of the command line.
+        check: raises InputError when the settings of a job cannot be used.
+
+    Raises:
+        InputError: a mistake in any job, before the first has begun; or jobs that failed for such a mistake, when all
+            others are done.
+    """
+    jobs = jobs_of(schema, words)
+    configs = [read_settings(schema, job) for job in jobs]
+    _check(configs)
+    for config in configs:
+        check(config)
+    own, about_hydra = _divided(words)
+    if not any("hydra/launcher" in word for word in about_hydra):
+        about_hydra.append("hydra/launcher=basic")
+    launched = composed(schema, [f"runs={json.dumps(configs[0].runs)}", *about_hydra, *QUIET], with_hydra=True)
+    experiments = ",".join(dict.fromkeys(config.experiment for config in configs))
+    first = Path(launched.hydra.sweep.dir) / experiments / run_name([str(one.input_line) for one in own])
+    described = [
+        {"words": job, "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest()}
+        for job, config in zip(jobs, configs, strict=True)
+    ]
+    try:
+        with claim_folder(first, "jobs.yaml", OmegaConf.to_yaml(described)) as folder:
+            _Sweep(folder.absolute(), jobs, launched).run()
+    except _Crashed as error:
+        print(f"knobwise: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check(configs: Sequence[Any]) -> None:
+    """Refuse what would fail in the first moments of a job; what several jobs read is read once.
+
+    Raises:
+        InputError: settings or files that cannot be used.
+    """
+    tables: dict[str, ProfileTable] = {}
+    for config in configs:
+        wandb_mode(config.tracking)
+        if not config.seeds or len(set(config.seeds)) < len(config.seeds):
+            raise InputError(f"seeds={config.seeds}: at least one seed is needed, and none twice")
+        if isinstance(config, SelectorRun):
+            for name in config.variants:
+                variant = config.variant(name)
+                config.stage(variant, name)
+                config.of(variant, name)
+            path = getattr(config.beams, "path", None)
+            if path is not None and not Path(path).exists():
+                raise InputError(f"beams.path={path}: there is no such file")
+        else:
+            key = repr(config.profile)
+            if key not in tables:
+                tables[key] = read_profile(config.profile)
+            divide(tables[key], **asdict(config.split))
+
+
+class _Crashed(Exception):
+    """A job, or what should have run it, failed by an error of the program."""
+
+
+class _Sweep:
+    def __init__(self, folder: Path, jobs: list[list[str]], launched: DictConfig) -> None:
+        self.folder, self.jobs, self.launched = folder, jobs, launched
+        (folder / STOP).unlink(missing_ok=True)
+        for number in range(1, len(jobs) + 1):
+            outcome = read_outcome(folder, number)
+            if outcome and not (outcome.folder and (Path(outcome.folder) / "results.json").exists()):
+                (folder / f"{number}.json").unlink()
+        self.done_before = set(self._outcomes("finished"))
+        self.said: dict[int, str] = {}
+        self.begun: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Launch what is not finished, and say what came of it."""
+        left = [number for number in self._numbers() if read_outcome(self.folder, number) is None]
+        at_once = "" if self._in_turn else f" at the same time; what they print is in {_near(self.folder)}/*.log"
+        _say(f"sweep: {_count(len(self.jobs), 'job')}{at_once}")
+        if self.done_before:
+            _say(f"{len(self.done_before)} of them finished before, not run again")
+        job = Job(self.folder, self.jobs, os.getcwd(), here())
+        with progress("jobs", len(self.jobs), len(self.done_before), every_s=math.inf) as self.tick:
+            try:
+                if self._in_turn:
+                    self._launch(left, lambda config: self._one(job, config))
+                else:
+                    with held_back(say=STOPPING) as held, self._watched(held):
+                        self._launch_elsewhere(left, job, held)
+            except KeyboardInterrupt as stop:
+                stop.add_note(f"{len(self._outcomes('finished'))} of {_count(len(self.jobs), 'job')} are finished")
+                raise
+            except Exception as error:  # not of a job, which keeps its own to itself
+                lost = ", ".join(self.name(number) for number in self._outcomes("running")) or "the launcher"
+                what = next(iter(str(error).splitlines()), "no message")
+                raise _Crashed(f"{lost}: {type(error).__name__}: {what}; the same command goes on") from error
+        self._report()
+
+    def name(self, number: int) -> str:
+        """What a job is called."""
+        apart = self.apart(number)
+        return f"job {number} of {len(self.jobs)}" + (f" ({apart})" if apart else "")
+
+    def apart(self, number: int) -> str:
+        """The settings that not all jobs have."""
+        return " ".join(word for word in self.jobs[number - 1] if not all(word in job for job in self.jobs))
+
+    @property
+    def _in_turn(self) -> bool:
+        return str(self.launched.hydra.launcher._target_).endswith("BasicLauncher")
+
+    def _numbers(self) -> range:
+        return range(1, len(self.jobs) + 1)
+
+    def _outcomes(self, state: str) -> dict[int, Outcome]:
+        found = {number: read_outcome(self.folder, number) for number in self._numbers()}
+        return {number: outcome for number, outcome in found.items() if outcome and outcome.state == state}
+
+    def _launch(self, numbers: Sequence[int], task: Callable[[DictConfig], None]) -> None:
+        if not numbers:
+            return
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            context = HydraContext(config_loader=loader, callbacks=Callbacks())
+            launcher = Plugins.instance().instantiate_launcher(context, task, self.launched)
+            words = [with_variants(self.jobs[number - 1]) for number in numbers]
+            for ended in launcher.launch(words, initial_job_idx=0):
+                if ended.status == JobStatus.FAILED:  # before it began: on a machine without our folder, say
+                    raise ended._return_value
+
+    def _launch_elsewhere(self, numbers: Sequence[int], job: Job, held: Held) -> None:
+        try:
+            self._launch(numbers, job)
+        except Exception:
+            held.check()  # a process that was stopped before it began its job is missed by the launcher
+            raise
+
+    def _one(self, job: Job, config: DictConfig) -> None:
+        """A job in this process."""
+        number = next(number for number in self._numbers() if read_outcome(self.folder, number) is None)
+        _say(f"{self.name(number)} …")
+        self.said[number], self.begun[number] = "running", time.monotonic()
+        self.tick(self._ended(), self.name(number))
+        job(config)
+        self._look()
+
+    @contextmanager
+    def _watched(self, held: Held) -> Iterator[None]:
+        """Look after jobs in other processes, and pass on the wish to stop."""
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(WATCHED_S):
+                self._look()
+                if held.asked is not None:
+                    (self.folder / STOP).touch()
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._look()
+
+    def _ended(self) -> int:
+        return len(self._outcomes("finished")) + len(self._outcomes("failed"))
+
+    def _look(self) -> None:
+        """Say what has changed since."""
+        for number in self._numbers():
+            outcome = read_outcome(self.folder, number)
+            if outcome is None or number in self.done_before or self.said.get(number) == outcome.state:
+                continue
+            self.said[number] = outcome.state
+            if outcome.state == "running":
+                self.begun[number] = time.monotonic()
+                _say(f"{self.name(number)} …")
+            elif outcome.state == "failed":
+                _say(f"{self.name(number)}: failed: {outcome.error}")
+            elif outcome.folder is not None:
+                result = result_line(Path(outcome.folder))
+                _say(f"{self.name(number)}: {result}, {_time(outcome.seconds)}{self._left()}")
+        running = ", ".join(self.name(number) for number in self._outcomes("running"))
+        self.tick(self._ended(), running)
+
+    def _left(self) -> str:
+        """How long the rest takes, when every job takes as long as those of this session on average."""
+        took = [one.seconds for number, one in self._outcomes("finished").items() if number not in self.done_before]
+        each, now, running = sum(took) / len(took), time.monotonic(), self._outcomes("running")
+        waiting = len(self.jobs) - self._ended() - len(running)
+        seconds = waiting * each + sum(max(0.0, each - (now - self.begun.get(number, now))) for number in running)
+        return f"; {_time(seconds / max(1, len(running)))} left" if waiting or running else ""
+
+    def _report(self) -> None:
+        """The jobs in a table, and what can be done next.
+
+        Raises:
+            InputError: some failed, by what was given.
+            _Crashed: some failed otherwise.
+        """
+        finished, failed = self._outcomes("finished"), self._outcomes("failed")
+        table = Table(box=None, pad_edge=False)
+        for column in ("job", "settings", "result", "time", "run"):
+            table.add_column(column, overflow="fold")
+        folders = [_near(Path(str(outcome.folder))) for outcome in finished.values()]
+        for (number, outcome), folder in zip(finished.items(), folders, strict=True):
+            settings = self.apart(number) or "–"
+            cells = [str(number), settings, result_line(Path(folder)), _time(outcome.seconds), folder]
+            table.add_row(*(cell.replace("[", r"\[") for cell in cells))
+        if finished:
+            Console(width=None if sys.stdout.isatty() else 160).print(table)
+        if len(folders) > 1:
+            print(f"compare them: knobwise compare {shlex.join(_together(folders))}")
+        if failed:
+            number, outcome = next(iter(failed.items()))
+            others = f" (and {len(failed) - 1} more of them)" if len(failed) > 1 else ""
+            line = f"{self.name(number)}{others}: {outcome.error}; the same command runs what failed again"
+            raise _Crashed(line) if outcome.crashed else InputError(line)
+
+
+def shown_by_hydra(schema: str, words: Sequence[str]) -> None:
+    """What Hydra's own flags ask for, such as `--cfg job`: what is composed, and from where."""
+    register()
+    flags = [word for word in words if word.startswith("-")]
+    others = [word for word in words if word not in flags]
+    # Hydra wants its flags first, each with its own word behind it
+    behind = [word for word in others if "=" not in word]
+    sys.argv = ["knobwise train", *flags, *behind, *with_variants([word for word in others if "=" in word])]
+    hydra.main(config_path=str(CONF), config_name=schema, version_base="1.3")(lambda config: None)()
+
+
+def _together(folders: list[str]) -> list[str]:
+    """The one folder that holds these runs and no others, where there is one."""
+    above = {Path(folder).parent for folder in folders}
+    there = {str(path.parent) for parent in above for path in parent.glob("*/results.json")}
+    return [str(above.pop())] if len(above) == 1 and there == set(folders) else folders
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+
+
+def _near(path: Path) -> str:
+    """A path as a person here would write it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _say(line: str) -> None:
+    with suppress(AttributeError, OSError, ValueError):  # nobody may be there to read it
+        print(line, file=sys.stderr, flush=True)

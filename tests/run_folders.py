@@ -1,0 +1,176 @@
+"""Folders of finished runs, written without training: what came of every decision is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from omegaconf import OmegaConf
+
+from knobwise.experiments.decisions_file import write_decisions
+
+BUDGETS = (10.0, 20.0)
+SETTINGS = {
+    "experiment": "lean",
+    "policy": {"structure": "utility", "hidden": 96},
+    "loss": {"group_size": 8, "objective": "exact"},
+    "optimiser": {"lr": 0.001},
+    "tracking": {"mode": "disabled"},
+    "seeds": [0, 1],
+    "baselines": True,
+    "name": None,
+    "runs": "runs",
+}
+
+
+def write_run(
+    folder: Path,
+    *,
+    gain: float = 0.0,
+    seeds: Sequence[int] = (0, 1),
+    samples: Sequence[int] = range(60),
+    budgets: Sequence[float] = BUDGETS,
+    digest: str = "sha256:a",
+    sense: str = "deadline",
+    spent: float = 0.0,
+    settings: Mapping[str, Any] | None = None,
+    decisions: bool = True,
+) -> Path:
+    """A run of a controller. On every sample it gets what a run with no gain gets, and on the share `gain` of them 1
+    where that one gets 0. Under mean budgets it spends `spent` ms more."""
+    draws = np.random.default_rng(0)
+    luck, order = draws.random((1000, len(budgets))), draws.random(1000)
+    rows, frames = [], []
+    policies = {"controller": list(seeds), "oracle": [None]}
+    policies |= {"budget_aware_static": [None]} if sense == "deadline" else {"static_mix": [None]}
+    for policy, of_seeds in policies.items():
+        cubes = []
+        for seed in of_seeds:
+            right = luck[list(samples)] < {"controller": 0.5, "oracle": 0.95}.get(policy, 0.4)
+            if policy == "controller":
+                right = right ^ (luck[list(samples)] * 1000 % 1 < 0.02 * (1 + (seed or 0)))
+                right |= (order[list(samples)] < gain)[:, None]
+            cubes.append(right.astype(float))
+            latency = np.array(budgets) * 0.8 + (spent if policy == "controller" else 0.0)
+            for b, budget in enumerate(budgets):
+                columns = {"sample_id": [f"s{i}" for i in samples], "accuracy": right[:, b].astype(float)}
+                frame = pl.DataFrame(columns | {"utility": columns["accuracy"]})
+                frames.append(
+                    frame.with_columns(
+                        policy=pl.lit(policy),
+                        seed=pl.lit(seed, pl.Int64),
+                        dataset=pl.lit(None, pl.String),
+                        budget_ms=pl.lit(budget),
+                        configuration=pl.lit("crops=2"),
+                        latency_ms=pl.lit(float(latency[b])),
+                        in_time=pl.lit(True),
+                        feasible=pl.lit(True),
+                    )
+                )
+        cube = np.stack(cubes)
+        for place in (None, *range(len(budgets))):
+            mean = float(cube[..., slice(None) if place is None else place].mean())
+            budget = None if place is None else budgets[place]
+            row = {"policy": policy, "budget_ms": budget, "accuracy": mean, "utility": mean}
+            row |= {"latency_ms_mean": float(latency.mean() if place is None else latency[place])}
+            row |= {"utility_ci95": [mean - 0.05, mean + 0.05], "accuracy_ci95": [mean - 0.05, mean + 0.05]}
+            row |= {"satisfaction": 0.9, "satisfaction_feasible": 0.95, "gap_closed": 0.5}
+            row |= {"gap_closed_ci95": [0.4, 0.6], "decision_us_p50": 12.0}
+            if sense == "mean":
+                row |= {"over_static_mix": mean - 0.4, "over_static_mix_ci95": [mean - 0.45, mean - 0.35]}
+            rows.append(row)
+    results = {
+        "profile": {"name": "small", "digest": digest, "samples": 300, "configurations": 2},
+        **({"sense": "mean"} if sense == "mean" else {}),
+        "test_samples": len(samples),
+        "seeds": list(seeds),
+        "unit": "ms",
+        "budgets_ms": list(budgets),
+        "rows": rows,
+        "command": "knobwise train <script>",
+        "configurations": [
+            {"label": f"crops={k}", "knobs": {"crops": k}, "accuracy": 0.3 + 0.1 * k, "latency_ms": 4.0 * k}
+            for k in (1, 2, 4)
+        ],
+        "static_hull": [
+            {"label": "a", "accuracy": 0.2, "latency_ms": 0.0},
+            {"label": "b", "accuracy": 1.0, "latency_ms": 40.0},
+        ],
+        "knob_usage": [
+            {"policy": "controller", "budget_ms": b, "knob": "crops", "value": v, "share": 0.5}
+            for b in budgets
+            for v in (1, 2)
+        ],
+    }
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(results))
+    OmegaConf.save(OmegaConf.merge(SETTINGS, {"seeds": list(seeds)}, settings or {}), folder / "config.yaml")
+    lines = [
+        f"{s},{i},{0.5 + 0.01 * i + 0.02 * s},{3.0 - 0.1 * i},\n{s},{i},,,0.4\n"
+        for s in seeds
+        for i in range(0, 30, 10)
+    ]
+    (folder / "metrics.csv").write_text("seed,step,Val/Utility,Val/Latency_Mean,Train/Loss\n" + "".join(lines))
+    if decisions:
+        write_decisions(folder, pl.concat(frames))
+    return folder
+
+
+def write_selector_run(
+    folder: Path,
+    *,
+    wrong: float = 0.5,
+    form: str = "grpo_recorded",
+    shots: Sequence[int] = (1, 2),
+    queries: int = 60,
+    digest: str = "sha256:t",
+    unknown: int = 0,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """A run of a selector that gets the share `wrong` of the queries wrong, the same ones at any number of shots; of
+    the first `unknown` queries nothing is known at the last number of shots."""
+    order = np.random.default_rng(1).random(queries)
+    policies = {"sft": 0.8, form: wrong, "random": 0.9}
+    rows, frames = [], []
+    for policy, share in policies.items():
+        right = (order >= share).astype(float)
+        for count in shots:
+            known = [None if i < unknown and count == shots[-1] else one for i, one in enumerate(right.tolist())]
+            row = {"policy": policy, "shots": count, "accuracy": float(right.mean()), "queries": queries}
+            rows.append(row | {"accuracy_ci95": [float(right.mean()) - 0.1, float(right.mean()) + 0.1]})
+            frame = pl.DataFrame({"sample_id": [f"q{i}" for i in range(queries)], "correct": known})
+            frames.append(
+                frame.with_columns(
+                    policy=pl.lit(policy),
+                    seed=pl.lit(None if policy == "random" else 0, pl.Int64),
+                    shots=pl.lit(count, pl.Int64),
+                    demonstrations=pl.lit(None, pl.List(pl.String)),
+                )
+            )
+    results = {
+        "system": "selector",
+        "profile": {"name": "beams", "digest": "sha256:b", "samples": 300, "candidates": 40},
+        "test_digest": digest,
+        "test_queries": queries,
+        "seeds": [0],
+        "shots": list(shots),
+        "trained_shots": 2,
+        "judged_by": "scorer",
+        "hidden": [],
+        "rows": rows,
+        "differences": [],
+        "controls": [],
+        "command": "knobwise train experiment=selector",
+    }
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(results))
+    own = {"experiment": "selector", "shots": 2, "variants": {form: {"epochs": 4}}}
+    OmegaConf.save(OmegaConf.merge(own, settings or {}), folder / "config.yaml")
+    lines = [f"0,{i},{0.5 + 0.01 * i}\n" for i in range(0, 30, 10)]
+    (folder / "metrics.csv").write_text("seed,step,Val/sft/Accuracy_Mean\n" + "".join(lines))
+    write_decisions(folder, pl.concat(frames))
+    return folder

@@ -1,0 +1,89 @@
+"""The mathematics of training has not changed: losses and gradient norms, step by step, are those that were committed.
+
+The tolerance is some eight times what rounding does to these runs and far below what a change of a formula does.
+Rounding: on one machine with PyTorch's kernels for AVX-512, for AVX2 and for neither, MKL's for every processor alike,
+and with noise of one unit in the last place on the weights and of three on every gradient, losses differ by up to
+2e-6 and norms by up to 1.3e-5 of themselves. A formula: two hundredths on one coefficient, below, is the smallest
+change that anybody would make, and is ten times the tolerance or more. Of fifty changes by hand in a
+copy of the code (signs, sums for means, clip, KL and its estimator, baseline and scale of advantages, temperatures,
+entropy, regression, optimiser and schedule, which policy is the old one or the reference) forty-eight were seen, nearly
+all by a hundred times the tolerance; the other two, a `detach` where there is no gradient and < for ≤ where nothing is
+equal, change no number here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import Tensor
+from trajectories import FILE, RUNS, SETTINGS, trajectory
+
+RELATIVE, ABSOLUTE = 1e-4, 2e-5
+COMMITTED = {name: torch.tensor(steps, dtype=torch.float64) for name, steps in json.loads(FILE.read_text()).items()}
+COEFFICIENTS = [
+    ("controller sampled", "loss", "temperature_start"),
+    ("controller sampled", "loss", "temperature_end"),
+    ("controller sampled", "loss", "advantage_std_floor"),
+    ("controller sampled", "loss", "advantage_clip"),
+    ("controller sampled", "loss", "clip_epsilon"),
+    ("controller sampled", "loss", "kl_to_ref_coeff"),
+    ("controller sampled", "loss", "entropy_coeff"),
+    ("controller sampled", "reward", "miss"),
+    ("controller exact", "loss", "clip_epsilon"),
+    ("controller exact", "loss", "kl_to_ref_coeff"),
+    ("controller exact", "loss", "entropy_coeff"),
+    ("controller exact", "loss", "regression_coeff"),
+    ("controller exact", "optimiser", "lr"),
+    ("controller exact", "optimiser", "clip_grad"),
+    ("selector RCE", "loss", "temperature_end"),
+    ("selector RCE", "config", "lr"),
+    ("selector GRPO", "loss", "clip_epsilon"),
+    ("selector GRPO", "loss", "kl_to_ref_coeff"),
+]
+
+
+def off(found: Tensor, committed: Tensor) -> Tensor:
+    """By how many tolerances each loss and each norm is off, [steps, 2]."""
+    return (found - committed).abs() / (ABSOLUTE + RELATIVE * committed.abs())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_step_is_the_committed_one(name: str) -> None:
+    found, committed = trajectory(name), COMMITTED[name]
+    assert found.shape == committed.shape, f"{name}: {len(found)} steps, committed are {len(committed)}"
+    wrong = (off(found, committed) > 1).any(1).nonzero().flatten().tolist()
+    if wrong:
+        step = wrong[0]
+        (loss, norm), (old_loss, old_norm) = found[step].tolist(), committed[step].tolist()
+        pytest.fail(
+            f"{name}: the training takes another course from step {step} of {len(found)} on: loss {loss:.7g} "
+            f"(committed {old_loss:.7g}), gradient norm {norm:.7g} (committed {old_norm:.7g}). If that is meant, make "
+            f"the trajectories anew with `python tests/{FILE.with_suffix('.py').name}` and commit tests/{FILE.name} "
+            "together with the change and its reason; if not, a change of the mathematics slipped in.",
+            pytrace=False,
+        )
+
+
+@pytest.mark.parametrize(("name", "group", "key"), COEFFICIENTS)
+def test_two_hundredths_more_on_a_coefficient_would_be_seen(name: str, group: str, key: str) -> None:
+    settings = copy.deepcopy(SETTINGS[name])
+    settings[group][key] *= 1.02
+    assert off(trajectory(name, settings), COMMITTED[name]).max() > 10
+
+
+def test_clip_kl_and_advantages_are_at_work() -> None:
+    """None of it is idle in the committed runs: without it they take another course."""
+    for name, key, idle in (
+        ("controller sampled", "clip_epsilon", 1e9),
+        ("controller exact", "clip_epsilon", 1e9),
+        ("selector GRPO", "clip_epsilon", 1e9),
+        ("selector GRPO", "curriculum", 0.0),
+        ("selector GRPO", "kl_band", None),
+        ("selector GRPO", "advantage", "centred"),
+    ):
+        settings = copy.deepcopy(SETTINGS[name])
+        settings["loss"][key] = idle
+        assert off(trajectory(name, settings), COMMITTED[name]).max() > 10, (name, key)

@@ -1,0 +1,192 @@
+"""Reference trajectories: the loss and the norm of the gradient at every optimiser step of short runs of fixed seed.
+
+`tests/test_trajectories.py` holds them against what the code gives today, so that nobody changes the mathematics
+unawares. Where a change is meant, make them anew and commit them with it:
+
+    python tests/trajectories.py
+
+Nothing in these runs depends on more than rounding: no dropout and no draws whose numbers come from MKL (a build
+without it draws others), full batches where such draws are made beside, evaluations far from a tie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import small_beams, small_table
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from knobwise.agents.controller_trainer import ControllerTrainer
+from knobwise.agents.pointer import SelectorConfig
+from knobwise.agents.selector import Selector
+from knobwise.agents.selector_settings import SelectorLossConfig, StageConfig
+from knobwise.agents.selector_trainer import SelectorTrainer
+from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.agents.trainer import Trainer
+from knobwise.envs.reward import RewardConfig
+from knobwise.losses.actor import ActorLoss
+
+FILE = Path(__file__).with_suffix(".json")
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "controller sampled": {  # a head over the knobs; RCE, then GRPO on draws, several passes so that the clip acts
+        "policy": {"structure": "additive", "hidden": 16, "dropout": 0.0},
+        "loss": {
+            "objective": "sampled",
+            "group_size": 6,
+            "temperature_start": 0.5,
+            "temperature_end": 0.1,
+            "advantage": "zscore",
+            "advantage_std_floor": 0.1,
+            "advantage_clip": 1.5,
+            "entropy_coeff": 0.02,
+            "kl_to_ref_coeff": 0.2,
+            "clip_epsilon": 0.2,
+        },
+        "optimiser": {
+            "warmup_iterations": 10,
+            "iterations": 10,
+            "contexts": 32,
+            "minibatch": 16,
+            "epochs": 3,
+            "warmup_lr": 1e-2,
+            "lr": 1e-2,
+            "clip_grad": 0.5,
+            "evaluate_every": 10,
+            "patience": 0,
+        },
+        "reward": {"kind": "utility", "miss": 0.2},
+    },
+    "controller exact": {  # two predicting networks; regression, then GRPO over every configuration with regression
+        "policy": {"structure": "utility", "members": 2, "hidden": 16, "dropout": 0.0},
+        "loss": {
+            "objective": "exact",
+            "advantage": "centred",
+            "regression_coeff": 0.2,
+            "entropy_coeff": 0.02,
+            "kl_to_ref_coeff": 0.2,
+            "clip_epsilon": 0.2,
+        },
+        "optimiser": {
+            "warmup_iterations": 10,
+            "iterations": 10,
+            "contexts": 32,
+            "minibatch": 32,
+            "epochs": 3,
+            "warmup_lr": 5e-3,
+            "lr": 4e-4,
+            "clip_grad": 3.0,
+            "evaluate_every": 10,
+            "patience": 0,
+        },
+        "reward": {"kind": "utility", "miss": 0.2},
+    },
+    "selector RCE": {
+        "config": {"epochs": 4, "lr": 2e-3, "queries": 8, "clip_grad": 20.0, "keep": "last"},
+        "loss": {"temperature_start": 2.0, "temperature_end": 0.5},
+    },
+    "selector GRPO": {  # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
+        "config": {
+            "epochs": 5,
+            "lr": 2e-3,
+            "queries": 8,
+            "collected": 32,
+            "rise": 0.2,
+            "clip_grad": 15.0,
+            "keep": "last",
+        },
+        "loss": {
+            "advantage": "zscore",
+            "kl_to_ref_coeff": 0.1,
+            "clip_epsilon": 0.2,
+            "curriculum": 0.5,
+            "curriculum_top": 3,
+            "kl_band": (2.5, 3.5),
+        },
+    },
+}
+"""The settings of each run, by group: what the formulae do is all at work, and none of it saturates."""
+
+
+def steps_of(trainer: Trainer) -> list[list[float]]:
+    """Train; of every optimiser step the loss, and the norm of the gradient that the optimiser was given."""
+    losses: list[float] = []
+    norms: list[float] = []
+    loss_of = trainer._loss_of
+
+    def noted(loss: ActorLoss, minibatch: TensorDictBase) -> TensorDictBase:
+        out = loss_of(loss, minibatch)
+        losses.append(sum(float(value.detach()) for value in out.values() if value.requires_grad))
+        return out
+
+    def about_to_step(optimiser: Optimizer, *_: object) -> None:
+        given = [p.grad for group in optimiser.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(torch.stack([gradient.norm() for gradient in given]).norm()))
+
+    trainer._loss_of = noted  # type: ignore[method-assign]
+    hook = register_optimizer_step_pre_hook(about_to_step)
+    try:
+        trainer.run()
+    finally:
+        hook.remove()
+    return [list(step) for step in zip(losses, norms, strict=True)]
+
+
+def controller(settings: Mapping[str, Mapping[str, Any]]) -> list[list[float]]:
+    """A controller on a small table with holes."""
+    table = small_table(60, holes=0.2)
+    trainer = ControllerTrainer(
+        table,
+        table.split(),
+        policy=PolicyConfig(**settings["policy"]),
+        loss=LossConfig(**settings["loss"]),
+        optimiser=OptimiserConfig(**settings["optimiser"]),
+        reward=RewardConfig(**settings["reward"]),
+    )
+    return steps_of(trainer)
+
+
+def selector(stage: str, settings: Mapping[str, Mapping[str, Any]]) -> list[list[float]]:
+    """A selector on small recorded beams; GRPO starts from a short RCE, and its reference is where that started."""
+    table, _ = small_beams(40)
+    torch.manual_seed(0)
+    fresh = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.0), table.queries, table.candidates)
+
+    def trainer(stage: str, start: Selector, settings: Mapping[str, Mapping[str, Any]]) -> SelectorTrainer:
+        loss, config = SelectorLossConfig(**settings["loss"]), StageConfig(**settings["config"])
+        return SelectorTrainer(stage, table, table.split(0.8, 0.1), start, reference=fresh, loss=loss, config=config)
+
+    start = fresh if stage == "rce" else trainer("rce", fresh, SETTINGS["selector RCE"]).run()
+    return steps_of(trainer(stage, start, settings))
+
+
+RUNS: dict[str, Callable[[Mapping[str, Mapping[str, Any]]], list[list[float]]]] = {
+    "controller sampled": controller,
+    "controller exact": controller,
+    "selector RCE": lambda settings: selector("rce", settings),
+    "selector GRPO": lambda settings: selector("grpo", settings),
+}
+
+
+def trajectory(name: str, settings: Mapping[str, Mapping[str, Any]] | None = None) -> Tensor:
+    """Loss and gradient norm of every step of a run, float64 [steps, 2]; with other settings when they are given."""
+    torch.set_num_threads(1)
+    return torch.tensor(RUNS[name](settings or SETTINGS[name]), dtype=torch.float64)
+
+
+def main() -> None:
+    """Write what the code gives today."""
+    runs = []
+    for name in RUNS:
+        steps = ",\n".join(f"    [{loss:.7g}, {norm:.7g}]" for loss, norm in trajectory(name).tolist())
+        runs.append(f"  {json.dumps(name)}: [\n{steps}\n  ]")
+    FILE.write_text("{\n" + ",\n".join(runs) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

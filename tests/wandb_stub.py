@@ -1,0 +1,329 @@
+"""A small W&B server on this machine: takes what runs send, keeps it, and shows tests what came.
+
+It answers what wandb asks when a run is logged, resumed or synced: GraphQL by the name of the operation, the stream of
+history, summary and events, and uploads of files. What is asked and not known here is kept in `unknown`, so that a test
+fails by name when another version of wandb asks for more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+KEY = "0" * 40
+ENTITY = "someone"
+
+
+@dataclass
+class ReceivedRun:
+    """One run, as the server has it."""
+
+    name: str
+    """Its id, which W&B calls name."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What it said of itself: displayName, groupName, jobType, tags, commit …"""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Key → value."""
+    lines: dict[str, dict[int, str]] = field(default_factory=dict)
+    """File of the stream → number of the line → the line."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Path → content."""
+    exit_code: int | None = None
+    used: list[str] = field(default_factory=list)
+    """Artifacts that it used, by id."""
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Every row, in order, without W&B's own columns."""
+        rows = [json.loads(line) for _, line in sorted(self.lines.get("wandb-history.jsonl", {}).items())]
+        return [{k: _number(v) for k, v in row.items() if not k.startswith("_")} for row in rows]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        lines = self.lines.get("wandb-summary.json", {})
+        found: dict[str, Any] = json.loads(lines[max(lines)]) if lines else {}
+        return {k: {n: _number(one) for n, one in v.items()} if isinstance(v, dict) else v for k, v in found.items()}
+
+
+def _number(value: Any) -> Any:
+    """What JSON has no numbers for W&B writes as words."""
+    return float(value) if isinstance(value, str) and value in ("Infinity", "-Infinity", "NaN") else value
+
+
+@dataclass
+class ReceivedArtifact:
+    """One artifact, as the server has it."""
+
+    identity: str
+    name: str
+    kind: str
+    run: str
+    """Id of the run that logged it."""
+    digest: str
+    metadata: dict[str, Any]
+    aliases: list[str]
+    manifest: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Path → content."""
+    committed: bool = False
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no error."""
+
+
+class WandbStub:
+    """The server; a context manager. All that came lies in its attributes."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, ReceivedRun] = {}
+        self.artifacts: dict[str, ReceivedArtifact] = {}
+        self.unknown: list[str] = []
+        self.refuse: Callable[[str], bool] = lambda what: False
+        """Operations and paths that are answered with an error that is not tried again."""
+        self._manifests: dict[str, str] = {}
+        self._lock = threading.Lock()
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                with stub._lock:
+                    status, answer = stub._answered(self.command, unquote(urlsplit(self.path).path), body)
+                content = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST = do_PUT = _answer
+
+            def log_message(self, *words: Any) -> None:
+                pass
+
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> WandbStub:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes wandb talk to this server."""
+        return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": KEY}
+
+    def by_name(self, name: str) -> list[ReceivedRun]:
+        """The runs that are shown under this name."""
+        return [run for run in self.runs.values() if run.about.get("displayName") == name]
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    def _answered(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+        if path == "/graphql":
+            asked = json.loads(body)
+            name = (re.findall(r"(?:query|mutation)\s+(\w+)", asked["query"]) or ["anonymous"])[0]
+            if self.refuse(name):
+                return 400, {"errors": [{"message": f"{name} refused"}]}
+            answer = getattr(self, f"_{name}", None)
+            if answer is None:
+                self.unknown.append(asked["query"])
+                return 400, {"errors": [{"message": f"{name} unknown"}]}
+            return 200, {"data": answer(asked.get("variables") or {})}
+        if self.refuse(path):
+            return 403, {}
+        parts = path.strip("/").split("/")
+        if parts[0] == "files" and parts[-1] == "file_stream":
+            return 200, self._stream(self.runs[parts[-2]], json.loads(body))
+        if parts[0] == "upload" and method == "PUT":
+            self._keep(parts[1], parts[2], "/".join(parts[3:]), body)
+            return 200, {}
+        if parts[0] == "sdk":  # how wandb itself is doing
+            return 200, {}
+        self.unknown.append(f"{method} {path}")
+        return 404, {}
+
+    def _stream(self, run: ReceivedRun, sent: dict[str, Any]) -> dict[str, Any]:
+        for file, chunk in (sent.get("files") or {}).items():
+            for number, line in enumerate(chunk["content"], chunk["offset"]):
+                run.lines.setdefault(file, {})[number] = line
+        if sent.get("complete"):
+            run.exit_code = sent["exitcode"]
+        return {"limits": {}}
+
+    def _keep(self, kind: str, owner: str, path: str, body: bytes) -> None:
+        if kind == "run":
+            self.runs[owner].files[path] = body
+        elif kind == "artifact":
+            self.artifacts[owner].files[path] = body
+        else:
+            self.artifacts[owner].manifest = json.loads(body)
+
+    # -- GraphQL: one method for each operation ------------------------------------------------------------------------
+
+    def _Viewer(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"viewer": {"id": "1", "entity": ENTITY, "username": ENTITY, "flags": "{}", "teams": {"edges": []}}}
+
+    def _ServerFeaturesQuery(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"serverInfo": {"features": []}}
+
+    def _RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
+        run = self.runs.get(variables["name"])
+        if run is None:
+            return {"model": {"id": "p", "name": variables["project"], "entity": {"name": ENTITY}, "bucket": None}}
+        rows = sorted(run.lines.get("wandb-history.jsonl", {}).items())
+        bucket = {
+            "id": run.name,
+            "name": run.name,
+            "displayName": run.about["displayName"],
+            "summaryMetrics": json.dumps(run.summary),
+            "logLineCount": 0,
+            "historyLineCount": len(rows),
+            "eventsLineCount": len(run.lines.get("wandb-events.jsonl", {})),
+            "historyTail": json.dumps([line for _, line in rows[-1:]]),
+            "eventsTail": "[]",
+            "config": json.dumps({key: {"value": value} for key, value in run.config.items()}),
+            "tags": run.about.get("tags") or [],
+            "notes": None,
+            "wandbConfig": json.dumps({"t": 1}),
+        }
+        return {"model": {"id": "p", "name": variables["project"], "entity": {"name": ENTITY}, "bucket": bucket}}
+
+    def _UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
+        name = variables.get("name") or variables["id"]
+        inserted = name not in self.runs
+        run = self.runs.setdefault(name, ReceivedRun(name))
+        run.about |= {key: value for key, value in variables.items() if value is not None}
+        if variables.get("config"):
+            run.config |= {key: one["value"] for key, one in json.loads(variables["config"]).items()}
+        if variables.get("summaryMetrics"):
+            run.lines["wandb-summary.json"] = {0: variables["summaryMetrics"]}
+        bucket = {
+            "id": name,
+            "name": name,
+            "displayName": run.about.get("displayName") or name,
+            "description": None,
+            "config": "{}",
+            "sweepName": run.about.get("sweep"),
+            "project": {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": ENTITY}},
+            "historyLineCount": len(run.lines.get("wandb-history.jsonl", {})),
+        }
+        return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
+
+    def _CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
+        files = [
+            {"name": file, "uploadUrl": f"{self.url}/upload/run/{variables['run']}/{file}"}
+            for file in variables["files"]
+        ]
+        found = {"runID": variables["run"], "uploadHeaders": [], "files": files}
+        return {"createRunFiles": found}
+
+    def _FetchArtifactDigestAlgorithm(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"project": {"artifactType": None}}
+
+    def _OrganizationCoreWeaveOrganizationID(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"entity": {"organization": None}}
+
+    def _ArtifactType(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"project": {"artifact": None}}
+
+    def _XXHashDigestsEnabled(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"entity": {"xxhashDigestsEnabled": False}}
+
+    def _CreateArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+        sent = variables["input"]
+        identity = f"artifact-{len(self.artifacts)}"
+        self.artifacts[identity] = ReceivedArtifact(
+            identity,
+            name=sent["artifactCollectionName"],
+            kind=sent["artifactTypeName"],
+            run=sent.get("runName") or "",
+            digest=sent["digest"],
+            metadata=json.loads(sent.get("metadata") or "{}"),
+            aliases=[alias["alias"] for alias in sent.get("aliases") or []],
+        )
+        found = {"id": identity, "state": "PENDING", "artifactSequence": {"id": "s", "latestArtifact": None}}
+        return {"createArtifact": {"artifact": found}}
+
+    def _CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
+        owner = variables["artifactID"]
+        self._manifests[f"manifest-{owner}"] = owner
+        return {"createArtifactManifest": {"artifactManifest": self._manifest(owner)}}
+
+    def _UpdateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "updateArtifactManifest": {
+                "artifactManifest": self._manifest(self._manifests[variables["artifactManifestID"]])
+            }
+        }
+
+    def _manifest(self, owner: str) -> dict[str, Any]:
+        file = {
+            "id": "f",
+            "name": "wandb_manifest.json",
+            "displayName": "wandb_manifest.json",
+            "uploadUrl": f"{self.url}/upload/manifest/{owner}/wandb_manifest.json",
+            "uploadHeaders": [],
+        }
+        return {"id": f"manifest-{owner}", "file": file}
+
+    def _CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
+        edges = [
+            {
+                "node": {
+                    "id": "f",
+                    "name": file["name"],
+                    "displayName": file["name"],
+                    "storagePath": f"{file['artifactID']}/{file['name']}",
+                    "uploadUrl": f"{self.url}/upload/artifact/{file['artifactID']}/{file['name']}",
+                    "uploadHeaders": [],
+                    "uploadMultipartUrls": None,
+                    "artifact": {"id": file["artifactID"]},
+                }
+            }
+            for file in variables["input"]["artifactFiles"]
+        ]
+        return {"createArtifactFiles": {"files": {"edges": edges}}}
+
+    def _CommitArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+        artifact = self.artifacts[variables["artifactID"]]
+        artifact.committed = True
+        return {"commitArtifact": {"artifact": {"id": artifact.identity, "digest": artifact.digest}}}
+
+    def _ArtifactByID(self, variables: dict[str, Any]) -> dict[str, Any]:
+        artifact = self.artifacts[variables["id"]]
+        project = {"id": "p", "internalId": "1", "name": "knobwise", "entity": {"name": ENTITY}}
+        collection = {"__typename": "ArtifactSequence", "name": artifact.name, "project": project}
+        found = {
+            **{"__typename": "Artifact", "id": artifact.identity, "artifactSequence": collection, "versionIndex": 0},
+            **{"artifactType": {"name": artifact.kind}, "description": None, "tags": [], "historyStep": None},
+            **{"metadata": json.dumps(artifact.metadata), "ttlDurationSeconds": -2, "ttlIsInherited": False},
+            **{"state": "COMMITTED", "size": 0, "digest": artifact.digest, "digestAlgorithm": "MANIFEST_MD5"},
+            **{"commitHash": "0", "fileCount": 1, "createdAt": "2026-01-01T00:00:00Z", "updatedAt": None},
+            "aliases": [],
+        }
+        return {"artifact": found}
+
+    def _UseArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
+        sent = variables["input"]
+        self.runs[sent["runName"]].used.append(sent["artifactID"])
+        return {"useArtifact": {"artifact": {"id": sent["artifactID"]}}}
