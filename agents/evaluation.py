@@ -196,12 +196,18 @@ def mean_ci95(values: Tensor, draws: int = 2000, seed: int = 0) -> Tensor:
     return resampled_means(values, draws, seed).quantile(ENDS, dim=0).movedim(0, -1)
 
 
-def resampled_means(values: Tensor, draws: int, seed: int) -> Tensor:
-    """Means of float [*, S, n] in each draw of n samples and of S seeds, both with replacement: float64 [draws, *]."""
+def resampled_means(values: Tensor, draws: int, seed: int, other_seeds: bool = False) -> Tensor:
+    """Means of float [*, S, n] in each draw of n samples and of S seeds, both with replacement: float64 [draws, *].
+
+    With `other_seeds` the draws of samples are the same ones, and those of seeds are not: for policies that were
+    trained with other seeds.
+    """
     generator = np.random.default_rng(seed)
     seeds, n = values.shape[-2:]
     # how often each sample and each seed was drawn: means are then matrix products
     samples = torch.from_numpy(generator.multinomial(n, np.full(n, 1 / n), draws) / n)
+    if other_seeds:
+        generator = np.random.default_rng([seed, 1])
     runs = torch.from_numpy(generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds)
     per_seed = samples @ values.double().reshape(-1, n).T
     means = (per_seed.view(draws, -1, seeds) * runs.unsqueeze(1)).sum(-1)

@@ -32,6 +32,8 @@ accuracy, probability of the true answer, relevance."""
 METHODS = ("beam", "sample", "retrieval", "random", "policy")
 """How a beam can have been found. `beam` looked at the answer; none of the others did."""
 POLICY = METHODS.index("policy")
+GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "beams": ("beam",)}
+"""Methods by name. `without_beams`: nothing that was found by looking at the answer; `own`: draws of a policy only."""
 WORDS = ("query_ids", "query_images", "candidate_images", "notes")
 INTEGERS = ("pool", "sequences", "found_by", "round")
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from knobwise.envs.beams import METHODS, POLICY, BeamTable
+from knobwise.envs.beams import GROUPS, METHODS, POLICY, BeamTable
 from knobwise.envs.demonstration_reward import (
     DemonstrationRewardConfig,
     coherence_and_diversity,
@@ -31,8 +31,6 @@ from knobwise.envs.errors import InputError
 Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]
 """Rows of the queries int64 [n], rows of their demonstrations in the bank int64 [n, T] (−1 after the end, all −1: no
 demonstration), on the CPU → float [n] under names of `knobwise.envs.beams.FIELDS`, anywhere."""
-GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "beams": ("beam",)}
-"""Groups by name. `without_beams`: nothing that was found by looking at the answer; `own`: draws of a policy only."""
 
 
 @dataclass
@@ -40,7 +38,7 @@ class GroupConfig:
     """Which recorded sequences of a query form its group."""
 
     methods: str | Sequence[str] = "all"
-    """One of `GROUPS`, or some of `knobwise.envs.beams.METHODS`."""
+    """One of `knobwise.envs.beams.GROUPS`, or some of its `METHODS`."""
     rounds: int | None = None
     """Of the draws of a policy only those of so many latest rounds; None for all."""
 

@@ -191,7 +191,7 @@ def differences(rows: pl.DataFrame, title: str) -> alt.LayerChart:
         rows: run, difference, low, high, shown (better, worse, no difference shown), in order.
         title: of the axis.
     """
-    y = alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=260))
+    y = alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=400))
     # of the five colours the first two, and the last, which is grey, for what is not certain
     scale = alt.Scale(domain=["better", "worse", "", " ", "no difference shown"])
     legend = alt.Legend(orient="top", title=None, values=["better", "worse", "no difference shown"], labelLimit=340)
@@ -201,7 +201,7 @@ def differences(rows: pl.DataFrame, title: str) -> alt.LayerChart:
     zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(style="quiet", strokeDash=[5, 4]).encode(x="zero:Q")
     spans = base.mark_rule(strokeWidth=2.5).encode(alt.X("low:Q", title=title), x2="high:Q")
     dots = base.mark_circle(size=80, opacity=1).encode(alt.X("difference:Q", title=title))
-    return alt.layer(zero, spans, dots).properties(width=560, height=alt.Step(24))
+    return alt.layer(zero, spans, dots).properties(width=500, height=alt.Step(24))
 
 
 def curves_of_runs(points: pl.DataFrame, panels: Sequence[str], runs: Sequence[str]) -> alt.FacetChart:

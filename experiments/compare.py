@@ -118,7 +118,8 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         stopped = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
         raise InputError(f"compare: two runs are needed, {there} in {', '.join(folders)}{stopped}")
     runs = read_runs(finished)
-    notes = [f"{folder} is not finished, and left out." for folder in unfinished]
+    are = "are" if len(unfinished) > 1 else "is"
+    notes = [f"{', '.join(unfinished)} {are} not finished, and left out."] if unfinished else []
     reference = runs[0]
     places = reference.places
     if budgets_ms is not None:
@@ -133,6 +134,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         places = sorted(wanted)
     main = float(shown_at(reference.results)) if reference.kind == "selector" else None
     policies = [policy_of(run) for run in runs]
+    said: dict[str, list[str]] = {}
     found: list[Difference] = []
     in_detail: list[Difference] = []
     of_policies: list[Difference] = []
@@ -140,10 +142,14 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         every, note = differences(reference, run, (policies[0], policy), places)
         found += [one for one in every if one.place == main]
         in_detail += [one for one in every if one.place is not None]
-        notes += [f"{note}."] if note else []
+        if note:
+            said.setdefault(note.removeprefix(run.label), []).append(run.label)
         if main is not None and every:
             others = [name for name in _trained_by_both(reference, run) if (name, name) != (policies[0], policy)]
             of_policies += [d for name in others for d in differences(reference, run, (name, name), [main])[0]]
+    for words, labels in said.items():  # the same of several runs is said once
+        whose = "" if not words.startswith((" ", ":")) else ", ".join(labels)
+        notes.append(f"{whose}{': each' * (len(labels) > 1 and words.startswith(' '))}{words}.")
     return Comparison(
         runs=runs,
         settings=differing([run.settings for run in runs]),
@@ -252,8 +258,9 @@ def method(comparison: Comparison) -> str:
     alone = " Of a run with one seed, what other seeds would give is not known, nor in the interval." * one_seed
     return (
         f"Compared with {comparison.runs[0].label}: {what}, on the same {count} test {of}. In brackets 95% intervals, "
-        "a paired bootstrap over samples and seeds; p: a sign-flip test over the samples, corrected for "
-        f"{len(comparison.found)} comparison{'s' * (len(comparison.found) > 1)} (Holm). Better or worse is said "
+        f"a paired bootstrap over {of} and seeds, wider where seeds are few; p: a sign-flip test over the {of} and, "
+        f"where seeds differ, a t test with their spread, the larger of the two, corrected for {len(comparison.found)} "
+        f"comparison{'s' * (len(comparison.found) > 1)} (Holm). Better or worse is said "
         f"where the interval excludes 0 and p is below {CHANCE:g}.{alone}"
     )
 

@@ -29,6 +29,8 @@ LONGEST_NAME = 120
 """Of a run's folder (`run_folder.run_name`); what is longer was cut."""
 DEEPEST = 5
 """How far down runs are looked for in a folder."""
+LONGEST_LABEL = 24
+"""A longer name that somebody gave is no label where a few settings tell runs apart."""
 FEW = 3
 """So many settings fit into a label."""
 UNKNOWN = "–"
@@ -189,6 +191,10 @@ def outcomes_of(run: ComparedRun, policy: str) -> Outcomes | None:
         return None
     part = run.decisions.filter(pl.col("policy") == policy)
     part = part.with_columns(pl.col(place).cast(pl.Float64).round_sig_figs(6))
+    if "dataset" in part.columns:  # only together are the two unique
+        part = part.with_columns(
+            pl.concat_str("dataset", "sample_id", separator="\t", ignore_nulls=True).alias("sample_id")
+        )
     part = part.unique(["seed", "sample_id", place], keep="first").sort("seed", "sample_id", place)
     seeds, samples, places = (part[name].unique().sort().to_list() for name in ("seed", "sample_id", place))
     shape = len(seeds), len(samples), len(places)
@@ -277,7 +283,8 @@ def _short(
     words = [_words(place.name, of, apart) for place, of in zip(places, settings, strict=True)]
     shared = set.intersection(*map(set, words)) if len(words) > 1 else set()
     kept = [[word for word in name if word not in shared] for name in words]
-    given = any(not value for name in words for _, value in name)  # names that people gave say more than settings
+    # names that people gave say more than settings, as long as they are short
+    given = any(not value and len(key) <= LONGEST_LABEL for name in words for key, value in name)
     if len(set(experiments)) == 1 and not given and 0 < len(apart) <= FEW:
         kept = [[(key, said[i]) for key, said in apart.items()] for i in range(len(places))]
     keys = list(dict.fromkeys(key for name in kept for key, value in name if value))

@@ -98,7 +98,8 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
         write_decisions(folder, decisions)
         report = write_report(folder)
         with _tracker(config, table, folder, "evaluate") as tracker:
-            tracker.log_results(results, images=result_images(results))
+            shown = tracker.mode != "disabled"  # pictures take longer to draw than all else here
+            tracker.log_results(results, images=result_images(results) if shown else None)
     print_results(results, Console())
     print(f"report: {report}")
     return folder

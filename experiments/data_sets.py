@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
@@ -41,8 +39,9 @@ from knobwise.envs.budgets import quantile_budgets
 from knobwise.envs.calibrated import CalibratedConfig, simulate_calibrated
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.interruption import status_of, stopped_by_signals
 from knobwise.envs.joint import rows_by_dataset, with_dataset_input
-from knobwise.envs.progress import progress, show_in_parent, workers_shown
+from knobwise.envs.processes import in_processes
 from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.envs.splits import k_folds, leave_one_out
 from knobwise.envs.table import ProfileTable, Split
@@ -113,15 +112,7 @@ def run(config: DataSetsConfig) -> Path:
     wanted = [(name, seed) for seed in config.seeds for name in names]
     missing = [cell for cell in wanted if not _file(folder, *cell).exists()]
     done = len(wanted) - len(missing)
-    context = multiprocessing.get_context("spawn")
-    with (
-        progress("ways × seeds", len(wanted), done) as tick,
-        workers_shown(context) as shown,
-        ProcessPoolExecutor(config.jobs, mp_context=context, initializer=show_in_parent, initargs=shown) as pool,
-    ):
-        started = [pool.submit(measure, folder, *cell, asdict(config)) for cell in missing]
-        for number, future in enumerate(as_completed(started), done + 1):
-            tick(number, future.result())
+    in_processes("ways × seeds", measure, [(folder, *cell, asdict(config)) for cell in missing], config.jobs, done)
     found = {name: [json.loads(_file(folder, name, seed).read_text()) for seed in config.seeds] for name in names}
     facts = {"profile": table.name, "samples": table.num_samples, "configurations": table.num_configurations}
     facts |= {"simulated": not config.paths, "seeds": config.seeds, "simple": config.simple, "folds": config.folds}
@@ -134,8 +125,8 @@ def run(config: DataSetsConfig) -> Path:
 
 def folder_of(table: ProfileTable, config: DataSetsConfig) -> Path:
     """Where measurements are kept: another profile, or other settings of what is fitted, are other measurements."""
-    fitted = {name: getattr(config, name) for name in ("simple", "members", "folds")}
-    return Path(config.runs) / hashlib.sha256(json.dumps([table.digest, fitted]).encode()).hexdigest()[:12]
+    fitted = [config.simple, config.members, config.folds, GROUPS["policy"]["utility"], GROUPS["optimiser"]["utility"]]
+    return Path(config.runs) / hashlib.sha256(repr([table.digest, fitted]).encode()).hexdigest()[:12]
 
 
 def read_table(config: DataSetsConfig) -> ProfileTable:
@@ -238,10 +229,14 @@ def main(words: Sequence[str]) -> int:
         schema = OmegaConf.structured(DataSetsConfig)
         merged = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_cli(list(words))))
         assert isinstance(merged, DataSetsConfig)
-        print(f"page: {run(merged)}")
+        with stopped_by_signals():
+            print(f"page: {run(merged)}")
     except (InputError, OmegaConfBaseException) as error:
         print(f"data_sets: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stop:
+        print("data_sets: stopped; the same command measures what is missing", file=sys.stderr)
+        return status_of(stop)
     return 0
 
 

@@ -8,19 +8,19 @@ anew.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
@@ -34,7 +34,8 @@ from knobwise.envs.budgets import default_budgets
 from knobwise.envs.builtin import builtin_profile
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
-from knobwise.envs.progress import progress, show_in_parent, workers_shown
+from knobwise.envs.interruption import status_of, stopped_by_signals
+from knobwise.envs.processes import in_processes
 from knobwise.envs.reward import RewardConfig, RewardTable
 from knobwise.envs.simulator import KINDS, SimulatedConfig, simulate
 from knobwise.envs.table import ProfileTable, Split
@@ -81,25 +82,24 @@ def run(config: DecisionsConfig) -> Path:
     unknown = [name for name in config.tables if name != "builtin" and name not in KINDS]
     if unknown:
         raise InputError(f"tables={unknown}: must be among builtin, {', '.join(KINDS)}")
-    folder = Path(config.runs)
+    folder = folder_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     # the built-in profile takes longest, so it goes first
     wanted = [(name, seed) for name in config.tables for seed in range(config.seeds)]
     missing = [cell for cell in wanted if not _file(folder, *cell).exists()]
-    context = multiprocessing.get_context("spawn")
-    done = len(wanted) - len(missing)
-    with (
-        progress("tables × seeds", len(wanted), done) as tick,
-        workers_shown(context) as shown,
-        ProcessPoolExecutor(config.jobs, mp_context=context, initializer=show_in_parent, initargs=shown) as pool,
-    ):
-        started = [pool.submit(measure, folder, *cell) for cell in missing]
-        for number, future in enumerate(as_completed(started), done + 1):
-            tick(number, future.result())
+    in_processes(
+        "tables × seeds", measure, [(folder, *cell) for cell in missing], config.jobs, len(wanted) - len(missing)
+    )
     found = [json.loads(_file(folder, *cell).read_text()) for cell in wanted]
     with written_whole(config.out) as temporary:
         temporary.write_text(page_of(found))
     return Path(config.out)
+
+
+def folder_of(config: DecisionsConfig) -> Path:
+    """Where measurements are kept: with another built-in profile, or other default settings, they are others."""
+    fitted = [builtin_profile().digest, KINDS, GROUPS["policy"], GROUPS["optimiser"], GROUPS["reward"], OBJECTIVES]
+    return Path(config.runs) / hashlib.sha256(repr(fitted).encode()).hexdigest()[:12]
 
 
 def _file(folder: Path, name: str, seed: int) -> Path:
@@ -240,16 +240,17 @@ def _tuned(
 def main(words: Sequence[str]) -> int:
     """`python experiments/decisions.py key=value …`."""
     try:
-        config = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(DecisionsConfig), OmegaConf.from_cli(list(words)))
-        )
+        schema = OmegaConf.structured(DecisionsConfig)
+        config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_cli(list(words))))
         assert isinstance(config, DecisionsConfig)
-        print(run(config))
-    except (InputError, Exception) as error:
-        if not isinstance(error, InputError) and "omegaconf" not in type(error).__module__:
-            raise
-        print(f"error: {error}", file=sys.stderr)
+        with stopped_by_signals():
+            print(f"page: {run(config)}")
+    except (InputError, OmegaConfBaseException) as error:
+        print(f"decisions: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stop:
+        print("decisions: stopped; the same command measures what is missing", file=sys.stderr)
+        return status_of(stop)
     return 0
 
 

@@ -17,7 +17,7 @@ class MetricsFile:
 
     A new name widens the file (it is rewritten whole). Rows are on disk when `append` returns. Several processes, each
     with a seed of its own, may write to one file. `earlier` is what the file held of this seed before, step and values,
-    with the rows that are dropped now.
+    with the rows that are dropped now; `kept` is without them.
     """
 
     def __init__(self, path: Path, seed: int | None, resume_step: int | None = None) -> None:
@@ -31,6 +31,7 @@ class MetricsFile:
                     values = {k: float(v) for k, v in row.items() if v and k not in ("seed", "step")}
                     self.earlier.append((int(row["step"]), values))
                 self._write([row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last])
+        self.kept = [row for row in self.earlier if row[0] <= last]
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         row = {"seed": self.seed, "step": str(step), **{name: repr(value) for name, value in values.items()}}

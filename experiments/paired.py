@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from knobwise.agents.evaluation import resampled_means
 from knobwise.experiments.compared_runs import ComparedRun, Outcomes, outcomes_of
 
 DRAWS = 2000
@@ -20,6 +22,8 @@ BLOCK = 10_000_000
 """Random signs drawn at a time."""
 CHANCE = 0.05
 """How often a difference may be shown where there is none, over all comparisons of a family."""
+NOTHING = 1e-18
+"""A variance below this one is rounding."""
 FEWEST = 5
 """So many samples are needed to say anything: five signs alone give a probability of 1/16 at best."""
 
@@ -41,7 +45,7 @@ class Difference:
     ci95: tuple[float, float]
     """Paired bootstrap over samples and seeds."""
     p: float
-    """Of a sign-flip test over the samples, two-sided."""
+    """Two-sided, see `paired`."""
     p_holm: float = 1.0
     """The same, corrected for the number of comparisons of its family."""
 
@@ -57,10 +61,14 @@ def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 
     """first − second, column by column: the difference of the means, the ends of its 95 % interval, and p.
 
     The interval is a bootstrap: a draw takes n samples with replacement, the same ones for both, and seeds with
-    replacement, the same ones where both were trained with the same seeds. The test asks whether the mean over samples
-    could come from chance alone: where nothing differs, the difference of each sample (of the means over seeds) might
-    as well have had the other sign. It is about these trained policies; what other seeds would change is in the
-    interval only.
+    replacement, the same ones where both were trained with the same seeds. A handful of seeds, drawn from themselves,
+    vary too little and are known too little: the interval is widened from the variance of S seeds to the one that they
+    estimate, and from the normal distribution to Student's, with the degrees of freedom of Satterthwaite (1946). Of one
+    seed nothing is known; it widens nothing.
+
+    The test asks whether the mean over samples could come from chance alone: where nothing differs, the difference of
+    each sample (of the means over seeds) might as well have had the other sign. That is about these trained policies;
+    where seeds differ p is at least that of a t test with the variance of the interval.
 
     Args:
         first: float [S, n, C].
@@ -68,20 +76,42 @@ def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 
         same_seeds: whether the seeds are the same ones, in the same order.
         seed: of the draws.
     """
-    generator = np.random.default_rng(seed)
-    n = first.shape[1]
-    drawn = generator.multinomial(n, np.full(n, 1 / n), DRAWS) / n
-    sides = []
-    shares: np.ndarray | None = None
-    for values in (first, second):
-        seeds = len(values)
-        if shares is None or not same_seeds:
-            shares = generator.multinomial(seeds, np.full(seeds, 1 / seeds), DRAWS) / seeds
-        means = np.stack([drawn @ of_seed for of_seed in values], 1)  # [draws, S, C]
-        sides.append((means * shares[:, :, None]).sum(1))
-    ends = np.quantile(sides[0] - sides[1], [0.025, 0.975], axis=0)
-    apart = first.mean(0) - second.mean(0)  # [n, C]
-    observed = apart.mean(0)
+    sides = [first - second] if same_seeds else [first, -second]
+    columns = [torch.from_numpy(np.moveaxis(one, 2, 0).astype(float)) for one in sides]
+    means = [resampled_means(one, DRAWS, seed, other_seeds=i > 0).numpy() for i, one in enumerate(columns)]
+    drawn = np.sum(means, 0)  # [draws, C]
+    observed = np.sum([one.mean((0, 1)) for one in sides], 0)  # [C]
+    wider, p = _for_seeds(sides, drawn, observed)
+    ends = observed + wider * (np.quantile(drawn, [0.025, 0.975], axis=0) - observed)
+    p = np.maximum(p, _sign_flips(first.mean(0) - second.mean(0), np.random.default_rng(seed)))
+    return [tuple(map(float, one)) for one in zip(observed, *ends, p, strict=True)]
+
+
+def _for_seeds(sides: Sequence[np.ndarray], drawn: np.ndarray, observed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """By how much the interval is widened, and p of the t test, float [C] each; 1 and 0 where no seed differs.
+
+    Args:
+        sides: float [S, n, C] of what is added up, each with seeds of its own.
+        drawn: float [draws, C], of the bootstrap.
+        observed: float [C].
+    """
+    from scipy.stats import norm, t
+
+    several = [one.mean(1) for one in sides if len(one) > 1]
+    of_seeds = [one.var(0, ddof=1) / len(one) for one in several]  # of the mean over seeds
+    spread = drawn.var(0)
+    whole = spread + sum(one / len(values) for one, values in zip(of_seeds, several, strict=True))
+    squares = sum((one**2 / (len(values) - 1) for one, values in zip(of_seeds, several, strict=True)), np.zeros(1))
+    known = (whole > NOTHING) & (squares > NOTHING**2)
+    freedom = np.where(known, whole**2 / np.where(known, squares, 1.0), np.inf)
+    wider = np.sqrt(whole / np.where(known, spread, 1.0)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
+    p = 2 * t.sf(np.abs(observed) / np.sqrt(np.where(known, whole, 1.0)), freedom)
+    return np.where(known, wider, 1.0), np.where(known, p, 0.0)
+
+
+def _sign_flips(apart: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """p of the means of float [n, C], two-sided: how often random signs give one as large."""
+    n, observed = len(apart), apart.mean(0)
     # scipy's permutation_test gives the same; here one set of signs serves all columns
     as_large, left = np.zeros(len(observed)), FLIPS
     while left:
@@ -89,8 +119,7 @@ def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 
         signs = 1.0 - 2.0 * generator.integers(0, 2, (count, n), dtype=np.int8)
         as_large += (np.abs(signs @ apart / n) >= np.abs(observed) - 1e-12).sum(0)
         left -= count
-    p = (1 + as_large) / (1 + FLIPS)
-    return [tuple(map(float, one)) for one in zip(observed, *ends, p, strict=True)]
+    return (1 + as_large) / (1 + FLIPS)
 
 
 def holm(family: Sequence[Difference]) -> list[Difference]:

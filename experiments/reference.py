@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from io import StringIO
@@ -27,6 +24,8 @@ from omegaconf import OmegaConf
 from knobwise.agents.settings import at_least
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.envs.interruption import status_of, stopped_by_signals
+from knobwise.envs.processes import in_processes
 from knobwise.envs.progress import progress
 from knobwise.experiments.decisions_file import read_decisions
 from knobwise.experiments.reference_page import CONTROLLERS, PROFILES, Found, page_of
@@ -37,6 +36,7 @@ from knobwise.experiments.settings import read_settings
 from knobwise.experiments.sweeps import jobs_of
 
 NAME = "reference"
+FAILED = "failed: "
 
 
 @dataclass
@@ -95,7 +95,11 @@ def run(config: ReferenceConfig) -> list[str]:
     Raises:
         InputError: a run that was made or begun with other settings; nothing has been run then.
     """
-    runs = list(plan(config))
+    runs = []
+    with progress("planning: experiments", len(CONTROLLERS) + len(SELECTORS)) as tick:
+        for one in plan(config):
+            runs.append(one)
+            tick(len({r.experiment for r in runs}), one.experiment)
     first = {one.folder: one for one in reversed(runs)}  # whose folder it is
     asked = [r for r in runs if r.experiment in config.experiments and r.profile in (*config.profiles, "beams")]
     wanted = {one.folder: first[one.folder] for one in asked}
@@ -119,22 +123,28 @@ def plan(config: ReferenceConfig) -> Iterator[Run]:
     """
     seeds = f"seeds=[{','.join(map(str, config.seeds))}]"
     at: dict[str, Path] = {}
+    # composing takes long: what profiles change is composed once
+    of_profile = {name: _compared("train", profile.words)["profile"] for name, profile in PROFILES.items()}
     for experiment, section in CONTROLLERS.items():
+        jobs = [
+            [*job, *PROFILES[section.profiles[0]].words, seeds]
+            for job in jobs_of("train", [f"experiment={experiment}"])
+        ]
+        everywhere = set.intersection(*map(set, jobs))
+        composed = [_compared("train", job) for job in jobs]
+        alone = composed[0]
+        if len(jobs) > 1:
+            alone = _compared("train", [word for word in jobs[0] if word in everywhere])
         for profile in section.profiles:
-            words = [f"experiment={experiment}", *PROFILES[profile].words, seeds]
-            jobs = jobs_of("train", words)
-            everywhere = set.intersection(*map(set, jobs))
-            alone = _compared("train", words) if len(jobs) > 1 else None
-            for job in jobs:
+            for job, own in zip(jobs, composed, strict=True):
                 varied = [word for word in job if word not in everywhere]
+                words = [*varied, f"experiment={experiment}", *PROFILES[profile].words, seeds]
                 name = "-".join([NAME, profile, *([run_name(varied)] if varied else [])])
                 where = [f"name={name}", f"runs={config.runs}", "tracking=disabled"]
                 where += [] if section.every_simple_way else ["baselines=false"]
-                settings = _compared("train", job)
+                settings = own if profile == section.profiles[0] else {**own, "profile": of_profile[profile]}
                 folder = at.setdefault(json.dumps(settings), Path(config.runs) / experiment / name)
-                yield Run(
-                    experiment, profile, " ".join(varied), alone in (None, settings), folder, job, where, settings
-                )
+                yield Run(experiment, profile, " ".join(varied), own == alone, folder, words, where, settings)
     for experiment in SELECTORS:
         where = [f"name={NAME}", f"runs={config.runs}", "tracking=disabled", "jobs=1"]
         folder, words = Path(config.runs) / experiment / NAME, [f"experiment={experiment}", seeds]
@@ -186,27 +196,28 @@ def _different(saved: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -
 
 
 def _train_all(missing: Sequence[Run], total: int, jobs: int) -> list[str]:
-    """Train in as many processes; gives a line for each run that failed. Others go on."""
-    waiting, running, failed = deque(missing), dict[Future[str], Run](), list[str]()
+    """Train, in as many processes; gives a line for each run that failed. Others go on."""
+    if not missing:
+        return []
     done = total - len(missing)
-    context = multiprocessing.get_context("spawn")
-    with progress("runs", total, done) as tick, ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        while waiting or running:
-            # none is handed over before it can begin: Ctrl-C then ends what runs, and nothing else is begun
-            while waiting and len(running) < jobs:
-                one = waiting.popleft()
-                running[pool.submit(train, one)] = one
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                one, done = running.pop(future), done + 1
-                error = future.exception()
-                if isinstance(error, KeyboardInterrupt):
-                    raise KeyboardInterrupt
-                if error is not None:
-                    said = str(error) if isinstance(error, InputError) else repr(error)
-                    failed.append(f"{one.folder}: {said.splitlines()[0]}")
-                tick(done, failed[-1] if error is not None else future.result())
-    return failed
+    if jobs > 1:
+        notes = in_processes("runs", train_or_say, [(one,) for one in missing], jobs, done)
+    else:
+        notes = []
+        with progress("runs", total, done) as tick:
+            for one in missing:
+                notes.append(train_or_say(one))
+                tick(done + len(notes), notes[-1])
+    return [note.removeprefix(FAILED) for note in notes if note.startswith(FAILED)]
+
+
+def train_or_say(one: Run) -> str:
+    """`train`, where an error is a note that begins with `FAILED`."""
+    try:
+        return train(one)
+    except Exception as error:
+        said = str(error) if isinstance(error, InputError) else repr(error)
+        return f"{FAILED}{one.folder}: {said.splitlines()[0]}"
 
 
 def train(one: Run) -> str:
@@ -235,20 +246,22 @@ def _found(one: Run) -> Found:
     """A finished run. Of selectors only the means are needed, which older runs have too."""
     results = json.loads((one.folder / "results.json").read_text(encoding="utf-8"))
     decisions = read_decisions(one.folder) if one.verb == "train" else None
-    return Found(one.experiment, one.profile, one.variant, one.default, results, decisions)
+    warm_up = one.settings.get("optimiser", {}).get("warmup_iterations")
+    return Found(one.experiment, one.profile, one.variant, one.default, results, decisions, warm_up)
 
 
 def main(words: Sequence[str]) -> int:
-    """Run from `key=value` words; 2 when one of them is wrong, 1 when a run failed, 130 when stopped."""
+    """Run from `key=value` words; 2 when one of them is wrong, 1 when a run failed, 130 or 143 when stopped."""
     try:
         config = changed(ReferenceConfig(), OmegaConf.from_dotlist(list(words)), "reference")
-        failed = run(config)
+        with stopped_by_signals():
+            failed = run(config)
     except InputError as error:
         print(f"reference: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("reference: stopped; the same command goes on where it was", file=sys.stderr)
-        return 130
+        return status_of(stop)
     for line in failed:
         print(f"reference: {line}", file=sys.stderr)
     print(f"page: {config.out}")

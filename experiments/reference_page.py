@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import polars as pl
-import torch
-from torch import Tensor
 
-from knobwise.agents.evaluation import mean_ci95
+from knobwise.experiments.compared_runs import ComparedRun, kind_of, place_of
+from knobwise.experiments.paired import CHANCE, Difference, differences, holm
 from knobwise.experiments.reference_selectors import introduction, question_of, selector_sections, table_of
 from knobwise.experiments.verdict import LEARNED, ORACLE, STATIC, known, means_of, number, policy_name, ranked
 
@@ -98,27 +99,15 @@ class Found(NamedTuple):
     results: Mapping[str, Any]
     decisions: pl.DataFrame | None
     """Of a controller."""
+    warm_up: int | None = None
+    """Iterations of a controller's training before GRPO."""
 
-
-class Compared(NamedTuple):
-    """What a policy has more than another, with a 95 % interval; in utility or accuracy."""
-
-    name: str
-    against: str
-    difference: float
-    low: float
-    high: float
-    samples: int
-
-    @property
-    def sign(self) -> int:
-        """1 or −1 where the interval is above or below 0, else 0."""
-        return int(self.low > 0) - int(self.high < 0)
-
-    @property
-    def points(self) -> str:
-        """In hundredths."""
-        return f"{100 * self.difference:+z.2f} [{100 * self.low:z.2f}, {100 * self.high:z.2f}]"
+    def judged(self, dataset: str | None = None) -> ComparedRun:
+        """As `knobwise compare` sees it; on one data set alone where that is asked for."""
+        decisions = self.decisions
+        if decisions is not None and dataset is not None:
+            decisions = decisions.filter(pl.col("dataset") == dataset)
+        return ComparedRun(Path(), _called(self), kind_of(self.results), dict(self.results), {}, decisions)
 
 
 def page_of(found: Sequence[Found], seeds: Sequence[int], open_runs: int = 0) -> str:
@@ -129,12 +118,12 @@ def page_of(found: Sequence[Found], seeds: Sequence[int], open_runs: int = 0) ->
         seeds: of the training.
         open_runs: how many are not.
     """
-    answers, parts, compared = list[tuple[str, str, str]](), list[str](), list[Compared]()
+    answers, parts, families = list[tuple[str, str, str]](), list[str](), list[Sequence[Difference]]()
     for name, section in CONTROLLERS.items():
         if own := [one for one in found if one.experiment == name]:
-            lines, of_profiles = _section(name, section, own, found)
+            lines, of_profiles, of_datasets = _section(name, section, own, found)
             parts += lines
-            compared += [one for many in of_profiles.values() for one in many]
+            families += [*of_profiles.values(), *of_datasets]
             said = [f"{PROFILES[profile].called}: {_answer(many)}" for profile, many in of_profiles.items() if many]
             answers.append((section.title, question_of(name), "; ".join(said) or "not finished"))
     if parts:
@@ -145,11 +134,10 @@ def page_of(found: Sequence[Found], seeds: Sequence[int], open_runs: int = 0) ->
     for shown_one in selector_sections(selectors):
         parts += [f"### {shown_one.title}", *shown_one.lines]
         answers.append((shown_one.title, shown_one.question, shown_one.answer))
-    shown = sum(one.sign != 0 for one in compared)
-    return "\n\n".join([*_head(found, seeds, open_runs, len(compared), shown), _summary(answers), *parts]) + "\n"
+    return "\n\n".join([*_head(found, seeds, open_runs), *_chance(families), _summary(answers), *parts]) + "\n"
 
 
-def _head(found: Sequence[Found], seeds: Sequence[int], open_runs: int, compared: int, shown: int) -> list[str]:
+def _head(found: Sequence[Found], seeds: Sequence[int], open_runs: int) -> list[str]:
     profiles = {one.profile: one.results["profile"] for one in found if one.profile in PROFILES}
     sizes = {name: f"{facts['samples']:,} samples × {facts['configurations']}" for name, facts in profiles.items()}
     words = {
@@ -162,8 +150,8 @@ def _head(found: Sequence[Found], seeds: Sequence[int], open_runs: int, compared
         "# Reference results",
         "Made by `python experiments/reference.py`: every experiment of "
         f"`experiments/conf/experiment/`, {len(seeds)} training seeds ({', '.join(map(str, seeds))}), each held "
-        "against what it changes. Sentences are made from the numbers: *better* and *worse* where the 95 % interval of "
-        "the paired difference leaves out 0, otherwise *no difference shown*, which is not the same as none. "
+        "against what it changes. Sentences are made from the numbers; *no difference shown* is not the same as none: "
+        "how large one could be is in the interval. Differences are in points, hundredths of utility or of accuracy. "
         "Single runs: `knobwise train`, and `knobwise compare` for two or more of them.",
     ]
     if listed:
@@ -175,13 +163,26 @@ def _head(found: Sequence[Found], seeds: Sequence[int], open_runs: int, compared
             "one; *gap closed* the share of the way from budget-aware static to the oracle; *where possible* the share "
             "of requests answered in time among those that some configuration could have answered in time. Intervals "
             "are 95 % bootstrap intervals over samples and seeds; differences are paired, sample by sample, budget by "
-            "budget, seed by seed, and in points, hundredths of utility. They are not corrected for their number: of "
-            f"the {compared} on this page {0.05 * compared:.0f} would leave out 0 by chance alone if nothing mattered, "
-            f"and {shown} do.",
+            "budget, seed by seed, and their intervals are wider where few seeds differ much.",
         ]
     if open_runs:
         head.append(f"**Not complete: {open_runs} runs are not finished.**")
     return head
+
+
+def _chance(families: Sequence[Sequence[Difference]]) -> list[str]:
+    """How many differences are looked at, and what chance alone would show."""
+    every = [one for family in families for one in family]
+    if not every:
+        return []
+    outside, shown = sum(one.ci95[0] > 0 or one.ci95[1] < 0 for one in every), sum(one.sign != 0 for one in every)
+    return [
+        f"The tables on controllers hold {len(every)} differences. If nothing mattered, chance alone would put "
+        f"{CHANCE * len(every):.1f} of their intervals off 0; {outside} are. *Better* and *worse* ask for more, as "
+        "`knobwise compare` does: the interval leaves out 0, and p, corrected for the number of differences of the "
+        f"same question on the same profile (Holm), is below {CHANCE:g}. That is so for {shown}; by chance alone "
+        f"at most {CHANCE * len(families):.1f} of the {len(families)} questions would show any."
+    ]
 
 
 def _summary(answers: Sequence[tuple[str, str, str]]) -> str:
@@ -189,48 +190,52 @@ def _summary(answers: Sequence[tuple[str, str, str]]) -> str:
     for title, question, answer in answers:
         anchor = "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
         rows.append([f"[{title}](#{anchor})", question[: question.find("?") + 1], answer])
-    return "## In short\n\n" + table_of(["section", "question", "answer"], rows)
+    return "## In short\n\n" + table_of(["section", "question", "answer, in points [95 %]"], rows)
 
 
 def _section(
     name: str, section: Section, own: Sequence[Found], found: Sequence[Found]
-) -> tuple[list[str], dict[str, list[Compared]]]:
-    """The lines of an experiment, and for each profile what was compared."""
+) -> tuple[list[str], dict[str, list[Difference]], list[list[Difference]]]:
+    """The lines of an experiment, for each profile what was compared, and what was data set by data set."""
     swept = any(one.variant for one in own)
     words = PROFILES[section.profiles[0]].words[:1] if len(section.profiles) > 1 else []
     command = " ".join(["knobwise train", *["-m"] * swept, f"experiment={name}", *words])
     lines = [f"### {section.title}", f"*{question_of(name)}* `{command}`", *([section.note] if section.note else [])]
     compared = {profile: _compare(section, [o for o in own if o.profile == profile], found) for profile in PROFILES}
-    findings = []
+    findings, datasets = list[str](), list[list[Difference]]()
     for profile, many in compared.items():
         runs = [one for one in own if one.profile == profile]
-        findings += [f"{PROFILES[profile].called}: {line}" for line in (_finding(many) if many else [])]
-        findings += [f"{PROFILES[profile].called}: {line}" for one in runs for line in _by_dataset(section, one)]
+        findings += [f"{PROFILES[profile].called}: {words}" for words in (_finding(many) if many else ())]
+        for one in runs:
+            if idle := _before_grpo(one):
+                findings.append(f"{PROFILES[profile].called}: {idle}")
+            if by_dataset := _by_dataset(section, one):
+                datasets.append(by_dataset)
+                told = f"{_called(one)} against budget-aware static, by data set: {_sorted_out(by_dataset)}."
+                findings.append(f"{PROFILES[profile].called}: {told}")
     if section.every_simple_way:
         for one in own:
             lines += [f"On the {PROFILES[one.profile].called} profile:", _simple_ways(one)]
     else:
         lines.append(_variants(own, compared))
     if findings:
-        lines.append("\n".join(f"- {line[0].upper()}{line[1:]}" for line in findings))
-    return lines, {profile: many for profile, many in compared.items() if many}
+        lines.append("\n".join(f"- {said[0].upper()}{said[1:]}" for said in findings))
+    return lines, {profile: many for profile, many in compared.items() if many}, datasets
 
 
 # -- differences -------------------------------------------------------------------------------------------------------
 
 
-def _compare(section: Section, own: Sequence[Found], found: Sequence[Found]) -> list[Compared]:
+def _compare(section: Section, own: Sequence[Found], found: Sequence[Found]) -> list[Difference]:
     """Every variant of an experiment, on one profile, against what it is held against."""
     if not own:
         return []
     if section.every_simple_way:
         return [
-            compared
-            for one in own
-            for compared in _against_policies(one, [row["policy"] for row in ranked(one.results)])
+            found for one in own for found in _against_policies(one, [row["policy"] for row in ranked(one.results)])
         ]
     if section.against not in (OWN, *CONTROLLERS):
-        return [compared for one in own for compared in _against_policies(one, [section.against])]
+        return holm([found for one in own for found in _against_policies(one, [section.against])])
     if section.against == OWN:
         # before all are finished the one that the others are held against may not be there
         base = next((one for one in own if one.default), own[0])
@@ -239,60 +244,30 @@ def _compare(section: Section, own: Sequence[Found], found: Sequence[Found]) -> 
         if not bases:
             return []
         base = bases[0]
-    compared = []
-    for one in own:
-        if one is not base and (apart := paired(one.decisions, base.decisions)) is not None:
-            compared.append(_of(_called(one), _called(base), apart))
-    return compared
+    return holm([apart for one in own if one is not base and (apart := _apart(one, base)) is not None])
 
 
-def _against_policies(one: Found, policies: Sequence[str]) -> list[Compared]:
-    """The learned policy against others of the same run. Under mean budgets it is what they get at what it spent."""
-    learned, compared = means_of(one.results)[LEARNED], []
-    for policy in policies:
-        if policy in (LEARNED, ORACLE):
-            continue
-        if one.results.get("sense") == "mean":
-            samples, name = one.results["test_samples"], policy_name(policy)
-            if (over := learned.get(f"over_{policy}")) is not None:
-                low, high = learned[f"over_{policy}_ci95"]
-                compared.append(Compared(_called(one), name, over, low, high, samples))
-        elif (apart := paired(one.decisions, one.decisions, against=policy)) is not None:
-            compared.append(_of(_called(one), policy_name(policy), apart))
-    return compared
+def _against_policies(one: Found, policies: Sequence[str], dataset: str | None = None) -> list[Difference]:
+    """The learned policy against others of the same run."""
+    others = [policy for policy in policies if policy not in (LEARNED, ORACLE)]
+    return holm([apart for policy in others if (apart := _apart(one, one, policy, dataset)) is not None])
 
 
-def paired(
-    one: pl.DataFrame | None, other: pl.DataFrame | None, policy: str = LEARNED, against: str = LEARNED
-) -> Tensor | None:
-    """What `policy` of one run has more in utility than `against` of another: float64 [S, n], mean over budgets.
-
-    On the samples that both were judged on, seed by seed (what no seed changes goes with every seed); None where they
-    share no sample or no seed, or were not judged under the same budgets.
-    """
-    if one is None or other is None:
+def _apart(one: Found, other: Found, against: str = LEARNED, dataset: str | None = None) -> Difference | None:
+    """What the learned policy of one run has more than a policy of another, as `knobwise compare` has it, over all
+    budgets; None where they share too few samples, or were not judged under the same budgets."""
+    run, reference = one.judged(dataset), other.judged(dataset)
+    if run.decisions is None or reference.decisions is None:
         return None
-    first, second = one.filter(pl.col("policy") == policy), other.filter(pl.col("policy") == against)
-    if set(first["budget_ms"]) != set(second["budget_ms"]):
-        return None
-    keys = ["dataset", "sample_id", "budget_ms", *(["seed"] if second["seed"].null_count() == 0 else [])]
-    worth = pl.col("utility").cast(pl.Float64)
-    both = first.select(*dict.fromkeys([*keys, "seed"]), own=worth).join(
-        second.select(*keys, others=worth), on=keys, nulls_equal=True
+    places, others = (
+        {place_of(b) for b in r.decisions["budget_ms"]} for r in (run, reference) if r.decisions is not None
     )
-    of_samples = (
-        both.group_by("dataset", "sample_id", "seed")
-        .agg((pl.col("own") - pl.col("others")).mean())
-        .sort("seed", "dataset", "sample_id")
-    )
-    if not len(of_samples):
+    if places != others:
         return None
-    return torch.from_numpy(of_samples["own"].to_numpy().copy()).view(of_samples["seed"].n_unique(), -1)
-
-
-def _of(name: str, against: str, apart: Tensor) -> Compared:
-    low, high = mean_ci95(apart).tolist()
-    return Compared(name, against, float(apart.mean()), low, high, apart.shape[1])
+    found = differences(reference, run, (against, LEARNED), sorted(places))[0]
+    whole = next((apart for apart in found if apart.place is None), None)
+    held_against = _called(other) if against == LEARNED else policy_name(against)
+    return None if whole is None else replace(whole, run=dataset or _called(one), against=held_against)
 
 
 def _called(one: Found) -> str:
@@ -302,62 +277,82 @@ def _called(one: Found) -> str:
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def _finding(compared: Sequence[Compared]) -> Iterator[str]:
+def _finding(compared: Sequence[Difference]) -> Iterator[str]:
     """Sentences on everything that was compared, by what it was held against."""
-    if len({one.name for one in compared}) == 1 and len(compared) > 1:  # one policy against many
-        yield f"{compared[0].name} is {_sorted_out([one._replace(name=one.against) for one in compared], 'than ')}."
+    if len({one.run for one in compared}) == 1 and len(compared) > 1:  # one policy against many
+        yield f"{compared[0].run} is {_sorted_out([replace(one, run=one.against) for one in compared], 'than ')}."
         return
     for against in dict.fromkeys(one.against for one in compared):
         yield f"against {against}: {_sorted_out([one for one in compared if one.against == against])}."
 
 
-def _sorted_out(compared: Sequence[Compared], than: str = "") -> str:
+def _sorted_out(compared: Sequence[Difference], than: str = "") -> str:
     parts = []
     for sign, word in ((1, f"better {than}"), (-1, f"worse {than}"), (0, "no difference shown: ")):
-        some = [f"{one.name} ({one.points})" for one in compared if one.sign == sign]
+        some = [f"{one.run} ({_points(one)})" for one in compared if one.sign == sign]
         if some:
             parts.append((word if than or not sign else f"{word.strip()}: ") + ", ".join(some))
     return "; ".join(parts)
 
 
-def _answer(compared: Sequence[Compared]) -> str:
+def _answer(compared: Sequence[Difference]) -> str:
     """In a line."""
-    names = {one.name for one in compared}
+    names = {one.run for one in compared}
     if len(names) == 1 and len(compared) > 1:
         best = min(compared, key=lambda one: one.difference)
         static = next((one for one in compared if one.against == policy_name(STATIC)), best)
-        said = [f"{_word(one)} {one.against} by {one.points}" for one in dict.fromkeys((static, best))]
+        said = [f"{_word(one)} {one.against} by {_points(one)}" for one in dict.fromkeys((static, best))]
         return " and ".join(said) + (", the best of the simple ways here" if static is not best else "")
-    parts = []
-    for one in sorted(compared, key=lambda one: -one.difference):
-        if one.sign:
-            parts.append(f"{one.name} {one.points}")
-    unclear = [one.name for one in compared if not one.sign]
-    if unclear:
-        parts.append("no difference shown" + (f" for {', '.join(unclear)}" if parts else ""))
-    return ", ".join(parts) + f" (against {', '.join(dict.fromkeys(one.against for one in compared))})"
+    parts = [f"{one.run} {_points(one)}" for one in sorted(compared, key=lambda one: -one.difference) if one.sign]
+    if unclear := [one for one in compared if not one.sign]:
+        whose = f" for {', '.join(one.run for one in unclear)}" if parts else ""
+        low, high = min(one.ci95[0] for one in unclear), max(one.ci95[1] for one in unclear)
+        among = "all intervals within" if len(unclear) > 1 else "the interval is"
+        same = all(map(_is_same, unclear))
+        parts.append(
+            f"the same on every sample{whose}" if same else f"no difference shown{whose}, {among} {_span(low, high)}"
+        )
+    return "; ".join(parts) + f" (against {', '.join(dict.fromkeys(one.against for one in compared))})"
 
 
-def _word(one: Compared) -> str:
+def _is_same(one: Difference) -> bool:
+    return one.difference == one.ci95[0] == one.ci95[1] == 0
+
+
+def _points(one: Difference) -> str:
+    """In hundredths."""
+    return f"{100 * one.difference:+z.2f} {_span(*one.ci95)}"
+
+
+def _span(low: float, high: float) -> str:
+    return f"[{100 * low:z.2f}, {100 * high:z.2f}]"
+
+
+def _word(one: Difference) -> str:
     return {1: "better than", -1: "worse than", 0: "not shown to differ from"}[one.sign]
 
 
-def _by_dataset(section: Section, one: Found) -> list[str]:
+def _before_grpo(one: Found) -> str:
+    """In how many seeds GRPO changed nothing, as validation chose the network from before it; "" where in none."""
+    chosen = one.results.get("chosen") or []
+    early = sum(seed["iteration"] <= (one.warm_up or 0) for seed in chosen)
+    if not one.warm_up or not early:
+        return ""
+    return f"{_called(one)}: what validation chose is from before GRPO in {early} of {len(chosen)} seeds."
+
+
+def _by_dataset(section: Section, one: Found) -> list[Difference]:
     """The learned policy against static, data set by data set, where the experiment is about data sets."""
     if len(section.profiles) > 1 or one.decisions is None or one.decisions["dataset"].n_unique() < 2:
         return []
-    compared = []
-    for dataset in sorted(one.decisions["dataset"].unique()):
-        rows = one.decisions.filter(pl.col("dataset") == dataset)
-        if (apart := paired(rows, rows, against=STATIC)) is not None:
-            compared.append(_of(dataset, policy_name(STATIC), apart))
-    return [f"{_called(one)} against budget-aware static, by data set: {_sorted_out(compared)}."] if compared else []
+    datasets = sorted(one.decisions["dataset"].unique())
+    return holm([found for name in datasets for found in _against_policies(one, [STATIC], name)])
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _variants(own: Sequence[Found], compared: Mapping[str, Sequence[Compared]]) -> str:
+def _variants(own: Sequence[Found], compared: Mapping[str, Sequence[Difference]]) -> str:
     mean = all(one.results.get("sense") == "mean" for one in own)
     others = {c.against for many in compared.values() for c in many}
     words = others.pop() if len(others) == 1 else "what it is held against"
@@ -367,7 +362,7 @@ def _variants(own: Sequence[Found], compared: Mapping[str, Sequence[Compared]]) 
     rows = []
     for one in own:
         row = means_of(one.results)[LEARNED]
-        mine = [c for c in compared[one.profile] if c.name == _called(one)]
+        mine = [c for c in compared[one.profile] if c.run == _called(one)]
         unit = one.results.get("unit", "ms")
         kept = number(row.get("latency_ms_mean"), ".2f", f" {unit}") if mean else _percent(row, "satisfaction_feasible")
         samples = (
@@ -375,13 +370,13 @@ def _variants(own: Sequence[Found], compared: Mapping[str, Sequence[Compared]]) 
         )
         gap = number(row.get("gap_closed"), ".0%") + _ends(row.get("gap_closed_ci95"), ".0%")
         cells = [PROFILES[one.profile].called, _called(one), _utility(row), gap, kept]
-        rows.append([*cells, mine[0].points + samples if mine else "–"])
+        rows.append([*cells, _points(mine[0]) + samples if mine else "–"])
     return table_of(head, rows)
 
 
 def _simple_ways(one: Found) -> str:
     """Every policy of a run, and what the learned one has more."""
-    more = {c.against: c.points for c in _against_policies(one, [row["policy"] for row in ranked(one.results)])}
+    more = {c.against: _points(c) for c in _against_policies(one, [row["policy"] for row in ranked(one.results)])}
     rows = []
     for row in ranked(one.results):
         gap = number(row.get("gap_closed"), ".0%") + _ends(row.get("gap_closed_ci95"), ".0%")

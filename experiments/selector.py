@@ -90,7 +90,8 @@ def run(config: SelectorRun, overrides: list[str]) -> Path:
         write_decisions(folder, decisions)
         report = write_report(folder)
         with tracker_of(config, folder, data.table, "evaluate") as tracker:
-            tracker.log_results(results, images=result_images(results))
+            shown = tracker.mode != "disabled"  # pictures take longer to draw than all else here
+            tracker.log_results(results, images=result_images(results) if shown else None)
     print_results(results, Console())
     print(f"report: {report}")
     return folder

@@ -10,8 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.agents.pointer import SelectorConfig
 from knobwise.agents.selector_settings import SelectorLossConfig, StageConfig
+from knobwise.envs.beams import GROUPS
 from knobwise.envs.demonstration_reward import DemonstrationRewardConfig
-from knobwise.envs.demonstrations import GROUPS
 from knobwise.envs.errors import InputError
 from knobwise.experiments.tracking import TrackingSettings
 

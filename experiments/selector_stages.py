@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
-import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,15 +17,7 @@ from knobwise.agents.selector_settings import SelectorLossConfig
 from knobwise.agents.selector_trainer import SelectorTrainer
 from knobwise.envs.beams import BeamTable
 from knobwise.envs.demonstrations import GroupConfig
-from knobwise.envs.interruption import (
-    arrived,
-    as_ended,
-    signals_blocked,
-    status_of,
-    stopped_by_signals,
-    stopped_only_by_parent,
-)
-from knobwise.envs.progress import progress, show_in_parent, workers_shown
+from knobwise.envs.processes import in_processes
 from knobwise.experiments.selector_data import SelectorData, hide, read_data
 from knobwise.experiments.selector_results import profile_of
 from knobwise.experiments.selector_settings import SelectorRun
@@ -43,81 +31,17 @@ def train_all(config: SelectorRun, folder: Path) -> None:
         for seed in config.seeds:
             train_seed(config, seed, folder)
         return
-    context = multiprocessing.get_context("spawn")
-    jobs = min(config.jobs, len(config.seeds))
-    with (
-        workers_shown(context) as shown,
-        ProcessPoolExecutor(jobs, mp_context=context, initializer=_worker, initargs=shown) as pool,
-        progress("seeds", len(config.seeds)) as tick,
-    ):
-        started: list[Future[_Stopped | None]] = []
-        try:
-            with signals_blocked():
-                started += [pool.submit(_train_in_worker, config, seed, folder) for seed in config.seeds]
-            for number, future in enumerate(as_ended(started), 1):
-                if stopped := future.result():
-                    raise KeyboardInterrupt(stopped.number)
-                tick(number, "")
-        except BaseException as error:
-            for stopped in _stop(started):
-                for note in stopped.notes if isinstance(error, KeyboardInterrupt) else ():
-                    error.add_note(note)
-            raise
+    in_processes("seeds", train_seed, [(config, seed, folder) for seed in config.seeds], config.jobs)
 
 
-class _Stopped(NamedTuple):
-    """That a seed was stopped by a signal, and what is kept of it."""
-
-    number: int
-    notes: list[str]
-
-
-def _stop(started: Sequence[Future[_Stopped | None]]) -> Iterator[_Stopped]:
-    """Have the processes save what they are at, and wait for it; a second signal makes them stop at once."""
-    running = [future for future in started if not future.cancel()]
-    ended = False
-    while not ended:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        with contextlib.suppress(KeyboardInterrupt):
-            ended = len(list(as_ended(running))) == len(running)
-    for future in running:
-        if future.exception() is None and (stopped := future.result()):
-            yield stopped
-
-
-def _train_in_worker(config: SelectorRun, seed: int, folder: Path) -> _Stopped | None:
-    if number := arrived():  # while this process was idle, or at another seed
-        return _Stopped(number, [])
-    try:
-        with stopped_by_signals():
-            train_seed(config, seed, folder)
-    except KeyboardInterrupt as stop:
-        return _Stopped(status_of(stop) - 128, getattr(stop, "__notes__", []))
-    return None
-
-
-def _worker(shown: Any) -> None:
-    """No process outlives the one that started it: that run may be started again, and would meet it in its folder."""
-    show_in_parent(shown)
-    stopped_only_by_parent()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def train_seed(config: SelectorRun, seed: int, folder: Path) -> None:
-    """All stages of one seed, but for those that are finished already."""
+def train_seed(config: SelectorRun, seed: int, folder: Path) -> str:
+    """All stages of one seed, but for those that are finished already; gives nothing to note."""
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     data = read_data(config.beams)
     with SelectorStages(config, data, seed, folder) as stages:
         stages.all()
+    return ""
 
 
 class SelectorStages:
@@ -155,17 +79,18 @@ class SelectorStages:
 
     def all(self) -> None:
         """Train everything that the settings name."""
-        base: dict[str, tuple[Selector, Selector]] = {}
-        for name in self.config.variants or ["sft"]:
-            hidden = self.config.variant(name).hidden if self.config.variants else []
-            key, prefix = ",".join(hidden), "hidden_" if hidden else ""
-            table = hide(self.data.table, hidden)
+        base = {"": self._base("", self.data.table)}
+        for name in self.config.variants:
+            hidden = self.config.variant(name).hidden
+            key, table = ",".join(hidden), hide(self.data.table, hidden)
             if key not in base:
-                sft = self.stage(f"{prefix}sft", "sft", table, self._fresh(table), groups=GroupConfig("beams"))
-                rce = self.stage(f"{prefix}rce", "rce", table, sft)
-                base[key] = sft, rce
-            if self.config.variants:
-                self._variant(name, table, *base[key])
+                base[key] = self._base("hidden_", table)
+            self._variant(name, table, *base[key])
+
+    def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
+        """SFT and RCE, which every variant starts from."""
+        sft = self.stage(f"{prefix}sft", "sft", table, self._fresh(table), groups=GroupConfig("beams"))
+        return sft, self.stage(f"{prefix}rce", "rce", table, sft)
 
     def _fresh(self, table: BeamTable) -> Selector:
         with torch.random.fork_rng(devices=[]):

@@ -84,7 +84,8 @@ _GROUPS_OF = {
 
 def schema_of(verb: str, words: Sequence[str]) -> str:
     """Which of `VERBS` is meant: controllers and selectors are both trained, by experiments with their own settings."""
-    selector = verb == "train" and any(re.match(r"\+*experiment=['\"]?selector", word) for word in words)
+    named = r"\+*experiment=(?:\w+\()?['\"]?selector"
+    selector = verb == "train" and any(re.match(named, word) for word in words)
     return "train_selector" if selector else verb
 
 
@@ -108,6 +109,7 @@ def register() -> None:
 HYDRA = {
     "run": {"dir": "."},
     "sweep": {"dir": "${runs}/multirun", "subdir": "."},
+    "sweeper": {"params": {}},
     "output_subdir": None,
     "job": {"chdir": False},
 }

@@ -8,13 +8,14 @@ runs of their own: `wandb.init` would otherwise give them all the agent's id, an
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ID, SWEEP_ID, PARAMETERS = "WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"
 VARIABLES = (ID, SWEEP_ID, PARAMETERS)
-"""What W&B must not see itself: its settings are those of the whole process, ours those of one run."""
+"""What an agent tells its job."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,20 @@ class SweepJob:
     """Of the sweep."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """What was swept, `optimiser.lr` and the like: the sweep looks for them in the run's config under these names."""
+
+    def config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of the run: all settings, and what was swept under the names that the sweep knows.
+
+        Where what was swept is an option of a group (`policy: joint`), the word stands in the place of the group, whose
+        settings go on under their whole names (`policy.hidden`).
+        """
+        found: dict[str, Any] = {}
+        for name, value in settings.items():
+            if name in self.parameters and isinstance(value, Mapping):
+                found |= {f"{name}.{key}": one for key, one in value.items()}
+            else:
+                found[name] = value
+        return found | self.parameters
 
 
 def sweep_job() -> SweepJob | None:

@@ -33,6 +33,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.errors import OverrideParseException
 from hydra.types import HydraContext
+from joblib import effective_n_jobs
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -41,9 +42,9 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.interruption import Held, held_back
 from knobwise.envs.progress import progress
 from knobwise.envs.splits import divide
-from knobwise.envs.table import ProfileTable
 from knobwise.experiments.profile_settings import read_profile
 from knobwise.experiments.run_folder import claim_folder, run_name
+from knobwise.experiments.selector_data import read_data
 from knobwise.experiments.selector_settings import SelectorRun
 from knobwise.experiments.settings import (
     CONF,
@@ -88,7 +89,7 @@ def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
     for one in own:
         if one.key_or_group == "experiment":
             names = [*one.sweep_string_iterator()] if one.is_sweep_override() else [str(one.value())]
-    if len({schema_of("train", [f"experiment={name}"]) for name in names}) > 1:
+    if any(schema_of("train", [f"experiment={name}"]) != schema for name in names):
         raise InputError(f"experiment={','.join(names)}: selectors and controllers are trained by two commands")
     jobs: list[list[str]] = []
     for name in names:
@@ -105,6 +106,8 @@ def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
     for job in jobs:
         if jobs.count(job) > 1:
             raise InputError(f"settings: {' '.join(job)}: the sweep has this job twice")
+    if not jobs:
+        raise InputError("settings: the sweep has no job; what a glob(…) in it asks for is not there")
     return jobs
 
 
@@ -119,8 +122,11 @@ def _divided(words: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def _parsed(words: list[str]) -> list[Override]:
+    register()
     try:
-        return list(OverridesParser.create().parse_overrides(words))
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()  # knows what `glob` stands for
+            return list(OverridesParser.create(loader).parse_overrides(words))
     except OverrideParseException as error:
         composed("train", [str(error.override)])  # says what is wrong with it
         raise InputError(f"settings: {error}") from error
@@ -145,7 +151,7 @@ def sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> in
     """
     jobs = jobs_of(schema, words)
     configs = [read_settings(schema, job) for job in jobs]
-    _check(configs)
+    digests = _check(configs)
     for config in configs:
         check(config)
     own, about_hydra = _divided(words)
@@ -155,8 +161,8 @@ def sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> in
     experiments = ",".join(dict.fromkeys(config.experiment for config in configs))
     first = Path(launched.hydra.sweep.dir) / experiments / run_name([str(one.input_line) for one in own])
     described = [
-        {"words": job, "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest()}
-        for job, config in zip(jobs, configs, strict=True)
+        {"words": job, "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest(), "data": data}
+        for job, config, data in zip(jobs, configs, digests, strict=True)
     ]
     try:
         with claim_folder(first, "jobs.yaml", OmegaConf.to_yaml(described)) as folder:
@@ -167,13 +173,15 @@ def sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> in
     return 0
 
 
-def _check(configs: Sequence[Any]) -> None:
-    """Refuse what would fail in the first moments of a job; what several jobs read is read once.
+def _check(configs: Sequence[Any]) -> list[str]:
+    """Refuse what would fail in the first moments of a job; what several jobs read is read once. Gives the digest of
+    what each job learns from.
 
     Raises:
         InputError: settings or files that cannot be used.
     """
-    tables: dict[str, ProfileTable] = {}
+    read: dict[str, Any] = {}
+    digests = []
     for config in configs:
         wandb_mode(config.tracking)
         if not config.seeds or len(set(config.seeds)) < len(config.seeds):
@@ -183,14 +191,14 @@ def _check(configs: Sequence[Any]) -> None:
                 variant = config.variant(name)
                 config.stage(variant, name)
                 config.of(variant, name)
-            path = getattr(config.beams, "path", None)
-            if path is not None and not Path(path).exists():
-                raise InputError(f"beams.path={path}: there is no such file")
+            key = repr(config.beams)
+            table = read[key] = read.get(key) or read_data(config.beams).table
         else:
             key = repr(config.profile)
-            if key not in tables:
-                tables[key] = read_profile(config.profile)
-            divide(tables[key], **asdict(config.split))
+            table = read[key] = read.get(key) or read_profile(config.profile)
+            divide(table, **asdict(config.split))
+        digests.append(table.digest)
+    return digests
 
 
 class _Crashed(Exception):
@@ -244,7 +252,9 @@ class _Sweep:
 
     @property
     def _in_turn(self) -> bool:
-        return str(self.launched.hydra.launcher._target_).endswith("BasicLauncher")
+        launcher = self.launched.hydra.launcher
+        # joblib starts no process for one job at a time
+        return ("n_jobs" in launcher and effective_n_jobs(launcher.n_jobs) == 1) or "Basic" in str(launcher._target_)
 
     def _numbers(self) -> range:
         return range(1, len(self.jobs) + 1)

@@ -7,6 +7,7 @@ Everything lies inside the run's folder, and nothing needs an account or a netwo
 from __future__ import annotations
 
 import contextlib
+import math
 import netrc
 import os
 import platform
@@ -105,7 +106,8 @@ class Tracker:
         self.name = name if seed is None else f"{name}-seed{seed}"
         self.experiment, self.job_type, self.settings = experiment, job_type, settings
         self.seed, self.resume_step, self.profile = seed, resume_step, profile
-        self.tags = list(dict.fromkeys([*settings.tags, *tags]))
+        environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]  # ours would replace them
+        self.tags = list(dict.fromkeys([*settings.tags, *environment, *tags]))
         self.config = dict(config) | {
             "profile_digest": profile_digest,
             "git_commit": git_commit(),
@@ -116,7 +118,8 @@ class Tracker:
             self.config["seed"] = seed
         self.sweep = sweep_agent.sweep_job() if job_type == "evaluate" else None
         if self.sweep is not None:
-            self.config |= self.sweep.parameters
+            self.config = self.sweep.config(self.config)
+        self.config = _said_plainly(self.config)
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
         self._wandb: WandbRun | None = None
@@ -131,10 +134,12 @@ class Tracker:
 
                 self._tensorboard = SummaryWriter(
                     str(self.folder / "tensorboard" / (self.job_type if self.seed is None else f"seed{self.seed}")),
-                    purge_step=0 if self.resume_step is None else self.resume_step + 1,
+                    purge_step=0,  # all is written again: a process that was killed had not written its last rows
                     flush_secs=10,
                 )
                 stack.callback(self._tensorboard.close)
+                for step, values in self._csv.kept:
+                    self._to_tensorboard(values, step)
             if self.mode != "disabled":
                 self._wandb = self._start_wandb(stack)
             self._after = stack.pop_all()
@@ -193,7 +198,7 @@ class Tracker:
         event = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._tensorboard.file_writer.add_summary(event, step)
 
-    def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun:
+    def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun | None:
         about = {
             "project": self.settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
             "entity": self.settings.entity,
@@ -209,17 +214,29 @@ class Tracker:
             self.mode,
             about,
             earlier=self._csv.earlier,
-            resume_step=self.resume_step,
+            kept=self._csv.kept,
             sweep=self.sweep,
             insist=self.settings.mode == "online" and not begun,
         )
         stack.enter_context(wandb_run)
+        if wandb_run.mode == "disabled":
+            self.mode = wandb_run.mode
+            return None
         if wandb_run.mode != self.mode:
             self.mode = self.settings.mode = wandb_run.mode  # the seeds that follow need not wait again
         if self.profile is not None and self.job_type == "train" and wandb_run.mode == "online":
             with wandb_run.said("the profile"):
                 wandb_results.log_profile(wandb_run.run, self.profile)
         return wandb_run
+
+
+def _said_plainly(value: Any) -> Any:
+    """Settings as W&B can keep them: JSON has no infinity, which is `inf` on our command line."""
+    if isinstance(value, Mapping):
+        return {key: _said_plainly(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_said_plainly(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def machine() -> dict[str, Any]:

@@ -62,9 +62,10 @@ def log_results(
 
     axis, _ = _axis(results)
     head = axis.removesuffix("_ms").capitalize()
-    run.define_metric(axis, hidden=True)
+    run.define_metric(axis, hidden=True, summary="none")
     for part in (head, "Knobs"):
-        run.define_metric(f"{part}/*", step_metric=axis)
+        # W&B's own summary would be the number at the last budget, in a column of the table of runs
+        run.define_metric(f"{part}/*", step_metric=axis, summary="none")
     rows, used = _rows(results), results.get("knob_usage", [])
     for place in sorted({row[axis] for row in rows if row.get(axis) is not None}):
         shares = {f"Knobs/{u['policy']}/{u['knob']}={u['value']}": u["share"] for u in used if u[axis] == place}

@@ -21,11 +21,16 @@ from typing import Any
 from knobwise.envs.errors import InputError
 from knobwise.experiments import sweep_agent
 
+NOT_OURS = (*sweep_agent.VARIABLES, "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE")
+"""Variables that W&B must not see itself: they are about one run, a job of ours is several; and the process that serves
+the program that started ours, which may be gone."""
 PATIENCE_S = 20
 """How long W&B may take to answer when it is online; its own limit is far longer."""
 UPLOAD_S = 600
 """How long W&B may go on uploading after the end; what is left lies in the run's folder, for `wandb sync`."""
-HIGHER_IS_BETTER = re.compile(r"Reward_Mean|Accuracy_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.IGNORECASE)
+HIGHER_IS_BETTER = re.compile(
+    r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.IGNORECASE
+)
 LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.IGNORECASE)
 Row = tuple[int, dict[str, float]]
 """A step, and what was logged at it."""
@@ -39,7 +44,7 @@ class WandbRun:
         mode: online or offline.
         about: for `wandb.init`: project, entity, name, group, job_type, tags, config.
         earlier: every row that this run logged before it was stopped, in order.
-        resume_step: the last of its steps that training does not go through again; None when it starts anew.
+        kept: those of them whose steps training does not go through again.
         sweep: the job of a W&B sweep that this run answers for.
         insist: raise where W&B cannot be reached, instead of logging offline.
 
@@ -54,15 +59,14 @@ class WandbRun:
         about: Mapping[str, Any],
         *,
         earlier: Sequence[Row] = (),
-        resume_step: int | None = None,
+        kept: Sequence[Row] = (),
         sweep: sweep_agent.SweepJob | None = None,
         insist: bool = False,
     ) -> None:
         self.folder, self.mode, self.about, self.insist = folder, mode, dict(about), insist
-        self.sweep, self.earlier = sweep, list(earlier)
-        self.kept = [row for row in self.earlier if resume_step is not None and row[0] <= resume_step]
+        self.sweep, self.earlier, self.kept = sweep, list(earlier), list(kept)
         self.run: Any = None
-        """The `wandb.Run`, once it was started."""
+        """The `wandb.Run`, once it was started; None, and `mode` disabled, where that failed."""
         self._resumed = self._broken = False
         self._sent: dict[int, set[str]] = {}
         self._waiting: Row = (0, {})
@@ -77,7 +81,15 @@ class WandbRun:
     def __enter__(self) -> WandbRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_wandb_environment(self.folder / "wandb"))
-            self.run = self._start()
+            try:
+                self.run = self._start()
+            except InputError:
+                raise
+            except Exception as error:  # also without a network: its own service may not start on a busy machine
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                print(f"W&B does not start ({said}), so {self.about['name']} is not logged there", file=sys.stderr)
+                self.mode = "disabled"
+                return self
             self._environment = stack.pop_all()
         for step, values in self.kept:
             self.log(values, step)
@@ -86,6 +98,8 @@ class WandbRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.mode == "disabled":
+            return
         well = kind is None or (isinstance(error, SystemExit) and not error.code)
         with self._environment, self.said("the end of the run"):
             if not self._broken:
@@ -209,7 +223,7 @@ def _last_step(folder: Path, identity: str) -> int | None:
 def _wandb_environment(folder: Path) -> Iterator[None]:
     """Quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty WANDB_SILENT crashes)."""
     wanted: dict[str, str | None] = {k: None for k, v in os.environ.items() if k.startswith("WANDB_") and not v}
-    wanted |= dict.fromkeys(sweep_agent.VARIABLES)
+    wanted |= dict.fromkeys(NOT_OURS)
     wanted |= {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
     before = {name: os.environ.get(name) for name in wanted}
     folder.mkdir(parents=True, exist_ok=True)

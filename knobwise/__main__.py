@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from knobwise._version import __version__
@@ -31,6 +32,11 @@ HYDRA_FLAGS = ("-m", "--multirun", "-c", "--cfg", "-i", "--info")
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; 0 when all went well, 2 when something given was wrong, 130 after Ctrl-C, 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    with _whoever_reads():
+        return _main(words)
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0
@@ -49,6 +55,45 @@ def main(arguments: list[str] | None = None) -> int:
                 return 2
     except KeyboardInterrupt as stop:
         return _interrupted(stop, words)
+
+
+class _Output:
+    """stdout whose reader may go, as in `| head`: what comes after that goes nowhere, and the work goes on."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._read(self._stream.write, text) or len(text)
+
+    def flush(self) -> None:
+        self._read(self._stream.flush)
+
+    def _read(self, do: Callable[..., Any], *text: str) -> Any:
+        try:
+            return do(*text)
+        except BrokenPipeError:
+            import os
+
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextmanager
+def _whoever_reads() -> Iterator[None]:
+    """A block that prints to a terminal, a pipe that somebody may leave, or nowhere (`>&-`)."""
+    before = sys.stdout
+    output = _Output(open("/dev/null", "w") if before is None else before)  # noqa: SIM115
+    sys.stdout = output
+    try:
+        yield
+    finally:
+        output.flush()
+        sys.stdout = before
 
 
 def _interrupted(stop: KeyboardInterrupt, words: list[str]) -> int:

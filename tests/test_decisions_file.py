@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -13,10 +16,12 @@ from helpers import small_beams, small_table
 
 from knobwise.__main__ import main
 from knobwise.agents.baselines import BudgetAwareStatic, Oracle
-from knobwise.agents.mean_budget import StaticMix
+from knobwise.agents.evaluation import bootstrap, mean_ci95
+from knobwise.agents.mean_budget import StaticMix, difference_ci95
 from knobwise.agents.selector_evaluation import Decided
 from knobwise.envs.errors import InputError
 from knobwise.envs.profiles import read_long_table, write_features, write_long_table
+from knobwise.envs.table import ProfileTable
 from knobwise.experiments import decisions_file
 from knobwise.experiments.decisions_file import CONTROLLER, SELECTOR, read_decisions, write_decisions
 from knobwise.experiments.selector_results import selector_decisions
@@ -54,6 +59,116 @@ def means(frame: pl.DataFrame, values: dict[str, str]) -> dict[tuple[str, float]
     columns = [pl.col(column).cast(pl.Float64).mean().alias(name) for name, column in values.items()]
     rows = frame.group_by("policy", "budget_ms").agg(columns).to_dicts()
     return {(row["policy"], row["budget_ms"]): {name: row[name] for name in values} for row in rows}
+
+
+# -- every number again ------------------------------------------------------------------------------------------------
+
+
+Sample = tuple[str | None, str]
+"""Data set and id."""
+
+
+def values_of(own: pl.DataFrame, results: dict[str, Any], column: str, order: list[Sample]) -> torch.Tensor:
+    """float64 [S, n, B] of one policy's decisions, samples in this order; NaN for null."""
+    seeds = results["seeds"] if own["seed"].is_not_null().all() else [None]
+    cells = own.select("seed", "dataset", "sample_id", "budget_ms", pl.col(column).cast(pl.Float64))
+    by_cell = {
+        cell: math.nan if value is None else value for *cell, value in cells.iter_rows() for cell in [tuple(cell)]
+    }
+    assert len(by_cell) == len(own) == len(seeds) * len(order) * len(results["budgets_ms"])
+    return torch.tensor(
+        [[[by_cell[seed, *sample, b] for b in results["budgets_ms"]] for sample in order] for seed in seeds]
+    ).double()
+
+
+def follows_from_decisions(results: dict[str, Any], found: pl.DataFrame, tables: list[ProfileTable]) -> None:
+    """Every number of `rows`, `by_dataset`, `configurations` and `knob_usage` but for rewards, prices, times and what
+    mixtures of other configurations would have got; intervals are drawn again."""
+    wholes = {table.name if len(tables) > 1 else None: table for table in tables}
+    judged = found.unique(["dataset", "sample_id"])
+    order = sorted(
+        judged.select("dataset", "sample_id").iter_rows(),
+        key=lambda sample: (list(wholes).index(sample[0]), wholes[sample[0]].sample_ids.index(sample[1])),
+    )
+    assert len(order) == results["test_samples"]
+    mean = results.get("sense") == "mean"
+    by_policy = {
+        (policy, column): values_of(own, results, column, order)
+        for (policy,), own in found.group_by("policy")
+        for column in ("accuracy", "utility", "latency_ms", "in_time", "feasible")
+    }
+    for row in [*results["rows"], *results.get("by_dataset", [])]:
+        samples = [place for place, sample in enumerate(order) if row.get("dataset") in (None, sample[0])]
+        budgets = slice(None)
+        if row["budget_ms"] is not None:
+            place = results["budgets_ms"].index(row["budget_ms"])
+            budgets = slice(place, place + 1)
+
+        def values(column: str, policy: str = row["policy"], samples: Any = samples, b: Any = budgets) -> torch.Tensor:
+            return by_policy[policy, column][:, samples][..., b]
+
+        utility, latency = values("utility"), values("latency_ms")
+        expected = {"accuracy": float(values("accuracy").mean()), "utility": float(utility.mean())}
+        expected["latency_ms_mean"] = float(latency.mean())
+        if len(utility) > 1:
+            expected["utility_per_seed"] = utility.mean((1, 2)).tolist()
+        if mean:
+            own = utility.mean(-1)
+            expected |= dict.fromkeys(("utility_ci95", "accuracy_ci95"), difference_ci95(own, 0 * own[0]))
+            if row["budget_ms"] is not None and "dataset" not in row:  # the static mix lies on the hull
+                hull = [[corner[name] for corner in results["static_hull"]] for name in ("latency_ms", "accuracy")]
+                there = np.interp(expected["latency_ms_mean"], np.maximum.accumulate(hull[0]), hull[1])
+                expected["over_static_mix"] = expected["accuracy"] - float(there)
+            mix = values("utility", "static_mix")
+            expected["over_static_mix_at_budget"] = float(utility.mean() - mix.mean())
+            expected["over_static_mix_at_budget_ci95"] = difference_ci95(own, mix[0].mean(-1))
+        else:
+            late, there = 1 - values("in_time"), values("feasible")
+            expected |= {"satisfaction": 1 - float(late.mean()), "infeasible": 1 - float(there.mean())}
+            shares = [float(1 - late[..., b][there[..., b] > 0].mean()) for b in range(late.shape[-1])]
+            known = [share for share in shares if not math.isnan(share)]
+            expected["satisfaction_feasible"] = sum(known) / len(known) if known else None
+            ends = [values("utility", policy)[0].mean(-1) for policy in ("budget_aware_static", "oracle")]
+            expected |= bootstrap(utility.mean(-1), *ends)
+            between = float((ends[1] - ends[0]).mean())
+            expected["gap_closed"] = float(utility.mean() - ends[0].mean()) / between if between else 0.0
+        if row["latency_ms_p95"] is not None and row["budget_ms"] is not None:
+            expected["latency_ms_p95"] = float(latency[..., 0].quantile(0.95, 1).mean())
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-5, abs=2e-6), (row["policy"], row["budget_ms"], name)
+
+    single = found.filter(pl.col("configuration").is_not_null())
+    knobs = {one["label"]: one["knobs"] for one in results["configurations"]}
+    for use in results["knob_usage"]:
+        own = single.filter(policy=use["policy"], budget_ms=use["budget_ms"])
+        if len(own) == len(found.filter(policy=use["policy"], budget_ms=use["budget_ms"])):  # no mixture decided
+            share = sum(knobs[label][use["knob"]] == use["value"] for label in own["configuration"]) / len(own)
+            assert use["share"] == pytest.approx(share)
+
+
+def follows_from_selections(results: dict[str, Any], found: pl.DataFrame, order: list[int]) -> None:
+    """Every number of `rows`, `controls` and `differences` of a selector but for times, over queries that are all
+    known."""
+    queries = [str(row) for row in sorted(order)]
+    values: dict[tuple[str, int], torch.Tensor] = {}
+    for (policy, shots), own in found.group_by("policy", "shots"):
+        by_seed = [own.filter(pl.col("seed").eq_missing(seed)) for seed in own["seed"].unique(maintain_order=True)]
+        right = [dict(one.select("sample_id", "correct").iter_rows()) for one in by_seed]
+        values[policy, shots] = torch.tensor([[one[q] for q in queries] for one in right], dtype=torch.float64)
+    rows = [*results["rows"], *results["controls"]]
+    assert {(row["policy"], row["shots"]) for row in rows} == values.keys()
+    for row in rows:
+        own = values[row["policy"], row["shots"]]
+        assert row["queries"] == len(queries)
+        assert row["accuracy"] == pytest.approx(float(own.mean()))
+        assert row["accuracy_ci95"] == pytest.approx(mean_ci95(own).tolist())
+        assert row.get("accuracy_per_seed", [row["accuracy"]]) == pytest.approx(own.mean(1).tolist())
+    assert results["differences"]
+    for pair in results["differences"]:
+        first, second = (values[pair[name], pair["shots"]] for name in ("policy", "against"))
+        apart = first - second
+        assert pair["difference"] == pytest.approx(float(apart.mean()))
+        assert pair["ci95"] == pytest.approx(mean_ci95(apart).tolist())
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -106,6 +221,7 @@ def test_results_are_means_of_the_decisions(folder: Path) -> None:
             key = row["policy"], row["budget_ms"]
             assert judged[key] == pytest.approx({name: row[name] for name in shares}, rel=1e-6)
             assert possible[key]["satisfaction_feasible"] == pytest.approx(row["satisfaction_feasible"], rel=1e-6)
+    follows_from_decisions(results, found, [read_long_table("t.parquet", features="f.npz")])
     # row by row: what the profile says of the configuration
     table = read_long_table("t.parquet", features="f.npz")
     labels = {table.label(c): c for c in range(table.num_configurations)}
@@ -159,11 +275,7 @@ def test_under_mean_budgets_mixtures_are_expectations(folder: Path, baselines: b
     assert found["in_time"].is_null().all()
     assert found["feasible"].is_null().all()
     assert (found["utility"] == found["accuracy"]).all()
-    judged = means(found, {"accuracy": "accuracy", "latency_ms_mean": "latency_ms"})
-    for row in results["rows"]:
-        if row["budget_ms"] is not None:
-            expected = {name: row[name] for name in ("accuracy", "latency_ms_mean")}
-            assert judged[row["policy"], row["budget_ms"]] == pytest.approx(expected, rel=1e-6)
+    follows_from_decisions(results, found, [read_long_table("t.parquet", features="f.npz")])
     singly = {p: found.filter(policy=p)["configuration"].is_not_null().mean() for p in policies}
     assert singly["static_mix"] == 0
     assert singly["best_single"] == singly["oracle"] == 1
@@ -203,9 +315,8 @@ def test_decisions_of_several_data_sets_say_which(folder: Path) -> None:
         assert set(found["dataset"]) == {"a", "b"}
         # the same ids stand in both
         assert found.select(pl.struct("policy", "seed", "dataset", "sample_id", "budget_ms").is_unique().all()).item()
-        own = found.filter(policy="oracle").group_by("dataset").agg(pl.col("utility").cast(pl.Float64).mean())
-        expected = {r["dataset"]: r["utility"] for r in results_of()["by_dataset"] if r["policy"] == "oracle"}
-        assert dict(own.iter_rows()) == pytest.approx(expected, rel=1e-6)
+        tables = [replace(read_long_table(f"{d}.parquet", features=f"{d}.npz"), name=d) for d in "ab"]
+        follows_from_decisions(results_of(f"runs/controller/{name}"), found, tables)
 
 
 # -- of a selector -----------------------------------------------------------------------------------------------------
@@ -220,6 +331,7 @@ def test_recorded_sequences_that_a_selector_prefers(folder: Path) -> None:
     rows = {row["policy"]: row["accuracy"] for row in results["rows"]}
     judged = found.group_by("policy").agg(pl.col("correct").cast(pl.Float64).mean())
     assert dict(judged.iter_rows()) == pytest.approx(rows)
+    follows_from_selections(results, found, [table.query_ids.index(q) for q in found["sample_id"].unique()])
     seeds = {p: set(found.filter(policy=p)["seed"]) for p in rows}
     unseeded = {"similarity", "best_recorded", "oracle", "image_similarity"}
     assert seeds == {p: {None} if p in unseeded else {0, 4} for p in rows}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def results(run: Path) -> dict[str, Any]:
     return found
 
 
+@cache
 def logged_to_wandb(run: Path) -> dict[str, set[str]]:
     """Names in history and summary of every W&B run of a folder, by the name of the W&B run."""
     found: dict[str, set[str]] = {}

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import write_run, write_selector_run
-from scipy.stats import norm, permutation_test
+from scipy.stats import norm, permutation_test, t, ttest_1samp
 
 from knobwise.experiments.compared_runs import read_runs
+from knobwise.experiments.decisions_file import read_decisions, write_decisions
 from knobwise.experiments.paired import Difference, differences, holm, paired
 
 LEARNED = ("controller", "controller")
@@ -42,6 +44,16 @@ def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook() -> Non
     assert gap == pytest.approx(apart.mean())
     assert (low, high) == pytest.approx((apart.mean() - half, apart.mean() + half), abs=0.02)
     assert p < 0.01
+
+
+def test_other_seeds_are_drawn_apart_and_samples_together() -> None:
+    # the same numbers, said to be of other seeds: what samples share falls out, what seeds differ in does not
+    shared = np.random.default_rng(0).normal(0, 5, (1, 200, 1)) * np.ones((6, 1, 1))
+    of_seeds = np.linspace(-1, 1, 6)[:, None, None]
+    ((gap, low, high, _),) = paired(shared + of_seeds, shared + of_seeds, False)
+    se = (2 * of_seeds.var(ddof=1) / 6) ** 0.5
+    assert gap == pytest.approx(0)
+    assert (low, high) == pytest.approx((-t.ppf(0.975, 10) * se, t.ppf(0.975, 10) * se), rel=0.1)
 
 
 def test_seeds_that_differ_widen_the_interval_and_common_ones_are_drawn_together() -> None:
@@ -109,6 +121,53 @@ def test_runs_without_a_difference_are_told_apart_no_more_often_than_said() -> N
     p = [paired(*draws.random((2, 1, 40, 1)), True)[0][3] for _ in range(200)]
     assert np.mean(np.array(p) < 0.05) <= 0.09
     assert np.mean(np.array(p) < 0.5) == pytest.approx(0.5, abs=0.12)
+
+
+def null_runs(draws: np.random.Generator, seeds: tuple[int, int], spread: float) -> list[np.ndarray]:
+    """Two runs without a difference but chance: samples are as hard for both, seeds differ, each errs on its own."""
+    shared = draws.normal(0, 1, (1, 60, 1))
+    return [shared + draws.normal(0, spread, (s, 1, 1)) + draws.normal(0, 0.3, (s, 60, 1)) for s in seeds]
+
+
+@pytest.mark.parametrize(("seeds", "same"), [((5, 5), True), ((5, 5), False), ((5, 3), False), ((3, 3), True)])
+def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(
+    seeds: tuple[int, int], same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("knobwise.experiments.paired.DRAWS", 500)
+    monkeypatch.setattr("knobwise.experiments.paired.FLIPS", 199)
+    # of what chance makes here, seeds make nearly all: without widening one in seven would be told apart
+    draws, missed, found = np.random.default_rng(7), 0, 0
+    for number in range(150):
+        ((_, low, high, p),) = paired(*null_runs(draws, seeds, 0.3), same, seed=number)
+        missed += not low <= 0 <= high
+        found += p < 0.05
+    assert missed <= 17  # 5 % are 7.5, and 17 or more come once in a thousand
+    assert found <= 17
+
+
+def test_five_seeds_that_are_all_the_difference_have_students_interval() -> None:
+    of_seeds = np.array([0.1, 0.3, 0.2, 0.6, 0.4])
+    ((gap, low, high, p),) = paired(of_seeds[:, None, None] * np.ones((5, 400, 1)), np.zeros((5, 400, 1)), True)
+    half = t.ppf(0.975, 4) * of_seeds.std(ddof=1) / 5**0.5
+    assert gap == pytest.approx(0.32)
+    assert (low, high) == pytest.approx((0.32 - half, 0.32 + half), abs=0.03)
+    assert p == pytest.approx(ttest_1samp(of_seeds, 0).pvalue, rel=0.05)
+
+
+def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)]
+    whole = differences(*runs(*folders), LEARNED, [10.0, 20.0])[0]
+    for folder in folders:  # the second half of the samples bears the names of the first
+        rank = pl.col("sample_id").str.slice(1).cast(pl.Int64)
+        frame = read_decisions(folder).with_columns(
+            dataset=pl.when(rank < 30).then(pl.lit("one")).otherwise(pl.lit("two")),
+            sample_id=(rank % 30).cast(pl.String),
+        )
+        (folder / "decisions.parquet").unlink()
+        write_decisions(folder, frame)
+    found = differences(*runs(*folders), LEARNED, [10.0, 20.0])[0]
+    assert [one.samples for one in found] == [60] * 3
+    assert [one.difference for one in found] == pytest.approx([one.difference for one in whole])
 
 
 def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from knobwise.envs.errors import InputError
 from knobwise.experiments import reference, reference_page
 from knobwise.experiments.controller import run as run_controller
-from knobwise.experiments.reference import ReferenceConfig, Run, check, main, plan, train
+from knobwise.experiments.reference import ReferenceConfig, Run, check, main, plan, train, train_or_say
 from knobwise.experiments.reference_page import CONTROLLERS, PROFILES, Profile
 from knobwise.experiments.settings import read_settings
 
@@ -89,6 +90,7 @@ def test_the_default_variant_is_what_the_file_sets(tmp_path: Path) -> None:
         ("miss", "reward.miss=0.5", False),
     ]
     assert runs[2].folder == runs[0].folder
+    assert pickle.loads(pickle.dumps((train_or_say, runs[1]))) == (train_or_say, runs[1])  # for other processes
     assert "baselines=false" in runs[0].where
     assert [one.verb for one in runs] == ["train"] * 4
 

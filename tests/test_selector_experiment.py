@@ -304,6 +304,20 @@ def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: 
     assert not Path("runs").exists()
 
 
+def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folder: Path) -> None:
+    words = ["variants.grpo_recorded=null", "variants.shuffled_recorded=null"]
+    words += ["variants={blind:{epochs:1,groups:all,hidden:[liar]}}"]
+    assert main([*REPLAY, *words]) == 0
+    results = results_of()
+    rows = {row["policy"] for row in [*results["rows"], *results["controls"]]}
+    assert {"sft", "rce", "hidden_sft", "hidden_rce", "blind"} <= rows
+    assert results["best_policy"] == "rce"  # the one that sees
+    kept = [Path("runs/latest/checkpoints", name, "best.pt") for name in (".", "seed0/rce")]
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+    compared = {(row["policy"], row["against"]) for row in results["differences"]}
+    assert ("hidden_rce", "hidden_sft") in compared
+
+
 def test_hidden_blocks_are_hidden_from_all_that_start_there(folder: Path) -> None:
     variants = {"plain": {"epochs": 1}, "blind": {"epochs": 1, "hidden": ["liar"]}}
     selector.run(replace(read_settings("train_selector", REPLAY[1:]), variants=variants, name="x"), [])

@@ -107,6 +107,7 @@ def test_what_the_stages_learn_from(given: dict[str, dict[str, Any]]) -> None:
 
 def test_own_draws_are_those_of_the_selector(tmp_path: Path) -> None:
     table, scorer = small_beams(30)
+    torch.manual_seed(0)
     stages = SelectorStages(run_of({}), data_of(table, scorer), 0, tmp_path)
     sharp = Selector.fitted(SelectorConfig(width=16, heads=2, temperature=1e-4), table.queries, table.candidates)
     found = stages.recorded(table, sharp, 3, 1)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from hypothesis import strategies as st
 
 from knobwise.__main__ import main
 from knobwise.agents.controller_trainer import ControllerTrainer
+from knobwise.envs import interruption
 from knobwise.envs.errors import InputError
 from knobwise.envs.profiles import write_features, write_long_table
+from knobwise.experiments import controller
 from knobwise.experiments.run_folder import UNFINISHED
 from knobwise.experiments.settings import CONF, read_settings, schema_of
 from knobwise.experiments.sweep_jobs import Outcome, read_outcome, result_line
@@ -103,6 +108,29 @@ def test_several_experiments_each_with_its_own_sweep() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["policy.hidden=range(8,24,8)"], [["policy.hidden=8"], ["policy.hidden=16"]]),
+        (["policy.hidden=choice(8,16)"], [["policy.hidden=8"], ["policy.hidden=16"]]),
+        (["loss=glob(*)"], [["loss=exact"], ["loss=sampled"]]),
+        (["seeds=[0],[1]", "loss=exact"], [["seeds=[0]", "loss=exact"], ["seeds=[1]", "loss=exact"]]),
+        (["profile.path='a,b.csv','c d.csv'"], [["profile.path='a,b.csv'"], ["profile.path='c d.csv'"]]),
+        (["+hydra.sweeper.params.seeds='[0],[1]'"], [["seeds=[0]"], ["seeds=[1]"]]),
+        (["experiment=glob([lean*,see*])"], [["experiment=lean"], ["experiment=seeds"]]),
+    ],
+)
+def test_hydras_ways_to_list_values(words: list[str], wanted: list[list[str]]) -> None:
+    assert jobs_of("train", words) == wanted
+
+
+@pytest.mark.parametrize("words", ["selector,selector_v1", "choice(selector,selector_v1)", "glob(selector_v*)"])
+def test_several_experiments_of_selectors(words: str) -> None:
+    jobs = jobs_of(schema_of("train", [f"experiment={words}"]), [f"experiment={words}"])
+    assert len(jobs) == 2
+    assert ["experiment=selector_v1"] in jobs
+
+
 def test_words_are_passed_on_as_they_were_given() -> None:
     words = ['profile.path="a (1).csv"', "baselines=false", "variants.mine={live: true}", "x=1e-3"]
     assert jobs_of("train", words) == [words]
@@ -126,6 +154,8 @@ def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], lo
     [
         (["experiment=nothing"], "experiment/nothing"),
         (["experiment=lean,selector"], "two commands"),
+        (["experiment=glob(*_seeds)"], "two commands"),
+        (["loss=glob(nothing*)"], "has no job"),
         (["policy=utility,utility"], "twice"),
         (["hydra/launcher=slurm"], "hydra/launcher/slurm"),
         (["policy.hidden=8,16,wide"], "policy.hidden=wide"),
@@ -171,12 +201,23 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 # -- in turn -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A folder in which the sweep over objectives ran, one job after the other, and what it printed."""
+    there = tmp_path_factory.mktemp("swept")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.chdir(there)
+        write_long_table(small_table(60), "t.parquet")
+        write_features(small_table(60), "f.npz")
+        assert main(OBJECTIVE) == 0
+    return there, out.getvalue(), err.getvalue()
+
+
 @pytest.fixture
-def in_turn(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """What the sweep over objectives prints, one job after the other."""
-    assert main(OBJECTIVE) == 0
-    printed = capsys.readouterr()
-    return printed.out, printed.err
+def in_turn(swept: tuple[Path, str, str], folder: Path) -> tuple[str, str]:
+    """What that sweep printed, in a copy of its folder."""
+    shutil.copytree(swept[0], folder, symlinks=True, dirs_exist_ok=True)
+    return swept[1:]
 
 
 def numbers(runs: str) -> dict[str, Any]:
@@ -265,7 +306,7 @@ def test_an_error_of_the_program_is_told_from_a_mistake(
 
 
 def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, swept: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
         learn = ControllerTrainer._learn
@@ -285,9 +326,7 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
     assert "1 of them finished before, not run again" in capsys.readouterr().err
     assert [outcome.state for outcome in outcomes()] == ["finished", "finished"]
     assert len(list(Path("runs/objective").iterdir())) == 2
-    resumed = numbers("runs")
-    assert main([*OBJECTIVE, "runs=whole"]) == 0
-    assert numbers("whole") == resumed
+    assert numbers("runs") == numbers(str(swept[0] / "runs"))
 
 
 def test_a_run_that_was_removed_is_run_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,6 +336,48 @@ def test_a_run_that_was_removed_is_run_again(folder: Path, capsys: pytest.Captur
     assert main(words) == 2
     assert "finished before" not in capsys.readouterr().err
     assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
+
+
+def test_other_data_under_the_same_name_is_another_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What finished on the data of before says nothing of these."""
+    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
+    assert main(words) == 2
+    write_long_table(small_table(60, seed=1), "t.parquet")
+    assert main(words) == 2
+    assert "finished before" not in capsys.readouterr().err
+    assert len(list(Path("runs").glob("multirun/controller/*"))) == 2
+
+
+def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As behind `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert main(OBJECTIVE) == 0
+    assert "jobs: 2/2" in capsys.readouterr().err
+    assert [outcome.state for outcome in outcomes()] == ["finished", "finished"]
+
+
+def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One job at a time needs no process of its own; a signal while one is judged does not let the next begin."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(interruption, "_latest_s", -10.0)
+
+    def pressed(results: Any, console: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(controller, "print_results", pressed)
+    try:
+        assert main([*OBJECTIVE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [outcome.state for outcome in outcomes()] == ["stopped"]
+    assert "at the same time" not in capsys.readouterr().err
 
 
 def test_hydras_own_flags_show_what_is_composed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,6 +408,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"
 @pytest.mark.parametrize("launcher", ["joblib", "ray"])
 def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) -> None:
     command = [*COMMAND, f"runs={launcher}", f"hydra/launcher={launcher}"]
+    command += ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else []
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(numbers(launcher)) == {"exact", "sampled"}
@@ -343,7 +425,7 @@ def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) 
 
 def test_a_job_that_fails_in_another_process(folder: Path) -> None:
     words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
-    command = [sys.executable, "-m", "knobwise", *words, "hydra/launcher=joblib"]
+    command = [sys.executable, "-m", "knobwise", *words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 2
     assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
@@ -354,7 +436,10 @@ def test_a_job_that_fails_in_another_process(folder: Path) -> None:
 def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder: Path) -> None:
     long = ["optimiser.iterations=300", "optimiser.patience=0"]
     sweep = subprocess.Popen(
-        [*COMMAND, *long, "hydra/launcher=joblib"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     limit = time.monotonic() + 300
     while time.monotonic() < limit and sweep.poll() is None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import wandb
 
 from knobwise.envs.errors import InputError
 from knobwise.experiments import tracking, wandb_run
 from knobwise.experiments.tracking import Tracker, TrackingSettings, wandb_mode
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
-CONFIG = {"optimiser": {"lr": 0.003}, "seeds": [0, 1]}
+CONFIG = {"optimiser": {"lr": 0.003}, "loss": {"ends": [math.inf, 1.0]}, "seeds": [0, 1]}
 STEPS = (0, 10, 20)
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -63,6 +66,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("WANDB_SILENT", "WANDB_QUIET"):
             patch.setenv(name, "")  # each alone makes wandb.init raise
         patch.setenv("NETRC", str(folder / "netrc"))
+        patch.setenv("WANDB_TAGS", "theirs,nightly")
+        patch.setenv("WANDB_SERVICE", "3-1-tcp-localhost-9")  # of a program that is gone
+        wandb.teardown()
         for seed in (0, 1):
             with tracker(folder, seed=seed, tags=["small"]) as log:
                 for step in STEPS:
@@ -143,9 +149,10 @@ def test_wandb_run_says_where_it_belongs_and_what_it_ran_on(logged: dict) -> Non
     (content,) = logged["lr-0.003-seed1"]
     (about,) = of_kind(content, "run")
     assert (about["run_group"], about["job_type"], about["project"]) == ("controller", "train", "knobwise")
-    assert about["tags"] == ["nightly", "small"]
+    assert about["tags"] == ["nightly", "theirs", "small"]
     config = about["config"]["update"]
     assert config["optimiser"] == {"lr": 0.003}
+    assert config["loss"] == {"ends": ["inf", 1.0]}  # as on the command line; JSON has no infinity
     assert (config["seed"], config["profile_digest"]) == (1, DIGEST)
     assert config["machine"]["cpus"] == os.cpu_count()
     assert config["git_commit"] == tracking.git_commit()
@@ -168,6 +175,8 @@ def test_results_become_summaries_curves_and_a_table(run: Path, logged: dict) ->
     assert found["Test/controller/utility"] == 0.5
     assert found["Test/controller/gap_closed"] == 0.4
     assert found["Test/controller/utility_ci95_low"] == pytest.approx(0.4)
+    # at which budget would it be?
+    assert not [name for name in found if name.startswith(("Budget/", "Knobs/", "budget_ms"))]
     curve = [r for r in history(content) if "budget_ms" in r]
     assert [(r["budget_ms"], r["Budget/oracle/utility"]) for r in curve] == [(10.0, 0.6), (20.0, 0.8)]
     (table,) = (run / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
@@ -300,10 +309,48 @@ def test_what_a_killed_run_had_not_written_is_made_up_for(tmp_path: Path) -> Non
     with tracker(tmp_path, "disabled", seed=0, resume_step=2) as log:  # all of it lost, but for metrics.csv
         for step in range(3, 5):
             log.log(WHOLE[step], step)
+    shutil.rmtree(tmp_path / "tensorboard")
     with tracker(tmp_path, seed=0, resume_step=4) as log:
         log.log(WHOLE[5], 5)
     first, second = records(tmp_path)["lr-0.003-seed0"]
     assert history(first) + history(second) == [{"step": step} | row for step, row in WHOLE.items()]
+    expected = {(name, step): value for step, row in WHOLE.items() for name, value in row.items()}
+    assert events(tmp_path / "tensorboard" / "seed0") == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [
+        *(("Val/Utility", "max"), ("Val/sft/Beam_Score_Mean", "max"), ("Val/rce/Accuracy_Mean", "max")),
+        *(("Val/Budget_Violation_Rate", "min"), ("Train/sft/Loss", "min"), ("Train/ESS", "max")),
+        *(("Train/KL", None), ("Train/Reward_Std", None)),
+    ],
+)
+def test_which_value_is_the_best_of_a_run(name: str, best: str | None) -> None:
+    assert bool(wandb_run.HIGHER_IS_BETTER.search(name)) == (best == "max")
+    assert bool(wandb_run.LOWER_IS_BETTER.search(name)) == (best == "min")
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_where_wandb_does_not_start_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], mode: str
+) -> None:
+    """Its service is a process of its own; on a busy machine, or with a full disk, it may not come up."""
+
+    def fails(**about: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(wandb, "init", fails)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    environment = dict(os.environ)
+    with tracker(tmp_path / "run", mode, seed=0) as log:
+        log.log({"Train/Loss": 1.0}, 0)
+        log.log_results(RESULTS)
+    said = capfd.readouterr().err
+    assert said == "W&B does not start (No space left on device), so lr-0.003-seed0 is not logged there\n"
+    assert (log.mode, log.url, log.settings.mode) == ("disabled", None, mode)
+    assert [row["Train/Loss"] for row in metrics(tmp_path / "run")] == ["1.0"]
+    assert os.environ == environment
 
 
 def test_disabled_tracker_still_writes_metrics_csv(tmp_path: Path) -> None:

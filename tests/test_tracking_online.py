@@ -348,8 +348,9 @@ def arrived(run: ReceivedRun) -> None:
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("modes", [("online", "online"), ("offline", "online")])
 def test_a_resumed_online_run_is_one_run_in_which_every_step_is_once(
-    tmp_path: Path, stub: WandbStub, modes: tuple[str, str]
+    tmp_path: Path, stub: WandbStub, monkeypatch: pytest.MonkeyPatch, modes: tuple[str, str]
 ) -> None:
+    monkeypatch.setenv("WANDB_RESUME", "must")  # meant for the one run of another program
     known = set(stub.runs)
     stopped_and_gone_on(tmp_path, modes)
     (run,) = [run for name, run in stub.runs.items() if name not in known]

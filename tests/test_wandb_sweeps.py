@@ -22,6 +22,7 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.profiles import write_features, write_long_table
 from knobwise.experiments.settings import read_settings, schema_of
 from knobwise.experiments.sweep_agent import VARIABLES, SweepJob, sweep_job
+from knobwise.experiments.tracking import Tracker, TrackingSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "experiments" / "wandb_sweeps").glob("*.yaml"))
@@ -116,13 +117,12 @@ def test_the_schema_refuses(broken: dict[str, Any]) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_value_is_understood_as_the_agent_passes_it(path: Path) -> None:
     parameters = sweep(path)["parameters"]
-    first = {key: candidates(parameter)[0] for key, parameter in parameters.items()}
-    for key in parameters:
-        for value in candidates(parameters[key]):
-            words = words_of(path, first | {key: value})
-            assert words[:3] == ["/usr/bin/env", "knobwise", "train"]
-            config = read_settings(schema_of("train", words[3:]), words[3:])
-            assert value_at(config, OF_GROUP.get(key, key)) == value
+    for number in range(max(len(candidates(parameter)) for parameter in parameters.values())):
+        chosen = {key: candidates(one)[number % len(candidates(one))] for key, one in parameters.items()}
+        words = words_of(path, chosen)
+        assert words[:3] == ["/usr/bin/env", "knobwise", "train"]
+        config = read_settings(schema_of("train", words[3:]), words[3:])
+        assert {key: value_at(config, OF_GROUP.get(key, key)) for key in chosen} == chosen
     wrong = words_of(path, {"no.such.key": 1})[3:]
     with pytest.raises(InputError, match=r"no\.such\.key"):
         read_settings(schema_of("train", wrong), wrong)
@@ -152,6 +152,25 @@ def test_no_job_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sweep_job() == (SweepJob("x", "x") if all(given) else None)
 
 
+def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid looks for the word; whoever compares runs looks for the settings."""
+    chosen = {"policy": "joint", "optimiser.lr": 0.5}
+    asked = tmp_path / "config.yaml"
+    save_config_file_from_dict(str(asked), {key: {"value": value} for key, value in chosen.items()})
+    for name, value in zip(VARIABLES, ("r1", "s1", str(asked)), strict=True):
+        monkeypatch.setenv(name, value)
+    settings: dict[str, Any] = {"policy": {"structure": "joint", "hidden": 8}, "optimiser": {"lr": 0.5}, "seeds": [0]}
+    arguments = {"name": "job", "experiment": "e", "config": settings, "settings": TrackingSettings(mode="offline")}
+    config = Tracker(tmp_path, job_type="evaluate", **arguments).config
+    assert {key: value for key, value in config.items() if key.split(".")[0] in settings} == {
+        **{"policy": "joint", "policy.structure": "joint", "policy.hidden": 8},
+        **{"optimiser": {"lr": 0.5}, "optimiser.lr": 0.5, "seeds": [0]},
+    }
+    config = Tracker(tmp_path, job_type="train", seed=0, **arguments).config
+    assert settings.items() <= config.items()
+    assert "optimiser.lr" not in config
+
+
 def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path) -> None:
     """A job as the agent starts it, logged offline: its id, its sweep and its parameters are those of the results, and
     the seeds are runs of their own."""
@@ -165,7 +184,8 @@ def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path) -> None:
     small += ["policy.members=2", "optimiser.warmup_iterations=2", "optimiser.iterations=2", "optimiser.contexts=16"]
     words = [*words_of(FILES[1], chosen)[3:], *small, "seeds=[0,1]", "name=job", "tracking=offline"]
     words = [word for word in words if word != "seeds=[0,1,2]"]
-    environment = os.environ | {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": "r1", "WANDB_SWEEP_PARAM_PATH": str(asked)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": "r1", "WANDB_SWEEP_PARAM_PATH": str(asked)}
     environment |= {"WANDB_PROJECT": "of-the-agent"}
     command = [sys.executable, "-m", "knobwise", "train", *words]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from wandb_stub import ENTITY, WandbStub
 from wandb_workspaces.workspaces import Workspace
 from wandb_workspaces.workspaces.internal import View, WorkspaceViewspec
@@ -53,10 +54,15 @@ class ViewStub(WandbStub):
         return {"upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}}
 
 
-def saved(stub: WandbStub, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "knobwise", "workspace", *words]
-    environment = os.environ | stub.environment
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ViewStub]:
+    """With a key for it. wandb reads the environment once in the life of a process."""
+    with ViewStub() as server:
+        wandb.teardown()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server
+        wandb.teardown()
 
 
 def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,37 +126,37 @@ def test_offline_by_wish(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "not saved: WANDB_MODE is offline" in capsys.readouterr().out
 
 
-def test_with_a_key_it_is_saved_and_replaced() -> None:
-    with ViewStub() as stub:
-        first = saved(stub, "name='our runs'", "json=view.json")
-        assert (first.returncode, first.stderr) == (0, "")
-        ((identity, view),) = stub.views.items()
-        assert (view["entityName"], view["projectName"], view["displayName"]) == (ENTITY, "knobwise", "our runs")
-        assert view["type"] == "project-view"
-        assert json.loads(view["spec"]) == json.loads(Path("view.json").read_text())
-        address = f"{stub.url}/{ENTITY}/knobwise?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
-        assert f"saved: {address}" in first.stdout
-        assert f"saved: {address}" in saved(stub, "name='our runs'", "knobs=[size]").stdout
-        assert list(stub.views) == [identity]
-        assert "size=" in stub.views[identity]["spec"]
-        other = saved(stub, "name=another", "project=other", "entity=team")
-        assert "/team/other?nw=" in other.stdout
-        assert len(stub.views) == 2
-        assert stub.unknown == []
+def test_with_a_key_it_is_saved_and_replaced(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["workspace", "name='our runs'", "json=view.json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    ((identity, view),) = stub.views.items()
+    assert (view["entityName"], view["projectName"], view["displayName"]) == (ENTITY, "knobwise", "our runs")
+    assert view["type"] == "project-view"
+    assert json.loads(view["spec"]) == json.loads(Path("view.json").read_text())
+    address = f"{stub.url}/{ENTITY}/knobwise?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
+    assert f"saved: {address}" in out
+    assert main(["workspace", "name='our runs'", "knobs=[size]"]) == 0
+    assert f"saved: {address}" in capfd.readouterr().out
+    assert list(stub.views) == [identity]
+    assert "size=" in stub.views[identity]["spec"]
+    assert main(["workspace", "name=another", "project=other", "entity=team"]) == 0
+    assert "/team/other?nw=" in capfd.readouterr().out
+    assert len(stub.views) == 2
+    assert stub.unknown == []
 
 
-def test_what_goes_wrong_in_saving_is_said_in_a_line() -> None:
-    with ViewStub() as stub:
-        none = saved(stub, "project=none")
-        assert none.returncode == 2
-        assert none.stderr.count("\n") == 1
-        assert f"there is no project {ENTITY}/none yet" in none.stderr
-        stub.refuse = lambda what: what == "UpsertView2"
-        refused = saved(stub)
-        assert refused.returncode == 2
-        assert refused.stderr.count("\n") == 1
-        assert "did not take the view" in refused.stderr
-        assert stub.views == {}
+def test_what_goes_wrong_in_saving_is_said_in_a_line(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["workspace", "project=none"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert f"there is no project {ENTITY}/none yet" in said
+    stub.refuse = lambda what: what == "UpsertView2"
+    assert main(["workspace"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "did not take the view" in said
+    assert stub.views == {}
 
 
 def test_what_cannot_be_used_is_refused(
