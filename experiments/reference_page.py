@@ -60,8 +60,9 @@ CONTROLLERS = {
     "advantages": Section("Advantages"),
     "clip": Section("The clip"),
     "kl": Section("The KL to the warmed-up policy"),
-    "warm_up_only": Section("Warm-up without GRPO", "lean"),
-    "cold_start": Section("GRPO without warm-up", "lean"),
+    "rce_only": Section("RCE without GRPO", "objective"),
+    "cold_start": Section("GRPO without RCE", "objective"),
+    "warm_up_only": Section("Regression without GRPO", "lean"),
     "heads": Section("Structures over the knobs"),
     "retrieval": Section("Looking at similar samples", "lean"),
     "augmented": Section("Features varied in training", "lean"),
@@ -74,7 +75,7 @@ CONTROLLERS = {
     "joint_data_sets": Section("Several data sets", profiles=("calibrated",)),
     "balanced": Section(
         "Small data sets drawn as often",
-        "controller",
+        "lean",
         ("calibrated",),
         note="The simulated data sets are of one size, so that hardly anything changes: what is shown is that it does "
         "no harm, not what it gains.",
@@ -243,7 +244,7 @@ def _compare(section: Section, own: Sequence[Found], found: Sequence[Found]) -> 
         bases = [one for one in found if (one.experiment, one.profile) == (section.against, own[0].profile)]
         if not bases:
             return []
-        base = bases[0]
+        base = next((one for one in bases if one.default), bases[0])
     return holm([apart for one in own if one is not base and (apart := _apart(one, base)) is not None])
 
 
