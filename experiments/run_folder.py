@@ -37,8 +37,11 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
         overrides: the words of the command line, for the run's name.
 
     Raises:
-        InputError: another process is at work in it, or `runs/latest` is something else than a link.
+        InputError: a name that is none, another process at work in it, or `runs/latest` is no link.
     """
+    for key, given in (("name", config.name), ("experiment", config.experiment)):
+        if given is not None and (given in ("", ".", "..") or Path(given).name != given):
+            raise InputError(f"{key}={given}: must be the name of one folder; runs=… says where it lies")
     latest = Path(config.runs) / "latest"
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")

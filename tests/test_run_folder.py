@@ -201,3 +201,10 @@ def test_folders_are_as_readable_as_any_other(config: Any, tmp_path: Path) -> No
     with claim(config, []) as folder:
         pass
     assert folder.stat().st_mode == (tmp_path / "any other").stat().st_mode
+
+
+@pytest.mark.parametrize("changed", [{"name": "a/b"}, {"name": "../x"}, {"name": ".."}, {"experiment": "a/b"}])
+def test_a_name_is_that_of_one_folder(config: Any, changed: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="must be the name of one folder"), claim(replace(config, **changed), []):
+        raise AssertionError
+    assert not Path(config.runs).exists()
