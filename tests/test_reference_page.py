@@ -66,8 +66,8 @@ def test_variants_are_held_against_what_the_file_sets() -> None:
 
 def test_nothing_is_claimed_that_the_interval_does_not_show() -> None:
     # of 50 samples one differs: a draw without it shows nothing
-    lines = lines_of(run("lean", 0.6), run("cold_start", 0.62), run("warm_up_only", 0.6))
-    assert "- Built-in: against `lean`: no difference shown: `cold_start` (+2.00 [0.00, 6.00])." in lines
+    lines = lines_of(run("lean", 0.6), run("retrieval", 0.62), run("warm_up_only", 0.6))
+    assert "- Built-in: against `lean`: no difference shown: `retrieval` (+2.00 [0.00, 6.00])." in lines
     assert "- Built-in: against `lean`: no difference shown: `warm_up_only` (+0.00 [0.00, 0.00])." in lines
     assert any(line.endswith("built-in: the same on every sample (against `lean`) |") for line in lines)
     assert any("no difference shown, the interval is [0.00, 6.00] (against `lean`) |" in line for line in lines)
