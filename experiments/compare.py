@@ -9,27 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from knobwise.agents.evaluation import mean_row
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
+from knobwise.experiments.compare_words import print_comparison, shown_words
 from knobwise.experiments.compared_runs import ComparedRun, differing, find_runs, place_of, read_runs
-from knobwise.experiments.page import quantity
-from knobwise.experiments.paired import CHANCE, Difference, differences, holm
+from knobwise.experiments.paired import Difference, differences, holm
 from knobwise.experiments.selector_results import TRAINED, shown_at
-from knobwise.experiments.selector_verdict import form_of, points, policy_words, rows_at, shots_words
+from knobwise.experiments.selector_verdict import form_of, rows_at
 from knobwise.experiments.verbs import CompareRun
-from knobwise.experiments.verdict import LEARNED, ORACLE, STATIC, Row, interval, known, number, policy_name, unit_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-MIX = "static_mix"
-SPOKEN_OF = 6
-"""So many runs have a sentence each; of more it is said how many are better."""
-SIDE_BY_SIDE = 4
-"""So many runs stand side by side, each with its settings in a column; more stand one below the other."""
+from knobwise.experiments.verdict import LEARNED, MIX, ORACLE, STATIC, Row, kept_before_grpo, known, unit_of
 
 
 @dataclass(frozen=True)
@@ -75,6 +67,16 @@ class Comparison:
         scores = [float(row[self.score]) if known(row.get(self.score)) else -1e9 for row in self.means]
         return sorted(range(len(scores)), key=lambda i: -scores[i])
 
+    def same_data(self, place: int) -> bool:
+        """Whether the numbers of the run at this place in `runs` are of what the first one was judged on."""
+        digests = [self.runs[i].results.get("profile", {}).get("digest") for i in (0, place)]
+        return digests[0] == digests[1] or self.difference(self.runs[place].label) is not None
+
+    def beside(self) -> list[Mapping[str, Any]]:
+        """What the first run, of controllers, was judged beside."""
+        names = [STATIC if self.kind == "deadline" else MIX, ORACLE] if self.kind != "selector" else []
+        return [row for name in names if (row := row_over(self.runs[0], name, self.places, None))]
+
     def difference(self, label: str) -> Difference | None:
         """That of a run to the first, at `main`; None where it was not tested."""
         return next((one for one in self.found if one.run == label), None)
@@ -90,16 +92,23 @@ def compare(config: CompareRun) -> Comparison:
     from rich.console import Console
 
     comparison = comparison_of(config.runs, config.budgets_ms)
-    print_comparison(comparison, Console())
+    written = []
     if config.json is not None:
+        written.append(_written("numbers", config.json))
         with written_whole(config.json) as temporary:
             temporary.write_text(json.dumps(numbers(comparison), indent=1), encoding="utf-8")
-        print(f"numbers: {config.json}")
     if config.html is not None:
         from knobwise.experiments.compare_page import write_comparison
 
-        print(f"page: {write_comparison(comparison, config.html)}")
+        written.append(_written("page", config.html))
+        write_comparison(comparison, config.html)
+    print_comparison(comparison, Console())
+    print("\n".join(written))
     return comparison
+
+
+def _written(what: str, path: str) -> str:
+    return f"{what}: {path}{' (the one before is replaced)' * Path(path).exists()}"
 
 
 def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = None) -> Comparison:
@@ -112,6 +121,8 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     Raises:
         InputError: see `compare`.
     """
+    if not folders:
+        raise InputError("compare: runs must be given, or a folder with runs in it, as in `knobwise compare runs/lean`")
     finished, unfinished = find_runs(folders)
     if len(finished) < 2:
         there = f"{finished[0]} is the only finished run" if finished else "there is no finished run"
@@ -120,9 +131,13 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     runs = read_runs(finished)
     are = "are" if len(unfinished) > 1 else "is"
     notes = [f"{', '.join(unfinished)} {are} not finished, and left out."] if unfinished else []
+    if bare := [run.label for run in runs if not run.settings]:
+        notes.append(f"{', '.join(bare)}: there is no config.yaml, so its settings are not known.")
     reference = runs[0]
     places = reference.places
     if budgets_ms is not None:
+        if not budgets_ms:
+            raise InputError("budgets_ms=[]: name one at least, or leave it out for all")
         wanted = {place_of(budget) for budget in budgets_ms}
         if reference.kind == "selector":
             raise InputError("budgets_ms: selectors are not judged at budgets; leave it out")
@@ -150,6 +165,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     for words, labels in said.items():  # the same of several runs is said once
         whose = "" if not words.startswith((" ", ":")) else ", ".join(labels)
         notes.append(f"{whose}{': each' * (len(labels) > 1 and words.startswith(' '))}{words}.")
+    notes += _kept_before_grpo(runs)
     return Comparison(
         runs=runs,
         settings=differing([run.settings for run in runs]),
@@ -162,6 +178,19 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         of_policies=holm(of_policies),
         notes=notes,
     )
+
+
+def _kept_before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
+    """Where GRPO had no part in what is compared, in a sentence."""
+    said: dict[str, list[str]] = {}
+    for run in runs:
+        if early := kept_before_grpo(run.results):
+            seeds = len(run.results["chosen"])
+            said.setdefault("" if seeds == 1 else f" in {early} of {seeds} seeds", []).append(run.label)
+    if not said:
+        return []
+    listed = "; ".join(f"{', '.join(labels)}{where}" for where, labels in said.items())
+    return [f"What validation chose is from before GRPO, which added nothing there: {listed}."]
 
 
 def policy_of(run: ComparedRun) -> str:
@@ -194,8 +223,8 @@ def row_over(run: ComparedRun, policy: str, places: Sequence[float], main: float
     if main is not None or not own or set(run.places) <= set(places):
         return own
     rows = [run.row(policy, place) for place in places if place in run.places]
-    if not rows:
-        return {"policy": policy}
+    if not rows:  # judged under budgets of its own
+        return own
     summed = mean_row([{key: row[key] for key in row if _summed(row, key)} for row in rows])
     static, best = (mean_row([_utility(run.row(n, p)) for p in places if p in run.places]) for n in (STATIC, ORACLE))
     if known(static.get("utility")) and known(best.get("utility")) and run.kind == "deadline":
@@ -210,178 +239,6 @@ def _summed(row: Row, key: str) -> bool:
 
 def _utility(row: Row) -> dict[str, Any]:
     return {"utility": row.get("utility")}
-
-
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-
-def verdict(comparison: Comparison) -> list[str]:
-    """Which run has most, and what is shown of each."""
-    runs, best = comparison.runs, comparison.best()
-    top, row = runs[best[0]].label, comparison.means[best[0]]
-    sentences = [
-        f"The highest is {top}, with {_score_words(comparison, row)}." if known(row.get(comparison.score)) else ""
-    ]
-    reference = runs[0].label
-    if len(runs) - 1 <= SPOKEN_OF:
-        sentences += [_shown(one, comparison) for one in comparison.found]
-    else:
-        counts = {sign: sum(one.sign == sign for one in comparison.found) for sign in (1, -1, 0)}
-        sentences.append(
-            f"Tested against {reference}: {len(comparison.found)} runs, {counts[1]} better, {counts[-1]} worse, "
-            f"{counts[0]} not shown to differ."
-        )
-        first = next((one for i in best for one in comparison.found if one.run == runs[i].label), None)
-        if first is not None:
-            sentences.append(_shown(first, comparison))
-    if not comparison.found:
-        sentences.append(f"Nothing could be tested against {reference}.")
-    if not comparison.settings:
-        sentences.append("The settings are the same: what differs is chance, the code or the machine.")
-    return [sentence for sentence in sentences if sentence]
-
-
-def method(comparison: Comparison) -> str:
-    """What was compared, and how, in a sentence or two."""
-    if not comparison.found:
-        return ""
-    kind, samples = comparison.kind, sorted({one.samples for one in comparison.found})
-    count = f"{samples[0]:,}" if len(samples) == 1 else f"{samples[0]:,} to {samples[-1]:,}"
-    what = {
-        "deadline": f"mean utility over {len(comparison.places)} budgets",
-        "mean": f"accuracy at equal mean latency over {len(comparison.places)} mean budgets (a ms more or less counts "
-        "for what it brings the static mix)",
-        "selector": f"answers right at {shots_words(int(comparison.main or 0))}",
-    }[kind]
-    of = "queries" if kind == "selector" else "samples"
-    one_seed = any(len(run.results.get("seeds", [])) == 1 for run in comparison.runs)
-    alone = " Of a run with one seed, what other seeds would give is not known, nor in the interval." * one_seed
-    return (
-        f"Compared with {comparison.runs[0].label}: {what}, on the same {count} test {of}. In brackets 95% intervals, "
-        f"a paired bootstrap over {of} and seeds, wider where seeds are few; p: a sign-flip test over the {of} and, "
-        f"where seeds differ, a t test with their spread, the larger of the two, corrected for {len(comparison.found)} "
-        f"comparison{'s' * (len(comparison.found) > 1)} (Holm). Better or worse is said "
-        f"where the interval excludes 0 and p is below {CHANCE:g}.{alone}"
-    )
-
-
-def _shown(one: Difference, comparison: Comparison) -> str:
-    if one.difference == one.ci95[0] == one.ci95[1] == 0:
-        return f"{one.run} got the same as {one.against} on every sample."
-    says = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}[one.sign]
-    unit = {"selector": "points", "deadline": "of utility", "mean": "of accuracy"}[comparison.kind]
-    gap, span = difference_words(one, comparison.kind)
-    p = p_words(one.p_holm) if one.p_holm < 0.001 else f"= {p_words(one.p_holm)}"
-    return f"{one.run} {says} {one.against}: {gap} {unit} {span}, p {p}."
-
-
-def shown_words(one: Difference | None) -> str:
-    """The last cell of a row of a table."""
-    if one is None:
-        return "not tested"
-    return ("worse", "no difference shown", "better")[one.sign + 1]
-
-
-def difference_words(one: Difference | None, kind: str) -> tuple[str, str]:
-    """A difference and its interval; of answers in points."""
-    if one is None:
-        return "–", ""
-    low, high = one.ci95
-    if kind == "selector":
-        return points(one.difference), f"[{points(low)}, {points(high)}]"
-    return f"{one.difference:+z.3f}", f"[{low:+z.3f}, {high:+z.3f}]"
-
-
-def p_words(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _score_words(comparison: Comparison, row: Row) -> str:
-    value = row[comparison.score]
-    if comparison.kind == "mean":
-        return f"{value:+z.3f} of accuracy over the static mix of equal mean latency"
-    if comparison.kind == "selector":
-        return f"{value:.1%} of the answers right at {shots_words(int(comparison.main or 0))}"
-    return f"a mean utility of {value:.3f}"
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
-def header(comparison: Comparison) -> list[str]:
-    """Of the table of runs."""
-    tested = ["difference", "p", "shown"]
-    if comparison.kind == "selector":
-        tested[0] += ", points"
-        shots = [f"{shots_words(int(n))}{' (compared)' * (n == comparison.main)}" for n in comparison.places]
-        return ["run", *tested, "policy", *shots]
-    if comparison.kind == "mean":
-        return ["run", "over static mix", *tested, "accuracy", "mean latency", "gap closed"]
-    return ["run", "utility", *tested, "gap closed", "accuracy", "mean latency", "in time", "where possible"]
-
-
-def cells(comparison: Comparison) -> list[list[str]]:
-    """A line a run under `header`, in the order given; then, of controllers, what the first run was judged beside."""
-    lines = []
-    for i, run in enumerate(comparison.runs):
-        one = comparison.difference(run.label)
-        tested = ["\n".join(filter(None, difference_words(one, comparison.kind)))]
-        tested += ["–" if one is None else p_words(one.p_holm), shown_words(one) if i else "reference"]
-        if comparison.kind == "selector":
-            policy = comparison.policies[i]
-            at = [run.row(policy, place) for place in comparison.places]
-            accuracies = [number(r.get("accuracy"), ".3f") + interval(r.get("accuracy_ci95"), ".3f") for r in at]
-            lines.append([run.label, *tested, policy_words(policy, run.results), *accuracies])
-        else:
-            lines.append([run.label, *_cells(comparison, comparison.means[i], tested)])
-    if comparison.kind != "selector":
-        for policy in (STATIC if comparison.kind == "deadline" else MIX, ORACLE):
-            if row := row_over(comparison.runs[0], policy, comparison.places, None):
-                lines.append([policy_name(policy), *_cells(comparison, row, ["–", "–", ""])])
-    return lines
-
-
-def _cells(comparison: Comparison, row: Row, tested: Sequence[str]) -> list[str]:
-    gap = number(row.get("gap_closed"), ".0%") + interval(row.get("gap_closed_ci95"), ".0%")
-    accuracy, latency = number(row.get("accuracy"), ".3f"), quantity(row.get("latency_ms_mean"), comparison.unit)
-    if comparison.kind == "mean":
-        over = f"{row['over_static_mix']:+z.3f}" if known(row.get("over_static_mix")) else "–"
-        return [over + interval(row.get("over_static_mix_ci95"), ".3f"), *tested, accuracy, latency, gap]
-    utility = number(row.get("utility"), ".3f") + interval(row.get("utility_ci95"), ".3f")
-    kept = [number(row.get(name), ".1%") for name in ("satisfaction", "satisfaction_feasible")]
-    return [utility, *tested, gap, accuracy, latency, *kept]
-
-
-def settings_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """What differs in the settings: header and lines, a setting a line for a few runs, else a run a line. A value that
-    is that of the first run is not said again."""
-    labels = [run.label for run in comparison.runs]
-    said = {
-        key: [words[0], *("same" if one == words[0] else one for one in words[1:])]
-        for key, words in comparison.settings.items()
-    }
-    if len(labels) <= SIDE_BY_SIDE:
-        return ["setting", *labels], [[key, *words] for key, words in said.items()]
-    return ["run", *said], [[label, *(words[i] for words in said.values())] for i, label in enumerate(labels)]
-
-
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """The tables and the sentences; without colours and frames when this is no terminal."""
-    from knobwise.experiments.report import print_table
-
-    if comparison.settings and len(comparison.runs) <= SIDE_BY_SIDE:
-        print_table(console, *settings_cells(comparison), range(len(comparison.runs) + 1), "")
-    elif comparison.settings:
-        values = {key: ", ".join(dict.fromkeys(words)) for key, words in comparison.settings.items()}
-        _say(console, [f"differs: {key} ({words})" for key, words in values.items()])
-    rows, few = cells(comparison), (0, 1, 2, 4) if comparison.kind != "selector" else (0, 1, 3, 4)
-    print_table(console, header(comparison), rows, few, comparison.runs[0].label)
-    _say(console, [*verdict(comparison), method(comparison), *comparison.notes])
-
-
-def _say(console: Console, lines: Sequence[str]) -> None:
-    for words in filter(None, lines):
-        console.print(words, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from knobwise.experiments import charts, page
-from knobwise.experiments.compare import (
-    MIX,
+from knobwise.experiments.compare import Comparison
+from knobwise.experiments.compare_words import (
     SIDE_BY_SIDE,
     SPOKEN_OF,
-    Comparison,
     cells,
     difference_words,
     header,
@@ -29,7 +28,7 @@ from knobwise.experiments.paired import Difference
 from knobwise.experiments.selector_results import CONTROLS
 from knobwise.experiments.selector_verdict import policy_words, shots_words
 from knobwise.experiments.training_curves import logged_numbers
-from knobwise.experiments.verdict import ORACLE, STATIC, interval, number, policy_name
+from knobwise.experiments.verdict import MIX, ORACLE, STATIC, interval, number, policy_name
 
 if TYPE_CHECKING:
     import altair as alt

@@ -99,6 +99,8 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
     finished: dict[Path, Path] = {}
     unfinished: list[str] = []
     for word in folders:
+        if word.startswith("-"):
+            raise InputError(f"{word}: no such option; settings are given as key=value, such as html=FILE")
         given = Path(word)
         if not given.is_dir():
             raise InputError(f"{word}: no such folder; give the folders of finished runs, or a folder of runs")
@@ -167,6 +169,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     labels = labels_of(folders, settings)
     for folder, label, kind, one, own in zip(folders, labels, kinds, results, settings, strict=True):
         decisions, missing = None, ""
+        one.setdefault("training", {n: own.get(f"optimiser.{n}") for n in ("warmup_iterations", "iterations")})
         try:
             decisions = read_decisions(folder)
         except InputError as error:
@@ -257,7 +260,7 @@ def value_words(value: Any) -> str:
 def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """A short name for each run: the settings that differ, where they are few; else of its folder's name the words that
     not all share; and its experiment where these differ, alone where every run has another. Where that does not tell
-    runs apart, the whole name or path.
+    runs apart, the number at the end of the folder's name, or the whole name or path.
     """
     places = [folder.resolve() for folder in folders]
     experiments = [str(of.get("experiment", place.parent.name)) for place, of in zip(places, settings, strict=True)]
@@ -265,12 +268,25 @@ def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) ->
     found = [""] * len(places)
     in_full = [place.name for place in places], [f"{place.parent.name}/{place.name}" for place in places]
     of_training = {key: words for key, words in apart.items() if key not in NOT_OF_TRAINING}
+    short = [_short(places, settings, keys, experiments) for keys in (of_training, apart)]
     for labels in (
-        *(_short(places, settings, keys, experiments) for keys in (of_training, apart)),
+        *short,
+        _numbered(short[-1], places),
         *in_full,
         list(map(str, places)),
     ):
         found = [one if one and found.count(one) == 1 else new for one, new in zip(found, labels, strict=True)]
+    return found
+
+
+def _numbered(labels: Sequence[str], places: Sequence[Path]) -> list[str]:
+    """The same settings run again and again, each time into a folder with a higher number: the label and that number;
+    "" for other runs."""
+    found = []
+    for label, place in zip(labels, places, strict=True):
+        first = min((other for other, of in zip(places, labels, strict=True) if of == label), key=lambda p: len(p.name))
+        number = re.fullmatch(rf"{re.escape(str(first))}-(\d+)", str(place))
+        found.append(label if place == first else f"{label} ({number[1]})" if number else "")
     return found
 
 

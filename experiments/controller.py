@@ -92,6 +92,7 @@ def run(config: TrainRun, overrides: list[str]) -> Path:
         results |= held_out_choices(best)
         results["experiment"], results["validation_utility"] = config.experiment, scores
         results["best_seed"] = config.seeds[scores.index(max(scores))]
+        results["training"] = {n: getattr(config.optimiser, n) for n in ("warmup_iterations", "iterations")}
         results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
         with written_whole(folder / "results.json") as temporary:
             temporary.write_text(json.dumps(results, indent=1))

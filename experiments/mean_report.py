@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from knobwise.experiments import by_dataset, charts, page
-from knobwise.experiments.verdict import LEARNED, ORACLE, Row, budgets_of, interval, known, number, policy_name, unit_of
+from knobwise.experiments.verdict import (
+    LEARNED,
+    MIX,
+    ORACLE,
+    Row,
+    budgets_of,
+    interval,
+    known,
+    number,
+    on_training,
+    policy_name,
+    unit_of,
+)
 
 if TYPE_CHECKING:
     import altair as alt
 
-MIX, SINGLE = "static_mix", "best_single"
+SINGLE = "best_single"
 REFERENCES = (MIX, SINGLE, ORACLE)
 TERMS = {
     "mean budget": "the average latency over all requests may be this much; easy requests pay for hard ones",
@@ -60,6 +72,7 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         words = f"{policy_name(best_rival['policy'])} ({_points(best_rival['over_static_mix'])} points)"
         how_many = f"{len(better)} of {len(rivals)}" if better else f"None of the {len(rivals)}"
         sentences.append(f"{how_many} other ways of looking at the input did better; the strongest is {words}.")
+    sentences += on_training(results)
     guards = results.get("guard") or []
     back = sum(not row["deployed"] for rows in guards for row in rows)
     if back:

@@ -245,9 +245,9 @@ def train(one: Run) -> str:
 def _found(one: Run) -> Found:
     """A finished run. Of selectors only the means are needed, which older runs have too."""
     results = json.loads((one.folder / "results.json").read_text(encoding="utf-8"))
+    results.setdefault("training", one.settings.get("optimiser", {}))
     decisions = read_decisions(one.folder) if one.verb == "train" else None
-    warm_up = one.settings.get("optimiser", {}).get("warmup_iterations")
-    return Found(one.experiment, one.profile, one.variant, one.default, results, decisions, warm_up)
+    return Found(one.experiment, one.profile, one.variant, one.default, results, decisions)
 
 
 def main(words: Sequence[str]) -> int:

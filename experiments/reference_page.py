@@ -12,7 +12,17 @@ import polars as pl
 from knobwise.experiments.compared_runs import ComparedRun, kind_of, place_of
 from knobwise.experiments.paired import CHANCE, Difference, differences, holm
 from knobwise.experiments.reference_selectors import introduction, question_of, selector_sections, table_of
-from knobwise.experiments.verdict import LEARNED, ORACLE, STATIC, known, means_of, number, policy_name, ranked
+from knobwise.experiments.verdict import (
+    LEARNED,
+    ORACLE,
+    STATIC,
+    kept_before_grpo,
+    known,
+    means_of,
+    number,
+    policy_name,
+    ranked,
+)
 
 OWN = ""
 
@@ -100,8 +110,6 @@ class Found(NamedTuple):
     results: Mapping[str, Any]
     decisions: pl.DataFrame | None
     """Of a controller."""
-    warm_up: int | None = None
-    """Iterations of a controller's training before GRPO."""
 
     def judged(self, dataset: str | None = None) -> ComparedRun:
         """As `knobwise compare` sees it; on one data set alone where that is asked for."""
@@ -334,12 +342,10 @@ def _word(one: Difference) -> str:
 
 
 def _before_grpo(one: Found) -> str:
-    """In how many seeds GRPO changed nothing, as validation chose the network from before it; "" where in none."""
-    chosen = one.results.get("chosen") or []
-    early = sum(seed["iteration"] <= (one.warm_up or 0) for seed in chosen)
-    if not one.warm_up or not early:
-        return ""
-    return f"{_called(one)}: what validation chose is from before GRPO in {early} of {len(chosen)} seeds."
+    """In how many seeds GRPO changed nothing, "" where in none."""
+    early = kept_before_grpo(one.results)
+    seeds = len(one.results.get("chosen") or ())
+    return f"{_called(one)}: what validation chose is from before GRPO in {early} of {seeds} seeds." if early else ""
 
 
 def _by_dataset(section: Section, one: Found) -> list[Difference]:

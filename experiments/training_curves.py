@@ -6,6 +6,7 @@ from pathlib import Path
 
 import polars as pl
 
+from knobwise.envs.errors import InputError
 from knobwise.experiments import charts, page
 from knobwise.experiments.selector_results import CONTROLS
 
@@ -38,10 +39,21 @@ def training_curves(path: Path) -> list[str]:
 
 def logged_numbers(path: Path) -> pl.DataFrame | None:
     """What a run logged while it trained: seed, step, variable, value, metric (`variable` without Train/ or Val/) and
-    part (train or validation); None where the file is missing or holds nothing of the kind."""
+    part (train or validation); None where the file is missing or holds nothing of the kind.
+
+    Raises:
+        InputError: no table with commas.
+    """
     if not path.exists():
         return None
-    frame = pl.read_csv(path, infer_schema_length=None, schema_overrides={"seed": pl.String})
+    try:
+        frame = pl.read_csv(path, infer_schema_length=None, schema_overrides={"seed": pl.String})
+    except pl.exceptions.NoDataError:
+        return None
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+    if not {"seed", "step"} <= set(frame.columns):
+        return None
     names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
     if not names:
         return None

@@ -13,7 +13,7 @@ from knobwise.experiments.page import quantity
 
 Row = Mapping[str, Any]
 
-LEARNED, STATIC, ORACLE = "controller", "budget_aware_static", "oracle"
+LEARNED, STATIC, MIX, ORACLE = "controller", "budget_aware_static", "static_mix", "oracle"
 WORDS = {
     "controller": ("learned controller", "the policy that this run trained"),
     "budget_aware_static": (
@@ -66,14 +66,17 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
     path = Path(run_folder) / "results.json"
     try:
         results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not results["rows"]:
-            raise InputError(f"{path}: has no rows; was the run judged?")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; is this the folder of a finished run?") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: not the results of a run ({error!r})") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:  # bytes that are no text, text that is no JSON
+        raise InputError(f"{path}: not the results of a run ({error})") from error
+    rows = results.get("rows") if isinstance(results, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
+        raise InputError(f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing")
+    if not rows:
+        raise InputError(f"{path}: has no rows; was the run judged?")
     return results
 
 
@@ -101,7 +104,23 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         if (learned.get("infeasible") or 0) > 0:
             sentence += f" ({learned['infeasible']:.1%} of all could not be met)"
         sentences.append(f"{sentence}.")
-    return sentences + _on_the_guard(guarantees(results), unit_of(results))
+    return sentences + on_training(results) + _on_the_guard(guarantees(results), unit_of(results))
+
+
+def kept_before_grpo(results: Mapping[str, Any]) -> int:
+    """In how many seeds GRPO changed nothing, as validation chose the network from before it; 0 where training had no
+    warm-up or no GRPO, or where this is not known."""
+    training = results.get("training") or {}
+    if not training.get("warmup_iterations") or not training.get("iterations"):
+        return 0
+    return sum(one["iteration"] <= training["warmup_iterations"] for one in results.get("chosen") or ())
+
+
+def on_training(results: Mapping[str, Any]) -> list[str]:
+    """Whether GRPO had a part in what was judged, in a sentence; [] where it had in every seed."""
+    early, seeds = kept_before_grpo(results), len(results.get("chosen") or ())
+    where = "" if seeds == 1 else f" in {early} of {seeds} seeds"
+    return [f"The network that validation chose is from before GRPO{where}: GRPO added nothing there."] if early else []
 
 
 def on_decisions(results: Mapping[str, Any]) -> str:

@@ -15,16 +15,8 @@ from run_folders import write_run, write_selector_run
 from knobwise.__main__ import main
 from knobwise.envs.errors import InputError
 from knobwise.envs.profiles import write_features, write_long_table
-from knobwise.experiments.compare import (
-    cells,
-    comparison_of,
-    header,
-    method,
-    numbers,
-    print_comparison,
-    settings_cells,
-    verdict,
-)
+from knobwise.experiments.compare import comparison_of, numbers
+from knobwise.experiments.compare_words import cells, header, method, print_comparison, settings_cells, verdict
 from knobwise.experiments.run_folder import UNFINISHED
 
 
@@ -226,6 +218,9 @@ def test_the_verb_prints_and_writes_page_and_numbers(
         (["runs/lean/a", "runs/lean/a/../a"], "two runs are needed"),
         (["runs"], "is a run of selectors"),
         (["runs/lean/a", "runs/lean/b", "budgets_ms=[3]"], "was not judged at 3"),
+        (["runs/lean/a", "runs/lean/b", "budgets_ms=[]"], "budgets_ms=[]: name one at least"),
+        (["-m", "runs/lean"], "-m: no such option"),
+        (["runs/lean/a", "runs/lean/b", "html=/proc/page.html"], "/proc/page.html: cannot be written"),
         (["runs/lean/a", "runs/lean/b", "html=runs"], "html=runs: is a folder"),
         (["runs/lean/a", "runs/lean/b", "colour=red"], "there is no 'colour'"),
     ],
@@ -249,6 +244,64 @@ def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("results.json", b"{", "results.json: not the results of a run (Expecting"),
+        ("results.json", b"[1]", "results.json: not the results of a run: `rows`"),
+        ("results.json", b'{"rows": [{}]}', "results.json: not the results of a run: `rows`"),
+        ("results.json", b'{"rows": []}', "results.json: has no rows"),
+        ("results.json", None, "results.json: cannot be read (Is a directory)"),
+        ("metrics.csv", b'\x00\xff,,\n1,2,3,4\n"', "metrics.csv: cannot be read"),
+    ],
+)
+def test_broken_files_are_named_and_nothing_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: bytes | None,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    broken = [write_run(Path("runs/lean") / one) for one in "ab"][1] / name
+    broken.unlink()
+    broken.mkdir() if content is None else broken.write_bytes(content)
+    assert main(["compare", "runs"]) == 2
+    output = capsys.readouterr()
+    assert said in output.err
+    assert len(output.err.splitlines()) == 1
+    assert output.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, gain=gain) for name, gain in (("a", 0.0), ("b", 0.1))]
+    runs.append(write_run(tmp_path / "c", gain=0.5, budgets=(1.0, 2.0), digest="sha256:z"))
+    (runs[1] / "config.yaml").unlink()
+    comparison = comparison_of(list(map(str, runs)))
+    b, c = (run.label for run in comparison.runs[1:])
+    lines = {line[0]: line for line in cells(comparison)}
+    assert float(lines[c][1].split()[0]) > float(lines[b][1].split()[0])
+    assert verdict(comparison)[0].startswith(f"The highest is {b},")
+    assert f"{b}: there is no config.yaml, so its settings are not known." in comparison.notes
+    assert any(note.startswith(f"{c} was judged on another profile") for note in comparison.notes)
+
+
+def test_where_grpo_added_nothing_is_said(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in "abcd"]
+    kept = {"a": [150, 140], "b": [150, 160], "c": [160, 200], "d": [150, 150]}
+    for run in runs:
+        results = json.loads((run / "results.json").read_text())
+        results["chosen"] = [{"iteration": i} for i in kept[run.name]]
+        if run.name != "d":  # one that has no GRPO
+            results["training"] = {"warmup_iterations": 150, "iterations": 300}
+        (run / "results.json").write_text(json.dumps(results))
+    assert comparison_of(list(map(str, runs))).notes == [
+        "What validation chose is from before GRPO, which added nothing there: a in 2 of 2 seeds; b in 1 of 2 seeds."
+    ]
+
+
 def test_real_runs_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +318,8 @@ def test_real_runs_side_by_side(
     assert main(["compare", "runs", "json=numbers.json"]) == 0
     found = json.loads(Path("numbers.json").read_text())
     assert [run["label"] for run in found["runs"]] == ["iterations=0", "iterations=6"]
-    assert found["notes"] == []
+    (note,) = found["notes"]
+    assert re.fullmatch(r"What validation chose is from before GRPO, .*: iterations=6 in \d of 2 seeds\.", note)
     utilities = [run["row"]["utility"] for run in found["runs"]]
     (one,) = found["differences"]
     assert one["difference"] == pytest.approx(utilities[1] - utilities[0], abs=1e-6)

@@ -135,6 +135,16 @@ def test_a_name_that_was_cut_does_not_end_in_half_a_word(tmp_path: Path) -> None
     assert second == "default"
 
 
+def test_a_sweep_that_was_run_again_has_numbers(tmp_path: Path) -> None:
+    names = ["loss.group_size-8_seeds--0,1-48ea4bf0", "loss.group_size-8_seeds--0,1-48ea4bf0-2", "loss.group_size-5"]
+    sizes = [8, 8, 5]
+    runs = [
+        write_run(tmp_path / "lean" / name, settings={"loss": {"group_size": size}})
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    assert labels(*runs) == ["group_size=8", "group_size=8 (2)", "group_size=5"]
+
+
 def test_runs_that_nothing_tells_apart_have_their_whole_names(tmp_path: Path) -> None:
     first, second = (write_run(tmp_path / "lean" / name) for name in ("default", "default-2"))
     assert labels(first, second) == ["default", "default-2"]

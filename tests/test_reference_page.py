@@ -91,8 +91,9 @@ def test_what_only_uncorrected_intervals_show_is_not_claimed() -> None:
 
 def test_what_grpo_did_not_change_is_said() -> None:
     one = run("lean", 0.6)
-    results = {**one.results, "chosen": [{"iteration": 150}, {"iteration": 160}]}
-    lines = lines_of(one._replace(results=results, warm_up=150))
+    trained = {"training": {"warmup_iterations": 150, "iterations": 300}}
+    results = {**one.results, **trained, "chosen": [{"iteration": 150}, {"iteration": 160}]}
+    lines = lines_of(one._replace(results=results))
     assert "- Built-in: `lean`: what validation chose is from before GRPO in 1 of 2 seeds." in lines
 
 

@@ -109,6 +109,16 @@ def with_guard(*seeds: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     return results() | {"seeds": list(range(len(seeds))), "satisfaction_level": 0.95, "guard": guard, "chosen": chosen}
 
 
+def test_it_is_said_where_grpo_added_nothing() -> None:
+    found = with_guard(({}, {}), ({}, {}))  # of iterations 40 and 41
+    said = "The network that validation chose is from before GRPO"
+    assert not any(said in words for words in verdict(found))
+    for warm_up, where in ((40, " in 1 of 2 seeds"), (41, " in 2 of 2 seeds")):
+        training = {"training": {"warmup_iterations": warm_up, "iterations": 100}}
+        assert f"{said}{where}: GRPO added nothing there." in verdict(found | training)
+    assert not any(said in words for words in verdict(found | {"training": {"warmup_iterations": 50, "iterations": 0}}))
+
+
 METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
     f"{seed},{step},{step / 100 + seed},0.01,{'' if step % 50 else step / 100}\n"
     for seed in (0, 1)
