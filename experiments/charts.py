@@ -209,7 +209,8 @@ def curves_of_runs(points: pl.DataFrame, panels: Sequence[str], runs: Sequence[s
     panel a number, the runs named coloured, all others thin and grey.
 
     Args:
-        points: panel, policy (a run named, or `OTHER`), name (the run), step, mean, low, high.
+        points: panel, policy (a run named, or `OTHER`), name (the run), step, mean, low, high, grpo (the step at which
+            GRPO begins; null where that is not known), alone (whether it is the only point of its line).
         panels, runs: their orders; that of the runs gives their colours.
     """
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=5), scale=alt.Scale(zero=False))
@@ -221,7 +222,10 @@ def curves_of_runs(points: pl.DataFrame, panels: Sequence[str], runs: Sequence[s
     tooltip = ["name:N", "step:Q", alt.Tooltip("mean:Q", format=".4~g")]
     thin = base.transform_filter(alt.datum.policy == OTHER).mark_line(strokeWidth=1).encode(y, tooltip=tooltip)
     lines = base.transform_filter(named).mark_line(strokeWidth=2).encode(y, tooltip=tooltip)
-    layers = alt.layer(band, thin, lines).properties(width=360, height=180)
+    dots = base.transform_filter(alt.datum.alone).mark_circle(size=60, opacity=1).encode(y, tooltip=tooltip)
+    begins = alt.Chart().transform_filter(alt.datum.grpo != None).transform_aggregate(groupby=["grpo"])  # noqa: E711
+    mark = begins.mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4]).encode(x="grpo:Q")
+    layers = alt.layer(mark, band, thin, lines, dots).properties(width=360, height=180)
     facet = alt.Facet("panel:N", sort=list(panels), title=None)
     apart = layers.facet(facet, data=points, columns=2, bounds="flush", spacing={"row": 74, "column": 70})
     return apart.resolve_scale(x="independent", y="independent")

@@ -61,6 +61,7 @@ def quantity(value: float | None, unit: str = "ms") -> str:
     """Three figures, more for large numbers, and the unit."""
     if value is None or not math.isfinite(value):
         return "–"
+    value = float(f"{value:.6g}")  # as a budget is kept in some places, so that 2.185 is rounded one way
     return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".") + f" {unit}"
 
 
@@ -139,7 +140,8 @@ h1{font-size:26px;margin:8px 0}h2{font-size:20px;margin:44px 0 8px}
 .verdict{background:var(--tint);border-left:4px solid var(--soft);padding:12px 18px;font-size:17px}
 .verdict p{margin:6px 0}
 .soft,figcaption,small{color:var(--soft)}figcaption{font-size:14px;margin-top:-8px}
-figure{margin:16px 0;overflow-x:auto}.wide{overflow-x:auto}
+figure{margin:16px 0;overflow-x:auto}
+.chart .vega-embed{max-width:100%}.chart svg{max-width:100%;height:auto}.wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;width:100%}
 th,td{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);vertical-align:top;white-space:nowrap}
 th{font-weight:600;vertical-align:bottom;white-space:normal}th:first-child,td:first-child{text-align:left}

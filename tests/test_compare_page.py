@@ -13,7 +13,8 @@ from run_folders import BUDGETS, write_run, write_selector_run
 
 from knobwise.experiments import charts, page
 from knobwise.experiments.compare import comparison_of
-from knobwise.experiments.compare_page import COLOURED, comparison_charts, order, write_comparison
+from knobwise.experiments.compare_charts import COLOURED, comparison_charts, order
+from knobwise.experiments.compare_page import write_comparison
 
 
 def runs(folder: Path, count: int, **more: Any) -> list[str]:
@@ -100,6 +101,22 @@ def test_curves_are_means_over_seeds_with_the_lowest_and_highest(tmp_path: Path)
     assert {p["panel"] for p in points} == {"utility (0 to 1)", "latency, mean (ms)"}
 
 
+def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path) -> None:
+    warm_ups = {"a": 10, "b": None}
+    folders = []
+    for name, begins in warm_ups.items():
+        settings = {} if begins is None else {"optimiser": {"warmup_iterations": begins}}
+        folders.append(write_run(tmp_path / name, settings=settings))
+    (folders[1] / "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
+    caption, chart = comparison_charts(comparison_of(list(map(str, folders))))["Training, on validation samples"]
+    assert "Dashed: where GRPO begins." in caption
+    (points,) = data_of(page.specification(chart))
+    names = [run.label for run in comparison_of(list(map(str, folders))).runs]
+    assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {(names[0], 10, False), (names[1], None, True)}
+    svg = vl_convert.vegalite_to_svg(page.specification(chart), config=page.THEMES["light"])
+    assert svg.count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
+
+
 def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Path) -> None:
     folders = runs(tmp_path, 12)
     comparison = comparison_of(folders)
@@ -154,13 +171,13 @@ def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> N
     }
     folders = [str(write_selector_run(tmp_path / "s" / name, wrong=wrong)) for name, wrong in (("a", 0.6), ("b", 0.3))]
     specs = drawn(folders)
-    assert set(specs) == {"Accuracy against shots", "Training, on validation samples"}
+    assert set(specs) == {"Accuracy against shots", "Training, on validation queries"}
     lines = [row for rows in data_of(specs["Accuracy against shots"]) for row in rows if "name" in row]
     comparison = comparison_of(folders)
     for run in comparison.runs:
         found = {row["shots"]: row["accuracy"] for row in lines if row["name"] == run.label}
         assert found == {n: run.row("grpo_recorded", n)["accuracy"] for n in (1, 2)}
-    assert {p["panel"] for p in data_of(specs["Training, on validation samples"])[0]} == {
+    assert {p["panel"] for p in data_of(specs["Training, on validation queries"])[0]} == {
         "sft: accuracy, mean (0 to 1)"
     }
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
