@@ -54,7 +54,7 @@ class Embeds(Protocol):
         ...
 
 
-def judge_selector(
+def decide_selector(
     selector: Selector,
     embeddings: Embeds,
     table: BeamTable,
@@ -62,8 +62,8 @@ def judge_selector(
     shots: int,
     rows: Tensor | None = None,
     decoding: str = "greedy",
-) -> Tensor:
-    """Whether the answers were right with the demonstrations that a selector chose: float32 [n], 0 or 1.
+) -> Decided:
+    """What a selector chose and whether the answers were right with it; S = 1.
 
     Args:
         selector: of one seed.
@@ -74,45 +74,10 @@ def judge_selector(
         rows: int64 [n], the queries; None for all.
         decoding: `greedy` or `beam`; where recorded sequences are judged there is nothing to decode.
     """
-    return decide_selector(selector, embeddings, table, scorer, shots, rows, decoding).correct[0]
-
-
-def decide_selector(
-    selector: Selector,
-    embeddings: Embeds,
-    table: BeamTable,
-    scorer: Scorer | None,
-    shots: int,
-    rows: Tensor | None = None,
-    decoding: str = "greedy",
-) -> Decided:
-    """The same as `judge_selector`, with what was shown; S = 1."""
     rows = torch.arange(table.num_queries) if rows is None else rows
     if scorer is None:
         return recorded_choices(table.select(rows), shots, [log_probs(selector, embeddings, table, rows, shots)])
     return judged_choices(table, scorer, [choose(selector, embeddings, table, rows, shots, decoding)], rows)
-
-
-def judge_simple(
-    table: BeamTable,
-    scorer: Scorer | None,
-    shots: int,
-    *,
-    seeds: Sequence[int] = (0,),
-    rows: Tensor | None = None,
-    trusted: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """The same for everything that needs no training, by name: float32 [1, n], of `random` [S, n].
-
-    `vote` is the same for every number of shots. `best_recorded` and `oracle` look at what was recorded of the
-    sequences of this length. Without a scorer there are neither `vote` nor the ways that go by parts.
-
-    Args:
-        seeds: S, of `random`.
-        trusted: see `simple_ways`.
-    """
-    found = decide_simple(table, scorer, shots, seeds=seeds, rows=rows, trusted=trusted)
-    return {name: one.correct for name, one in found.items()}
 
 
 def decide_simple(
@@ -124,7 +89,15 @@ def decide_simple(
     rows: Tensor | None = None,
     trusted: Tensor | None = None,
 ) -> dict[str, Decided]:
-    """The same as `judge_simple`, with what was shown."""
+    """The same for everything that needs no training, by name; S = 1, but for `random`.
+
+    `vote` is the same for every number of shots. `best_recorded` and `oracle` look at what was recorded of the
+    sequences of this length. Without a scorer there are neither `vote` nor the ways that go by parts.
+
+    Args:
+        seeds: S, of `random`.
+        trusted: see `simple_ways`.
+    """
     rows = torch.arange(table.num_queries) if rows is None else rows
     part = table.select(rows)
     if scorer is None:

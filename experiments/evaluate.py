@@ -16,7 +16,7 @@ from knobwise.agents.baselines import BudgetAwareStatic, Oracle, make_baselines
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.priced import PricedChooser, make_priced_baselines
 from knobwise.agents.selector import Selector, StoredEmbeddings
-from knobwise.agents.selector_evaluation import judge_selector, judge_simple
+from knobwise.agents.selector_evaluation import decide_selector, decide_simple
 from knobwise.agents.settings import at_least
 from knobwise.envs.budgets import judged_budgets
 from knobwise.envs.errors import InputError
@@ -145,13 +145,12 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     name = loaded.extra.get("policy", selector.stage)
     correct: dict[str, dict[int, torch.Tensor]] = {name: {}}
     for shots in config.judged_shots:
-        correct[name][shots] = judge_selector(selector, embeddings, data.test, data.test_scorer, shots, rows).unsqueeze(
-            0
-        )
+        chosen = decide_selector(selector, embeddings, data.test, data.test_scorer, shots, rows)
+        correct[name][shots] = chosen.correct
         if config.baselines:
-            simple = judge_simple(data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted)
+            simple = decide_simple(data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted)
             for way, found in simple.items():
-                correct.setdefault(way, {})[shots] = found
+                correct.setdefault(way, {})[shots] = found.correct
     return selector_results(
         correct,
         data.test,

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic, process_time
 
 import numpy as np
 import torch
@@ -23,9 +21,8 @@ from torch import Tensor, nn
 
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
-from knobwise.envs.interruption import held_back
-from knobwise.envs.progress import progress
 from knobwise.profiling.canvases import LABELS, PIXELS, QUESTIONS, VALUES, paint
+from knobwise.profiling.resumable_training import train_resumably
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 _TOWER_WIDTH = 128
@@ -171,48 +168,18 @@ def train_learner(config: LearnerConfig, state: Path, save_every_s: float = 15.0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         learner = Learner()
-    optimiser = torch.optim.AdamW(learner.parameters(), lr=config.learning_rate, weight_decay=0.01)
-    identity = json.loads(json.dumps(asdict(config)))
-    step, start = 0, process_time()
-    if state.exists():
-        saved = torch.load(state, weights_only=True)
-        if saved["identity"] != identity:
-            raise InputError(f"{state}: is of a training with other settings; remove it or choose another folder")
-        learner.load_state_dict(saved["learner"])
-        optimiser.load_state_dict(saved["optimiser"])
-        step = saved["step"]
-        start -= saved["cpu_s"]
-
-    def save() -> None:
-        tensors = {"learner": learner.state_dict(), "optimiser": optimiser.state_dict()}
-        with written_whole(state) as temporary:
-            torch.save({"identity": identity, "step": step, "cpu_s": process_time() - start, **tensors}, temporary)
-
-    learner.train()
-    saved_at, mean_loss = monotonic(), math.nan
-    with held_back() as held, progress("training the learner", config.steps, step) as tick:
-        while step < config.steps:
-            for group in optimiser.param_groups:
-                group["lr"] = config.learning_rate * _rate(step, config.steps)
-            loss = _loss(learner, config, step)
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
-            optimiser.step()
-            step += 1
-            mean_loss = loss.item() if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * loss.item()
-            tick(step, f"loss {mean_loss:.2f}")
-            if monotonic() - saved_at > save_every_s or step == config.steps or held.asked is not None:
-                with held.undisturbed():
-                    save()
-                saved_at = monotonic()
-            held.check()
-    learner.training_s = process_time() - start
-    return learner.eval()
-
-
-def _rate(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / 200) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    learner.training_s = train_resumably(
+        learner,
+        lambda step: _loss(learner, config, step),
+        state,
+        asdict(config),
+        what="training the learner",
+        steps=config.steps,
+        learning_rate=config.learning_rate,
+        rise=200,
+        save_every_s=save_every_s,
+    )
+    return learner
 
 
 def _loss(learner: Learner, config: LearnerConfig, step: int) -> Tensor:

@@ -6,10 +6,9 @@ every setting alike would answer as well with three blocks as with six, and ther
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic, process_time
+from time import process_time
 from typing import cast
 
 import numpy as np
@@ -17,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from knobwise.envs.files import written_whole
-from knobwise.envs.interruption import held_back
 from knobwise.envs.progress import progress
 from knobwise.profiling.elastic import Configuration, ElasticSize, ElasticVLM, TileGrid, tile_grid
+from knobwise.profiling.resumable_training import train_resumably
 from knobwise.profiling.scenes import FILLER, MAX_SIDE, QUESTIONS, Scenes, draw_scenes, load_digits
 
 _LOOK_UPS = ("digit", "colour", "row", "column", "row_colours", "match")
@@ -64,45 +62,20 @@ def train(settings: TrainingConfig, size: ElasticSize, state: Path, save_every_s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = ElasticVLM(size)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-    identity = {"settings": asdict(settings), "size": asdict(size)}
-    step, start = 0, process_time()
-    if state.exists():
-        saved = torch.load(state, weights_only=True)
-        if saved["identity"] != identity:
-            raise ValueError(f"{state} is of a training with other settings; remove it or choose another folder")
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        step = saved["step"]
-        start -= saved["cpu_s"]
-
-    def save() -> None:
-        tensors = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
-        with written_whole(state) as temporary:
-            torch.save({"identity": identity, "step": step, "cpu_s": process_time() - start, **tensors}, temporary)
-
-    model.train()
-    saved_at, mean_loss = monotonic(), math.nan
-    with held_back() as held, progress("training", settings.steps, step) as tick:
-        while step < settings.steps:
-            for group in optimiser.param_groups:
-                group["lr"] = settings.learning_rate * _rate(step, settings.steps)
-            loss = _loss(model, settings, step)
-            optimiser.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            step += 1
-            mean_loss = loss.item() if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * loss.item()
-            tick(step, f"loss {mean_loss:.2f}")
-            if monotonic() - saved_at > save_every_s or step == settings.steps or held.asked is not None:
-                with held.undisturbed():
-                    save()
-                saved_at = monotonic()
-            held.check()
-    model.eval()
+    trained_s = train_resumably(
+        model,
+        lambda step: _loss(model, settings, step),
+        state,
+        {"settings": asdict(settings), "size": asdict(size)},
+        what="training",
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        rise=100,
+        save_every_s=save_every_s,
+    )
+    start = process_time()
     model.drop_order = calibrate(model, settings.seed)
-    model.training_s = process_time() - start
+    model.training_s = trained_s + process_time() - start
     return model
 
 
@@ -122,10 +95,6 @@ def calibrate(model: ElasticVLM, seed: int = 0, batches: int = 12) -> tuple[int,
             kept.remove(order[-1])
             tick(len(order), "")
     return tuple(order)
-
-
-def _rate(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def _draw(

@@ -9,14 +9,13 @@ from torch import Tensor
 from knobwise.agents.pointer import SelectorConfig
 from knobwise.agents.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector_evaluation import (
+    Decided,
     bank_rows,
     choose,
     decide_selector,
     decide_simple,
     decision_us,
     judge,
-    judge_selector,
-    judge_simple,
     log_probs,
     recorded,
 )
@@ -76,6 +75,10 @@ def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
 # -- with a scorer -----------------------------------------------------------------------------------------------------
 
 
+def correct(found: dict[str, Decided]) -> dict[str, Tensor]:
+    return {name: one.correct for name, one in found.items()}
+
+
 def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> None:
     data = table()
     policy, stored = selector(data)
@@ -112,18 +115,20 @@ def test_a_selector_is_judged_by_what_it_chose() -> None:
     policy, stored = selector(data)
     for shots in (1, 3):
         chosen = choose(policy, stored, data, rows, shots)
-        assert torch.equal(judge_selector(policy, stored, data, Sums(), shots, rows), judge(data, Sums(), chosen, rows))
+        assert torch.equal(
+            decide_selector(policy, stored, data, Sums(), shots, rows).correct[0], judge(data, Sums(), chosen, rows)
+        )
 
 
 def test_simple_ways_are_judged_beside_it() -> None:
     data, rows = table(), torch.tensor([8, 0, 5])
-    found = judge_simple(data, Sums(), 2, seeds=(0, 1, 2), rows=rows)
+    found = correct(decide_simple(data, Sums(), 2, seeds=(0, 1, 2), rows=rows))
     names = {"random", "image_similarity", "question_similarity", "similarity", "vote", "best_recorded", "oracle"}
     assert set(found) == names
     assert {name: len(values) for name, values in found.items()} == {n: 3 if n == "random" else 1 for n in names}
     assert all(values.shape[1] == 3 and values.dtype == torch.float32 for values in found.values())
     assert found["vote"].tolist() == [[0.0, 0.0, 0.0]]  # five voters
-    everyone = judge_simple(data, Sums(), 2)
+    everyone = correct(decide_simple(data, Sums(), 2))
     for name in ("image_similarity", "similarity", "oracle"):
         assert torch.equal(everyone[name][:, rows].nan_to_num(-1), found[name].nan_to_num(-1))
     near = torch.cosine_similarity(data.queries[8, :2], data.candidates[data.pool[8], :2], dim=-1).topk(2).indices
@@ -153,7 +158,7 @@ def test_what_was_shown_is_said_with_what_came_of_it() -> None:
     chosen = choose(policy, stored, data, rows, 2)
     assert own.shown is not None
     assert torch.equal(own.shown[0], bank_rows(data, chosen, rows))
-    assert torch.equal(own.correct[0], judge_selector(policy, stored, data, Sums(), 2, rows))
+    assert torch.equal(own.correct[0], decide_selector(policy, stored, data, Sums(), 2, rows).correct[0])
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
@@ -188,13 +193,13 @@ def test_the_recorded_sequence_that_is_preferred_counts() -> None:
 
 def test_the_oracle_is_right_wherever_any_record_is() -> None:
     data = table()
-    oracle = judge_simple(data, None, 2)["oracle"][0]
+    oracle = correct(decide_simple(data, None, 2))["oracle"][0]
     some = data.fields["vqa_correct"][:, :3].nan_to_num(0).amax(1)
     known = [q for q in range(QUERIES) if q not in (3, QUERIES - 1)]
     assert torch.equal(oracle[known], some[known])
     best = data.fields["beam_score"][:, :3].argmax(1)
     assert torch.equal(
-        judge_simple(data, None, 2)["best_recorded"][0, known], data.fields["vqa_correct"][known, best[known]]
+        correct(decide_simple(data, None, 2))["best_recorded"][0, known], data.fields["vqa_correct"][known, best[known]]
     )
 
 
@@ -208,7 +213,7 @@ def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
     bare = table({"beam_score": torch.zeros(QUERIES, BEAMS)})
     with pytest.raises(InputError, match=r"'small': without vqa_correct .* judge with a scorer"):
         recorded(bare, 2, nothing)
-    assert "oracle" not in judge_simple(bare, Sums(), 2)
+    assert "oracle" not in correct(decide_simple(bare, Sums(), 2))
 
 
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> None:
@@ -222,13 +227,13 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
     alone = policy.eval().distribution(query, pool, data.pool_mask[rows[:1]], 2)
     each = torch.stack([alone.log_prob(data.sequences[9, None, b]) for b in range(BEAMS)])
     torch.testing.assert_close(found[0], each.squeeze(1))
-    judged = judge_selector(policy, stored, data, None, 2, rows)
+    judged = decide_selector(policy, stored, data, None, 2, rows).correct[0]
     assert judged[0] == data.fields["vqa_correct"][9, found[0, :3].argmax()]
     assert judged[[1, 3]].isnan().all()  # no sequence of two
 
 
 def test_simple_ways_without_a_scorer() -> None:
-    found = judge_simple(table(), None, 2, seeds=(0, 1))
+    found = correct(decide_simple(table(), None, 2, seeds=(0, 1)))
     assert set(found) == {
         *("random", "image_similarity", "question_similarity", "similarity", "best_recorded", "oracle")
     }
@@ -252,4 +257,4 @@ def test_a_table_without_beams_has_no_records() -> None:
         queries=data.queries,
         candidates=data.candidates,
     )
-    assert judge_simple(bare, Sums(), 1)["oracle"].isnan().all()
+    assert correct(decide_simple(bare, Sums(), 1))["oracle"].isnan().all()
