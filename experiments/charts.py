@@ -319,30 +319,29 @@ def weights(members: pl.DataFrame) -> alt.LayerChart:
     return alt.layer(bars, dots).properties(width=680, height=alt.Step(26))
 
 
-def curves(logged: pl.DataFrame, panels: Sequence[str]) -> alt.FacetChart:
+def curves(logged: pl.DataFrame, panels: Sequence[str], begins: int | None = None) -> alt.FacetChart:
     """Small line charts against the training step: one panel a metric, one line a seed.
 
     Args:
         logged: panel, part (train or validation), seed, step, value.
+        begins: the step at which GRPO begins; a dashed line stands there.
     """
     colour = alt.Color(
         "part:N", title=None, scale=alt.Scale(domain=["train", "validation"]), legend=alt.Legend(orient="top")
     )
-    return (
-        alt.Chart(logged)
-        .mark_line(strokeWidth=1.5, opacity=0.85)
-        .encode(
-            # stages of training come one after the other, each in panels of its own
-            alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)),
-            alt.Y("value:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
-            colour,
-            alt.Facet("panel:N", columns=3, sort=list(panels), title=None),
-            detail="seed:N",
-            tooltip=["part:N", "seed:N", "step:Q", "value:Q"],
-        )
-        .properties(width=225, height=130, bounds="flush", spacing={"row": 74, "column": 62})
-        .resolve_scale(x="independent", y="independent")
-    )
+    # stages of training come one after the other, each in panels of its own
+    x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False))
+    y = alt.Y("value:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4))
+    tooltip = ["part:N", "seed:N", "step:Q", "value:Q"]
+    lines = alt.Chart().mark_line(strokeWidth=1.5, opacity=0.85).encode(x, y, colour, detail="seed:N", tooltip=tooltip)
+    layers = [lines]
+    if begins is not None:
+        once = alt.Chart().transform_aggregate(lines="count()").transform_calculate(begins=str(begins))
+        layers.insert(0, once.mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4]).encode(x="begins:Q"))
+    facet, spacing = alt.Facet("panel:N", sort=list(panels), title=None), {"row": 74, "column": 62}
+    drawn = alt.layer(*layers).properties(width=225, height=130)
+    drawn = drawn.facet(facet, data=logged, columns=3, bounds="flush", spacing=spacing)
+    return drawn.resolve_scale(x="independent", y="independent")
 
 
 def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> alt.VConcatChart:

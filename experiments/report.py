@@ -61,7 +61,7 @@ def write_report(run_folder: str | Path) -> Path:
         *found,
     ]
     parts += _chosen(results)
-    parts += training_curves(folder / "metrics.csv")
+    parts += training_curves(folder / "metrics.csv", (results.get("training") or {}).get("warmup_iterations") or None)
     parts += ["<h2>How to reproduce</h2>", _reproduce(folder, results)]
     if (folder / "config.yaml").exists():
         config = html.escape((folder / "config.yaml").read_text(encoding="utf-8"))

@@ -24,17 +24,22 @@ POINTS = 6000
 """At most this many points go into a figure."""
 
 
-def training_curves(path: Path) -> list[str]:
-    """The part of the report about training: what matters most, the rest to be opened; [] without numbers."""
+def training_curves(path: Path, begins: int | None = None) -> list[str]:
+    """The part of the report about training: what matters most, the rest to be opened; [] without numbers.
+
+    Args:
+        path: `metrics.csv`.
+        begins: the step at which GRPO begins, where that is known.
+    """
     logged = logged_numbers(path)
     if logged is None:
         return []
     in_time = logged.group_by("metric").agg(pl.col("step").min()).sort("step", "metric")["metric"].to_list()
     first = sorted(filter(_shown_at_once, in_time), key=lambda name: list(SHARED).index(name) if name in SHARED else 0)
     rest = sorted(set(in_time) - set(first))
-    caption = "One line a seed; long curves are averaged in steps."
-    parts = ["<h2>Training</h2>", _figure(logged, first, caption)] if first else ["<h2>Training</h2>"]
-    return [*parts, page.folded("All other logged numbers", _figure(logged, rest, caption))] if rest else parts
+    caption = "One line a seed; long curves are averaged in steps." + " Dashed: where GRPO begins." * bool(begins)
+    parts = ["<h2>Training</h2>", _figure(logged, first, caption, begins)] if first else ["<h2>Training</h2>"]
+    return [*parts, page.folded("All other logged numbers", _figure(logged, rest, caption, begins))] if rest else parts
 
 
 def logged_numbers(path: Path) -> pl.DataFrame | None:
@@ -77,7 +82,7 @@ def _words(metric: str) -> str:
     return f"{stage}: {SHARED.get(number, number)}".removeprefix(": ").replace("_", " ")
 
 
-def _figure(logged: pl.DataFrame, metrics: list[str], caption: str) -> str:
+def _figure(logged: pl.DataFrame, metrics: list[str], caption: str, begins: int | None) -> str:
     """One panel a metric; of long curves the means over stretches of steps, each at its last step."""
     logged, curve = logged.filter(pl.col("metric").is_in(metrics)), ["metric", "part", "seed"]
     most = max(10, min(120, POINTS // logged.select(curve).n_unique()))
@@ -88,4 +93,4 @@ def _figure(logged: pl.DataFrame, metrics: list[str], caption: str) -> str:
     thinned = thinned.sort(*curve, "step").drop("bin")
     words = {name: _words(name) for name in metrics}
     panels = thinned.with_columns(pl.col("metric").replace(words).alias("panel")).drop("metric")
-    return page.figure(charts.curves(panels, list(words.values())), caption)
+    return page.figure(charts.curves(panels, list(words.values()), begins), caption)

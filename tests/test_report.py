@@ -136,6 +136,18 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+def test_training_curves_say_where_grpo_begins(run: Path) -> None:
+    assert "where GRPO begins" not in write_report(run).read_text()
+    training = {"warmup_iterations": 600, "iterations": 400}
+    (run / "results.json").write_text(json.dumps(results() | {"training": training}))
+    text = write_report(run).read_text()
+    assert "Dashed: where GRPO begins." in text
+    drawn = [spec for spec in charts_of(text) if "training step" in json.dumps(spec)]
+    panels = [{point["panel"] for points in data_of(spec) for point in points} for spec in drawn]
+    svgs = [vl_convert.vegalite_to_svg(spec, config=page.THEMES["light"]) for spec in drawn]
+    assert [svg.count('stroke-dasharray="5,4"') for svg in svgs] == list(map(len, panels)) == [1, 1]
+
+
 def charts_of(text: str) -> list[dict]:
     return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
 
