@@ -44,6 +44,28 @@ def at_least(key: str, value: float, least: float) -> None:
         raise InputError(f"{key}={value}: must be at least {least}")
 
 
+def a_seed(key: str, value: int) -> None:
+    """Refuse a seed that not all of NumPy, torch and scikit-learn take: from 0 to 2³² − 1.
+
+    Raises:
+        InputError: naming the key.
+    """
+    if not 0 <= value < 2**32:
+        raise InputError(f"{key}={value}: a seed is a whole number from 0 to {2**32 - 1}")
+
+
+def training_seeds(values: Collection[int]) -> None:
+    """Refuse seeds that no run can be trained with.
+
+    Raises:
+        InputError: there is none, one stands there twice, or one is no seed.
+    """
+    if not values or len(set(values)) < len(values):
+        raise InputError(f"seeds={list(values)}: at least one seed is needed, and none twice; such as seeds=[0,1,2]")
+    for value in values:
+        a_seed("seeds", value)
+
+
 def band(key: str, value: tuple[float, float] | None) -> None:
     """Refuse what is not (low, high).
 
@@ -95,7 +117,11 @@ class PolicyConfig:
         for expert in self.experts:
             one_of("policy.experts", expert, EXPERTS)
         if self.experts and (self.structure != "utility" or self.members < 2):
-            raise InputError("policy.experts: they stand beside policy.structure=utility with policy.members ≥ 2 only")
+            key = "structure" if self.structure != "utility" else "members"
+            raise InputError(
+                f"policy.{key}={getattr(self, key)}: policy.experts ({', '.join(self.experts)}) stand beside "
+                "policy.structure=utility with policy.members of at least 2 alone; policy.experts=[] leaves them out"
+            )
         for name in ("level", "confidence"):
             if not 0 < getattr(self, name) < 1:
                 raise InputError(f"policy.{name}={getattr(self, name)}: must be between 0 and 1")

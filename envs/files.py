@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from knobwise.envs.errors import InputError
+
+FULL_BYTES = 64 * 1024
+"""Where a writer failed and less is free than this, the disk is full."""
 
 
 @contextmanager
@@ -19,6 +24,7 @@ def written_whole(path: str | Path) -> Iterator[Path]:
 
     Raises:
         InputError: nothing can be written there; before the block begins.
+        OSError: the disk is full, also where the writer says so in words of its own, as torch does.
     """
     path = Path(path)
     if path.is_dir():
@@ -37,5 +43,9 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
+    except Exception as error:
+        if shutil.disk_usage(path.parent).free < FULL_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)

@@ -72,7 +72,8 @@ class _Pace:
             return f"done in {_seconds(seconds)}"
         if done <= self.first:
             return "time left unknown"
-        return f"{_seconds(seconds / (done - self.first) * (self.total - done))} left"
+        left = seconds / (done - self.first) * (self.total - done)
+        return f"{_seconds(max(1.0, left))} left"  # 0 s would say that it is done
 
     def rate(self, done: int, seconds: float) -> str:
         steps = done - self.first
@@ -105,13 +106,14 @@ def _has_terminal() -> bool:
 
 @contextmanager
 def _lines(title: str, pace: _Pace, every_s: float, quiet_s: float) -> Iterator[Tick]:
-    last = pace.start
+    last, ended = pace.start, False
 
     def tick(done: int, note: str = "") -> None:
-        nonlocal last
+        nonlocal last, ended
         now = time.monotonic()
-        if now - last >= every_s or (done == pace.total and now - pace.start >= quiet_s):
-            last = now
+        ends = done == pace.total and not ended  # who ticks again at the end has said it
+        if now - last >= every_s or (ends and now - pace.start >= quiet_s):
+            last, ended = now, ends or ended
             line = f"{title}: {done}/{pace.total}, {pace.left(done, now - pace.start)}"
             say(f"{line} · {note}" if note else line)
 

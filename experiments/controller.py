@@ -211,8 +211,6 @@ def _tracker(
 
 
 def _trainers(config: TrainRun, table: ProfileTable, split: Split, budgets_ms: Tensor) -> list[ControllerTrainer]:
-    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
-        raise InputError(f"seeds={config.seeds}: at least one seed is needed, and none twice")
     if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not torch.cuda.is_available()):
         raise InputError(f"device={config.device}: must be cpu, or cuda where torch finds it")
     return [

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from knobwise.agents.settings import a_seed
 from knobwise.envs.errors import InputError
 from knobwise.envs.joint import join_tables, with_dataset_input
 from knobwise.envs.profiles import attach_features, read_long_table
@@ -134,6 +135,9 @@ class SimulatedProfile:
     seed: int = 0
     """Of everything that is drawn."""
 
+    def __post_init__(self) -> None:
+        a_seed("profile.seed", self.seed)
+
 
 @dataclass
 class CalibratedProfile:
@@ -159,6 +163,9 @@ class CalibratedProfile:
     """Which data set a sample is from is a feature block, `dataset`."""
     seed: int = 0
     """Of everything that is drawn."""
+
+    def __post_init__(self) -> None:
+        a_seed("profile.seed", self.seed)
 
 
 def read_profile(config: Any) -> ProfileTable:

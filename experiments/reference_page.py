@@ -11,7 +11,8 @@ import polars as pl
 
 from knobwise.experiments.compared_runs import ComparedRun, kind_of, place_of
 from knobwise.experiments.paired import CHANCE, Difference, differences, holm
-from knobwise.experiments.reference_selectors import introduction, question_of, selector_sections, table_of
+from knobwise.experiments.reference_selectors import introduction, selector_sections, table_of
+from knobwise.experiments.settings import question_of
 from knobwise.experiments.verdict import (
     LEARNED,
     ORACLE,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from knobwise.experiments.selector_results import GRPO
 from knobwise.experiments.selector_verdict import differences_at, points, policy_words, sign
-from knobwise.experiments.settings import CONF
+from knobwise.experiments.settings import question_of
 from knobwise.experiments.verdict import Row
 
 SELECTORS = {
@@ -80,17 +80,6 @@ def introduction(some: Mapping[str, Any]) -> str:
         f"paired. All were trained at {some['trained_shots']} shots, and differences, in points, hundredths of "
         "accuracy, are at as many. The best epoch is chosen on other queries."
     )
-
-
-def question_of(experiment: str) -> str:
-    """What an experiment asks, from the head of its file."""
-    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()[1:]
-    comment = []
-    for line in lines:
-        if not line.startswith("#"):
-            break
-        comment.append(line.removeprefix("#").strip())
-    return " ".join(line for line in comment if line)
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

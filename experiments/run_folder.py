@@ -66,9 +66,10 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
         words: what is the same when it is the same.
 
     Raises:
-        InputError: another process is at work in it.
+        InputError: another process is at work in it, or nothing can be written there.
     """
-    first.parent.mkdir(parents=True, exist_ok=True)
+    with _written_in(first.parent):
+        first.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         for number in itertools.count(1):
             folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
@@ -83,12 +84,26 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
         (folder / UNFINISHED).unlink()
 
 
+@contextlib.contextmanager
+def _written_in(folder: Path) -> Iterator[None]:
+    """A block that writes in a folder.
+
+    Raises:
+        InputError: nothing can be written there.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); choose another runs=…") from error
+
+
 def _made(folder: Path, file: str, words: str) -> TextIO | None:
     """Make the folder, if there is none, with all that tells others whose it is; they never meet it half made. Gives
     its lock."""
     if folder.exists():
         return None
-    half_made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    with _written_in(folder.parent):
+        half_made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     lock = (half_made / UNFINISHED).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

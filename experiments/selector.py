@@ -99,8 +99,6 @@ def run(config: SelectorRun, overrides: list[str]) -> Path:
 
 def _checked(config: SelectorRun) -> SelectorData:
     """What can be refused is refused before anything is written."""
-    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
-        raise InputError(f"seeds={config.seeds}: at least one seed is needed, and none twice")
     if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not torch.cuda.is_available()):
         raise InputError(f"device={config.device}: must be cpu, or cuda where torch finds it")
     one_of("decoding", config.decoding, DECODINGS)

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.agents.pointer import SelectorConfig
 from knobwise.agents.selector_settings import SelectorLossConfig, StageConfig
+from knobwise.agents.settings import a_seed, training_seeds
 from knobwise.envs.beams import GROUPS
 from knobwise.envs.demonstration_reward import DemonstrationRewardConfig
 from knobwise.envs.errors import InputError
@@ -53,6 +54,9 @@ class BeamFiles:
     """Share to choose the epoch on; the rest is the test part."""
     split_seed: int = 0
     """Of the split."""
+
+    def __post_init__(self) -> None:
+        a_seed("beams.split_seed", self.split_seed)
 
 
 @dataclass
@@ -137,6 +141,7 @@ class SelectorRun:
     """cpu or cuda."""
 
     def __post_init__(self) -> None:
+        training_seeds(self.seeds)
         self.variants = {name: values for name, values in self.variants.items() if values is not None}
 
     def variant(self, name: str) -> Variant:

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -30,6 +34,8 @@ from knobwise.experiments.tracking import TrackingSettings
 from knobwise.experiments.verbs import EXPERIMENTS, VERBS
 
 CONF = Path(__file__).resolve().parent / "conf"
+ABOUT_HYDRA = r"[+~]*hydra[./]"
+"""How a word begins that sets something of Hydra's own, such as the launcher of a sweep."""
 
 
 _UTILITY: dict[str, Any] = {"structure": "utility", "members": 5, "hidden": 96, "layers": 2, "dropout": 0.2}
@@ -137,10 +143,14 @@ def read_settings(verb: str, overrides: list[str]) -> Any:
     """Compose the settings of a verb from `key=value` words.
 
     Raises:
-        InputError: an unknown key or group, a value of the wrong type.
+        InputError: an unknown key or group, a value of the wrong type, a setting that only a sweep has.
     """
     for word in overrides:
-        if word.startswith(("-", "+", "~")):
+        if re.match(ABOUT_HYDRA, word):
+            raise InputError(
+                f"{word}: launchers and Hydra's other settings are for sweeps; add -m (`knobwise train -m …`)"
+            )
+        if word.startswith(("-", "+", "~", "=")):
             raise InputError(f"settings: {word!r}: settings are given as key=value, and every key exists already")
     return settings_of(composed(verb, overrides))
 
@@ -155,6 +165,8 @@ def composed(verb: str, overrides: Sequence[str], with_hydra: bool = False) -> D
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose(verb, with_variants(overrides), return_hydra_config=with_hydra)
+    except OverrideParseException as error:
+        raise InputError(f"settings: {_unreadable(str(error.override).removeprefix('++'))}") from error
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         lines = f"{error}\n{cause if cause is not error else ''}".split("Config search path")[0].splitlines()
@@ -163,24 +175,73 @@ def composed(verb: str, overrides: Sequence[str], with_hydra: bool = False) -> D
         if wrong := re.search(r"Could not override '([^']+)'", words):
             close = get_close_matches(wrong[1], [key for key, _, _ in help_lines(verb)], n=1)
             words = f"there is no {wrong[1]!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-        if isinstance(error, OverrideParseException):
-            words += f" (in {error.override!r}; a value with blanks or brackets is quoted twice: 'key=\"a (1)\"')"
-        elif merged := re.search(r"Error merging override (\S+?)=(.*?) (Invalid|Value) ", words):
+        if merged := re.search(r"Error merging override (\S+?)=(.*?) (Invalid|Value) ", words):
             words = _of_another_type(merged[1], merged[2], words)
+        if several := re.search(r"Ambiguous value for argument '([^=]+)=([^']*)'", words):
+            key, values = several.groups()
+            words = f"{key}={values}: is several values; a list of them is {key}=[{values}]"
+            words += ", a run for each is asked for by -m" if verb.startswith("train") else ""
         shown = "train experiment=selector" if verb == "train_selector" else verb
         raise InputError(f"settings: {words} (`knobwise {shown} --help` lists every key)") from error
+
+
+def _unreadable(word: str) -> str:
+    """What is wrong with a word that Hydra's grammar has no place for."""
+    if not re.match(r"[+~]*[\w./@-]+=", word):
+        return f"{word!r}: is not of the form key=value, such as policy.hidden=48"
+    return f"{word!r}: this value cannot be read; one with blanks or brackets is quoted twice: 'key=\"a (1)\"'"
 
 
 def _of_another_type(key: str, value: str, said: str) -> str:
     """What is wrong with `key=value`, where OmegaConf speaks of types."""
     if "is not a ListConfig" in said:
-        return f"{key}={value}: must be a list, {key}=[{value}]"
+        return f"{key}={value}: must be a list, in brackets: {key}=[{value or '…'}]"
     if "is not a subclass of" in said:
         return f"{key}={value}: has settings of its own and is no choice of one; they are called {key}.…"
     wanted = re.search(r"not a valid (\w+)|converted to (\w+)", said)
     kind = {"bool": "true or false", "Integer": "a whole number", "Float": "a number"}
     name = next(filter(None, wanted.groups())) if wanted else ""
     return f"{key}={value}: must be {kind[name]}" if name in kind else said.split(" full_key")[0]
+
+
+def question_of(experiment: str) -> str:
+    """What an experiment asks, from the head of its file."""
+    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()[1:]
+    comment = []
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        comment.append(line.removeprefix("#").strip())
+    return " ".join(line for line in comment if line)
+
+
+def divided(words: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """The run's settings as Hydra reads them, and the words that are about Hydra itself; flags are left out.
+
+    Raises:
+        InputError: words that cannot be read, or Ray asked for and not installed.
+    """
+    given = [word for word in words if not word.startswith("-")]
+    about_hydra = [word for word in given if re.match(ABOUT_HYDRA, word)]
+    missing = find_spec("ray") is None or find_spec("hydra_plugins.hydra_ray_launcher") is None
+    if missing and any(re.match(r"[+]*hydra/launcher=ray", word) for word in about_hydra):
+        raise InputError("hydra/launcher=ray: Ray is not installed; `pip install 'knobwise[ray]'` brings it")
+    return parsed([word for word in given if word not in about_hydra]), about_hydra
+
+
+def parsed(words: list[str]) -> list[Override]:
+    """`key=value` words as Hydra reads them.
+
+    Raises:
+        InputError: one that cannot be read.
+    """
+    register()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()  # knows what `glob` stands for
+            return list(OverridesParser.create(loader).parse_overrides(words))
+    except OverrideParseException as error:
+        raise InputError(f"settings: {_unreadable(str(error.override))}") from error
 
 
 def with_variants(words: Sequence[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""One job of a sweep, wherever a launcher runs it, and what it leaves in the sweep's folder for the others to see.
+"""One job of a sweep, wherever a launcher runs it, and what it leaves in the sweep's folder for the others to see; and
+whether a launcher can run any.
 
 `N.json` says how job N fares. A job in another process writes what it prints into `N.log`, and ends, as by Ctrl-C, when
 a file `stop` appears: all of this goes by files, so that it works alike on one machine and on many that share a disk.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
@@ -32,6 +34,8 @@ from knobwise.experiments.settings import settings_of, with_variants
 STOP = "stop"
 LOOKED_S = 0.3
 """So often a job in another process looks whether it is to stop."""
+ANSWERS_S = 5.0
+"""So long a Ray cluster may take to accept a connection."""
 
 
 def train(config: Any, overrides: list[str]) -> Path:
@@ -60,7 +64,7 @@ class Outcome:
     seconds: float = 0.0
     """How long it took, this time."""
     error: str | None = None
-    """Why it failed, in a line."""
+    """Why it failed, or where it stands when it was stopped, in a line."""
     crashed: bool = False
     """Whether it failed by an error of the program, and not by something given that was wrong."""
 
@@ -125,13 +129,49 @@ class Job:
             traceback.print_exc()
             line = str(error).splitlines()[0] if str(error) else "no message"
             outcome = Outcome("failed", error=f"{type(error).__name__}: {line}", crashed=True)
-        except BaseException:
-            Outcome("stopped", seconds=time.monotonic() - start).write(self.folder, number)
+        except BaseException as stop:
+            where = "; ".join(getattr(stop, "__notes__", ())) or None
+            Outcome("stopped", seconds=time.monotonic() - start, error=where).write(self.folder, number)
             if here() == self.launcher:
                 raise
             return
         outcome.seconds = time.monotonic() - start
         outcome.write(self.folder, number)
+
+
+def check_launcher(launcher: DictConfig) -> None:
+    """Refuse a launcher that cannot launch, and join the Ray cluster that was named.
+
+    The launcher itself would tell Ray how much memory to take, which a cluster that runs already does not accept; of
+    what is joined it lets be. A Ray of our own is our own alone, even where a cluster runs on this machine.
+
+    Raises:
+        InputError: no process is allowed, or no Ray cluster answers.
+    """
+    if launcher.get("n_jobs") == 0:
+        raise InputError("hydra.launcher.n_jobs=0: must be at least 1, or -1 for as many jobs as there are cores")
+    if not str(launcher._target_).endswith(".RayLauncher"):
+        return
+    given = launcher.ray.init.get("address")
+    address = given if given not in (None, "auto") else os.environ.get("RAY_ADDRESS") or given
+    if address in (None, "local"):
+        launcher.ray.init.address = "local"
+        return
+    key = "hydra.launcher.ray.init.address" if address == given else "RAY_ADDRESS"
+    nobody = f"{key}={address}: no Ray cluster answers at {address}"
+    if place := re.fullmatch(r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address):  # Ray itself tries for long
+        try:
+            socket.create_connection((place[1], int(place[2])), ANSWERS_S).close()
+        except (OSError, OverflowError) as error:
+            raise InputError(f"{nobody} ({getattr(error, 'strerror', None) or error})") from error
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(**dict(OmegaConf.to_container(launcher.ray.init, resolve=True)))  # type: ignore[arg-type]
+        except Exception as error:
+            said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise InputError(f"{nobody} as it should ({said})") from error
 
 
 def here() -> tuple[str, int]:

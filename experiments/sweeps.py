@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import threading
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,8 @@ import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
-from hydra.errors import OverrideParseException
 from hydra.types import HydraContext
 from joblib import effective_n_jobs
 from omegaconf import DictConfig, OmegaConf
@@ -49,13 +44,16 @@ from knobwise.experiments.selector_settings import SelectorRun
 from knobwise.experiments.settings import (
     CONF,
     EXPERIMENTS,
+    GROUPS,
     composed,
+    divided,
+    parsed,
     read_settings,
     register,
     schema_of,
     with_variants,
 )
-from knobwise.experiments.sweep_jobs import STOP, Job, Outcome, here, read_outcome, result_line
+from knobwise.experiments.sweep_jobs import STOP, Job, Outcome, check_launcher, here, read_outcome, result_line
 from knobwise.experiments.tracking import wandb_mode
 
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
@@ -63,6 +61,8 @@ QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
 STOPPING = "stopping the jobs, which save what they have; once more stops at once"
 WATCHED_S = 0.5
 """So often the launching process looks how jobs in others fare."""
+WIDEST = 10_000
+"""Columns of a table that nothing is to be broken in."""
 
 
 def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
@@ -78,7 +78,7 @@ def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
     Raises:
         InputError: words that cannot be read, an unknown experiment, experiments of both systems, the same job twice.
     """
-    own, about_hydra = _divided(words)
+    own, about_hydra = divided(words)
     swept = {one.key_or_group: one for one in own if one.is_sweep_override()}
     for one in swept.values():
         if not one.is_discrete_sweep():
@@ -100,7 +100,7 @@ def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
         assert isinstance(of_file, dict)
         chosen = [one for one in own if one.key_or_group != "experiment" or "experiment" not in swept]
         named = [f"experiment={name}"] if "experiment" in swept else []
-        overrides = _parsed([*(f"{key!s}={values!s}" for key, values in of_file.items()), *named])
+        overrides = parsed([*(f"{key!s}={values!s}" for key, values in of_file.items()), *named])
         found = BasicSweeper.split_arguments([*overrides, *chosen], None)[0]
         jobs += [[as_given.get(word, word) for word in job] for job in found]
     for job in jobs:
@@ -109,27 +109,6 @@ def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
     if not jobs:
         raise InputError("settings: the sweep has no job; what a glob(…) in it asks for is not there")
     return jobs
-
-
-def _divided(words: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The run's settings, and Hydra's."""
-    given = [word for word in words if not word.startswith("-")]
-    about_hydra = [word for word in given if re.match(r"[+~]*hydra[./]", word)]
-    missing = find_spec("ray") is None or find_spec("hydra_plugins.hydra_ray_launcher") is None
-    if missing and any(re.match(r"[+]*hydra/launcher=ray", word) for word in about_hydra):
-        raise InputError("hydra/launcher=ray: Ray is not installed; `pip install 'knobwise[ray]'` brings it")
-    return _parsed([word for word in given if word not in about_hydra]), about_hydra
-
-
-def _parsed(words: list[str]) -> list[Override]:
-    register()
-    try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()  # knows what `glob` stands for
-            return list(OverridesParser.create(loader).parse_overrides(words))
-    except OverrideParseException as error:
-        composed("train", [str(error.override)])  # says what is wrong with it
-        raise InputError(f"settings: {error}") from error
 
 
 # -- running them ------------------------------------------------------------------------------------------------------
@@ -146,18 +125,20 @@ def sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> in
         check: raises InputError when the settings of a job cannot be used.
 
     Raises:
-        InputError: a mistake in any job, before the first has begun; or jobs that failed for such a mistake, when all
-            others are done.
+        InputError: a mistake in any job or a launcher that cannot be used, before the first has begun; or jobs that
+            failed for such a mistake, when all others are done.
     """
+    words = _in_order(words)
     jobs = jobs_of(schema, words)
     configs = [read_settings(schema, job) for job in jobs]
     digests = _check(configs)
     for config in configs:
         check(config)
-    own, about_hydra = _divided(words)
+    own, about_hydra = divided(words)
     if not any("hydra/launcher" in word for word in about_hydra):
         about_hydra.append("hydra/launcher=basic")
     launched = composed(schema, [f"runs={json.dumps(configs[0].runs)}", *about_hydra, *QUIET], with_hydra=True)
+    check_launcher(launched.hydra.launcher)
     experiments = ",".join(dict.fromkeys(config.experiment for config in configs))
     first = Path(launched.hydra.sweep.dir) / experiments / run_name([str(one.input_line) for one in own])
     described = [
@@ -173,6 +154,16 @@ def sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> in
     return 0
 
 
+def _in_order(words: Sequence[str]) -> list[str]:
+    """In the order of their keys: the same words in another order are the same sweep. What is said of a key and again
+    of something inside it stays as it is, because the last one holds."""
+    keys = [word.lstrip("+~").split("=")[0] for word in words]
+    plain = [key for key in keys if key not in GROUPS]
+    if any(key.startswith(f"{other}.") for key in keys for other in plain):
+        return list(words)
+    return [word for _, word in sorted(zip(keys, words, strict=True), key=lambda pair: pair[0])]
+
+
 def _check(configs: Sequence[Any]) -> list[str]:
     """Refuse what would fail in the first moments of a job; what several jobs read is read once. Gives the digest of
     what each job learns from.
@@ -184,8 +175,6 @@ def _check(configs: Sequence[Any]) -> list[str]:
     digests = []
     for config in configs:
         wandb_mode(config.tracking)
-        if not config.seeds or len(set(config.seeds)) < len(config.seeds):
-            raise InputError(f"seeds={config.seeds}: at least one seed is needed, and none twice")
         if isinstance(config, SelectorRun):
             for name in config.variants:
                 variant = config.variant(name)
@@ -233,13 +222,23 @@ class _Sweep:
                     with held_back(say=STOPPING) as held, self._watched(held):
                         self._launch_elsewhere(left, job, held)
             except KeyboardInterrupt as stop:
-                stop.add_note(f"{len(self._outcomes('finished'))} of {_count(len(self.jobs), 'job')} are finished")
+                self._tell_where(stop)
                 raise
             except Exception as error:  # not of a job, which keeps its own to itself
                 lost = ", ".join(self.name(number) for number in self._outcomes("running")) or "the launcher"
                 what = next(iter(str(error).splitlines()), "no message")
                 raise _Crashed(f"{lost}: {type(error).__name__}: {what}; the same command goes on") from error
         self._report()
+
+    def _tell_where(self, stop: KeyboardInterrupt) -> None:
+        """Note how far the sweep is, and of jobs in other processes where each stands: they could not say it here."""
+        states = {state: self._outcomes(state) for state in ("finished", "failed", "stopped")}
+        others = [f"{len(states[state])} {state}" for state in ("failed", "stopped") if states[state]]
+        said = f"{len(states['finished'])} of {_count(len(self.jobs), 'job')} are finished"
+        stop.add_note(", ".join([said, *others]))
+        if not self._in_turn:
+            for number, outcome in states["stopped"].items():
+                stop.add_note(f"{self.name(number)}: {outcome.error or 'stopped'}")
 
     def name(self, number: int) -> str:
         """What a job is called."""
@@ -333,12 +332,14 @@ class _Sweep:
         self.tick(self._ended(), running)
 
     def _left(self) -> str:
-        """How long the rest takes, when every job takes as long as those of this session on average."""
+        """How long the rest takes, when every job takes as long as those of this session on average; nothing where all
+        run already, and for longer than that."""
         took = [one.seconds for number, one in self._outcomes("finished").items() if number not in self.done_before]
         each, now, running = sum(took) / len(took), time.monotonic(), self._outcomes("running")
         waiting = len(self.jobs) - self._ended() - len(running)
         seconds = waiting * each + sum(max(0.0, each - (now - self.begun.get(number, now))) for number in running)
-        return f"; {_time(seconds / max(1, len(running)))} left" if waiting or running else ""
+        left = seconds / max(1, len(running))
+        return f"; {_time(max(1.0, left))} left" if waiting or left >= 1 else ""
 
     def _report(self) -> None:
         """The jobs in a table, and what can be done next.
@@ -357,7 +358,14 @@ class _Sweep:
             cells = [str(number), settings, result_line(Path(folder)), _time(outcome.seconds), folder]
             table.add_row(*(cell.replace("[", r"\[") for cell in cells))
         if finished:
-            Console(width=None if sys.stdout.isatty() else 160).print(table)
+            console = Console()
+            width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+            # in a terminal pieces of a path cannot be copied; whoever reads a file has room
+            if narrow := sys.stdout.isatty() and width > console.width:
+                table.columns.pop()
+            Console(width=None if narrow else width).print(table)
+            if narrow:
+                print(*(f"job {number}: {folder}" for number, folder in zip(finished, folders, strict=True)), sep="\n")
         if len(folders) > 1:
             print(f"compare them: knobwise compare {shlex.join(_together(folders))}")
         if failed:

@@ -27,6 +27,10 @@ from knobwise.experiments.metrics_file import MetricsFile
 from knobwise.experiments.wandb_run import WandbRun
 
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+REFUSED = "/\\#?%:"
+"""Characters that no W&B project may have in its name."""
+LONGEST_NAME, LONGEST_TAG = 128, 64
+"""How many characters W&B takes."""
 
 
 @dataclass
@@ -49,18 +53,39 @@ def wandb_mode(settings: TrackingSettings) -> str:
     """online, offline or disabled: what `settings.mode`, WANDB_MODE and the keys on this machine come to.
 
     Raises:
-        InputError: an unknown mode, or online asked for without a key.
+        InputError: an unknown mode, online asked for without a key, or names that W&B would refuse.
     """
-    mode = settings.mode if settings.mode != "auto" else os.environ.get("WANDB_MODE") or "auto"
-    if mode == "auto":
-        return "online" if _has_key() else "offline"
-    if mode not in MODES:
-        raise InputError(f"tracking: unknown W&B mode {mode!r}; use auto, online, offline or disabled")
-    if MODES[mode] == "online" and not _has_key():
-        raise InputError(
-            "tracking: W&B mode online needs a key; set WANDB_API_KEY, run `wandb login`, or use mode=offline"
-        )
-    return MODES[mode]
+    told = settings.mode != "auto"
+    mode = settings.mode if told else os.environ.get("WANDB_MODE") or "auto"
+    said = f"tracking.mode={mode}" if told else f"WANDB_MODE={mode}"
+    if mode not in ("auto", *MODES):
+        raise InputError(f"{said}: is no mode of W&B; use {'auto, ' if told else ''}online, offline or disabled")
+    if MODES.get(mode) == "online" and not _has_key():
+        raise InputError(f"{said}: needs a key; set WANDB_API_KEY, run `wandb login`, or use tracking=offline")
+    found = MODES.get(mode) or ("online" if _has_key() else "offline")
+    if found != "disabled":
+        _check_names(settings.project, settings.entity, settings.tags)
+    return found
+
+
+def _check_names(project: str | None, entity: str | None, tags: Sequence[str] = ()) -> None:
+    """Refuse what W&B refuses only when a run is begun; where a name is None, that of the environment is meant.
+
+    Raises:
+        InputError: naming the setting or the variable.
+    """
+    for key, given, variable in (("project", project, "WANDB_PROJECT"), ("entity", entity, "WANDB_ENTITY")):
+        name = given or os.environ.get(variable) or ""
+        wrong = [sign for sign in REFUSED if sign in name]
+        if wrong or len(name) > LONGEST_NAME:
+            said = f"tracking.{key}={name}" if given else f"{variable}={name}"
+            other = " (tracking.entity is whose project it is)" if key == "project" and "/" in name else ""
+            raise InputError(
+                f"{said}: W&B takes at most {LONGEST_NAME} characters, and none of {' '.join(REFUSED)}{other}"
+            )
+    for tag in tags:
+        if not 1 <= len(tag) <= LONGEST_TAG:
+            raise InputError(f"tracking.tags: {tag!r} must have between 1 and {LONGEST_TAG} characters for W&B")
 
 
 class Tracker:

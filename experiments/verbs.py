@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,11 @@ from knobwise.agents.settings import (
     LossConfig,
     OptimiserConfig,
     PolicyConfig,
+    a_seed,
     at_least,
     one_of,
     positive,
+    training_seeds,
 )
 from knobwise.envs.budgets import BudgetConfig
 from knobwise.envs.contexts import BalanceConfig
@@ -26,6 +29,12 @@ from knobwise.profiling.beam_runner import BeamProfileConfig
 from knobwise.profiling.beam_tasks import LearnerTaskConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.runner import ElasticProfileConfig
 from knobwise.profiling.vlm_runner import VLMProfileConfig
+
+
+def _not_rewarded(reward: RewardConfig) -> None:
+    """Refuse a price of a missed budget that would reward missing it."""
+    if not 0 <= reward.miss < math.inf:
+        raise InputError(f"reward.miss={reward.miss}: is what a missed budget costs; must be 0 or a positive number")
 
 
 @dataclass
@@ -46,7 +55,7 @@ class SplitConfig:
     """Which fold, counted from 0; `-m split.fold=0,1,2` runs several."""
 
     def __post_init__(self) -> None:
-        at_least("split.seed", self.seed, 0)
+        a_seed("split.seed", self.seed)
         if self.folds is not None:
             at_least("split.folds", self.folds, 2)
 
@@ -92,6 +101,10 @@ class TrainRun:
     """Threads of torch; the network is so small that one is fastest."""
     device: str = "cpu"
     """cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        training_seeds(self.seeds)
+        _not_rewarded(self.reward)
 
 
 @dataclass
@@ -142,7 +155,7 @@ class LiveConfig:
         for name in ("requests", "repeats", "fixed", "calibration"):
             at_least(f"stream.{name}", getattr(self, name), 1)
         at_least("stream.warm_up", self.warm_up, 0)
-        at_least("stream.seed", self.seed, 0)
+        a_seed("stream.seed", self.seed)
         one_of("stream.clock", self.clock, ("wall", "cpu"))
         if self.fixed > 3:
             raise InputError(f"stream.fixed={self.fixed}: must be 1, 2 or 3")
@@ -181,6 +194,9 @@ class EvaluateRun:
     """Write the results to this file."""
     threads: int = 1
     """Threads of torch."""
+
+    def __post_init__(self) -> None:
+        _not_rewarded(self.reward)
 
 
 @dataclass

@@ -181,7 +181,7 @@ class WandbRun:
             if not online:
                 raise
             if self.insist:
-                raise InputError(f"tracking: W&B cannot be reached ({error}); use mode=offline") from error
+                raise InputError(f"tracking: W&B cannot be reached ({error}); use tracking=offline") from error
             print(f"W&B cannot be reached, so this run is logged offline ({error})", file=sys.stderr)
             self.mode = "offline"
             return self._start(fresh=True)  # wandb still holds the other one

@@ -25,12 +25,17 @@ USAGE = """knobwise: which setting of a model's knobs for which input, under a l
     knobwise train profile=table profile.path=measured.parquet profile.features=features.npz
 """
 
+SWEEPS = """Sweeps: knobwise train -m key=a,b … runs every combination, one after the other, and knobwise train -m
+experiment=NAME those that the experiment's file lists. At the same time they run by
+  hydra/launcher=joblib   in processes of this machine, hydra.launcher.n_jobs=N of them
+  hydra/launcher=ray      as many as Ray has cores; on a running cluster by hydra.launcher.ray.init.address=HOST:PORT"""
 
 HYDRA_FLAGS = ("-m", "--multirun", "-c", "--cfg", "-i", "--info")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; 0 when all went well, 2 when something given was wrong, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run one verb; 0 when all went well, 1 when it failed for no fault of what was given, 2 when something given was
+    wrong, 130 after Ctrl-C, 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     with _whoever_reads():
         return _main(words)
@@ -53,8 +58,25 @@ def _main(words: list[str]) -> int:
             except InputError as error:
                 print(f"knobwise: {error}", file=sys.stderr)
                 return 2
+            except OSError as error:
+                return _refused_by_system(error)
     except KeyboardInterrupt as stop:
         return _interrupted(stop, words)
+
+
+def _refused_by_system(error: OSError) -> int:
+    """Say in a line that the disk is full or that something may not be read or written; gives the exit status, 1 for a
+    full disk, which is nothing that was given wrong. Any other error is one of the program, and is raised on."""
+    import errno
+
+    place = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        print(f"knobwise: {place}{error.strerror}; make room, then the same command goes on", file=sys.stderr)
+        return 1
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        print(f"knobwise: {place}{error.strerror}; choose a place that can be read and written", file=sys.stderr)
+        return 2
+    raise error
 
 
 class _Output:
@@ -148,12 +170,25 @@ def _run(verb: str, words: list[str]) -> int:
         words = [*given, *(word for word in words if word not in folders)]
     config = settings.read_settings(schema, words)
     _check_written(config)
+    if verb == "train" and any(word.startswith("experiment=") for word in words):
+        _tell_of_variants(schema, words)
     verbs[verb](config, words)
     return 0
 
 
+def _tell_of_variants(schema: str, words: list[str]) -> None:
+    """Say that an experiment's file has several jobs, of which a run without -m is one."""
+    from knobwise.envs.progress import say
+    from knobwise.experiments.sweeps import jobs_of
+
+    if (count := len(jobs_of(schema, words))) > 1:
+        named = next(word for word in reversed(words) if word.startswith("experiment="))
+        say(f"{named}: one run, by the defaults of its file; with -m it runs its {count} variants")
+
+
 def _check_written(config: Any) -> None:
     """Refuse files and folders that cannot be written before anything takes time."""
+    import os
     from pathlib import Path
 
     from knobwise.envs.errors import InputError
@@ -170,6 +205,9 @@ def _check_written(config: Any) -> None:
             for above in (*([path] if is_folder else []), *path.parents):
                 if above.exists() and not above.is_dir():
                     raise InputError(f"{prefix}{name}={given}: {above} is a file and no folder; choose another place")
+            nearest = next(above for above in (*([path] if is_folder else []), *path.parents) if above.exists())
+            if not os.access(nearest, os.W_OK | os.X_OK):
+                raise InputError(f"{prefix}{name}={given}: nothing can be written in {nearest}; choose another place")
 
 
 def _train(config: Any, words: list[str]) -> None:
@@ -326,7 +364,15 @@ def _help(verb: str, settings: Any) -> None:
         table.add_column(column, overflow="fold")
     for line in settings.help_lines(verb):
         table.add_row(*(word.replace("[", r"\[") for word in line))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    if verb not in settings.EXPERIMENTS:
+        return
+    print(f"\n{SWEEPS}\n\nExperiments, each with what it asks:\n")
+    asked = Table(box=None, pad_edge=False, show_header=False)
+    for path in sorted((settings.CONF / "experiment").glob("*.yaml")):
+        asked.add_row(f"experiment={path.stem}", settings.question_of(path.stem).partition("?")[0] + "?")
+    console.print(asked)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Files are written whole or not at all."""
 
+import errno
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,3 +46,13 @@ def test_nowhere_to_write(tmp_path):
     with pytest.raises(InputError, match="folder: is a folder"), written_whole(tmp_path / "folder"):
         pytest.fail("the block must not begin")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(("free", "raised"), [(0, OSError), (1 << 30, RuntimeError)])
+def test_a_full_disk_is_called_that_whatever_the_writer_says(tmp_path, monkeypatch, free, raised):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    with pytest.raises(raised) as caught, written_whole(tmp_path / "t.pt"):
+        raise RuntimeError("unexpected pos 64 vs 0")
+    if raised is OSError:
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "t.pt"))
+    assert not list(tmp_path.iterdir())

@@ -90,6 +90,21 @@ def test_without_a_terminal_it_says_a_plain_line_once_in_a_while(
     ]
 
 
+def test_the_end_is_said_once(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    with progress("jobs", total=2, every_s=float("inf")) as tick:
+        for done in (1, 2, 2):
+            clock.now += 1
+            tick(done, "")
+    assert capsys.readouterr().err == "jobs: 2/2, done in 2 s\n"
+
+
+def test_no_second_is_left_only_at_the_end(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    with progress("jobs", total=4, every_s=0) as tick:
+        clock.now += 0.9
+        tick(3, "")
+    assert capsys.readouterr().err == "jobs: 3/4, 1 s left\n"
+
+
 def test_work_from_an_earlier_session_does_not_flatter_the_time_left(
     capsys: pytest.CaptureFixture[str], clock: Clock
 ) -> None:

@@ -8,7 +8,8 @@ import polars as pl
 import pytest
 
 from knobwise.experiments.reference_page import CONTROLLERS, PROFILES, Found, page_of
-from knobwise.experiments.reference_selectors import SELECTORS, question_of
+from knobwise.experiments.reference_selectors import SELECTORS
+from knobwise.experiments.settings import question_of
 
 BUDGETS = (1.0, 2.0)
 

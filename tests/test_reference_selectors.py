@@ -8,8 +8,9 @@ import torch
 from helpers import small_beams
 
 from knobwise.experiments.reference_page import Found, page_of
-from knobwise.experiments.reference_selectors import SELECTORS, question_of, selector_sections
+from knobwise.experiments.reference_selectors import SELECTORS, selector_sections
 from knobwise.experiments.selector_results import selector_results
+from knobwise.experiments.settings import question_of
 
 
 def results(experiment: str, accuracies: dict[str, float], variants: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -208,3 +209,16 @@ def test_a_name_is_that_of_one_folder(config: Any, changed: dict[str, str]) -> N
     with pytest.raises(InputError, match="must be the name of one folder"), claim(replace(config, **changed), []):
         raise AssertionError
     assert not Path(config.runs).exists()
+
+
+@pytest.mark.parametrize("refusing", ["pathlib.Path.mkdir", "tempfile.mkdtemp"])
+def test_a_folder_that_cannot_be_written_is_said(refusing: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(refusing, refuse)
+    with (
+        pytest.raises(InputError, match=r"cannot be written \(Read-only file system\); choose another runs="),
+        claim(config, []),
+    ):
+        raise AssertionError

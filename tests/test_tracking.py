@@ -407,3 +407,31 @@ def test_mode_follows_settings_then_environment_then_key(monkeypatch: pytest.Mon
         wandb_mode(TrackingSettings(mode="online"))
     with pytest.raises(InputError, match="sometimes"):
         wandb_mode(TrackingSettings(mode="sometimes"))
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(InputError, match="WANDB_MODE=sometimes"):
+        wandb_mode(TrackingSettings())
+
+
+def test_names_are_refused_exactly_where_wandb_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is logged there, any name will do."""
+    for name in ("knobwise", "a b", "a.b-c_d", "é", "a" * 128, "a" * 129, *(f"a{sign}b" for sign in "/\\#?%:,;@&")):
+        try:
+            wandb.Settings(project=name)
+        except wandb.UsageError:
+            with pytest.raises(InputError, match=r"tracking\.project"):
+                wandb_mode(TrackingSettings(mode="offline", project=name))
+        else:
+            wandb_mode(TrackingSettings(mode="offline", project=name))
+        assert wandb_mode(TrackingSettings(mode="disabled", project=name)) == "disabled"
+    for tag in ("", "a", "a" * 64, "a" * 65):
+        try:
+            wandb.Settings(run_tags=(tag,))
+        except ValueError:
+            with pytest.raises(InputError, match=r"tracking\.tags"):
+                wandb_mode(TrackingSettings(mode="offline", tags=[tag]))
+        else:
+            wandb_mode(TrackingSettings(mode="offline", tags=[tag]))
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")
+    with pytest.raises(InputError, match="WANDB_PROJECT=a/b"):
+        wandb_mode(TrackingSettings(mode="offline"))
+    assert wandb_mode(TrackingSettings(mode="offline", project="mine")) == "offline"
