@@ -75,7 +75,7 @@ def method(comparison: Comparison) -> str:
 
 
 def _shown(one: Difference, comparison: Comparison) -> str:
-    if one.difference == one.ci95[0] == one.ci95[1] == 0:
+    if one.nothing:
         return f"{one.run} got the same as {one.against} on every sample."
     says = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}[one.sign]
     unit = {"selector": "points", "deadline": "of utility", "mean": "of accuracy"}[comparison.kind]

@@ -50,6 +50,11 @@ class Difference:
     """The same, corrected for the number of comparisons of its family."""
 
     @property
+    def nothing(self) -> bool:
+        """Whether both got the same on every sample; sums of the same numbers may differ by rounding."""
+        return max(map(abs, (self.difference, *self.ci95))) < 1e-12
+
+    @property
     def sign(self) -> int:
         """1 or −1 where the interval lies above or below 0 and the corrected probability is small enough, else 0."""
         if self.p_holm >= CHANCE:

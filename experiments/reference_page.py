@@ -299,9 +299,11 @@ def _finding(compared: Sequence[Difference]) -> Iterator[str]:
 def _sorted_out(compared: Sequence[Difference], than: str = "") -> str:
     parts = []
     for sign, word in ((1, f"better {than}"), (-1, f"worse {than}"), (0, "no difference shown: ")):
-        some = [f"{one.run} ({_points(one)})" for one in compared if one.sign == sign]
+        some = [f"{one.run} ({_points(one)})" for one in compared if one.sign == sign and not one.nothing]
         if some:
             parts.append((word if than or not sign else f"{word.strip()}: ") + ", ".join(some))
+    if same := [one.run for one in compared if one.nothing]:
+        parts.append(f"the same on every sample: {', '.join(same)}")
     return "; ".join(parts)
 
 
@@ -318,15 +320,11 @@ def _answer(compared: Sequence[Difference]) -> str:
         whose = f" for {', '.join(one.run for one in unclear)}" if parts else ""
         low, high = min(one.ci95[0] for one in unclear), max(one.ci95[1] for one in unclear)
         among = "all intervals within" if len(unclear) > 1 else "the interval is"
-        same = all(map(_is_same, unclear))
+        same = all(one.nothing for one in unclear)
         parts.append(
             f"the same on every sample{whose}" if same else f"no difference shown{whose}, {among} {_span(low, high)}"
         )
     return "; ".join(parts) + f" (against {', '.join(dict.fromkeys(one.against for one in compared))})"
-
-
-def _is_same(one: Difference) -> bool:
-    return one.difference == one.ci95[0] == one.ci95[1] == 0
 
 
 def _points(one: Difference) -> str:
