@@ -42,7 +42,8 @@ class JointHead(nn.Module):
 class AdditiveHead(nn.Module):
     """One logit for each value of each knob, summed, and one softmax over the configurations that exist.
 
-    It keeps the form of one head per knob, and can still say which combinations fit a budget.
+    It keeps the form of one head per knob. Where some combinations do not exist it can still weigh those that do; on a
+    full grid it is the same as `IndependentHead`.
     """
 
     places: Tensor

@@ -14,6 +14,19 @@ from knobwise.envs.errors import InputError
 
 FULL_BYTES = 64 * 1024
 """Where a writer failed and less is free than this, the disk is full."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def refused_by_system(error: OSError) -> tuple[int, str] | None:
+    """The exit status and a line for a full disk (1: nothing that was given is wrong) and for what may not be read or
+    written (2); None for any other error, which is one of the program."""
+    place = f"{error.filename}: " if error.filename else ""
+    if error.errno in FULL:
+        return 1, f"{place}{error.strerror}; make room, then give the same command again"
+    if error.errno in REFUSED:
+        return 2, f"{place}{error.strerror}; choose a place that can be read and written"
+    return None
 
 
 @contextmanager
@@ -24,7 +37,7 @@ def written_whole(path: str | Path) -> Iterator[Path]:
 
     Raises:
         InputError: nothing can be written there; before the block begins.
-        OSError: the disk is full, also where the writer says so in words of its own, as torch does.
+        OSError: the disk is full, also where the writer says so by an error of its own, as torch does.
     """
     path = Path(path)
     if path.is_dir():
@@ -33,6 +46,8 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
     except OSError as error:
+        if error.errno in FULL:
+            raise
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     os.close(handle)
     temporary = Path(name)
@@ -43,8 +58,10 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
+    except InputError:
+        raise
     except Exception as error:
-        if shutil.disk_usage(path.parent).free < FULL_BYTES:
+        if path.parent.exists() and shutil.disk_usage(path.parent).free < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
     finally:

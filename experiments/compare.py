@@ -17,7 +17,7 @@ from knobwise.envs.errors import InputError
 from knobwise.envs.files import written_whole
 from knobwise.experiments.compare_words import print_comparison, shown_words
 from knobwise.experiments.compared_runs import ComparedRun, differing, find_runs, place_of, read_runs
-from knobwise.experiments.paired import Difference, differences, holm
+from knobwise.experiments.paired import Difference, differences, holm, other_measurements
 from knobwise.experiments.selector_results import TRAINED, shown_at
 from knobwise.experiments.selector_verdict import form_of, rows_at
 from knobwise.experiments.verbs import CompareRun
@@ -63,14 +63,14 @@ class Comparison:
         return {"deadline": "utility", "mean": "over_static_mix", "selector": "accuracy"}[self.kind]
 
     def best(self) -> list[int]:
-        """The places of the runs in `runs`, by score, the highest first."""
+        """The places in `runs` of those that were judged on what the first one was, by score, the highest first."""
         scores = [float(row[self.score]) if known(row.get(self.score)) else -1e9 for row in self.means]
-        return sorted(range(len(scores)), key=lambda i: -scores[i])
+        return sorted(filter(self.same_data, range(len(scores))), key=lambda i: -scores[i])
 
     def same_data(self, place: int) -> bool:
-        """Whether the numbers of the run at this place in `runs` are of what the first one was judged on."""
-        digests = [self.runs[i].results.get("profile", {}).get("digest") for i in (0, place)]
-        return digests[0] == digests[1] or self.difference(self.runs[place].label) is not None
+        """Whether the score of the run at this place in `runs` is of what the first one was judged on."""
+        run, wanted = self.runs[place], self.places if self.main is None else [self.main]
+        return not other_measurements(self.runs[0], run) and set(wanted) <= set(run.places)
 
     def beside(self) -> list[Mapping[str, Any]]:
         """What the first run, of controllers, was judged beside."""
@@ -93,17 +93,18 @@ def compare(config: CompareRun) -> Comparison:
 
     comparison = comparison_of(config.runs, config.budgets_ms)
     written = []
-    if config.json is not None:
-        written.append(_written("numbers", config.json))
-        with written_whole(config.json) as temporary:
-            temporary.write_text(json.dumps(numbers(comparison), indent=1), encoding="utf-8")
-    if config.html is not None:
+    if config.html is not None:  # first: it reads what else lies in the folders
         from knobwise.experiments.compare_page import write_comparison
 
         written.append(_written("page", config.html))
         write_comparison(comparison, config.html)
+    if config.json is not None:
+        written.append(_written("numbers", config.json))
+        with written_whole(config.json) as temporary:
+            temporary.write_text(json.dumps(numbers(comparison), indent=1), encoding="utf-8")
     print_comparison(comparison, Console())
-    print("\n".join(written))
+    for line in written:
+        print(line)
     return comparison
 
 
@@ -132,7 +133,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     are = "are" if len(unfinished) > 1 else "is"
     notes = [f"{', '.join(unfinished)} {are} not finished, and left out."] if unfinished else []
     if bare := [run.label for run in runs if not run.settings]:
-        notes.append(f"{', '.join(bare)}: there is no config.yaml, so its settings are not known.")
+        notes.append(f"{', '.join(bare)}: without config.yaml the settings are not known.")
     reference = runs[0]
     places = reference.places
     if budgets_ms is not None:
@@ -165,6 +166,8 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     for words, labels in said.items():  # the same of several runs is said once
         whose = "" if not words.startswith((" ", ":")) else ", ".join(labels)
         notes.append(f"{whose}{': each' * (len(labels) > 1 and words.startswith(' '))}{words}.")
+    if main is None and (apart := [run.label for run in runs if not set(run.places) & set(places)]):
+        notes.append(f"{', '.join(apart)}: means are over budgets that {reference.label} was not judged at.")
     notes += _kept_before_grpo(runs)
     return Comparison(
         runs=runs,
@@ -217,13 +220,13 @@ def _every_row(run: ComparedRun) -> list[Row]:
 
 
 def row_over(run: ComparedRun, policy: str, places: Sequence[float], main: float | None) -> Mapping[str, Any]:
-    """The row of a policy at `main`; where that is the mean over the budgets, over those of `places` alone. Intervals
-    are known of the run's own mean only."""
+    """The row of a policy at `main`; where that is the mean over the budgets, over those of `places` alone, or where
+    the run was judged at none of these, over its own. Intervals are known of the run's own mean only."""
     own = run.row(policy, main)
     if main is not None or not own or set(run.places) <= set(places):
         return own
     rows = [run.row(policy, place) for place in places if place in run.places]
-    if not rows:  # judged under budgets of its own
+    if not rows:
         return own
     summed = mean_row([{key: row[key] for key in row if _summed(row, key)} for row in rows])
     static, best = (mean_row([_utility(run.row(n, p)) for p in places if p in run.places]) for n in (STATIC, ORACLE))

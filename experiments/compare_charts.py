@@ -13,7 +13,7 @@ from knobwise.experiments.compared_runs import ComparedRun
 from knobwise.experiments.selector_results import CONTROLS
 from knobwise.experiments.selector_verdict import policy_words, shots_words
 from knobwise.experiments.training_curves import logged_numbers
-from knobwise.experiments.verdict import MIX, ORACLE, STATIC, policy_name
+from knobwise.experiments.verdict import MIX, ORACLE, STATIC, grpo_begins, policy_name
 
 if TYPE_CHECKING:
     import altair as alt
@@ -219,7 +219,7 @@ def _curves(comparison: Comparison) -> tuple[list[str], pl.DataFrame]:
         )
         every = pl.int_range(pl.len()).over("metric", order_by="step") % (pl.len().over("metric") // POINTS + 1) == 0
         colour = {name: pl.lit(value) for name, value in _colour(comparison, run).items()}
-        begins = (run.results.get("training") or {}).get("warmup_iterations") or None
+        begins = grpo_begins(run.results)
         frames.append(
             means.filter(every)
             .sort("metric", "step")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -27,9 +26,6 @@ from knobwise.experiments.compare_words import (
 from knobwise.experiments.paired import Difference
 from knobwise.experiments.selector_verdict import policy_words, shots_words
 from knobwise.experiments.verdict import interval, number
-
-if TYPE_CHECKING:
-    pass
 
 
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
@@ -60,7 +56,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
 
 def _facts(comparison: Comparison) -> list[str]:
     results = comparison.runs[0].results
-    profile = results.get("profile", {})
+    profile = results.get("profile") or {}
     if comparison.kind == "selector":
         judged = f"judged on {results['test_queries']:,} held-out queries"
     else:
@@ -75,7 +71,8 @@ def _facts(comparison: Comparison) -> list[str]:
 def _settings(comparison: Comparison) -> list[str]:
     parts = ["<h2>What differs in the settings</h2>"]
     if not comparison.settings:
-        return [*parts, "<p>Nothing.</p>"]
+        known = all(run.settings for run in comparison.runs)
+        return [*parts, "<p>Nothing.</p>" if known else "<p>Nothing that is known.</p>"]
     head, lines = settings_cells(comparison)
     return [*parts, page.table(head, [list(map(_broken, line)) for line in lines])]
 

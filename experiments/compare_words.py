@@ -26,7 +26,7 @@ SIDE_BY_SIDE = 4
 def verdict(comparison: Comparison) -> list[str]:
     """Which run has most, and what is shown of each."""
     runs = comparison.runs
-    best = [i for i in comparison.best() if comparison.same_data(i)]
+    best = comparison.best()
     top, row = runs[best[0]].label, comparison.means[best[0]]
     sentences = [
         f"The highest is {top}, with {_score_words(comparison, row)}." if known(row.get(comparison.score)) else ""
@@ -45,7 +45,7 @@ def verdict(comparison: Comparison) -> list[str]:
             sentences.append(_shown(first, comparison))
     if not comparison.found:
         sentences.append(f"Nothing could be tested against {reference}.")
-    if not comparison.settings:
+    if not comparison.settings and all(run.settings for run in runs):
         sentences.append("The settings are the same: what differs is chance, the code or the machine.")
     return [sentence for sentence in sentences if sentence]
 

@@ -282,11 +282,15 @@ def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) ->
 def _numbered(labels: Sequence[str], places: Sequence[Path]) -> list[str]:
     """The same settings run again and again, each time into a folder with a higher number: the label and that number;
     "" for other runs."""
+    stems = [re.fullmatch(r"(.*?)(?:-(\d+))?", str(place)) for place in places]
     found = []
-    for label, place in zip(labels, places, strict=True):
-        first = min((other for other, of in zip(places, labels, strict=True) if of == label), key=lambda p: len(p.name))
-        number = re.fullmatch(rf"{re.escape(str(first))}-(\d+)", str(place))
-        found.append(label if place == first else f"{label} ({number[1]})" if number else "")
+    for label, place, own in zip(labels, places, stems, strict=True):
+        alike = [str(other) for other, of in zip(places, labels, strict=True) if of == label]
+        # the name of the first one may itself end in a number
+        stem = str(place) if any(other.startswith(f"{place}-") for other in alike) else own[1] if own else ""
+        together = all(re.fullmatch(rf"{re.escape(stem)}(-\d+)?", other) for other in alike)
+        number = str(place).removeprefix(stem).removeprefix("-")
+        found.append((f"{label} ({number})" if number else label) if together else "")
     return found
 
 

@@ -61,8 +61,10 @@ def quantity(value: float | None, unit: str = "ms") -> str:
     """Three figures, more for large numbers, and the unit."""
     if value is None or not math.isfinite(value):
         return "–"
-    value = float(f"{value:.6g}")  # as a budget is kept in some places, so that 2.185 is rounded one way
-    return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".") + f" {unit}"
+    if abs(value) >= 100:
+        return f"{value:,.0f} {unit}"
+    # from six figures, as a budget is kept in some places, so that 2.185 is rounded one way
+    return f"{float(f'{value:.6g}'):#.3g}".rstrip(".") + f" {unit}"
 
 
 def figure(chart: alt.TopLevelMixin, caption: str) -> str:

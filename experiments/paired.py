@@ -157,7 +157,7 @@ def differences(
     old, new = both
     if old is None or new is None:
         return [], f"{(reference if old is None else run).label}: its decisions are incomplete, so it is not tested"
-    if refused := _other_measurements(reference, run):
+    if refused := other_measurements(reference, run):
         return [], refused
     samples = sorted(set(old.samples) & set(new.samples))
     common = [place for place in places if place in old.places and place in new.places]
@@ -215,7 +215,7 @@ def _cut(outcomes: Outcomes, samples: Sequence[str], places: Sequence[float]) ->
     return Outcomes(outcomes.seeds, tuple(samples), tuple(places), values)
 
 
-def _other_measurements(reference: ComparedRun, run: ComparedRun) -> str:
+def other_measurements(reference: ComparedRun, run: ComparedRun) -> str:
     """Why two runs were not judged on the same measurements; "" where they were.
 
     The digest of a profile is of its features too. Other features of the same measurements are no obstacle, and these
@@ -225,7 +225,7 @@ def _other_measurements(reference: ComparedRun, run: ComparedRun) -> str:
         digests = [one.results.get("test_digest") or one.results["profile"]["digest"] for one in (reference, run)]
         what = "other held-out queries or another bank"
     else:
-        digests = [one.results.get("profile", {}).get("digest") for one in (reference, run)]
+        digests = [(one.results.get("profile") or {}).get("digest") for one in (reference, run)]
         what = "another profile"
         oracles = [outcomes_of(one, "oracle") for one in (reference, run)]
         old, new = oracles

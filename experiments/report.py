@@ -24,6 +24,7 @@ from knobwise.experiments.verdict import (
     WORDS,
     Row,
     budgets_of,
+    grpo_begins,
     guarantees,
     interval,
     known,
@@ -61,7 +62,7 @@ def write_report(run_folder: str | Path) -> Path:
         *found,
     ]
     parts += _chosen(results)
-    parts += training_curves(folder / "metrics.csv", (results.get("training") or {}).get("warmup_iterations") or None)
+    parts += training_curves(folder / "metrics.csv", grpo_begins(results))
     parts += ["<h2>How to reproduce</h2>", _reproduce(folder, results)]
     if (folder / "config.yaml").exists():
         config = html.escape((folder / "config.yaml").read_text(encoding="utf-8"))

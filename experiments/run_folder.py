@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from omegaconf import OmegaConf
 
 from knobwise.envs.errors import InputError
-from knobwise.envs.files import written_whole
+from knobwise.envs.files import FULL, written_whole
 
 UNFINISHED = ".unfinished"
 """Stands in a run's folder, locked, until its last step is done."""
@@ -94,6 +94,8 @@ def _written_in(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in FULL:
+            raise
         raise InputError(f"{folder}: cannot be written ({error.strerror}); choose another runs=…") from error
 
 

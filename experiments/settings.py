@@ -177,12 +177,21 @@ def composed(verb: str, overrides: Sequence[str], with_hydra: bool = False) -> D
             words = f"there is no {wrong[1]!r}" + (f"; did you mean {close[0]!r}?" if close else "")
         if merged := re.search(r"Error merging override (\S+?)=(.*?) (Invalid|Value) ", words):
             words = _of_another_type(merged[1], merged[2], words)
-        if several := re.search(r"Ambiguous value for argument '([^=]+)=([^']*)'", words):
-            key, values = several.groups()
-            words = f"{key}={values}: is several values; a list of them is {key}=[{values}]"
-            words += ", a run for each is asked for by -m" if verb.startswith("train") else ""
+        if several := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'(?:\n|\s|$)", words):
+            words = _several(verb, *several.groups())
+        if empty := re.search(r"override (\S+)=null field '\S+' is not Optional", words):
+            words = f"{empty[1]}=null: must have a value"
         shown = "train experiment=selector" if verb == "train_selector" else verb
         raise InputError(f"settings: {words} (`knobwise {shown} --help` lists every key)") from error
+
+
+def _several(verb: str, key: str, values: str) -> str:
+    """What is wrong with `key=a,b`."""
+    usual = next((default for name, default, _ in help_lines(verb) if name == key), "")
+    a_list = usual.startswith("[")
+    words = f"{key}={values}: " + (f"a list is {key}=[{values}]" if a_list else "takes one value")
+    words += f"; -m makes a run for each: knobwise train -m {key}={values}" if verb.startswith("train") else ""
+    return words if a_list else f"{words}; a comma inside a text is quoted twice: '{key}=\"a,b\"'"
 
 
 def _unreadable(word: str) -> str:

@@ -26,7 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from knobwise.envs.errors import InputError
-from knobwise.envs.files import written_whole
+from knobwise.envs.files import refused_by_system, written_whole
 from knobwise.envs.interruption import stopped_by_signals
 from knobwise.experiments.selector_settings import SelectorRun
 from knobwise.experiments.settings import settings_of, with_variants
@@ -66,7 +66,7 @@ class Outcome:
     error: str | None = None
     """Why it failed, or where it stands when it was stopped, in a line."""
     crashed: bool = False
-    """Whether it failed by an error of the program, and not by something given that was wrong."""
+    """Whether it failed by an error of the program or a full disk, and not by something given that was wrong."""
 
     def write(self, folder: Path, number: int) -> Outcome:
         """Into the folder of the sweep."""
@@ -126,9 +126,12 @@ class Job:
         except InputError as error:
             outcome = Outcome("failed", error=str(error))
         except Exception as error:
-            traceback.print_exc()
-            line = str(error).splitlines()[0] if str(error) else "no message"
-            outcome = Outcome("failed", error=f"{type(error).__name__}: {line}", crashed=True)
+            refused = refused_by_system(error) if isinstance(error, OSError) else None
+            if refused is None:
+                traceback.print_exc()
+                line = str(error).splitlines()[0] if str(error) else "no message"
+                refused = 1, f"{type(error).__name__}: {line}"
+            outcome = Outcome("failed", error=refused[1], crashed=refused[0] == 1)
         except BaseException as stop:
             where = "; ".join(getattr(stop, "__notes__", ())) or None
             Outcome("stopped", seconds=time.monotonic() - start, error=where).write(self.folder, number)
@@ -157,12 +160,13 @@ def check_launcher(launcher: DictConfig) -> None:
     if address in (None, "local"):
         launcher.ray.init.address = "local"
         return
-    key = "hydra.launcher.ray.init.address" if address == given else "RAY_ADDRESS"
+    address = str(address)  # a port alone is read as a number
+    key = "hydra.launcher.ray.init.address" if address == str(given) else "RAY_ADDRESS"
     nobody = f"{key}={address}: no Ray cluster answers at {address}"
     if place := re.fullmatch(r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address):  # Ray itself tries for long
         try:
             socket.create_connection((place[1], int(place[2])), ANSWERS_S).close()
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             raise InputError(f"{nobody} ({getattr(error, 'strerror', None) or error})") from error
     import ray
 

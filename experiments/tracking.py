@@ -64,25 +64,21 @@ def wandb_mode(settings: TrackingSettings) -> str:
         raise InputError(f"{said}: needs a key; set WANDB_API_KEY, run `wandb login`, or use tracking=offline")
     found = MODES.get(mode) or ("online" if _has_key() else "offline")
     if found != "disabled":
-        _check_names(settings.project, settings.entity, settings.tags)
+        _check_names(settings.project, settings.tags)
     return found
 
 
-def _check_names(project: str | None, entity: str | None, tags: Sequence[str] = ()) -> None:
-    """Refuse what W&B refuses only when a run is begun; where a name is None, that of the environment is meant.
+def _check_names(project: str | None, tags: Sequence[str] = ()) -> None:
+    """Refuse what W&B refuses only when a run is begun; a project of None is that of the environment.
 
     Raises:
         InputError: naming the setting or the variable.
     """
-    for key, given, variable in (("project", project, "WANDB_PROJECT"), ("entity", entity, "WANDB_ENTITY")):
-        name = given or os.environ.get(variable) or ""
-        wrong = [sign for sign in REFUSED if sign in name]
-        if wrong or len(name) > LONGEST_NAME:
-            said = f"tracking.{key}={name}" if given else f"{variable}={name}"
-            other = " (tracking.entity is whose project it is)" if key == "project" and "/" in name else ""
-            raise InputError(
-                f"{said}: W&B takes at most {LONGEST_NAME} characters, and none of {' '.join(REFUSED)}{other}"
-            )
+    name = project or os.environ.get("WANDB_PROJECT") or ""
+    if len(name) > LONGEST_NAME or any(sign in name for sign in REFUSED):
+        said = f"tracking.project={name}" if project else f"WANDB_PROJECT={name}"
+        whose = " (tracking.entity is whose project it is)" if "/" in name else ""
+        raise InputError(f"{said}: W&B takes at most {LONGEST_NAME} characters, and none of {' '.join(REFUSED)}{whose}")
     for tag in tags:
         if not 1 <= len(tag) <= LONGEST_TAG:
             raise InputError(f"tracking.tags: {tag!r} must have between 1 and {LONGEST_TAG} characters for W&B")

@@ -62,6 +62,7 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
     names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
     if not names:
         return None
+    frame = frame.with_columns(pl.col("step").cast(pl.Int64, strict=False))
     logged = frame.unpivot(names, index=["seed", "step"]).drop_nulls().cast({"value": pl.Float64})
     return logged.filter(pl.col("value").is_finite()).with_columns(
         pl.col("variable").str.extract(r"/(.*)$").alias("metric"),

@@ -263,7 +263,7 @@ class CompareRun:
     """knobwise compare RUN RUN …: finished runs side by side, on the terminal and as one page; a run, or a folder of
     runs, such as a sweep leaves."""
 
-    runs: list[str] = field(default_factory=list)
+    runs: list[str] = MISSING
     """Folders of runs, or folders with runs in them. The first one is what the others are held against."""
     html: str | None = "comparison.html"
     """The page; null writes none."""

@@ -81,7 +81,7 @@ def read_results(run_folder: str | Path) -> dict[str, Any]:
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
-    """What the run showed, in up to five plain lines: against static, against baselines, in keeping time; the guard."""
+    """What the run showed, in plain lines: against static, against baselines, in keeping time; training, the guard."""
     means = means_of(results)
     learned = means.get(LEARNED)
     if learned is None:
@@ -107,13 +107,18 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     return sentences + on_training(results) + _on_the_guard(guarantees(results), unit_of(results))
 
 
-def kept_before_grpo(results: Mapping[str, Any]) -> int:
-    """In how many seeds GRPO changed nothing, as validation chose the network from before it; 0 where training had no
-    warm-up or no GRPO, or where this is not known."""
+def grpo_begins(results: Mapping[str, Any]) -> int | None:
+    """The iteration at which GRPO begins; None where training had no warm-up or no GRPO, or where it is not known."""
     training = results.get("training") or {}
-    if not training.get("warmup_iterations") or not training.get("iterations"):
-        return 0
-    return sum(one["iteration"] <= training["warmup_iterations"] for one in results.get("chosen") or ())
+    return training.get("warmup_iterations") or None if training.get("iterations") else None
+
+
+def kept_before_grpo(results: Mapping[str, Any]) -> int:
+    """In how many seeds GRPO changed nothing, as validation chose the network from before it."""
+    begins = grpo_begins(results)
+    return (
+        0 if begins is None else sum(one.get("iteration", begins + 1) <= begins for one in results.get("chosen") or ())
+    )
 
 
 def on_training(results: Mapping[str, Any]) -> list[str]:

@@ -50,6 +50,7 @@ def _main(words: list[str]) -> int:
         return 0
     try:
         from knobwise.envs.errors import InputError
+        from knobwise.envs.files import refused_by_system
         from knobwise.envs.interruption import stopped_by_signals
 
         with stopped_by_signals():
@@ -59,24 +60,12 @@ def _main(words: list[str]) -> int:
                 print(f"knobwise: {error}", file=sys.stderr)
                 return 2
             except OSError as error:
-                return _refused_by_system(error)
+                if (refused := refused_by_system(error)) is None:
+                    raise
+                print(f"knobwise: {refused[1]}", file=sys.stderr)
+                return refused[0]
     except KeyboardInterrupt as stop:
         return _interrupted(stop, words)
-
-
-def _refused_by_system(error: OSError) -> int:
-    """Say in a line that the disk is full or that something may not be read or written; gives the exit status, 1 for a
-    full disk, which is nothing that was given wrong. Any other error is one of the program, and is raised on."""
-    import errno
-
-    place = f"{error.filename}: " if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        print(f"knobwise: {place}{error.strerror}; make room, then the same command goes on", file=sys.stderr)
-        return 1
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        print(f"knobwise: {place}{error.strerror}; choose a place that can be read and written", file=sys.stderr)
-        return 2
-    raise error
 
 
 class _Output:
@@ -166,7 +155,7 @@ def _run(verb: str, words: list[str]) -> int:
         from pathlib import Path
 
         folders = [word for word in words if "=" not in word or Path(word).is_dir()]
-        given = [f"runs={folders}"] if folders else []
+        given = [] if not folders and any(word.startswith("runs=") for word in words) else [f"runs={folders}"]
         words = [*given, *(word for word in words if word not in folders)]
     config = settings.read_settings(schema, words)
     _check_written(config)

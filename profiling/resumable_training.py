@@ -38,7 +38,9 @@ def train_resumably(
         loss_of: the loss, a scalar, of the batch of a step.
         settings: what a checkpoint must have been made with to be gone on from.
         what: is done, for the line that shows progress.
-        learning_rate: the peak, reached after `rise` steps; from there a cosine to 3 % of it.
+        steps: of the optimiser.
+        learning_rate: at step t times min(1, (t + 1) / `rise`), and times a cosine from 1 to 0.03.
+        save_every_s: seconds between checkpoints, beside the last one.
 
     Returns:
         CPU seconds, of all the sittings.
@@ -47,7 +49,7 @@ def train_resumably(
         InputError: the checkpoint is of a training with other settings.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
-    identity = json.loads(json.dumps(settings))
+    identity = {"format": "knobwise.training/1", **json.loads(json.dumps(settings))}
     step, start = 0, process_time()
     if state.exists():
         saved = torch.load(state, weights_only=True)

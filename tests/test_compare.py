@@ -16,6 +16,7 @@ from knobwise.__main__ import main
 from knobwise.envs.errors import InputError
 from knobwise.envs.profiles import write_features, write_long_table
 from knobwise.experiments.compare import comparison_of, numbers
+from knobwise.experiments.compare_page import write_comparison
 from knobwise.experiments.compare_words import cells, header, method, print_comparison, settings_cells, verdict
 from knobwise.experiments.run_folder import UNFINISHED
 
@@ -220,6 +221,8 @@ def test_the_verb_prints_and_writes_page_and_numbers(
         (["runs/lean/a", "runs/lean/b", "budgets_ms=[3]"], "was not judged at 3"),
         (["runs/lean/a", "runs/lean/b", "budgets_ms=[]"], "budgets_ms=[]: name one at least"),
         (["-m", "runs/lean"], "-m: no such option"),
+        (["html=x.html"], "runs must be given"),
+        (["runs=[]"], "runs must be given"),
         (["runs/lean/a", "runs/lean/b", "html=/proc/page.html"], "/proc/page.html: cannot be written"),
         (["runs/lean/a", "runs/lean/b", "html=runs"], "html=runs: is a folder"),
         (["runs/lean/a", "runs/lean/b", "colour=red"], "there is no 'colour'"),
@@ -267,12 +270,22 @@ def test_broken_files_are_named_and_nothing_is_written(
     broken = [write_run(Path("runs/lean") / one) for one in "ab"][1] / name
     broken.unlink()
     broken.mkdir() if content is None else broken.write_bytes(content)
-    assert main(["compare", "runs"]) == 2
+    assert main(["compare", "runs", "json=numbers.json"]) == 2
     output = capsys.readouterr()
     assert said in output.err
     assert len(output.err.splitlines()) == 1
     assert output.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize("step", ["begin", "0.5"])
+def test_steps_that_are_no_numbers_are_left_out(tmp_path: Path, step: str) -> None:
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    with (runs[1] / "metrics.csv").open("a") as file:
+        file.write(f"0,{step},0.9,2.0,\n")
+    results = json.loads((runs[0] / "results.json").read_text()) | {"profile": None, "chosen": [{}, {}]}
+    (runs[0] / "results.json").write_text(json.dumps(results))
+    assert "Training" in write_comparison(comparison_of(list(map(str, runs))), tmp_path / "page.html").read_text()
 
 
 def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_path: Path) -> None:
@@ -284,8 +297,34 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
     lines = {line[0]: line for line in cells(comparison)}
     assert float(lines[c][1].split()[0]) > float(lines[b][1].split()[0])
     assert verdict(comparison)[0].startswith(f"The highest is {b},")
-    assert f"{b}: there is no config.yaml, so its settings are not known." in comparison.notes
+    assert f"{b}: without config.yaml the settings are not known." in comparison.notes
+    assert f"{c}: means are over budgets that {comparison.runs[0].label} was not judged at." in comparison.notes
     assert any(note.startswith(f"{c} was judged on another profile") for note in comparison.notes)
+
+
+@pytest.mark.parametrize("budgets", [(30.0, 40.0), (10.0,)])
+def test_a_run_under_other_budgets_is_not_the_highest(tmp_path: Path, budgets: tuple[float, ...]) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.9, budgets=budgets)]
+    comparison = comparison_of(list(map(str, runs)))
+    assert comparison.best() == [0]
+    assert verdict(comparison)[0].startswith("The highest is a,")
+    alone = comparison_of(list(map(str, runs)), [10.0])
+    assert alone.best() == ([1, 0] if 10.0 in budgets else [0])
+
+
+def test_selectors_judged_on_other_queries_are_not_the_highest(tmp_path: Path) -> None:
+    runs = [write_selector_run(tmp_path / "a"), write_selector_run(tmp_path / "b", wrong=0.1, digest="sha256:other")]
+    assert comparison_of(list(map(str, runs))).best() == [0]
+
+
+def test_settings_that_nobody_knows_are_not_called_the_same(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    assert "The settings are the same" in verdict(comparison_of(list(map(str, runs))))[-1]
+    for run in runs:
+        (run / "config.yaml").unlink()
+    comparison = comparison_of(list(map(str, runs)))
+    assert not any("The settings are the same" in words for words in verdict(comparison))
+    assert "Nothing that is known" in write_comparison(comparison, tmp_path / "page.html").read_text()
 
 
 def test_where_grpo_added_nothing_is_said(tmp_path: Path) -> None:

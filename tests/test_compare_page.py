@@ -104,8 +104,8 @@ def test_curves_are_means_over_seeds_with_the_lowest_and_highest(tmp_path: Path)
 def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path) -> None:
     warm_ups = {"a": 10, "b": None}
     folders = []
-    for name, begins in warm_ups.items():
-        settings = {} if begins is None else {"optimiser": {"warmup_iterations": begins}}
+    for name, begins in warm_ups.items():  # that of b is all of its training
+        settings = {"optimiser": {"warmup_iterations": 10, "iterations": 0 if begins is None else 20}}
         folders.append(write_run(tmp_path / name, settings=settings))
     (folders[1] / "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
     caption, chart = comparison_charts(comparison_of(list(map(str, folders))))["Training, on validation samples"]
@@ -160,7 +160,7 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str)
         (Path(folder) / missing).unlink()
     text = write_comparison(comparison_of(folders), tmp_path / "page.html").read_text()
     assert ("Training, on validation" in text) == (missing != "metrics.csv")
-    assert ("<p>Nothing.</p>" in text) == (missing == "config.yaml")
+    assert ("<p>Nothing that is known.</p>" in text) == (missing == "config.yaml")
 
 
 def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def test_a_sweep_that_was_run_again_has_numbers(tmp_path: Path) -> None:
         for name, size in zip(names, sizes, strict=True)
     ]
     assert labels(*runs) == ["group_size=8", "group_size=8 (2)", "group_size=5"]
+    third = write_run(tmp_path / "lean" / f"{names[0]}-3", settings={"loss": {"group_size": 8}})
+    assert labels(runs[1], third, runs[2]) == ["group_size=8 (2)", "group_size=8 (3)", "group_size=5"]
 
 
 def test_runs_that_nothing_tells_apart_have_their_whole_names(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_what_was_shown_is_said_with_what_came_of_it() -> None:
     chosen = choose(policy, stored, data, rows, 2)
     assert own.shown is not None
     assert torch.equal(own.shown[0], bank_rows(data, chosen, rows))
-    assert torch.equal(own.correct[0], decide_selector(policy, stored, data, Sums(), 2, rows).correct[0])
+    assert torch.equal(own.correct[0], judge(data, Sums(), chosen, rows))
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:

@@ -3,8 +3,10 @@ words in any order."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -20,7 +22,7 @@ from knobwise.__main__ import main
 from knobwise.envs.errors import InputError
 from knobwise.experiments import sweep_jobs
 from knobwise.experiments.settings import composed
-from knobwise.experiments.sweep_jobs import Outcome, check_launcher
+from knobwise.experiments.sweep_jobs import Outcome, check_launcher, here
 from knobwise.experiments.sweeps import _in_order, _Sweep
 
 ADDRESS = "hydra.launcher.ray.init.address="
@@ -86,6 +88,16 @@ def test_no_process_at_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*SWEEP, "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"]) == 2
     assert "hydra.launcher.n_jobs=0: must be at least 1, or -1" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", ["6379", "a..b:6379"])
+def test_an_address_that_is_none(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**given: Any) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(InputError, match=re.escape(f"{ADDRESS}{address}: no Ray cluster answers")):
+        check_launcher(launcher("hydra/launcher=ray", ADDRESS + address))
 
 
 # -- which Ray ---------------------------------------------------------------------------------------------------------
@@ -217,6 +229,23 @@ def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(
     assert (outcome.state, outcome.error) == ("stopped", "last.pt holds iteration 3 of 4; it is in runs/x")
 
 
+@pytest.mark.parametrize(("number", "crashed"), [(errno.ENOSPC, True), (errno.EACCES, False)])
+def test_a_disk_that_refuses_a_job_is_a_line(
+    number: int, crashed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(config: Any, words: list[str]) -> None:
+        raise OSError(number, os.strerror(number), "last.pt")
+
+    monkeypatch.setattr(sweep_jobs, "train", refused)
+    monkeypatch.setattr(sweep_jobs, "settings_of", lambda config: config)
+    sweep_jobs.Job(folder, [[]], os.getcwd(), here())._run(OmegaConf.create(), 1)
+    outcome = sweep_jobs.read_outcome(folder, 1)
+    assert outcome is not None
+    assert (outcome.state, outcome.crashed) == ("failed", crashed)
+    assert str(outcome.error).startswith(f"last.pt: {os.strerror(number)}; ")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("waiting", "running_for_s", "said"),
     [
@@ -227,7 +256,7 @@ def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(
         (1, [], "; 30 s left"),
     ],
 )
-def test_no_time_is_left_only_when_nothing_runs(
+def test_the_time_left_is_not_said_where_all_run_for_longer_than_others_took(
     waiting: int, running_for_s: list[float], said: str, folder: Path
 ) -> None:
     """Jobs take half a minute on average; what takes longer ends nobody knows when."""
