@@ -19,7 +19,7 @@ from knobwise.experiments.compare_words import print_comparison, shown_words
 from knobwise.experiments.compared_runs import ComparedRun, differing, find_runs, place_of, read_runs
 from knobwise.experiments.paired import Difference, differences, holm, other_measurements
 from knobwise.experiments.selector_results import TRAINED, shown_at
-from knobwise.experiments.selector_verdict import form_of, rows_at
+from knobwise.experiments.selector_verdict import form_of
 from knobwise.experiments.verbs import CompareRun
 from knobwise.experiments.verdict import LEARNED, MIX, ORACLE, STATIC, Row, kept_before_grpo, known, unit_of
 
@@ -37,7 +37,7 @@ class Comparison:
     main: float | None
     """What the first numbers are of: None, the mean over the budgets, or a number of shots."""
     policies: list[str]
-    """What stands for each run: the learned controller, or the furthest trained selector."""
+    """What stands for each run: the learned controller, or the selector that was best on validation."""
     means: list[Mapping[str, Any]]
     """The row of that policy at `main`, for each run."""
     found: list[Difference]
@@ -197,10 +197,10 @@ def _kept_before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def policy_of(run: ComparedRun) -> str:
-    """What stands for a run: the learned controller, or the furthest trained selector."""
+    """What stands for a run: the learned controller, or the selector that was best on validation."""
     if run.kind != "selector":
         return LEARNED
-    form = form_of(rows_at(run.results, shown_at(run.results)))
+    form = form_of(run.results)
     if form is None:
         raise InputError(f"{run.folder}: no trained selector was judged in it; leave it out")
     return form

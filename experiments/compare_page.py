@@ -92,7 +92,7 @@ def _broken(value: str) -> str:
 def _results(comparison: Comparison) -> list[str]:
     parts = ["<h2>Results</h2>"]
     if comparison.kind == "selector":
-        parts.append("<p>Share of held-out queries answered right, of the policy that was trained furthest.</p>")
+        parts.append("<p>Share of held-out queries answered right, of the policy that was best on validation.</p>")
     elif comparison.kind == "mean":
         parts.append("<p>Means over the mean budgets; differences to the static mix are at equal mean latency.</p>")
     else:

@@ -254,7 +254,8 @@ def _restricted(
             f"{len(old.samples):,}, {run.label}: {len(new.samples):,})"
         )
     if left_out:
-        notes.append(f"not judged at {len(left_out)} of the {_places(reference)}, so its mean is over the others")
+        mean = "" if run.kind == "selector" else ", so its mean is over the others"
+        notes.append(f"not judged at {len(left_out)} of the {_places(reference)}{mean}")
     if new.seeds != old.seeds:
         notes.append("trained with other seeds, which are drawn for themselves")
     return f"{run.label}: {'; '.join(notes)}" if notes else ""

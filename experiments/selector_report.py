@@ -72,7 +72,7 @@ def cells(results: Mapping[str, Any], rows: str = "rows") -> list[list[str]]:
 
 def learned(results: Mapping[str, Any]) -> str:
     """The first cell of the row that stands for the run; "" where nothing was trained."""
-    form = form_of(rows_at(results, shown_at(results)))
+    form = form_of(results)
     return "" if form is None else policy_words(form, results)
 
 
@@ -179,7 +179,7 @@ def result_charts(results: Mapping[str, Any]) -> dict[str, tuple[str, alt.TopLev
     if len(results["shots"]) > 1:
         found = rows_at(results, shown_at(results))
         simple = sorted((n for n in SIMPLE if n in found), key=lambda n: -float(found[n]["accuracy"]))
-        kept = [name for name in (form_of(found), "rce", "sft", *simple[:1]) if name in found]
+        kept = [name for name in (form_of(results), "rce", "sft", *simple[:1]) if name in found]
         named = {name: policy_words(str(name), results) for name in dict.fromkeys(kept)}
         lines = frame.filter(pl.col("kind") != "control")
         colours = pl.when(pl.col("policy").is_in(list(named))).then(pl.col("name")).otherwise(pl.lit(charts.OTHER))

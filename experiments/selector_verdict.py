@@ -73,7 +73,7 @@ JUDGED_BY = {
 def verdict(results: Mapping[str, Any]) -> list[str]:
     """What the run showed, in plain sentences, at the shots that were trained, and one on the others."""
     found, at = rows_at(results, shown_at(results)), differences_at(results, shown_at(results))
-    form = form_of(found)
+    form = form_of(results)
     sentences = [JUDGED_BY[results["judged_by"]]] if results.get("judged_by") in JUDGED_BY else []
     if form is None:
         simple = [name for name in SIMPLE if name in found]
@@ -85,7 +85,7 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         f"At {shots_words(shown_at(results))} {policy_words(form, results)} gets {found[form]['accuracy']:.1%} of "
         f"{queries:,} held-out queries right{span(found[form].get('accuracy_ci95'), '.1%')}."
     )
-    for name in LEARNED:
+    for name in dict.fromkeys((form, *LEARNED)):
         clauses = [_gain(at[name, other], results) for other in ("rce", "sft") if (name, other) in at]
         if clauses:
             sentences.append(f"{policy_words(name, results)} {'; it '.join(clauses)}.")
@@ -207,9 +207,11 @@ def names_of(results: Mapping[str, Any]) -> set[str]:
     return {row["policy"] for row in [*results["rows"], *results.get("controls", [])]}
 
 
-def form_of(found: Mapping[str, Row]) -> str | None:
-    """The policy that stands for the run: the furthest trained."""
-    return next((name for name in LEARNED if name in found), None)
+def form_of(results: Mapping[str, Any]) -> str | None:
+    """The policy that stands for the run: the one that was best on validation, whose checkpoint is kept; where that is
+    not known the furthest trained, and None where nothing was trained."""
+    found = rows_at(results, shown_at(results))
+    return next((name for name in (results.get("best_policy"), *LEARNED) if name in found), None)
 
 
 def ranked(results: Mapping[str, Any], rows: str = "rows") -> list[str]:

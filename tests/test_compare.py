@@ -312,6 +312,16 @@ def test_a_run_under_other_budgets_is_not_the_highest(tmp_path: Path, budgets: t
     assert alone.best() == ([1, 0] if 10.0 in budgets else [0])
 
 
+def test_what_is_best_on_validation_stands_for_a_selector(tmp_path: Path) -> None:
+    runs = [write_selector_run(tmp_path / "a"), write_selector_run(tmp_path / "b", form="own_only", shots=(2,))]
+    results = json.loads((runs[1] / "results.json").read_text())
+    for best, stands in (("own_only", "own_only"), (None, "sft"), ("gone", "sft")):
+        (runs[1] / "results.json").write_text(json.dumps(results | {"best_policy": best}))
+        comparison = comparison_of(list(map(str, runs)))
+        assert comparison.policies == ["grpo_recorded", stands]
+    assert any(note.endswith("not judged at 1 of the numbers of shots.") for note in comparison.notes)
+
+
 def test_selectors_judged_on_other_queries_are_not_the_highest(tmp_path: Path) -> None:
     runs = [write_selector_run(tmp_path / "a"), write_selector_run(tmp_path / "b", wrong=0.1, digest="sha256:other")]
     assert comparison_of(list(map(str, runs))).best() == [0]

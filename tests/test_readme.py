@@ -21,7 +21,7 @@ from knobwise.experiments.settings import read_settings, schema_of
 from knobwise.experiments.sweeps import jobs_of
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = {"data_sets.md", "decisions.md", "results.md", "selector.md"}  # pages of figures, without anything to type
+RESULTS = {"data_sets.md", "decisions.md", "results.md"}  # pages of figures, without anything to type
 GUIDES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS)]
 SHORTER = [
     *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
