@@ -159,7 +159,8 @@ def _head(found: Sequence[Found], seeds: Sequence[int], open_runs: int) -> list[
     head = [
         "# Reference results",
         "Made by `python experiments/reference.py`: every experiment of "
-        f"`experiments/conf/experiment/`, {len(seeds)} training seeds ({', '.join(map(str, seeds))}), each held "
+        "`experiments/conf/experiment/`, but for `selector_replay`, which is for recorded beams of your own, "
+        f"{len(seeds)} training seeds ({', '.join(map(str, seeds))}), each held "
         "against what it changes. Sentences are made from the numbers; *no difference shown* is not the same as none: "
         "how large one could be is in the interval. Differences are in points, hundredths of utility or of accuracy. "
         "Single runs: `knobwise train`, and `knobwise compare` for two or more of them.",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from knobwise.experiments.selector_results import GRPO
-from knobwise.experiments.selector_verdict import differences_at, points, policy_words, sign
+from knobwise.experiments.selector_verdict import differences_at, of_last_round, points, policy_words, sign
 from knobwise.experiments.settings import question_of
 from knobwise.experiments.verdict import Row
 
@@ -182,7 +182,8 @@ def _idle(results: Mapping[str, Any]) -> list[str]:
     idle = {name: epochs.count(0) for name, epochs in results.get("epochs", {}).items()}
     seeds = len(results["seeds"])
     return [
-        f"{policy_words(name, results)}: no epoch was better on validation than its start in {count} of {seeds} seeds"
+        f"{policy_words(name, results)}: no epoch{of_last_round(name)} was better on validation than its start in "
+        f"{count} of {seeds} seeds"
         for name, count in idle.items()
         if count
     ]

@@ -115,11 +115,16 @@ def _on_epochs(results: Mapping[str, Any]) -> list[str]:
     """Trainings that changed nothing: the start was the best on validation, and goes on."""
     idle = {name: epochs.count(0) for name, epochs in results.get("epochs", {}).items() if name in LEARNED}
     return [
-        f"No epoch of {policy_words(name, results)} was better on validation than its start in {count} of "
-        f"{len(results['seeds'])} seeds: there it is its start."
+        f"No epoch of {policy_words(name, results)}{of_last_round(name)} was better on validation than its start in "
+        f"{count} of {len(results['seeds'])} seeds: there it is its start."
         for name, count in idle.items()
         if count
     ]
+
+
+def of_last_round(name: str) -> str:
+    """Of which epochs results speak where a policy was trained in rounds: the last one starts from the one before."""
+    return " of its last round" if name == "grpo_rounds" else ""
 
 
 def _gain(row: Row, results: Mapping[str, Any]) -> str:
