@@ -204,7 +204,7 @@ def _unreadable(word: str) -> str:
 def _of_another_type(key: str, value: str, said: str) -> str:
     """What is wrong with `key=value`, where OmegaConf speaks of types."""
     if "is not a ListConfig" in said:
-        return f"{key}={value}: must be a list, in brackets: {key}=[{value or '…'}]"
+        return f"{key}={value}: must be a list, {key}=[{value or '…'}]"
     if "is not a subclass of" in said:
         return f"{key}={value}: has settings of its own and is no choice of one; they are called {key}.…"
     wanted = re.search(r"not a valid (\w+)|converted to (\w+)", said)

@@ -350,7 +350,7 @@ TRAIN = ["train", *QUICK]
         ([*TRAIN, *FIRST, "split.folds=0"], "split.folds=0: must be at least 2"),
         ([*TRAIN, *FIRST, "split.folds=2", "split.fold=2"], "split.fold=2: must be in 0 … 1"),
         ([*TRAIN, *FIRST, "split.fold=2"], "split.fold=2: give split.folds too"),
-        ([*TRAIN, *FIRST, "split.folds=2", "split.seed=-1"], "split.seed=-1: must be at least 0"),
+        ([*TRAIN, *FIRST, "split.folds=2", "split.seed=-1"], "split.seed=-1: a seed is a whole number from 0"),
         ([*TRAIN, "profile=calibrated", "profile.datasets=[gqa]"], "must be some of text_vqa, coco_vqa, okvqa"),
         ([*TRAIN, "profile=calibrated", "profile.grid=99"], "profile.grid='99': must be one of 240, 27, tiers"),
         ([*TRAIN, "profile=calibrated", "profile.signal=2"], "profile.signal=2.0"),

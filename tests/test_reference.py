@@ -18,11 +18,14 @@ from knobwise.experiments.settings import read_settings
 TINY = ["profile=simulated", "profile.kind=router", "profile.samples=60", "policy.members=2", "policy.hidden=8"]
 TINY += ["optimiser.warmup_iterations=2", "optimiser.iterations=1", "optimiser.contexts=16", "optimiser.minibatch=16"]
 
+HEADS = ("additive", "autoregressive", "independent", "joint")
+OTHER_HEADS = [f"heads/reference-builtin-policy-{name}" for name in HEADS]
+
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two experiments that share a variant, on a small table, and no selectors."""
-    sections = {name: CONTROLLERS[name]._replace(profiles=("builtin",)) for name in ("lean", "miss")}
+    sections = {name: CONTROLLERS[name]._replace(profiles=("builtin",)) for name in ("lean", "heads")}
     for module in (reference, reference_page):
         monkeypatch.setattr(module, "CONTROLLERS", sections)
         monkeypatch.setattr(module, "PROFILES", {**PROFILES, "builtin": Profile("built-in", TINY)})
@@ -34,27 +37,24 @@ def test_a_small_study_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     runs, out = tmp_path / "runs", tmp_path / "page.md"
     words = ["seeds=[0,1]", f"runs={runs}", f"out={out}", "jobs=1"]
     runs.mkdir()
-    (runs / "miss").write_text("in the way")
+    (runs / "heads").write_text("in the way")
     # a run that fails does not stop the others
     assert main(words) == 1
     failed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("reference: ")]
-    assert [line.split(": ")[1] for line in failed] == [
-        f"{runs}/miss/reference-builtin-reward.miss-{miss}" for miss in ("0", "0.5")
-    ]
+    assert [line.split(": ")[1] for line in failed] == [f"{runs}/{folder}" for folder in OTHER_HEADS]
     assert [path.parent.name for path in runs.glob("*/*/results.json")] == ["reference-builtin"]
-    assert "**Not complete: 2 runs are not finished.**" in out.read_text()
+    assert "**Not complete: 4 runs are not finished.**" in out.read_text()
 
     first = runs / "lean" / "reference-builtin" / "results.json"
     before = first.stat().st_mtime_ns
-    (runs / "miss").unlink()
-    assert main([*words, "experiments=[miss]"]) == 0
+    (runs / "heads").unlink()
+    assert main([*words, "experiments=[heads]"]) == 0
     page = out.read_text()
     assert "Not complete" not in page
     # the shared variant is run once, and stands in both sections
     assert sorted(str(path.parent.relative_to(runs)) for path in runs.glob("*/*/results.json")) == [
+        *OTHER_HEADS,
         "lean/reference-builtin",
-        "miss/reference-builtin-reward.miss-0",
-        "miss/reference-builtin-reward.miss-0.5",
     ]
     assert first.stat().st_mtime_ns == before
     found = json.loads(first.read_text())
@@ -62,8 +62,8 @@ def test_a_small_study_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     (utility,) = (r["utility"] for r in found["rows"] if r["policy"] == "controller" and r["budget_ms"] is None)
     lines = page.splitlines()
     assert any(line.startswith(f"| built-in | `lean` | {utility:.3f}") for line in lines)
-    assert any(line.startswith(f"| built-in | `reward.miss=0.2` | {utility:.3f}") for line in lines)
-    assert any(line.startswith("- Built-in: against `reward.miss=0.2`: ") for line in lines)
+    assert any(line.startswith(f"| built-in | `policy=utility` | {utility:.3f}") for line in lines)
+    assert any(line.startswith("- Built-in: against `policy=utility`: ") for line in lines)
     assert "validation" not in capsys.readouterr().err  # the study tells how far it is, not each training
     # what was made with other settings is not passed off as this
     assert main(["seeds=[0,2]", *words[1:]]) == 2
@@ -85,14 +85,13 @@ def test_the_default_variant_is_what_the_file_sets(tmp_path: Path) -> None:
     runs = list(plan(ReferenceConfig(runs=str(tmp_path))))
     assert [(one.experiment, one.variant, one.default) for one in runs] == [
         ("lean", "", True),
-        ("miss", "reward.miss=0", False),
-        ("miss", "reward.miss=0.2", True),
-        ("miss", "reward.miss=0.5", False),
+        ("heads", "policy=utility", True),
+        *(("heads", f"policy={name}", False) for name in HEADS),
     ]
-    assert runs[2].folder == runs[0].folder
-    assert pickle.loads(pickle.dumps((train_or_say, runs[1]))) == (train_or_say, runs[1])  # for other processes
+    assert runs[1].folder == runs[0].folder
+    assert pickle.loads(pickle.dumps((train_or_say, runs[2]))) == (train_or_say, runs[2])  # for other processes
     assert "baselines=false" in runs[0].where
-    assert [one.verb for one in runs] == ["train"] * 4
+    assert [one.verb for one in runs] == ["train"] * 6
 
 
 def test_a_finished_run_is_checked_by_its_settings(tmp_path: Path) -> None:

@@ -434,7 +434,7 @@ def test_a_job_that_fails_in_another_process(folder: Path) -> None:
 
 
 def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder: Path) -> None:
-    long = ["optimiser.iterations=300", "optimiser.patience=0"]
+    long = ["optimiser.iterations=1200", "optimiser.patience=0"]  # seconds: a job looks every 0.3 s whether to stop
     sweep = subprocess.Popen(
         [*COMMAND, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
         env=ENVIRONMENT,
