@@ -459,9 +459,8 @@ def in_terminal(words: list[str]) -> tuple[int, int]:
     return process, terminal
 
 
-def read_to_end(terminal: int, into: list[str]) -> None:
-    """What is written until all who could write have gone, without control characters, each state of a bar a line."""
-    found = b""
+def read_to_end(terminal: int, found: bytearray) -> None:
+    """What is written until all who could write have gone."""
     while True:
         try:
             part = os.read(terminal, 65536)
@@ -470,7 +469,12 @@ def read_to_end(terminal: int, into: list[str]) -> None:
         if not part:
             break
         found += part
-    into.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", found.decode()).replace("\r", "\n"))
+
+
+def shown(found: bytearray) -> str:
+    """What a terminal was given, without control characters, each state of a bar a line."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", bytes(found).decode(errors="ignore")).replace("\r", "\n")
+    return re.sub(r"\n+", "\n", text)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
@@ -478,25 +482,29 @@ def read_to_end(terminal: int, into: list[str]) -> None:
 def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Path, system: str) -> None:
     several = system == "selector"
     process, terminal = in_terminal(BEAMS if several else TRAIN)
-    output: list[str] = []
+    output = bytearray()
     reader = threading.Thread(target=read_to_end, args=(terminal, output), daemon=True)
     reader.start()
     watched = SFT if several else [Path("runs/controller/x/checkpoints/seed0/last.pt")]
-    wait_for(lambda: all(iteration_of(path) >= 10 for path in watched) or not alive(process))
+    title, judged = ("seed 0 · sft", "accuracy") if several else ("seed 0", "utility")
+    numbers = r"\d+/200 +[\d.]+ (it/s|s/it) · \d+ (s|min) left"
+    bar = re.compile(rf"{title} +[━╸╺]+ +{numbers} +\w+ · best validation {judged} \d\.\d{{4}}")
+
+    def begun() -> bool:
+        return all(iteration_of(path) >= 10 for path in watched) and bar.search(shown(output)) is not None
+
+    wait_for(lambda: begun() or not alive(process))
     children = children_of(process)
     os.write(terminal, b"\x03")  # the key: the terminal makes a signal of it, for every process
     reader.join(120)
     _, status = os.waitpid(process, 0)
     os.close(terminal)
-    (said,) = output
+    said = shown(output)
     assert os.waitstatus_to_exitcode(status) == 130, said
     assert "knobwise: interrupted" in said
-    said = re.sub(r"\n+", "\n", said)
     if several:
         check_stopped(said, children)
-    title, judged = ("seed 0 · sft", "accuracy") if several else ("seed 0", "utility")
-    numbers = r"\d+/200 +[\d.]+ (it/s|s/it) · \d+ (s|min) left"
-    assert re.search(rf"{title} +[━╸╺]+ +{numbers} +\w+ · best validation {judged} \d\.\d{{4}}", said), said
+    assert bar.search(said), said
     assert "Traceback" not in said
     if several:
         go_on(said)
