@@ -260,7 +260,7 @@ def value_words(value: Any) -> str:
 def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """A short name for each run: the settings that differ, where they are few; else of its folder's name the words that
     not all share; and its experiment where these differ, alone where every run has another. Where that does not tell
-    runs apart, the number at the end of the folder's name, or the whole name or path.
+    runs apart, the number at the end of the folder's name, what differs in the path, or the whole name or path.
     """
     places = [folder.resolve() for folder in folders]
     experiments = [str(of.get("experiment", place.parent.name)) for place, of in zip(places, settings, strict=True)]
@@ -272,6 +272,7 @@ def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) ->
     for labels in (
         *short,
         _numbered(short[-1], places),
+        _by_folder(short[-1], places),
         *in_full,
         list(map(str, places)),
     ):
@@ -291,6 +292,17 @@ def _numbered(labels: Sequence[str], places: Sequence[Path]) -> list[str]:
         together = all(re.fullmatch(rf"{re.escape(stem)}(-\d+)?", other) for other in alike)
         number = str(place).removeprefix(stem).removeprefix("-")
         found.append((f"{label} ({number})" if number else label) if together else "")
+    return found
+
+
+def _by_folder(labels: Sequence[str], places: Sequence[Path]) -> list[str]:
+    """The same settings run in several folders of runs: the label and the first part of the path that differs; "" for
+    runs whose settings say nothing."""
+    found = []
+    for label, place in zip(labels, places, strict=True):
+        alike = [other.parts for other, of in zip(places, labels, strict=True) if of == label]
+        depth = next((i for i, parts in enumerate(zip(*alike, strict=False)) if len(set(parts)) > 1), 0)
+        found.append(f"{label} ({place.parts[depth]})" if depth and label != place.name else "")
     return found
 
 

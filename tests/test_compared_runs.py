@@ -147,6 +147,15 @@ def test_a_sweep_that_was_run_again_has_numbers(tmp_path: Path) -> None:
     assert labels(runs[1], third, runs[2]) == ["group_size=8 (2)", "group_size=8 (3)", "group_size=5"]
 
 
+def test_the_same_sweep_in_two_folders_is_told_apart_by_them(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / launcher / "lean" / f"loss.group_size-{size}", settings={"loss": {"group_size": size}})
+        for launcher in ("joblib", "ray")
+        for size in (5, 8)
+    ]
+    assert labels(*runs) == [f"group_size={n} ({folder})" for folder in ("joblib", "ray") for n in (5, 8)]
+
+
 def test_runs_that_nothing_tells_apart_have_their_whole_names(tmp_path: Path) -> None:
     first, second = (write_run(tmp_path / "lean" / name) for name in ("default", "default-2"))
     assert labels(first, second) == ["default", "default-2"]
