@@ -2,7 +2,7 @@
 
     python experiments/reference.py key=value …
 
-Some two hours on two cores. A run that is finished is not run again, one that was stopped goes on, and settings that
+An hour and a half to two hours on two cores. A run that is finished is not run again, one that was stopped goes on, and settings that
 two experiments share are run once; the page shows what is finished.
 """
 
