@@ -2,8 +2,8 @@
 
     python experiments/reference.py key=value …
 
-An hour and a half to two hours on two cores. A run that is finished is not run again, one that was stopped goes on, and settings that
-two experiments share are run once; the page shows what is finished.
+An hour and a half to two hours on two cores. A run that is finished is not run again, one that was stopped goes on,
+and settings that two experiments share are run once; the page shows what is finished.
 """
 
 from __future__ import annotations
