@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from knobwise._lazy import lazy
+from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
-    from knobwise.agents.actor import make_actor
     from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-    from knobwise.agents.controller_trainer import ControllerTrainer
-    from knobwise.agents.evaluation import judge
-    from knobwise.agents.export import export_numpy, to_numpy
-    from knobwise.agents.numpy_controller import NumpyController
-    from knobwise.agents.pointer import SelectorConfig
-    from knobwise.agents.policy import Controller
-    from knobwise.agents.runtime import AdaptiveModel
-    from knobwise.agents.selector import Selector, StoredEmbeddings
-    from knobwise.agents.selector_settings import SelectorLossConfig, StageConfig
-    from knobwise.agents.selector_trainer import SelectorTrainer
-    from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
+    from knobwise.agents.controller.actor import make_actor
+    from knobwise.agents.controller.controller import Controller
+    from knobwise.agents.judging.evaluation import judge
+    from knobwise.agents.selector.networks import SelectorConfig
+    from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+    from knobwise.agents.selector.settings import SelectorLossConfig, StageConfig
+    from knobwise.agents.serving.adaptive_model import AdaptiveModel
+    from knobwise.agents.serving.export import export_numpy, to_numpy
+    from knobwise.agents.serving.numpy_controller import NumpyController
+    from knobwise.agents.training.controller_trainer import ControllerTrainer
+    from knobwise.agents.training.selector_trainer import SelectorTrainer
+    from knobwise.agents.training.settings import LossConfig, OptimiserConfig, PolicyConfig
 
 __getattr__ = lazy(
     __name__,

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from knobwise.agents.policy import Controller
-from knobwise.agents.priced import PricedChooser
-from knobwise.agents.selector import Selector
-from knobwise.agents.stack import StackedController
-from knobwise.envs.beams import BeamTable
-from knobwise.envs.errors import InputError
-from knobwise.envs.files import written_whole
-from knobwise.envs.table import ProfileTable
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.profile_table import ProfileTable
 
 FORMAT = "knobwise.Controller/2"
 Agent = Controller | StackedController | PricedChooser | Selector

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from knobwise.agents.policy import Controller
-from knobwise.agents.settings import OptimiserConfig, PolicyConfig
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.training.settings import OptimiserConfig, PolicyConfig
 from knobwise.envs import builtin_profile
 from knobwise.losses.functional import clipped_surrogate, expectation
 

@@ -12,9 +12,9 @@ import time
 
 import torch
 
-from knobwise.agents.baselines import make_baselines
-from knobwise.agents.policy import Controller
-from knobwise.agents.settings import PolicyConfig
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.judging.baselines import make_baselines
+from knobwise.agents.training.settings import PolicyConfig
 from knobwise.envs import builtin_profile
 
 ROUNDS, CALLS, BATCH = 7, 40, 1_024

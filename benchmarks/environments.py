@@ -17,8 +17,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict
 
 from knobwise.envs import ConfigBandit, builtin_profile
-from knobwise.envs.gym_bandit import ConfigBanditEnv, ConfigBanditVectorEnv
-from knobwise.envs.table import ProfileTable
+from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv
+from knobwise.envs.tables.profile_table import ProfileTable
 
 ROUNDS, SECONDS = 7, 0.1
 

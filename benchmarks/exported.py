@@ -21,15 +21,15 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents.distillation import StudentConfig, student_of
-from knobwise.agents.export import Agent, to_numpy
-from knobwise.agents.onnx_graph import export_onnx, onnx_session
-from knobwise.agents.policy import Controller
-from knobwise.agents.settings import EXPERTS, PolicyConfig
-from knobwise.agents.stack import fit_stack
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.serving.distillation import StudentConfig, student_of
+from knobwise.agents.serving.export import Agent, to_numpy
+from knobwise.agents.serving.onnx_graph import export_onnx, onnx_session
+from knobwise.agents.stack.stacked_controller import fit_stack
+from knobwise.agents.training.settings import EXPERTS, PolicyConfig
 from knobwise.envs import builtin_profile
-from knobwise.envs.budgets import default_budgets
-from knobwise.envs.table import Knob, ProfileTable
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 BAR_US = 60.0
 BLOCKS = {"image_features": 768, "language_features": 2048, "data_set": 32}

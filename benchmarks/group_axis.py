@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 from tensordict import TensorDict
 
-from knobwise.agents.actor import make_actor
-from knobwise.agents.policy import Controller
-from knobwise.agents.settings import PolicyConfig
+from knobwise.agents.controller.actor import make_actor
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.training.settings import PolicyConfig
 from knobwise.envs import ConfigBandit, builtin_profile
-from knobwise.envs.table import ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses import GRPOLoss
 
 ROUNDS, CALLS, CONTEXTS, GROUP = 15, 20, 64, 8

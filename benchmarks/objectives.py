@@ -17,8 +17,8 @@ from collections.abc import Mapping
 
 import torch
 
-from knobwise.agents.controller_trainer import ControllerTrainer
-from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settings import LossConfig, OptimiserConfig, PolicyConfig
 from knobwise.envs import RewardConfig, builtin_profile
 
 SEEDS, WARM_UP, ITERATIONS, EVERY = 5, 100, 120, 5

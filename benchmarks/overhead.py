@@ -24,18 +24,18 @@ import numpy as np
 import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.export import to_numpy
-from knobwise.agents.numpy_controller import NumpyController
-from knobwise.agents.policy import Controller
-from knobwise.agents.runtime import AdaptiveModel, Result
-from knobwise.agents.settings import PolicyConfig
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.serving.adaptive_model import AdaptiveModel, Result
+from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.training.settings import PolicyConfig
 from knobwise.envs import builtin_profile
-from knobwise.envs.budgets import default_budgets
-from knobwise.envs.table import ProfileTable
-from knobwise.profiling.elastic import Configuration
-from knobwise.profiling.elastic_vlm import ElasticAdaptive, request_of
-from knobwise.profiling.runner import ElasticProfileConfig
-from knobwise.profiling.scenes import draw_samples
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
+from knobwise.profiling.elastic.model import Configuration
+from knobwise.profiling.elastic.profile import ElasticProfileConfig
+from knobwise.profiling.elastic.scenes import draw_samples
 
 REQUESTS, REPEATS, BAR = 150, 5, 0.05
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from knobwise.agents.pointer import CrossAttention, CrossAttentive, SelectorConfig
-from knobwise.agents.sequences import SequenceDistribution
+from knobwise.agents.selector.networks import CrossAttention, CrossAttentive, SelectorConfig
+from knobwise.agents.selector.sequences import SequenceDistribution
 
 FEATURES, POOL, BEAMS, SHOTS = 512, 64, 12, 4
 ROUNDS, SECONDS = 15, 0.25

@@ -19,9 +19,9 @@ import numpy as np
 import polars as pl
 import torch
 
-from knobwise.envs.calibrated import TIERS, CalibratedConfig, calibrated_records, simulate_calibrated
-from knobwise.envs.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
-from knobwise.envs.profiles import table_from_frame
+from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
+from knobwise.envs.readers.long_table import table_from_frame
+from knobwise.envs.simulated.calibrated import TIERS, CalibratedConfig, calibrated_records, simulate_calibrated
 
 ROUNDS, SAMPLES, CONFIGURATIONS = 5, 1_000, 240
 FULL = 2_276

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from knobwise.envs import ConfigBandit
-from knobwise.envs.table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 SIZES, BATCH, CALLS = (10**3, 10**4, 10**5, 10**6, 10**7), 16_384, 60
 

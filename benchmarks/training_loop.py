@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from knobwise.agents.controller_trainer import ControllerTrainer
-from knobwise.agents.policy import Controller
-from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
-from knobwise.agents.targets import rows_of_members
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.predictors.folds import rows_of_members
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settings import LossConfig, OptimiserConfig, PolicyConfig
 from knobwise.envs import RewardConfig, builtin_profile
-from knobwise.envs.budgets import BudgetConfig
-from knobwise.envs.contexts import ContextSampler
-from knobwise.envs.reward import RewardTable
-from knobwise.envs.table import Knob, ProfileTable
-from knobwise.experiments.settings import GROUPS
+from knobwise.envs.configurations.budgets import BudgetConfig
+from knobwise.envs.configurations.contexts import ContextSampler
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.experiments.command_line.settings import GROUPS
 from knobwise.losses.advantage import group_advantage
 from knobwise.losses.functional import clipped_surrogate, effective_sample_size, entropy, expectation, k3
 from knobwise.losses.regression import gaussian_nll

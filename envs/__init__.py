@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from knobwise._lazy import lazy
+from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
-    from knobwise.envs.bandit import ConfigBandit
-    from knobwise.envs.beam_files import read_beam_data
-    from knobwise.envs.beams import BeamTable
-    from knobwise.envs.budgets import BudgetConfig, default_budgets
-    from knobwise.envs.builtin import builtin_profile
-    from knobwise.envs.calibrated import CalibratedConfig, simulate_calibrated
-    from knobwise.envs.demonstration_reward import DemonstrationRewardConfig
-    from knobwise.envs.demonstrations import DemonstrationBandit, GroupConfig
-    from knobwise.envs.errors import InputError
-    from knobwise.envs.gym_bandit import ConfigBanditEnv, ConfigBanditVectorEnv
-    from knobwise.envs.gym_demonstrations import DemonstrationBanditEnv
-    from knobwise.envs.joint import join_tables, with_dataset_input
-    from knobwise.envs.reward import RewardConfig
-    from knobwise.envs.simulator import SimulatedConfig, simulate
-    from knobwise.envs.table import Knob, ProfileTable, Split
+    from knobwise.common.errors import InputError
+    from knobwise.envs.configurations.budgets import BudgetConfig, default_budgets
+    from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv
+    from knobwise.envs.configurations.reward import RewardConfig
+    from knobwise.envs.configurations.torchrl_env import ConfigBandit
+    from knobwise.envs.demonstrations.beam_files import read_beam_data
+    from knobwise.envs.demonstrations.beam_table import BeamTable
+    from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv
+    from knobwise.envs.demonstrations.reward import DemonstrationRewardConfig
+    from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, GroupConfig
+    from knobwise.envs.readers.builtin import builtin_profile
+    from knobwise.envs.readers.joint import join_tables, with_dataset_input
+    from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
+    from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
+    from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
 
 __getattr__ = lazy(
     __name__,

@@ -13,12 +13,13 @@ from knobwise._version import __version__
 
 gymnasium.register(
     id="knobwise/ConfigBandit-v0",
-    entry_point="knobwise.envs.gym_bandit:ConfigBanditEnv",
-    vector_entry_point="knobwise.envs.gym_bandit:ConfigBanditVectorEnv",
+    entry_point="knobwise.envs.configurations.gymnasium_env:ConfigBanditEnv",
+    vector_entry_point="knobwise.envs.configurations.gymnasium_env:ConfigBanditVectorEnv",
 )
 
 gymnasium.register(
-    id="knobwise/DemonstrationBandit-v0", entry_point="knobwise.envs.gym_demonstrations:DemonstrationBanditEnv"
+    id="knobwise/DemonstrationBandit-v0",
+    entry_point="knobwise.envs.demonstrations.gymnasium_env:DemonstrationBanditEnv",
 )
 
 __all__ = ["__version__"]

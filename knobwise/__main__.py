@@ -49,9 +49,9 @@ def _main(words: list[str]) -> int:
         print(f"knobwise {__version__}")
         return 0
     try:
-        from knobwise.envs.errors import InputError
-        from knobwise.envs.files import refused_by_system
-        from knobwise.envs.interruption import stopped_by_signals
+        from knobwise.common.errors import InputError
+        from knobwise.common.files import refused_by_system
+        from knobwise.common.interruption import stopped_by_signals
 
         with stopped_by_signals():
             try:
@@ -114,7 +114,7 @@ def _interrupted(stop: KeyboardInterrupt, words: list[str]) -> int:
     from contextlib import suppress
     from pathlib import Path
 
-    from knobwise.envs.interruption import status_of
+    from knobwise.common.interruption import status_of
 
     lines = ["knobwise: interrupted", *getattr(stop, "__notes__", ())]
     if words[0] in ("train", "profile"):
@@ -130,7 +130,7 @@ def _interrupted(stop: KeyboardInterrupt, words: list[str]) -> int:
 
 
 def _run(verb: str, words: list[str]) -> int:
-    from knobwise.envs.errors import InputError
+    from knobwise.common.errors import InputError
 
     verbs: dict[str, Callable[[Any, list[str]], None]] = {
         "train": _train,
@@ -143,7 +143,7 @@ def _run(verb: str, words: list[str]) -> int:
     }
     if verb not in verbs:
         raise InputError(f"unknown verb {verb!r}; known are {', '.join(verbs)} (knobwise --help)")
-    from knobwise.experiments import settings
+    from knobwise.experiments.command_line import settings
 
     schema = settings.schema_of(verb, words)
     if any(word in ("-h", "--help") for word in words):
@@ -167,8 +167,8 @@ def _run(verb: str, words: list[str]) -> int:
 
 def _tell_of_variants(schema: str, words: list[str]) -> None:
     """Say that an experiment's file has several jobs, of which a run without -m is one."""
-    from knobwise.envs.progress import say
-    from knobwise.experiments.sweeps import jobs_of
+    from knobwise.common.progress import say
+    from knobwise.experiments.command_line.sweeps import jobs_of
 
     if (count := len(jobs_of(schema, words))) > 1:
         named = next(word for word in reversed(words) if word.startswith("experiment="))
@@ -180,7 +180,7 @@ def _check_written(config: Any) -> None:
     import os
     from pathlib import Path
 
-    from knobwise.envs.errors import InputError
+    from knobwise.common.errors import InputError
 
     stream = getattr(config, "stream", None)
     for owner, prefix in ((config, ""), (stream, "stream.")):
@@ -200,14 +200,14 @@ def _check_written(config: Any) -> None:
 
 
 def _train(config: Any, words: list[str]) -> None:
-    from knobwise.experiments.sweep_jobs import train
+    from knobwise.experiments.command_line.sweep_jobs import train
 
     train(config, words)
 
 
 def _train_by_hydra(schema: str, words: list[str]) -> int:
     """A sweep (-m), or what Hydra's own flags show (--cfg job, …); gives the exit status."""
-    from knobwise.experiments import sweeps
+    from knobwise.experiments.command_line import sweeps
 
     if "-m" in words or "--multirun" in words:
         return sweeps.sweep(schema, words, _check_written)
@@ -216,13 +216,13 @@ def _train_by_hydra(schema: str, words: list[str]) -> int:
 
 
 def _evaluate(config: Any, words: list[str]) -> None:
-    from knobwise.experiments.evaluate import run
+    from knobwise.experiments.deploy.evaluate import run
 
     run(config)
 
 
 def _export(config: Any, words: list[str]) -> None:
-    from knobwise.experiments.export import run
+    from knobwise.experiments.deploy.export import run
 
     run(config)
 
@@ -232,9 +232,9 @@ def _inspect(config: Any, words: list[str]) -> None:
 
     from rich.console import Console
 
-    from knobwise.envs.files import written_whole
-    from knobwise.experiments.inspection import inspect_table, print_inspection, write_inspection
-    from knobwise.experiments.profile_settings import read_profile
+    from knobwise.common.files import written_whole
+    from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
+    from knobwise.experiments.settings.profiles import read_profile
 
     facts = inspect_table(read_profile(config.profile))
     print_inspection(facts, Console())
@@ -246,16 +246,16 @@ def _inspect(config: Any, words: list[str]) -> None:
 
 
 def _profile(config: Any, words: list[str]) -> None:
-    from knobwise.envs.errors import InputError
+    from knobwise.common.errors import InputError
 
     _check_profiled(config)
     try:
         if config.model == "elastic":
-            from knobwise.profiling.runner import profile_elastic
+            from knobwise.profiling.elastic.profile import profile_elastic
 
             print(f"profile: {profile_elastic(config.out, config.elastic)}")
         elif config.data is not None:
-            from knobwise.profiling.hf_profile import profile_hugging_face
+            from knobwise.profiling.huggingface.profile import profile_hugging_face
 
             how = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
             print(f"profile: {profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)}")
@@ -268,22 +268,22 @@ def _profile(config: Any, words: list[str]) -> None:
 
 
 def _compare(config: Any, words: list[str]) -> None:
-    from knobwise.experiments.compare import compare
+    from knobwise.experiments.compare.compare import compare
 
     compare(config)
 
 
 def _workspace(config: Any, words: list[str]) -> None:
-    from knobwise.experiments.workspace import workspace
+    from knobwise.experiments.tracking.workspace import workspace
 
     workspace(config)
 
 
 def _check_profiled(config: Any) -> None:
     """Refuse settings that are for another kind of model than the one named."""
-    from knobwise.envs.errors import InputError
-    from knobwise.profiling.runner import ElasticProfileConfig
-    from knobwise.profiling.vlm_runner import VLMProfileConfig
+    from knobwise.common.errors import InputError
+    from knobwise.profiling.elastic.profile import ElasticProfileConfig
+    from knobwise.profiling.measuring.profiler import VLMProfileConfig
 
     named = config.model not in ("elastic", "learner")
     if config.data is not None and not named:
@@ -311,9 +311,9 @@ def _profile_beams(config: Any) -> None:
     from contextlib import nullcontext
     from pathlib import Path
 
-    from knobwise.profiling.beam_runner import profile_beams
-    from knobwise.profiling.beam_tasks import learner_task, vlm_task
-    from knobwise.profiling.measuring import one_thread
+    from knobwise.profiling.demonstrations.profile import profile_beams
+    from knobwise.profiling.demonstrations.tasks import learner_task, vlm_task
+    from knobwise.profiling.elastic.measuring import one_thread
 
     is_learner = config.model == "learner"
     task = learner_task(config.learner, config.pool) if is_learner else vlm_task(config.model, config.vlm, config.pool)
@@ -322,7 +322,7 @@ def _profile_beams(config: Any) -> None:
         import hashlib
 
         from knobwise.agents.checkpoint import load_checkpoint
-        from knobwise.agents.selector import StoredEmbeddings
+        from knobwise.agents.selector.selector import StoredEmbeddings
 
         selector = load_checkpoint(config.checkpoint).selector
         embeddings = StoredEmbeddings(task.table.queries, task.table.candidates)
@@ -335,7 +335,7 @@ def _profile_beams(config: Any) -> None:
     with one_thread() if is_learner else nullcontext():
         table = profile_beams(config.out, task, config.beams, draw, drawn_by)
     if is_learner:
-        from knobwise.profiling.demonstrations import demonstrations_path, save_demonstrations
+        from knobwise.profiling.demonstrations.builtin import demonstrations_path, save_demonstrations
 
         about = config.learner
         compact = Path(config.out) / demonstrations_path(about.variant, about.part).name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from knobwise._lazy import lazy
+from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
     from knobwise.losses.advantage import group_advantage

@@ -11,7 +11,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor import ActorLoss, is_zero
+from knobwise.losses.actor_loss import ActorLoss, is_zero
 from knobwise.losses.advantage import ADVANTAGES, group_advantage
 from knobwise.losses.functional import (
     clipped_surrogate,
@@ -54,7 +54,7 @@ class GRPOLoss(ActorLoss):
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from knobwise.agents.distribution import ConfigurationCategorical
+        >>> from knobwise.agents.controller.distribution import ConfigurationCategorical
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> net = TensorDictModule(torch.nn.Linear(3, 4), in_keys=["observation"], out_keys=["log_probs"])
         >>> draw = ProbabilisticTensorDictModule(

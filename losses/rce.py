@@ -10,7 +10,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor import ActorLoss
+from knobwise.losses.actor_loss import ActorLoss
 from knobwise.losses.advantage import ADVANTAGES, group_advantage
 from knobwise.losses.functional import reward_weighted_cross_entropy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from knobwise.envs.beams import BeamTable
-from knobwise.envs.table import Knob, ProfileTable
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 
 def small_table(samples: int = 60, seed: int = 0, holes: float = 0.0, features: bool = True) -> ProfileTable:

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from omegaconf import OmegaConf
 
-from knobwise.experiments.decisions_file import write_decisions
+from knobwise.experiments.results.decisions_file import write_decisions
 
 BUDGETS = (10.0, 20.0)
 SETTINGS = {

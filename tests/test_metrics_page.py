@@ -18,9 +18,9 @@ import pytest
 from helpers import small_beams, small_table
 
 from knobwise.__main__ import main
-from knobwise.envs.profiles import write_features, write_long_table
-from knobwise.experiments.verbs import WorkspaceRun
-from knobwise.experiments.workspace import view_of
+from knobwise.envs.readers.long_table import write_features, write_long_table
+from knobwise.experiments.settings.options import WorkspaceRun
+from knobwise.experiments.tracking.workspace import view_of
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
 NAMED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)

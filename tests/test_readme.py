@@ -14,11 +14,11 @@ from PIL import Image
 from tiny_models import tiny_model
 
 from knobwise.__main__ import main
-from knobwise.envs.beam_files import write_rl_data
-from knobwise.envs.exp_files import write_exp5_exp6
-from knobwise.envs.profiles import long_frame, write_features, write_long_table
-from knobwise.experiments.settings import read_settings, schema_of
-from knobwise.experiments.sweeps import jobs_of
+from knobwise.envs.demonstrations.beam_files import write_rl_data
+from knobwise.envs.readers.exp_files import write_exp5_exp6
+from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
+from knobwise.experiments.command_line.settings import read_settings, schema_of
+from knobwise.experiments.command_line.sweeps import jobs_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = {"data_sets.md", "decisions.md", "results.md"}  # pages of figures, without anything to type

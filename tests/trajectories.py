@@ -1,7 +1,7 @@
 """Reference trajectories: the loss and the norm of the gradient at every optimiser step of short runs of fixed seed.
 
-`tests/test_trajectories.py` holds them against what the code gives today, so that nobody changes the mathematics
-unawares. Where a change is meant, make them anew and commit them with it:
+`tests/agents/training/test_trajectories.py` holds them against what the code gives today, so that nobody changes the
+mathematics unawares. Where a change is meant, make them anew and commit them with it:
 
     python tests/trajectories.py
 
@@ -22,15 +22,15 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from knobwise.agents.controller_trainer import ControllerTrainer
-from knobwise.agents.pointer import SelectorConfig
-from knobwise.agents.selector import Selector
-from knobwise.agents.selector_settings import SelectorLossConfig, StageConfig
-from knobwise.agents.selector_trainer import SelectorTrainer
-from knobwise.agents.settings import LossConfig, OptimiserConfig, PolicyConfig
-from knobwise.agents.trainer import Trainer
-from knobwise.envs.reward import RewardConfig
-from knobwise.losses.actor import ActorLoss
+from knobwise.agents.selector.networks import SelectorConfig
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorLossConfig, StageConfig
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.loop import Trainer
+from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.agents.training.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.envs.configurations.reward import RewardConfig
+from knobwise.losses.actor_loss import ActorLoss
 
 FILE = Path(__file__).with_suffix(".json")
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {

@@ -1,0 +1,1 @@
+"""Features and a budget become log-probabilities of configurations."""

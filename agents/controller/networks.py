@@ -1,0 +1,188 @@
+"""The networks of a controller: normalised features and a budget in, log-probs of every configuration out.
+
+`forward(x [M, n, d], limit [M, n], mask bool [M, n, C] or None)` → log-probs [M, n, C]. M members of an ensemble stand
+side by side; each is fitted on other samples. `limit` is the request's budget in ms, or under a mean budget what a
+right answer is worth, in ms (1/λ).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from knobwise.agents.controller.heads import HEADS, MemberLinear, masked_log_softmax
+from knobwise.agents.controller.retrieval import Retrieval
+from knobwise.agents.training.settings import PolicyConfig
+from knobwise.envs.configurations.budgets import BudgetEncoding, log_measured, log_ms
+
+WIDEST = 260
+"""Features are also cut into bins as long as that gives no more inputs than this."""
+BINS = 8
+
+
+class KnobNetwork(nn.Module):
+    """A plain MLP with a head over the knobs (`knobwise.agents.controller.heads`)."""
+
+    def __init__(self, features: int, configurations: Tensor, encoding: BudgetEncoding, config: PolicyConfig) -> None:
+        super().__init__()
+        self.encoding, self.dropout, members = encoding, config.dropout, config.members
+        widths = [features + encoding.width] + [config.hidden] * config.layers
+        self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
+        self.head = HEADS[config.structure](config.hidden, configurations, members)
+
+    def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = torch.cat([x, self.encoding(limit)], -1)
+        for number, layer in enumerate(self.layers):
+            if number:
+                hidden = functional.dropout(hidden, self.dropout, self.training)
+            hidden = functional.silu(layer(hidden))
+        log_probs: Tensor = self.head(hidden, mask)
+        return log_probs
+
+
+class Outcomes(NamedTuple):
+    """What a `UtilityNetwork` predicts of every configuration, [M, n, C] each, and the hidden vector [M, n, H]."""
+
+    accuracy_logits: Tensor
+    log_latency: Tensor
+    spread: Tensor
+    """Standard deviation of ln ms."""
+    hidden: Tensor
+
+    @property
+    def accuracy(self) -> Tensor:
+        return torch.sigmoid(self.accuracy_logits)
+
+    @property
+    def latency_ms(self) -> Tensor:
+        """E[latency] in ms of a log-normal variable: exp(μ + σ²/2)."""
+        return torch.exp(self.log_latency + self.spread.square() / 2)
+
+
+class UtilityNetwork(nn.Module):
+    """Predicts accuracy and log-latency of every configuration; logits = s·score.
+
+    Under a deadline b the score is Â·Φ((ln b − μ)/σ) plus a residual, learned from the hidden vector and the limit. At
+    a price λ it is Â − λ·exp(μ + σ²/2) and nothing else, so that the price for a mean budget can be found exactly
+    (`knobwise.agents.stack.prices`). The heads start at 0 on top of the table's means, so that training starts at the
+    best static choice; a linear skip leads from the inputs to accuracy and latency. Narrow features are also cut into
+    bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning",
+    section 3.1). With `config.retrieval` what came of similar training samples is mixed in
+    (`knobwise.agents.controller.retrieval`).
+
+    Args:
+        features: d.
+        configurations: int64 [C, K].
+        encoding: of the limit.
+        config: the network; `config.members` is M.
+        priced: the limit is not a deadline but what a right answer is worth, in ms: 1/λ.
+    """
+
+    edges: Tensor
+    sharpness: Tensor
+
+    def __init__(
+        self,
+        features: int,
+        configurations: Tensor,
+        encoding: BudgetEncoding,
+        config: PolicyConfig,
+        priced: bool = False,
+    ) -> None:
+        super().__init__()
+        self.encoding, self.dropout, self.priced, members = encoding, config.dropout, priced, config.members
+        self.binned = 0 < features * BINS <= WIDEST
+        self.register_buffer("edges", torch.zeros(BINS + 1, features if self.binned else 0))
+        self.register_buffer("sharpness", torch.tensor(20.0))
+        inputs, count = features * (1 + BINS * self.binned), len(configurations)
+        widths = [inputs] + [config.hidden] * config.layers
+        self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
+        self.outcome_head = MemberLinear(members, config.hidden, 3 * count, zero=True)
+        self.skip = MemberLinear(members, inputs, 2 * count, zero=True)
+        self.retrieval = Retrieval(features, count, members, config.retrieval) if config.retrieval else None
+        if not priced:
+            self.modulation = MemberLinear(members, encoding.width, config.hidden)
+            self.residual = MemberLinear(members, config.hidden, count, zero=True)
+
+    @torch.no_grad()
+    def start_from(self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, own: Tensor | None = None) -> None:
+        """Begin at the means of a table: features [n, d], accuracy and latency [n, C], NaN where not profiled.
+
+        `own` bool [M, n] says which samples each member is fitted on; None for all.
+        """
+        if self.binned:
+            shares = torch.linspace(0, 1, BINS + 1)
+            # one feature at a time: torch refuses quantiles of more than 16 M values
+            self.edges.copy_(torch.stack([column.quantile(shares) for column in x.T], 1))
+        if own is None:
+            own = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
+        if self.retrieval is not None:
+            self.retrieval.remember(x, accuracy, latency_ms, own)
+        log_latency = log_measured(latency_ms)
+        for member, mine in enumerate(own):  # what was held out of a member must not be in what it starts from
+            start = torch.cat(_means(accuracy[mine], log_latency[mine]))
+            self.outcome_head.bias[member, 0].copy_(start)
+
+    def outcomes(self, x: Tensor) -> Outcomes:
+        """Features [M, n, d] → predictions."""
+        plain = x
+        if self.binned:
+            x = torch.cat([x, self._in_bins(x)], -1)
+        hidden = functional.silu(self.layers[0](x))
+        for layer in self.layers[1:]:
+            hidden = hidden + functional.silu(layer(functional.dropout(hidden, self.dropout, self.training)))
+        hidden = functional.dropout(hidden, self.dropout, self.training)
+        logits, log_latency, log_spread = self.outcome_head(hidden).chunk(3, -1)
+        more_logits, more_latency = self.skip(x).chunk(2, -1)
+        spread = log_spread.clamp(-5, 1.5).exp()
+        logits, log_latency = logits + more_logits, log_latency + more_latency
+        if self.retrieval is not None:
+            share, accuracy, remembered = self.retrieval(plain)
+            logits = torch.lerp(torch.sigmoid(logits), accuracy, share).logit(eps=1e-4)
+            log_latency = torch.lerp(log_latency, remembered, share)
+        return Outcomes(logits, log_latency, spread, hidden)
+
+    def _in_bins(self, x: Tensor) -> Tensor:
+        low, width = self.edges[:-1], self.edges.diff(dim=0).clamp_min(1e-6)
+        return ((x.unsqueeze(-2) - low) / width).clamp(0, 1).flatten(-2)
+
+    def meets(self, outcomes: Outcomes, budgets_ms: Tensor) -> Tensor:
+        """P(latency ≤ budget), [M, n, C]."""
+        return torch.special.ndtr((log_ms(budgets_ms).unsqueeze(-1) - outcomes.log_latency) / outcomes.spread)
+
+    def scores(self, outcomes: Outcomes, limit: Tensor) -> Tensor:
+        """Expected utility and residual, or at a price Â − L̂/worth: [M, n, C]."""
+        if self.priced:
+            return outcomes.accuracy - outcomes.latency_ms / limit.unsqueeze(-1)
+        residual: Tensor = self.residual(outcomes.hidden * (1 + self.modulation(self.encoding(limit))))
+        return outcomes.accuracy * self.meets(outcomes, limit) + residual
+
+    def log_probs(self, outcomes: Outcomes, limit: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Of what was predicted before."""
+        return masked_log_softmax(self.sharpness * self.scores(outcomes, limit), mask)
+
+    def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.log_probs(self.outcomes(x), limit, mask)
+
+    def sharpen(self, share: float) -> None:
+        """s rises from 20 to 60 over the fine-tuning; share in 0 … 1."""
+        self.sharpness.fill_(20.0 * math.exp(math.log(3.0) * share))
+
+
+def _means(accuracy: Tensor, log_latency: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logit of the mean accuracy, mean of ln ms, and ln of its standard deviation, [C] each; NaN is not profiled.
+
+    As if one more cell of each configuration had been half right, and as slow as the average.
+    """
+    seen = ~accuracy.isnan()
+    count = seen.sum(0)
+    mean = ((accuracy.nan_to_num().sum(0) + 0.5) / (count + 1)).clamp(0.02, 0.98)
+    centre = (log_latency.nan_to_num().sum(0) + log_latency[seen].mean()) / (count + 1)
+    square = (log_latency - centre).square().nan_to_num().sum(0)
+    spread = ((square + square.sum() / count.sum()) / (count + 1)).sqrt().clamp_min(0.02)
+    return mean.logit(), centre, spread.log()

@@ -1,0 +1,1 @@
+"""The Policy protocol, baselines, and the outcomes of decisions."""

@@ -1,0 +1,1 @@
+"""Accuracy and latency of every configuration, predicted without a network."""

@@ -1,0 +1,214 @@
+"""Experts: accuracy and log-latency of every configuration, predicted from the features without a network.
+
+Each is a family of regressors (`knobwise.agents.predictors.regressors`). What it is fitted on is divided into folds;
+the settings with the smallest squared error out of fold are kept, one for accuracy and one for latency, and fitted
+again on all; trees are not, the mean of the folds' is better.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.folds import Targets, folds_of
+from knobwise.agents.predictors.prediction import Prediction, pick
+from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant
+from knobwise.common.progress import progress
+from knobwise.envs.configurations.budgets import log_measured
+from knobwise.envs.tables.profile_table import ProfileTable
+
+SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
+"""Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more, above 1 less."""
+
+
+class Measured(NamedTuple):
+    """The rows that something is fitted on, with everything that is known of them."""
+
+    rows: Tensor
+    """int64 [n]."""
+    accuracy: Tensor
+    """[n, C], NaN where not profiled; so are the next two."""
+    latency_ms: Tensor
+    mask: Tensor
+    budgets_ms: Tensor
+    """[B], what utility is averaged over; none where no deadlines are wanted."""
+    folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+    """Positions to fit on and to hold out."""
+
+    @classmethod
+    def of(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int) -> Measured:
+        """Look these rows (int64 [n]) up, and divide them by image or sample."""
+        cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
+        return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed))
+
+    def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
+        """Mean over rows and budgets of what the best score gets, accuracy·1[latency ≤ budget].
+
+        Args:
+            scores: for each budget [n, C].
+            latency: [n, C], any monotone scale of time, which decides between equals.
+        """
+        total = 0.0
+        for budget, score in zip(self.budgets_ms, scores, strict=True):
+            chosen = pick(score, latency, self.mask).unsqueeze(1)
+            met = self.latency_ms.gather(1, chosen) <= budget
+            total += float((self.accuracy.gather(1, chosen) * met).mean())
+        return total / len(self.budgets_ms)
+
+    def residual_spread(self, log_latency: Tensor) -> Tensor:
+        """Root mean square residual of each configuration, [C], as if five more of its cells had been average."""
+        squares = (log_measured(self.latency_ms) - log_latency).square().masked_fill(~self.mask, 0.0)
+        overall = squares.sum() / self.mask.sum()
+        return ((squares.sum(0) + 5 * overall) / (self.mask.sum(0) + 5)).sqrt().clamp_min(1e-3)
+
+
+class Expert(nn.Module):
+    """Predicts from normalised features.
+
+    Args:
+        name: of its family.
+        accuracy, log_latency: regressors to [n, C].
+        mean_accuracy: [C], of the rows it was fitted on.
+        spread: [C], of the log-latency.
+        settings: what was chosen, in words.
+    """
+
+    mean_accuracy: Tensor
+    spread: Tensor
+
+    def __init__(
+        self,
+        name: str,
+        accuracy: nn.Module,
+        log_latency: nn.Module,
+        mean_accuracy: Tensor,
+        spread: Tensor,
+        settings: str,
+    ) -> None:
+        super().__init__()
+        self.name, self.settings = name, settings
+        self.accuracy, self.log_latency = accuracy, log_latency
+        self.register_buffer("mean_accuracy", mean_accuracy)
+        self.register_buffer("spread", spread)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Prediction:
+        """Normalised features [n, d] → predictions for n requests."""
+        return Prediction(self.accuracy(x), self.log_latency(x), self.spread)
+
+    def plain(self) -> dict[str, Any]:
+        """Tensors and plain values, for a checkpoint."""
+        parts = {part: (type(r).__name__, r.state_dict()) for part, r in self.named_children()}
+        own = {key: getattr(self, key) for key in ("name", "mean_accuracy", "spread", "settings")}
+        return {**own, **parts}
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> Expert:
+        """The inverse of `plain`."""
+        regressors = {part: KINDS[plain[part][0]](**plain[part][1]) for part in ("accuracy", "log_latency")}
+        return cls(**{**plain, **regressors})
+
+
+class Fitted(NamedTuple):
+    """An expert, and what it says of the rows it was fitted on when they are held out."""
+
+    expert: Expert
+    out_of_fold: Prediction
+
+
+def inputs_of(normaliser: FeatureNormaliser, features: Mapping[str, Tensor], n: int) -> Tensor:
+    """Normalised features float32 [n, d]; without any, a column of zeros."""
+    x = normaliser(features)
+    return x if normaliser.width else x.new_zeros(n, 1)
+
+
+def fit_experts(
+    table: ProfileTable, measured: Measured, normaliser: FeatureNormaliser, families: Sequence[str], seed: int
+) -> list[Fitted]:
+    """Fit one expert of each family.
+
+    "The features do not help" is among the settings of every family, and is the only one without features. The spread
+    is that of the residuals out of fold, times the factor with the best utility out of fold (for deadlines only).
+
+    Args:
+        table: the profile.
+        measured: the rows to fit on.
+        normaliser: of the features, fitted on these rows.
+        families: names in `FAMILIES`.
+        seed: of trees.
+    """
+    rows = measured.rows
+    x32 = inputs_of(normaliser, {name: block[rows] for name, block in table.features.items()}, len(rows))
+    x = x32.double().numpy()
+    # what stands in the holes, and the centres, must not come from what is held out
+    folds = [(fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])) for fit, hold in measured.folds]
+    targets = Targets(table, rows, x)
+    fits = itertools.count(1)
+    with progress("fitting experts", len(families) * (len(folds) + 1), quiet_s=2) as tick:
+
+        def fitted(name: str) -> None:
+            tick(next(fits), name.replace("_", " "))
+
+        return [_fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width), fitted) for name in families]
+
+
+def _fit(
+    name: str,
+    x: NDArray[np.float64],
+    x32: Tensor,
+    targets: Targets,
+    folds: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], Targets]],
+    measured: Measured,
+    seed: int,
+    informed: bool,
+    said: Callable[[str], None],
+) -> Fitted:
+    """Fit one family; its name is said after each fold, and at the end."""
+    family, mask, features = FAMILIES[name], measured.mask, x.shape[1]
+    settings = family.settings if informed else ()
+    # [settings, n, 2C]; 0 is the constant
+    held_out, of_folds = torch.zeros(len(settings) + 1, *targets.values.shape), []
+    for fit, hold, own in folds:
+        fitted: list[Regressor] = [
+            constant(own.values, features),
+            *(family.fit(x[fit], own.values, settings, seed) if informed else ()),
+        ]
+        of_folds.append([model.rescaled(*own.units) for model in fitted])
+        for number, model in enumerate(of_folds[-1]):
+            held_out[number, hold] = model(x32[hold])
+        said(name)
+    wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
+    chosen = []
+    for part in range(2):
+        columns = slice(part * mask.shape[1], (part + 1) * mask.shape[1])
+        errors = (held_out[..., columns] - wanted[:, columns]).square().masked_fill(~mask, 0.0).sum((1, 2))
+        best, block = int(errors.argmin()), targets.values[:, columns]
+        trees = [model for models in of_folds if isinstance(model := models[best], Trees)]
+        if trees:
+            regressor: Regressor = Trees.averaged(trees).outputs(columns)
+        else:
+            again: Regressor = (
+                family.fit(x, block, [settings[best - 1]], seed)[0] if best else constant(block, features)
+            )
+            regressor = again.rescaled(*(unit[columns] for unit in targets.units))
+        chosen.append((regressor, held_out[best, :, columns], str(settings[best - 1]) if best else "constant"))
+    (accuracy, a, one), (latency, m, other) = chosen
+    spread = measured.residual_spread(m)
+
+    def utility(factor: float) -> float:
+        prediction = Prediction(a, m, factor * spread)
+        return measured.utility([prediction.expected_utility(b.expand(len(a))) for b in measured.budgets_ms], m)
+
+    if len(measured.budgets_ms):
+        # 1 comes first, so that it stays where the factor does not matter
+        spread = spread * max(sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1)), key=utility)
+    said(name)
+    words = f"accuracy {one}, latency {other}"
+    return Fitted(Expert(name, accuracy, latency, targets.centre[0], spread, words), Prediction(a, m, spread))

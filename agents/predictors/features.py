@@ -1,0 +1,100 @@
+"""From a profile's feature blocks to the one vector that policies and baselines read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import ProfileTable
+
+HEAVY_TAILED = 10.0
+"""Kurtosis above which a column is taken logarithmically; it is 3 for a normal and 9 for an exponential variable."""
+
+
+class FeatureNormaliser(nn.Module):
+    """Joins named feature blocks: missing values imputed by the median, heavy tails drawn in, standardised, clipped.
+
+    Everything is fitted on the rows given (the training split) and kept in buffers: it travels with a checkpoint.
+    A column that never varies gives 0; a column that has missing values in the rows given gets one indicator column.
+    A column with a kurtosis above `HEAVY_TAILED` (sizes, counts, times) becomes sign(x)·ln(1 + |x|/unit), where unit is
+    the 10 % quantile of its magnitudes other than 0, so that it does not matter what it was measured in.
+
+    Args:
+        blocks: name → float [n, d], the rows to fit on. May be empty: the output then has width 0.
+        clip: standardised values are clipped to ±clip.
+
+    Shapes:
+        forward: name → [*, d] in, float32 [*, width] out.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    median: Tensor
+    heavy: Tensor
+    unit: Tensor
+    has_missing: Tensor
+
+    def __init__(self, blocks: Mapping[str, Tensor], clip: float = 5.0) -> None:
+        super().__init__()
+        self.sizes = {name: block.shape[-1] for name, block in blocks.items()}
+        self.clip = clip
+        columns = sum(self.sizes.values())
+        joined = torch.cat([b.float() for b in blocks.values()], -1) if blocks else torch.zeros(1, 0)
+        median = joined.nanmedian(0).values.nan_to_num() if columns else torch.zeros(0)
+        filled = torch.where(joined.isnan(), median, joined).double()
+        centred = filled - filled.mean(0)
+        heavy = centred.pow(4).mean(0) > HEAVY_TAILED * centred.square().mean(0).square()
+        unit = torch.ones(columns)
+        for column in heavy.nonzero().squeeze(1).tolist():
+            magnitude = filled[:, column].abs()
+            unit[column] = magnitude[magnitude > 0].quantile(0.1)
+        self.register_buffer("median", median)
+        self.register_buffer("heavy", heavy)
+        self.register_buffer("unit", unit)
+        drawn_in = self._drawn_in(filled)
+        mean = drawn_in.mean(0)
+        scale = (drawn_in - mean).square().mean(0).sqrt()
+        self.register_buffer("mean", mean.float())
+        # relative to the mean: features may be tiny, and a constant one differs from its mean by rounding
+        self.register_buffer("scale", torch.where(scale > 1e-6 * mean.abs(), scale, torch.inf).float())
+        self.register_buffer("has_missing", joined.isnan().any(0))
+        self.width = columns + int(self.has_missing.sum())
+
+    @classmethod
+    def fit(cls, table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
+        """Fit on these rows (int64 [n]) of a table."""
+        return cls({name: block[rows] for name, block in table.features.items()})
+
+    @classmethod
+    def restored(cls, sizes: Mapping[str, int], has_missing: Tensor) -> FeatureNormaliser:
+        """One of the same shape as a saved one, for its buffers to be loaded into."""
+        row = torch.where(has_missing, torch.nan, 0.0).unsqueeze(0)
+        return cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
+
+    def forward(self, blocks: Mapping[str, Tensor]) -> Tensor:
+        """Join and normalise.
+
+        Raises:
+            InputError: a block is missing or has another width than the one fitted on.
+        """
+        for name, size in self.sizes.items():
+            if name not in blocks or blocks[name].shape[-1] != size:
+                found = blocks[name].shape[-1] if name in blocks else "nothing"
+                raise InputError(
+                    f"features: block {name!r} must be {size} wide, got {found}; give the features "
+                    "that the policy was trained with (profile.features=…)"
+                )
+        if not self.sizes:
+            shape = next(iter(blocks.values())).shape[:-1] if blocks else torch.Size()
+            return self.mean.new_zeros((*shape, 0))
+        joined = torch.cat([blocks[name].float() for name in self.sizes], -1)
+        missing = joined.isnan()
+        normal = (self._drawn_in(torch.where(missing, self.median, joined)) - self.mean) / self.scale
+        normal = normal.clamp(-self.clip, self.clip)
+        return torch.cat([normal, missing[..., self.has_missing].to(normal.dtype)], -1)
+
+    def _drawn_in(self, values: Tensor) -> Tensor:
+        return torch.where(self.heavy, values.sign() * (values.abs() / self.unit).log1p(), values)

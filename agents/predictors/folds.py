@@ -1,0 +1,93 @@
+"""What regressors are fitted to: accuracy and log-latency of all configurations, with every hole filled."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import log_measured
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+FOLDS = 5
+
+
+class Targets:
+    """Accuracy and log-latency side by side, float64 [n, 2C], each centred per configuration and scaled as a block.
+
+    Regressors for several outputs need every cell. One that was not profiled is filled with what a ridge regression on
+    the features x (float64 [n, d]) predicts, plus the mean residual of its sample, shrunk as if one more were 0; the
+    regression is fitted again on what it filled, five times, so that in the end the filled cells hardly pull at it.
+    """
+
+    def __init__(self, table: ProfileTable, rows: Tensor, x: NDArray[np.float64]) -> None:
+        mask = table.mask[rows]
+        seen = mask.any(0)
+        accuracy, log_latency = table.accuracy[rows].double(), log_measured(table.latency_ms[rows].double())
+        slowest = log_latency.nanmean(0)[seen].amax()
+        blocks, centres, scales = [], [], []
+        for measured, never_seen in ((accuracy, torch.zeros_like(slowest)), (log_latency, slowest)):
+            centre = measured.nanmean(0).where(seen, never_seen)
+            deviation = (measured - centre).where(mask, 0.0)
+            if not mask.all():
+                deviation = _filled(deviation, mask, seen, x)
+            scale = deviation.square().mean().sqrt()
+            blocks.append(deviation / scale.where(scale > 1e-9, 1.0))
+            centres.append(centre)
+            scales.append(scale)
+        self.values = torch.cat(blocks, 1).numpy()
+        self.centre, self.scale = torch.stack(centres).float(), torch.stack(scales).float()
+
+    @property
+    def units(self) -> tuple[Tensor, Tensor]:
+        """Scale and offset, float32 [2C] each, that lead from `values` back to what was measured."""
+        return self.scale.repeat_interleave(self.centre.shape[1]), self.centre.flatten()
+
+
+def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64]) -> Tensor:
+    from sklearn.linear_model import Ridge
+
+    ridge, predicted = Ridge(alpha=0.1 * len(x)), torch.zeros_like(deviation)
+    for _ in range(5):
+        residual = (deviation - predicted).where(mask, 0.0)
+        of_sample = residual.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) + 1)
+        deviation = deviation.where(mask, (predicted + of_sample).where(seen, 0.0))
+        predicted = torch.from_numpy(ridge.fit(x, deviation.numpy()).predict(x)).reshape(deviation.shape)
+    return deviation
+
+
+def folds_of(
+    table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Row positions to fit on and to hold out, `count` times; samples of one image stay together."""
+    from sklearn.model_selection import GroupKFold
+
+    names, images = table.dataset_names, table.image_ids or table.sample_ids
+    numbers: dict[tuple[str, str], int] = {}
+    units = [numbers.setdefault((names[row], images[row]), len(numbers)) for row in rows.tolist()]
+    if len(numbers) < 2:
+        return [(np.arange(len(rows)), np.arange(len(rows)))]
+    division = GroupKFold(min(count, len(numbers)), shuffle=True, random_state=seed)
+    return list(division.split(units, groups=units))
+
+
+def rows_of_members(table: ProfileTable, split: Split, members: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows that each member of an ensemble is fitted on, and those that it is judged on, int64 each.
+
+    One member has the training and the validation part; several divide both among them, as `folds_of` does.
+
+    Raises:
+        InputError: fewer samples (or images) than members.
+    """
+    if members == 1:
+        return [split.train], [split.validation]
+    rows = torch.cat([split.train, split.validation])
+    folds = folds_of(table, rows, seed, members)
+    if len(folds) < members:
+        raise InputError(
+            f"policy.members={members}: profile {table.name!r} has only {len(folds)} samples (or images) outside its "
+            "test part; use fewer members"
+        )
+    return [rows[torch.from_numpy(fit)] for fit, _ in folds], [rows[torch.from_numpy(hold)] for _, hold in folds]

@@ -1,0 +1,1 @@
+"""A query and its pool become a sequence of demonstrations."""

@@ -1,0 +1,83 @@
+"""A selector as a TensorDict policy: row numbers of queries in, groups of demonstration sequences out."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from knobwise.agents.selector.clip_encoder import ClipEncoder
+from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector.sequences import SequenceDistribution
+
+
+class SelectorActor(TensorDictModuleBase):
+    """Reads `row` int64 [P]; writes `action` int64 [P, G, T] and `action_log_prob` [P, G]. Query and pool are encoded
+    once for all G.
+
+    Args:
+        selector: the network.
+        embeddings: where features are looked up, or encoded from the items themselves.
+        pool: int64 [Q, N], rows of the bank, −1 where a pool is shorter.
+        shots: T.
+        group_size: G.
+
+    Attributes:
+        temperature: the logits are divided by it, in draws and log-probs alike.
+    """
+
+    in_keys = ["row"]
+    out_keys = ["action", "action_log_prob"]
+    pool: Tensor
+
+    def __init__(
+        self, selector: Selector, embeddings: StoredEmbeddings | ClipEncoder, pool: Tensor, shots: int, group_size: int
+    ) -> None:
+        super().__init__()
+        self.selector, self.embeddings = selector, embeddings
+        self.shots, self.group_size, self.temperature = shots, group_size, 1.0
+        self.register_buffer("pool", pool, persistent=False)
+
+    def get_dist(self, tensordict: TensorDictBase) -> SequenceDistribution:
+        """What the group is drawn from."""
+        rows = tensordict["row"]
+        pool = self.pool[rows]
+        query, candidates = self.embeddings.both(rows, pool)
+        return self.selector.distribution(query, candidates, pool >= 0, self.shots, self.group_size, self.temperature)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict["action"], tensordict["action_log_prob"] = self.get_dist(tensordict).sample_with_log_prob()
+        return tensordict
+
+
+class SequenceBehaviour(TensorDictModuleBase):
+    """The policy that collects: it draws, or where the environment shows `sequences`, replays what was recorded. It
+    writes down what the losses have to know of this moment: `action`, `action_log_prob`, `reference_log_prob`.
+
+    Args:
+        actor: what is trained.
+        reference: what the KL is taken to.
+
+    Attributes:
+        with_log_probs: off for imitation, which asks for none.
+    """
+
+    def __init__(self, actor: SelectorActor, reference: SelectorActor) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = actor.in_keys, ["action"]
+        self.actor, self.reference, self.with_log_probs = actor, reference, True
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        recorded = tensordict.get("sequences", None)
+        if recorded is not None:
+            tensordict["action"] = recorded
+            if self.with_log_probs:
+                tensordict["action_log_prob"] = self.actor.get_dist(tensordict).log_prob(recorded)
+        else:
+            self.actor(tensordict)
+        if self.with_log_probs:
+            dist = self.reference.get_dist(tensordict)
+            tensordict["reference_log_prob"] = dist.log_prob(tensordict["action"])
+        return tensordict

@@ -1,0 +1,175 @@
+"""v2_lora: a CLIP encoder that is trained together with the selector, through LoRA weights alone.
+
+It stands where `knobwise.agents.selector.selector.StoredEmbeddings` stands otherwise. transformers and peft are needed
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from knobwise.agents.selector.selector import StoredEmbeddings
+from knobwise.common.errors import InputError
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "out_proj")
+"""The layers of CLIP's attention that get LoRA weights."""
+AT_ONCE = 256
+"""Most items that go through CLIP together."""
+
+
+class ClipItems(NamedTuple):
+    """Images with their texts, as a CLIPProcessor gives them."""
+
+    pixel_values: Tensor
+    """[M, 3, H, W], of any floating type (float16 takes half the memory)."""
+    input_ids: Tensor
+    """int64 [M, L]."""
+    attention_mask: Tensor
+    """int64 [M, L], 0 where padded."""
+
+
+class ClipEncoder(nn.Module):
+    """Embeds an item as the mean of its image's and its text's embedding of length 1, in the space of both.
+
+    Only the LoRA weights learn (Hu et al. 2021, "LoRA", equation 3); at first they change nothing. Each distinct item
+    of a batch is encoded once, however many pools and sequences it is in.
+
+    Args:
+        model: a transformers CLIPModel; it is changed in place.
+        items: everything that may be embedded.
+        query_items: int64 [Q], the item of each query.
+        candidate_items: int64 [M], the item of each candidate of the bank; may share items with the queries.
+        rank: of the LoRA weights.
+        alpha: they are scaled by alpha / rank.
+        dropout: before them, in train mode. Old and new log-probs must be taken in the same mode.
+
+    Raises:
+        InputError: peft is not installed, the model has none of the layers, or there are no such items.
+    """
+
+    query_items: Tensor
+    candidate_items: Tensor
+
+    def __init__(
+        self,
+        model: Any,
+        items: ClipItems,
+        query_items: Tensor,
+        candidate_items: Tensor,
+        rank: int = 16,
+        alpha: int = 32,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError as error:
+            raise InputError(f"LoRA on CLIP needs peft ({error}): pip install knobwise[models]") from error
+        sizes = {len(part) for part in items}
+        if len(sizes) > 1:
+            raise InputError(f"items: as many images as texts are needed, got {sorted(sizes)}")
+        for name, rows in (("query_items", query_items), ("candidate_items", candidate_items)):
+            if rows.numel() and not 0 <= rows.min() <= rows.max() < len(items.input_ids):
+                raise InputError(f"{name}: must be rows of the {len(items.input_ids)} items")
+        config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(ADAPTED))
+        try:
+            self.model: Any = inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise InputError(f"LoRA on CLIP: this model has none of the layers {', '.join(ADAPTED)}") from error
+        self.items = items
+        self.width: int = model.config.projection_dim
+        self.register_buffer("query_items", query_items, persistent=False)
+        self.register_buffer("candidate_items", candidate_items, persistent=False)
+
+    @classmethod
+    def pretrained(
+        cls, source: str | Path, items: ClipItems, query_items: Tensor, candidate_items: Tensor
+    ) -> ClipEncoder:
+        """With the weights of a folder, or of a model on the Hugging Face hub, in float32.
+
+        Raises:
+            InputError: transformers is not installed, or there is no such model.
+        """
+        try:
+            from transformers import CLIPModel
+        except ImportError as error:
+            raise InputError(f"CLIP needs transformers ({error}): pip install knobwise[models]") from error
+        try:
+            model = CLIPModel.from_pretrained(source, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{source}: not a CLIP model that can be loaded ({error})") from error
+        return cls(model, items, query_items, candidate_items)
+
+    def queries(self, rows: Tensor) -> Tensor:
+        """int64 [*] → [*, width]; zeros for row −1."""
+        return self._embedded(_items_of(self.query_items, rows))
+
+    def candidates(self, rows: Tensor) -> Tensor:
+        """int64 [*] → [*, width]; zeros for row −1, where a pool is shorter."""
+        return self._embedded(_items_of(self.candidate_items, rows))
+
+    def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
+        """A batch of queries, int64 [P], and their pools, int64 [P, N] → [P, width] and [P, N, width].
+
+        An item that is a query here and a candidate there is encoded once.
+        """
+        query, candidates = _items_of(self.query_items, rows), _items_of(self.candidate_items, pool)
+        found = self._embedded(torch.cat([query.unsqueeze(1), candidates], 1))
+        return found[:, 0], found[:, 1:]
+
+    @torch.no_grad()
+    def stored(self) -> StoredEmbeddings:
+        """Everything embedded once with the present weights, without dropout: to fit a selector on, and to judge."""
+        training = self.training
+        self.eval()
+        found = StoredEmbeddings(self._embedded(self.query_items), self._embedded(self.candidate_items))
+        self.train(training)
+        return found
+
+    def lora_state(self) -> dict[str, Tensor]:
+        """The LoRA weights by name, ready for safetensors. The weights of CLIP itself are not among them."""
+        learned = self.model.named_parameters()
+        return {name: p.detach().cpu().clone().contiguous() for name, p in learned if p.requires_grad}
+
+    @torch.no_grad()
+    def load_lora_state(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `lora_state`; nothing is changed where it does not fit.
+
+        Raises:
+            InputError: weights that are missing, too many, or of another shape.
+        """
+        own = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        wrong = sorted(own.keys() ^ state.keys())
+        wrong += [name for name in own if name in state and state[name].shape != own[name].shape]
+        if wrong:
+            raise InputError(
+                f"LoRA weights: {len(wrong)} are missing, unknown or of another shape ({', '.join(wrong[:3])}…): "
+                "they belong to another CLIP model or rank"
+            )
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+    def _embedded(self, items: Tensor) -> Tensor:
+        """int64 [*], −1 for none → float32 [*, width]."""
+        distinct, place = items.unique(return_inverse=True)
+        there = distinct[distinct >= 0]
+        parts = [self._encoded(part) for part in there.split(AT_ONCE) if len(part)]
+        encoded = torch.cat([torch.zeros(len(distinct) - len(there), self.width, device=items.device), *parts])
+        return F.embedding(place, encoded)
+
+    def _encoded(self, items: Tensor) -> Tensor:
+        """int64 [n] → float32 [n, width]."""
+        images, texts, shown = (part[items.to(part.device)].to(items.device) for part in self.items)
+        out = self.model(pixel_values=images.to(self.model.dtype), input_ids=texts, attention_mask=shown)
+        return (out.image_embeds + out.text_embeds).float() / 2  # CLIP has brought both to length 1
+
+
+def _items_of(items: Tensor, rows: Tensor) -> Tensor:
+    rows = rows.to(items.device)
+    return torch.where(rows < 0, -1, items[rows.clamp_min(0)])

@@ -1,0 +1,166 @@
+"""The selector: embeddings of a query and of its pool in, which demonstrations to show and in which order out.
+
+In the order of the data: embeddings (`StoredEmbeddings`, or `knobwise.agents.selector.clip_encoder`) → standardised →
+network (`knobwise.agents.selector.networks`) → `SequenceDistribution`, which draws actions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knobwise.agents.selector.networks import SelectorConfig, pointer_network
+from knobwise.agents.selector.sequences import SequenceDistribution
+from knobwise.agents.training.settings import at_least, one_of
+from knobwise.common.errors import InputError
+
+DECODINGS = ("greedy", "beam")
+STAGES = ("sft", "rce", "grpo")
+
+
+class StoredEmbeddings(nn.Module):
+    """Embeddings that are known already, looked up by row.
+
+    Args:
+        queries: float [Q, d].
+        candidates: float [M, d], the whole bank, in the same space.
+    """
+
+    query_table: Tensor
+    candidate_table: Tensor
+
+    def __init__(self, queries: Tensor, candidates: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("query_table", queries, persistent=False)
+        self.register_buffer("candidate_table", candidates, persistent=False)
+
+    def queries(self, rows: Tensor) -> Tensor:
+        """int64 [*] → [*, d]; zeros for row −1."""
+        return _looked_up(self.query_table, rows)
+
+    def candidates(self, rows: Tensor) -> Tensor:
+        """int64 [*] → [*, d]; zeros for row −1, where a pool is shorter."""
+        return _looked_up(self.candidate_table, rows)
+
+    def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
+        """A batch of queries, int64 [P], and their pools, int64 [P, N] → [P, d] and [P, N, d]."""
+        return self.queries(rows), self.candidates(pool)
+
+
+def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
+    found = nn.functional.embedding(rows.clamp_min(0).to(table.device), table)
+    return found.masked_fill((rows < 0).unsqueeze(-1).to(table.device), 0.0)
+
+
+class Selector(nn.Module):
+    """A policy over ordered sequences of demonstrations from a query's own pool.
+
+    Args:
+        config: the network.
+        features: d, the width of the embeddings.
+
+    Attributes:
+        stage: how far it was trained: `sft`, `rce` or `grpo`. A v2 network at `grpo` is what is called v3.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, config: SelectorConfig, features: int) -> None:
+        super().__init__()
+        at_least("features", features, 1)
+        self.config, self.features, self.stage = config, features, "sft"
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("scale", torch.ones(features))
+        self.network = pointer_network(config, features)
+
+    @classmethod
+    def fitted(cls, config: SelectorConfig, queries: Tensor, candidates: Tensor) -> Selector:
+        """A fresh selector that standardises by these embeddings, [q, d] and [m, d]: those of training alone."""
+        selector = cls(config, queries.shape[-1])
+        both = torch.cat([queries, candidates]).double()
+        mean = both.mean(0)
+        scale = (both - mean).square().mean(0).sqrt()
+        selector.mean.copy_(mean)
+        # a column that never varies gives 0; relative to the mean, from which it differs by rounding
+        selector.scale.copy_(torch.where(scale > 1e-6 * mean.abs(), scale, torch.inf))
+        return selector
+
+    def distribution(
+        self,
+        query: Tensor,
+        pool: Tensor,
+        mask: Tensor,
+        shots: int,
+        group_size: int | None = None,
+        temperature: float = 1.0,
+    ) -> SequenceDistribution:
+        """Embeddings of queries [P, d] and of their pools [P, N, d], mask bool [P, N] → what to draw sequences from.
+
+        Everything is encoded here, once. `group_size` and `temperature` are those of `SequenceDistribution`.
+
+        Raises:
+            InputError: embeddings of another width than the selector reads, or fewer than one shot.
+        """
+        at_least("shots", shots, 1)
+        for name, found in (("query", query.shape[-1]), ("candidate", pool.shape[-1])):
+            if found != self.features:
+                raise InputError(
+                    f"{name} embeddings are {found} wide, but this selector reads {self.features}: "
+                    "give those of the encoder that it was trained with"
+                )
+        query, pool = ((x - self.mean) / self.scale for x in (query, pool))
+        return SequenceDistribution(
+            self.network, self.network.encode(query, pool, mask), shots, group_size, temperature
+        )
+
+    @torch.no_grad()
+    def choose(
+        self, query: Tensor, pool: Tensor, mask: Tensor, shots: int, decoding: str = "greedy", width: int = 5
+    ) -> Tensor:
+        """What to show: places in the queries' own pools, int64 [P, T], −1 where a pool has fewer than T candidates.
+
+        Args:
+            query: [P, d].
+            pool: [P, N, d].
+            mask: bool [P, N].
+            shots: T.
+            decoding: `greedy`, or `beam` for beam search.
+            width: of beam search.
+
+        Raises:
+            InputError: a setting that does not exist, or embeddings of another width.
+        """
+        one_of("decoding", decoding, DECODINGS)
+        at_least("width", width, 1)
+        training, device = self.training, self.mean.device
+        self.eval()
+        dist = self.distribution(query.to(device), pool.to(device), mask.to(device), shots)
+        sequences, _ = dist.beam(width if decoding == "beam" else 1)
+        self.train(training)
+        return sequences[:, 0]
+
+    def plain(self) -> dict[str, Any]:
+        """Tensors and plain values, for a checkpoint."""
+        return {
+            "selector": asdict(self.config),
+            "features": self.features,
+            "stage": self.stage,
+            "state": self.state_dict(),
+        }
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> Selector:
+        """The inverse of `plain`, in eval mode.
+
+        Raises:
+            RuntimeError: weights that are missing, too many, or of another shape: none is left as it was drawn.
+        """
+        one_of("stage", plain["stage"], STAGES)
+        selector = cls(SelectorConfig(**plain["selector"]), plain["features"])
+        selector.stage = plain["stage"]
+        selector.load_state_dict(plain["state"])
+        return selector.eval()

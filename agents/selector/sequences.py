@@ -1,0 +1,173 @@
+"""The distribution that a selector draws from: ordered sequences of different places of a query's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+from torch.nn import functional as F
+
+from knobwise.agents.selector.networks import Encoded, PointerNetwork
+from knobwise.losses.functional import entropy
+
+
+class SequenceDistribution(Distribution):
+    """Ordered sequences of T different places of the pool, drawn one after the other without replacement.
+
+    ln π(a) = Σ_t ln softmax(logits_t)[a_t] over what is left of the pool at step t (Plackett 1975, "The Analysis of
+    Permutations", with logits that follow what was chosen). It sums to 1 over all sequences. Where a pool has fewer
+    than T candidates a sequence ends when nothing is left; what remains of it is −1 and adds 0.
+
+    Args:
+        network: what points.
+        encoded: P queries and their pools of N places, as `network.encode` gives them.
+        shots: T.
+        group_size: G draws belong to one query: `sample` gives [*, P, G, T] and `log_prob` of it [*, P, G]. None for no
+            group axis: [*, P, T] and [*, P].
+        temperature: the logits are divided by it, for draws, log-probs and entropy alike.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}
+    support = constraints.integer_interval(-1, torch.iinfo(torch.int64).max)
+
+    def __init__(
+        self,
+        network: PointerNetwork,
+        encoded: Encoded,
+        shots: int,
+        group_size: int | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        self.network, self.encoded, self.shots = network, encoded, shots
+        self.group_size, self.temperature = group_size, temperature
+        group = () if group_size is None else (group_size,)
+        super().__init__(encoded.mask.shape[:1], torch.Size([*group, shots]), validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probability of sequences, int64 [*sample_shape, P, (G), T] → [*sample_shape, P, (G)].
+
+        −1 after the end of a shorter sequence adds 0, so that the log-prob is that of its beginning. A place that was
+        chosen before, is not in the pool, or follows the end makes it −∞, without a gradient of its own. G and T need
+        not be those of the draws.
+        """
+        group = 1 if self.group_size is None else value.shape[-2]
+        samples = value.shape[: value.dim() - (2 if self.group_size is None else 3)].numel()
+        places = value.reshape(samples, *self.batch_shape, group, value.shape[-1]).movedim(0, 1).flatten(1, 2)
+        found = self._log_prob(places).unflatten(1, (samples, group))
+        return found.movedim(1, 0).reshape(value.shape[:-1])
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """Draws, int64 [*sample_shape, P, (G), T]; all of them go side by side."""
+        return self.sample_with_log_prob(sample_shape)[0]
+
+    rsample = sample
+    """Draws of a discrete distribution carry no gradient; the name is there because collectors ask for it."""
+
+    @torch.no_grad()
+    def sample_with_log_prob(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Draws and their log-probs, [*sample_shape, P, (G)], without running the network a second time."""
+        samples = torch.Size(sample_shape).numel()
+        group = 1 if self.group_size is None else self.group_size
+        places, log_probs = self._draw(samples * group)
+        found = _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
+        shape = torch.Size([*sample_shape, *self.batch_shape, *self.event_shape])
+        places, found = (x.unflatten(1, (samples, group)).movedim(1, 0) for x in (places, found))
+        return places.reshape(shape), found.reshape(shape[:-1])
+
+    def entropy(self) -> Tensor:
+        """Unbiased estimate [P], in nats: exact entropies of the steps, summed along one drawn sequence.
+
+        Rao-Blackwellised: only which prefix is met is left to chance, and one step has no chance in it. The gradient is
+        that of the steps' entropies; how prefixes become more or less likely is not in it. The sequence is drawn with
+        its own numbers, always the same, so that looking does not change what training draws.
+        """
+        generator = torch.Generator(self.encoded.keys.device).manual_seed(0)
+        places, log_probs = self._draw(1, generator)
+        return entropy(log_probs).masked_fill(places < 0, 0.0).sum(-1).squeeze(1)
+
+    @torch.no_grad()
+    def beam(self, width: int) -> tuple[Tensor, Tensor]:
+        """Beam search: sequences int64 [P, width, T], best first, and their log-probs [P, width].
+
+        Where there are fewer sequences than `width`, the last ones are −1 throughout, with log-prob −∞.
+        """
+        network, mask = self.network, self.encoded.mask
+        queries, size = mask.shape
+        row = torch.arange(queries, device=mask.device).unsqueeze(1)
+        state, available = network.start(self.encoded, 1), mask.unsqueeze(1)
+        places, total = row.new_empty(queries, 1, 0), self.encoded.keys.new_zeros(queries, 1)
+        stay = torch.arange(size, device=mask.device) == 0  # with nothing left, the first place stands for the end
+        for step in range(self.shots):
+            left = available.any(-1)
+            log_probs = self._log_probs(network.point(state), available)
+            log_probs = torch.where(left.unsqueeze(-1), log_probs, stay.to(log_probs.dtype).log())
+            scores = (total.unsqueeze(-1) + log_probs).flatten(1)
+            total, best = scores.topk(min(width, scores.shape[1]))
+            parent, place = best // size, best % size
+            end = torch.where(left[row, parent], place, -1).unsqueeze(-1)
+            places = torch.cat([places[row, parent], end], -1)
+            available = available[row, parent].scatter(-1, place.unsqueeze(-1), False)
+            if step < self.shots - 1:
+                state = network.advance(state[row, parent], self._keys(place))
+        missing = width - total.shape[1]
+        places, total = F.pad(places, (0, 0, 0, missing)), F.pad(total, (0, missing), value=-torch.inf)
+        return places.masked_fill((total == -torch.inf).unsqueeze(-1), -1), total
+
+    @property
+    def mode(self) -> Tensor:
+        """The greedy sequence, the most probable place at every step: [P, T], or repeated along the group axis."""
+        greedy = self.beam(1)[0]
+        return greedy[:, 0] if self.group_size is None else greedy.expand(-1, self.group_size, -1)
+
+    deterministic_sample = mode
+
+    def _log_prob(self, places: Tensor) -> Tensor:
+        """int64 [P, J, T] → [P, J], every step at once."""
+        size = self.encoded.mask.shape[-1]
+        inside = places.clamp(0, size - 1)
+        taken = places.unsqueeze(-1) == torch.arange(size, device=places.device)
+        available = self.encoded.mask[:, None, None] & (taken.cumsum(2) == taken)
+        directions = self.network.directions(self.encoded, self._keys(inside[..., :-1]))
+        found = _of_chosen(self._log_probs(directions, available), inside)
+        padding = places == -1
+        wrong = ~available.gather(-1, inside.unsqueeze(-1)).squeeze(-1) | (inside != places) | (padding.cumsum(-1) > 0)
+        return found.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
+
+    def _draw(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """J draws of each query: int64 [P, J, T], and the log-probs of every step, [P, J, T, N]."""
+        network, mask = self.network, self.encoded.mask
+        state, available = network.start(self.encoded, count), mask.unsqueeze(1).expand(-1, count, -1)
+        places, steps = [], []
+        for step in range(self.shots):
+            log_probs = self._log_probs(network.point(state), available)
+            drawn = torch.multinomial(log_probs.detach().exp().flatten(0, 1), 1, generator=generator)
+            drawn = drawn.unflatten(0, log_probs.shape[:2])
+            places.append(drawn.masked_fill(~available.any(-1, keepdim=True), -1))
+            steps.append(log_probs)
+            available = available.scatter(-1, drawn, False)
+            if step < self.shots - 1:
+                state = network.advance(state, self._keys(drawn.squeeze(-1)))
+        return torch.cat(places, -1), torch.stack(steps, 2)
+
+    def _log_probs(self, directions: Tensor, available: Tensor) -> Tensor:
+        """Log-probs of the next place, [P, *, N]: −∞ for what is not available.
+
+        Where nothing is, they are those of a full pool: nobody reads them, and they are finite in value and gradient.
+        """
+        logits = self.network.logits(directions, self.encoded) / self.temperature
+        masked = ~available & available.any(-1, keepdim=True)
+        return logits.masked_fill(masked, -torch.inf).log_softmax(-1)
+
+    def _keys(self, places: Tensor) -> Tensor:
+        """Keys of places of the queries' own pools: int64 [P, *] → [P, *, h]."""
+        queries, size, width = self.encoded.keys.shape
+        first = torch.arange(0, queries * size, size, device=places.device)
+        rows = places + first.view(-1, *[1] * (places.dim() - 1))
+        return F.embedding(rows, self.encoded.keys.reshape(queries * size, width))
+
+
+def _of_chosen(log_probs: Tensor, places: Tensor) -> Tensor:
+    """[P, J, T, N] and int64 [P, J, T] → [P, J, T]."""
+    return log_probs.gather(-1, places.clamp_min(0).unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,327 @@
+"""A controller in front of a model: features from the model's own first stage, a decision, knobs set, an answer.
+
+    first stage ─▶ what is left of the budget ─▶ decision ─▶ groups of equal configuration ─▶ answers, in their order
+
+Whatever a request would not have cost without the controller is charged to its budget: pooling features, the decision,
+setting knobs, and where arrivals are known all waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.common.errors import InputError
+from knobwise.common.progress import progress
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, Answer, FirstStage, Request, check_configuration
+
+DECISIONS_KEPT = 64
+"""The latest decisions; the median of what they took, and setting knobs, is charged to the next before it is made."""
+
+
+class Decides(Protocol):
+    """A controller without torch, such as `knobwise.agents.serving.numpy_controller.NumpyController`."""
+
+    def choose(self, features: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[Any]:
+        """Feature blocks [n, d], limits [n] in ms → configuration indices int64 [n]."""
+        ...
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of one request."""
+
+    answer: Answer
+    configuration: dict[str, int]
+    """The knobs that it was answered with."""
+    choice: int
+    """The same as a number: the controller's index of the configuration."""
+    budget_ms: float
+    limit_ms: float
+    """What the decision was made under: what was left of the budget, in the profile's ms."""
+    total_ms: float
+    """waited_ms + overhead_ms + answer.total_ms."""
+    waited_ms: float
+    """From its arrival on, without its own work; 0 where no arrival was given."""
+    overhead_ms: float
+    """What it would not have cost without the controller: pooled features, decision, knobs set, and the calls between
+    them."""
+    decision_us: float
+    """The part of it that the decision took, for the whole batch."""
+
+    @property
+    def met(self) -> bool:
+        """Whether it was answered in time."""
+        return self.total_ms <= self.budget_ms
+
+
+class AdaptiveModel:
+    """A model that sets its own knobs, request by request.
+
+    One lock is held from the first stage to the last answer, so that threads may share it: knobs are never mixed, and
+    no other request comes between a decision and what it was made for.
+
+    Args:
+        model: whose knobs are set.
+        controller: a trained `Controller` or `StackedController`, or the same in NumPy, which decides in either case;
+            for deadlines.
+        speed: latency here / latency in the controller's profile. Budgets are divided by it; `calibrate` measures it.
+        cache: how many first stages are kept by their content, image and question; 0 for none. Each holds on to what
+            the model keeps of it.
+
+    Raises:
+        InputError: a controller for mean budgets, or one whose configurations the model cannot run.
+    """
+
+    def __init__(self, model: AdaptiveVLM, controller: Any, *, speed: float = 1.0, cache: int = 0) -> None:
+        about = getattr(controller, "header", {})  # of an exported one
+        if isinstance(controller, PricedChooser) or getattr(controller, "priced", about.get("priced", False)):
+            raise InputError(
+                "runtime: the controller keeps a mean over requests (budget=mean), and here every request has a "
+                "deadline; train one with budget=quantiles"
+            )
+        if not 0 < speed < math.inf:
+            raise InputError(f"runtime: speed={speed}; it must be positive")
+        if isinstance(controller, Controller | StackedController):
+            controller = to_numpy(controller)  # the same decisions, several times faster
+        self.model, self.controller, self.speed = model, controller, speed
+        self.configurations = configurations_of(controller)
+        for configuration in self.configurations:
+            check_configuration(model.knobs, configuration)
+        self._choose_one: Callable[[Mapping[str, NDArray[Any]], float], int]
+        self._choose_one = getattr(controller, "decide_index", self._choose_by_batch)
+        self._lock = threading.Lock()
+        self._stages: OrderedDict[tuple[bytes, bytes], FirstStage] = OrderedDict()
+        self._cache = cache
+        self.cache_hits = self.cache_misses = 0
+        self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
+        self._count, self._decision_ms, self._beyond_ms = 0, 0.0, 0.0
+
+    @property
+    def decision_us(self) -> float:
+        """Median of the latest decisions, as charged to the next one; 0 before the first."""
+        return self._decision_ms * 1e3
+
+    def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
+        """Answer one request under its budget.
+
+        Args:
+            request: what is asked.
+            budget_ms: deadline in ms after arrival.
+            arrived: a reading of `time.perf_counter()`; waiting since then counts against the budget. None counts the
+                request's own work only.
+
+        Raises:
+            InputError: a budget that is not positive.
+        """
+        if not 0 < budget_ms < math.inf:
+            raise InputError(f"runtime: budget_ms={budget_ms}: must be positive, in ms")
+        # right after the model has run every line costs microseconds: nothing is done here that one request can spare
+        with self._lock:
+            begun = time.perf_counter()
+            stage = self._first_stage(request)
+            start = time.perf_counter()
+            limit = self._limit(stage, budget_ms, arrived, begun)
+            choice = self._choose_one(stage.features, limit)
+            decided = time.perf_counter()
+            (answer,) = self.model.answer((stage,), self.configurations[choice])
+            done = time.perf_counter()
+            decision_ms = (decided - start) * 1e3
+            # all that the answer did not take, and is not counted yet: calls, clocks, setting knobs
+            beyond_ms = max((done - begun) * 1e3 - answer.total_ms - stage.extra_ms - decision_ms, 0.0)
+            return self._result(stage, budget_ms, limit, arrived, choice, answer, decision_ms, beyond_ms, done)
+
+    def generate(
+        self, requests: Sequence[Request], budgets_ms: float | Sequence[float], arrived: Sequence[float] | None = None
+    ) -> list[Result]:
+        """Answer requests, each under its own budget, as `answer` does each.
+
+        Args:
+            requests: n of them. What gets the same configuration is answered as one group, the group with the least
+                time left first; a decision does not foresee how long other groups take.
+            budgets_ms: n deadlines in ms after arrival, or one for all.
+            arrived: n readings of `time.perf_counter()`; waiting since then counts against the budget. None counts the
+                request's own work only.
+
+        Returns: n results, in the order of the requests.
+
+        Raises:
+            InputError: numbers of requests, budgets and arrivals that do not fit; a budget that is not positive.
+        """
+        n = len(requests)
+        given_ms = np.asarray(budgets_ms, np.float64)
+        budgets: list[float] = np.full(n, given_ms).tolist() if given_ms.ndim == 0 else given_ms.tolist()
+        if len(budgets) != n or (arrived is not None and len(arrived) != n):
+            given = "" if arrived is None else f" and {len(arrived)} arrivals"
+            raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{given}")
+        moments = [None] * n if arrived is None else list(arrived)
+        if n == 1:
+            return [self.answer(requests[0], budgets[0], moments[0])]
+        if not all(0 < budget < math.inf for budget in budgets):
+            raise InputError(f"runtime: budgets_ms={budgets}: all must be positive, in ms")
+        with self._lock:
+            return self._generate(requests, budgets, moments) if n else []
+
+    def _generate(
+        self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
+    ) -> list[Result]:
+        stages = [self._first_stage(request) for request in requests]
+        start = time.perf_counter()
+        # one after another would have begun so much before
+        begun = [start - stage.total_ms / 1e3 for stage in stages]
+        limits = [self._limit(*each) for each in zip(stages, budgets, moments, begun, strict=True)]
+        arrays = {name: np.stack([stage.features[name] for stage in stages]) for name in stages[0].features}
+        chosen = self.controller.choose(arrays, np.array(limits, np.float32)).tolist()
+        decision_ms = (time.perf_counter() - start) * 1e3
+
+        groups: dict[int, list[int]] = {}
+        for i in sorted(range(len(chosen)), key=limits.__getitem__):
+            groups.setdefault(chosen[i], []).append(i)
+        results: dict[int, Result] = {}
+        for choice, members in groups.items():
+            set_out = time.perf_counter()
+            answers = self.model.answer([stages[i] for i in members], self.configurations[choice])
+            done = time.perf_counter()
+            # what the group took beyond its answers: setting knobs
+            own = (a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True))
+            beyond_ms = max((done - set_out) * 1e3 - sum(own), 0.0)
+            for i, answer in zip(members, answers, strict=True):
+                about = stages[i], budgets[i], limits[i], moments[i]
+                results[i] = self._result(*about, choice, answer, decision_ms, beyond_ms, done)
+        return [results[i] for i in range(len(requests))]
+
+    def _result(
+        self,
+        stage: FirstStage,
+        budget: float,
+        limit: float,
+        arrived: float | None,
+        choice: int,
+        answer: Answer,
+        decision_ms: float,
+        beyond_ms: float,
+        done: float,
+    ) -> Result:
+        overhead = stage.extra_ms + decision_ms + beyond_ms
+        total = overhead + answer.total_ms
+        waited = 0.0 if arrived is None else max((done - arrived) * 1e3 - total, 0.0)
+        self._remember(decision_ms, beyond_ms)
+        configuration = self.configurations[choice]
+        return Result(answer, configuration, choice, budget, limit, waited + total, waited, overhead, decision_ms * 1e3)
+
+    def _limit(self, stage: FirstStage, budget: float, arrived: float | None, begun: float) -> float:
+        """What is left for the answer of a budget whose first stage began at `begun`, in the profile's ms."""
+        left = budget - stage.extra_ms - self._decision_ms - self._beyond_ms
+        if arrived is not None:
+            left -= (begun - arrived) * 1e3
+        return max(left, LEAST_LATENCY_MS) / self.speed
+
+    def _choose_by_batch(self, features: Mapping[str, NDArray[Any]], limit: float) -> int:
+        blocks = {name: block[None] for name, block in features.items()}
+        return int(self.controller.choose(blocks, np.array([limit], np.float32))[0])
+
+    def _first_stage(self, request: Request) -> FirstStage:
+        if not self._cache:
+            return self.model.first_stage(request)
+        start = time.perf_counter()
+        key = content_key(request.image), content_key(request.question)
+        known = self._stages.get(key)
+        if known is not None:
+            self._stages.move_to_end(key)
+            self.cache_hits += 1
+            took = (time.perf_counter() - start) * 1e3
+            return replace(known, request=request, total_ms=took, extra_ms=took)
+        self.cache_misses += 1
+        looked = (time.perf_counter() - start) * 1e3
+        stage = self.model.first_stage(request)
+        self._stages[key] = stage
+        if len(self._stages) > self._cache:
+            self._stages.popitem(last=False)
+        return replace(stage, total_ms=stage.total_ms + looked, extra_ms=stage.extra_ms + looked)
+
+    def _remember(self, decision_ms: float, beyond_ms: float) -> None:
+        """Renew the running medians, at first often and then seldom: it costs time too."""
+        self._latest.append((decision_ms, beyond_ms))
+        self._count += 1
+        if self._count < 8 or self._count % DECISIONS_KEPT == 0:
+            self._decision_ms, self._beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
+
+    def calibrate(
+        self, table: ProfileTable, samples: Mapping[int, Request], cells: int = 200, warm_up: int = 20, seed: int = 0
+    ) -> float:
+        """Measure `speed` on random cells of the controller's profile, set it, and return it.
+
+        Args:
+            table: the profile.
+            samples: row of the table → the request that was measured there; some hundred are enough.
+            cells: how many (sample, configuration) are timed, in random order; the median of the ratios counts.
+            warm_up: how many are answered before.
+            seed: of the cells.
+
+        Raises:
+            InputError: other configurations than the controller's, or no profiled cell among the samples.
+        """
+        if [table.configuration(c) for c in range(table.num_configurations)] != self.configurations:
+            raise InputError(f"runtime: profile {table.name!r} has other configurations than the controller")
+        rows = torch.tensor(sorted(samples), dtype=torch.int64)
+        known = table.mask[rows].nonzero() if len(rows) else torch.zeros(0, 2)
+        if not len(known):
+            raise InputError(f"runtime: nothing to calibrate on, none of the samples is in profile {table.name!r}")
+        drawn = np.random.default_rng(seed).integers(len(known), size=warm_up + cells)
+        ratios = []
+        with self._lock, progress("timing this machine", len(drawn), quiet_s=5) as tick:
+            for done, (place, column) in enumerate(known[drawn].tolist(), 1):
+                row = int(rows[place])
+                stage = self.model.first_stage(samples[row])
+                (answer,) = self.model.answer([stage], self.configurations[column])
+                ratios.append(answer.total_ms / max(float(table.latency_ms[row, column]), LEAST_LATENCY_MS))
+                tick(done, "")
+            self.speed = statistics.median(ratios[warm_up:])
+        return self.speed
+
+
+def configurations_of(controller: Any) -> list[dict[str, Any]]:
+    """The values that each of a controller's configurations gives the knobs, by name."""
+    knobs = controller.knobs
+    values = knobs if isinstance(knobs, Mapping) else {knob.name: knob.values for knob in knobs}
+    return [
+        {name: values[name][place] for name, place in zip(values, row, strict=True)}
+        for row in controller.configurations.tolist()
+    ]
+
+
+def content_key(content: Any) -> bytes:
+    """A digest of a text, a tensor, an array or a PIL image: equal for equal contents.
+
+    Raises:
+        InputError: anything else.
+    """
+    if isinstance(content, str):
+        return hashlib.sha256(content.encode()).digest()
+    if isinstance(content, Tensor):
+        content = content.detach().cpu().numpy()
+    elif hasattr(content, "getpalette"):  # without it the pixels of some images are numbers and no colours
+        about = f"{content.mode} {content.size} {content.getpalette()} {content.info.get('transparency')} ".encode()
+        return hashlib.sha256(about + content.tobytes()).digest()
+    if not isinstance(content, np.ndarray) or content.dtype.hasobject:
+        raise InputError(f"runtime: cannot tell the content of a {type(content).__name__}; use cache=0")
+    about = f"{content.dtype} {content.shape} ".encode()
+    return hashlib.sha256(about + content.tobytes()).digest()

@@ -1,0 +1,1 @@
+"""Network and predictors weighted, the guard, and mean budgets."""

@@ -1,0 +1,336 @@
+"""Policies for mean budgets: something that decides at a price, the calibrated price of each budget, and a guard.
+
+Prices are calibrated on samples that what decides was not fitted on. Where it predicts an accuracy and a cost for every
+configuration the lowest price that keeps a budget is found exactly (`calibrate_prices`); any other is tried at many
+worths of a right answer, 1/price. The guard falls back, budget by budget, to the static mix where on those samples the
+policy was not more accurate at no higher mean latency, by more than chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.judging.baselines import PredictThenChoose
+from knobwise.agents.predictors.experts import Measured, fit_experts
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.folds import folds_of
+from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price
+from knobwise.agents.stack.stacked_controller import StackedController, fit_priced_stack
+from knobwise.agents.training.settings import PolicyConfig
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import worths_range
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+WORTHS = 200
+"""How many worths are tried, evenly apart in logarithm."""
+SEED = 0
+"""Of the hash, and of the draws for requests without features."""
+
+
+class PricedChooser:
+    """Decides for mean budgets.
+
+    Args:
+        name: how the policy is called.
+        chooser: its `choose(features, worths, mask)` weighs accuracy against latency/worth; a controller or a baseline.
+        budgets_ms: float [B], the mean budgets that it is calibrated for.
+        prices: float64 [B], λ = 1/worth, accuracy per ms.
+        mix: the static mix for the same budgets; None without a guard.
+        guard: what the guard found for each budget (`compared`); none without a guard.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        chooser: Any,
+        budgets_ms: Tensor,
+        prices: Tensor,
+        mix: StaticMix | None = None,
+        guard: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.name, self.chooser, self.mix = name, chooser, mix
+        self.budgets_ms, self.prices = budgets_ms, prices.double()
+        self.guard = [dict(found) for found in guard]
+        self.deployed = torch.tensor([found["deployed"] for found in self.guard] or [True] * len(prices))
+        self._draws = torch.Generator().manual_seed(SEED)
+
+    def groups(self, budgets_ms: Tensor) -> Tensor:
+        """Which of the calibrated budgets these are: float [n] in ms → int64 [n].
+
+        Raises:
+            InputError: another budget. A price for it cannot be guessed.
+        """
+        own = self.budgets_ms.double()
+        group = (budgets_ms.double().unsqueeze(1) - own).abs().argmin(1)
+        far = (budgets_ms.double() - own[group]).abs() > 1e-3 * own[group]
+        if far.any():
+            raise InputError(
+                f"a mean budget of {float(budgets_ms[far][0]):.4g}: prices were calibrated for "
+                f"{', '.join(f'{budget:.4g}' for budget in own.tolist())} only; train with the budgets_ms you need"
+            )
+        return group
+
+    @torch.no_grad()
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Decisions for requests under mean budgets: blocks [n, d], [n] ms, bool [n, C] → configurations int64 [n].
+
+        Where the static mix decides, a request's side of it follows from a hash of its features: the same request gets
+        the same configuration on any machine. Without features, from one draw after another.
+
+        Raises:
+            InputError: a budget without a calibrated price.
+        """
+        group = self.groups(budgets_ms)
+        chosen = self.chooser.choose(features, 1 / self.prices[group], mask).cpu()
+        if self.mix is None or bool(self.deployed[group].all()):
+            return chosen
+        place = hashed(features) if features else torch.rand(len(group), generator=self._draws)
+        if mask is None:
+            mask = torch.ones(len(group), len(self.chooser.configurations), dtype=torch.bool)
+        return chosen.where(self.deployed[group], self.mix.choose(place, group, mask.cpu()))
+
+    @torch.no_grad()
+    def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
+        """What the chooser takes for each sample at each calibrated budget, guard or not: configurations int64
+        [n, B]."""
+        features, mask = {name: block[rows] for name, block in table.features.items()}, table.mask[rows]
+        worths = [(1 / price).expand(len(rows)) for price in self.prices]
+        return torch.stack([self.chooser.choose(features, worth, mask).cpu() for worth in worths], 1)
+
+    @torch.no_grad()
+    def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Accuracy and latency (ms) of each sample at each calibrated budget, float64 [n, B] each.
+
+        Where the static mix decides its expectation counts, and no draw. `decided` is what `decided` gives for the same
+        samples, where that is at hand.
+        """
+        chosen = self.decided(table, rows) if decided is None else decided
+        accuracy, cost = (values[rows].double().gather(1, chosen) for values in (table.accuracy, table.latency_ms))
+        if self.mix is None:
+            return accuracy, cost
+        mixed, mixed_cost = self.mix.expected(table, rows)
+        return accuracy.where(self.deployed, mixed), cost.where(self.deployed, mixed_cost)
+
+    def plain(self) -> dict[str, Any]:
+        """Tensors and plain values, for a checkpoint; of a chooser that is a controller."""
+        return {
+            "name": self.name,
+            "kind": type(self.chooser).__name__,
+            "chooser": self.chooser.plain(),
+            "budgets_ms": self.budgets_ms,
+            "prices": self.prices,
+            "mix": self.mix and self.mix.plain(),
+            "guard": self.guard,
+        }
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> PricedChooser:
+        """The inverse of `plain`."""
+        kind = {one.__name__: one for one in (Controller, StackedController)}[plain["kind"]]
+        mix = plain["mix"] and StaticMix.restored(plain["mix"])
+        chooser = kind.restored(plain["chooser"])
+        return cls(plain["name"], chooser, plain["budgets_ms"], plain["prices"], mix, plain["guard"])
+
+
+def hashed(features: Mapping[str, Tensor]) -> Tensor:
+    """A number in [0, 1) for each request from the bits of its features: blocks float32 [n, d] → float64 [n].
+
+    Multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast", section 3): the high bits
+    of a sum of the words, each times a random number, modulo 2^64.
+    """
+    words = torch.cat([features[name].cpu().float() for name in sorted(features)], 1).contiguous()
+    generator = torch.Generator().manual_seed(SEED)
+    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (words.shape[1] + 1,), generator=generator)
+    sums = (words.view(torch.int32).long() * keys[1:]).sum(1) + keys[0]
+    return ((sums >> 32) & 0xFFFFFFFF).double() / 2**32
+
+
+# -- calibrating -------------------------------------------------------------------------------------------------------
+
+
+def prices_by_trial(
+    choose: Callable[[Tensor], Tensor], cost: Tensor, worths: Tensor, budgets_ms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The lowest price tried that keeps each mean budget on these rows; where none does, the one that costs least.
+
+    Args:
+        choose: a worth, float [] in ms → configurations int64 [n], by something that was not fitted on these rows.
+        cost: float [n, C], as measured.
+        worths: float [W], what is tried.
+        budgets_ms: float [B].
+
+    Returns:
+        Prices float64 [B], and what was chosen at them, int64 [n, B].
+    """
+    worths = worths.sort(descending=True).values
+    chosen = torch.stack([choose(worth) for worth in worths], 1)
+    paid = cost.double().gather(1, chosen).mean(0)
+    keeps = paid <= budgets_ms.double().unsqueeze(1) * (1 + 1e-9)
+    best = torch.where(keeps.any(1), keeps.long().argmax(1), paid.argmin())
+    return 1 / worths.double()[best], chosen[:, best]
+
+
+def compared(
+    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor, confidence: float
+) -> list[dict[str, Any]]:
+    """What the guard finds for each budget, in plain values and with a `reason` for a person.
+
+    Deployed is what kept the budget and was more accurate than the static mix by more than z·(standard error of the
+    mean paired difference), z the normal quantile of `confidence`.
+
+    Args:
+        accuracy, cost: float [n, B], of the policy on samples that it was not fitted on.
+        mixed: float [n, B], expected accuracy of a static mix that was not fitted on them either.
+        budgets_ms: float [B].
+        confidence: one-sided.
+    """
+    n, z = len(accuracy), torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64))
+    gains = (accuracy - mixed).double()
+    gain, spent = gains.mean(0), cost.double().mean(0)
+    error = (gains - gain).square().sum(0).div(max(n - 1, 1) * n).sqrt()
+    kept, sure = spent <= budgets_ms.double() * (1 + 1e-9), (gain > z * error) & (n > 1)
+    found = []
+    for b, budget in enumerate(budgets_ms.tolist()):
+        deployed = bool(kept[b] & sure[b])
+        words = f"{float(gain[b]):+z.3f} ± {float(error[b]):.3f} accuracy on held-out samples"
+        if deployed:
+            reason = f"deployed: better than the static mix by {words}"
+        elif kept[b]:
+            reason = f"fell back to the static mix: {words} is not above 0 with {confidence:.0%} confidence"
+        else:
+            reason = (
+                f"fell back to the static mix: at no price is the mean this low, the lowest is {float(spent[b]):.4g}"
+            )
+        found.append(
+            {
+                "budget_ms": budget,
+                "deployed": deployed,
+                "reason": reason,
+                "accuracy_policy": float(accuracy[:, b].double().mean()),
+                "accuracy_static_mix": float(mixed[:, b].double().mean()),
+                "latency_ms_mean": float(spent[b]),
+                "gain": float(gain[b]),
+                "gain_se": float(error[b]),
+            }
+        )
+    return found
+
+
+@torch.no_grad()
+def price_stack(
+    table: ProfileTable,
+    rows: Tensor,
+    network: Controller,
+    config: PolicyConfig,
+    worths: Tensor,
+    budgets_ms: Tensor,
+    seed: int,
+) -> PricedChooser:
+    """A stack at its prices inside a guard, all of it out of fold.
+
+    Args:
+        table, rows, network, config, worths, seed: see `fit_priced_stack`.
+        budgets_ms: float [B], mean budgets.
+    """
+    stack, (accuracy, cost) = fit_priced_stack(table, rows, network, config, worths, seed)
+    mask = table.mask[rows]
+    prices = calibrate_prices(accuracy, cost, table.latency_ms[rows], mask, budgets_ms)
+    chosen = torch.stack([choose_at_price(accuracy, cost, price, mask) for price in prices], 1)
+    mixed = torch.zeros(chosen.shape, dtype=torch.float64)
+    for fit, hold in folds_of(table, rows, seed):
+        mixed[hold] = StaticMix(table, rows[torch.from_numpy(fit)], budgets_ms).expected(table, rows[hold])[0]
+    return _guarded(stack, prices, chosen, mixed, table, rows, rows, budgets_ms, config)
+
+
+@torch.no_grad()
+def price_controller(
+    table: ProfileTable,
+    controller: Controller,
+    choose: Callable[[Tensor], Tensor],
+    folds: Sequence[tuple[Tensor, Tensor]],
+    config: PolicyConfig,
+    budgets_ms: Tensor,
+) -> PricedChooser:
+    """Any controller at prices found by trial, inside a guard.
+
+    Args:
+        table: the profile.
+        controller: the controller.
+        choose: see `prices_by_trial`, for the held-out rows end to end.
+        folds: the rows that a member was fitted on, and those held out of it, int64 each.
+        config: the guard.
+        budgets_ms: float [B], mean budgets.
+    """
+    rows = torch.cat([hold for _, hold in folds])
+    prices, chosen = prices_by_trial(choose, table.latency_ms[rows], tried_worths(table, rows), budgets_ms)
+    mixed = torch.cat([StaticMix(table, fit, budgets_ms).expected(table, hold)[0] for fit, hold in folds])
+    fitted = torch.cat([part for fold in folds for part in fold]).unique()
+    return _guarded(controller, prices, chosen, mixed, table, rows, fitted, budgets_ms, config)
+
+
+def _guarded(
+    chooser: Controller | StackedController,
+    prices: Tensor,
+    chosen: Tensor,
+    mixed: Tensor,
+    table: ProfileTable,
+    rows: Tensor,
+    fitted: Tensor,
+    budgets_ms: Tensor,
+    config: PolicyConfig,
+) -> PricedChooser:
+    """Chosen int64 [n, B] at these prices on held-out `rows`; the mix to fall back to is that of `fitted`."""
+    if not config.guard:
+        return PricedChooser("controller", chooser, budgets_ms, prices)
+    accuracy, cost = (values[rows].double().gather(1, chosen) for values in (table.accuracy, table.latency_ms))
+    found = compared(accuracy, cost, mixed, budgets_ms, config.confidence)
+    return PricedChooser("controller", chooser, budgets_ms, prices, StaticMix(table, fitted, budgets_ms), found)
+
+
+def tried_worths(table: ProfileTable, rows: Tensor) -> Tensor:
+    """Worths evenly apart in logarithm over the range of the training, float32 [W], in ms."""
+    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).log().tolist()
+    return torch.linspace(low, high, WORTHS).exp()
+
+
+# -- baselines ---------------------------------------------------------------------------------------------------------
+
+
+class PredictAtPrice(PredictThenChoose):
+    """Predicts accuracy and latency of every configuration, then takes the best Â − L̂/worth."""
+
+    def choose(self, features: Mapping[str, Tensor], worths: Tensor, mask: Tensor) -> Tensor:
+        prediction = self.predict(features, len(worths))
+        return choose_at_price(prediction.accuracy, prediction.latency_ms, 1 / worths.double(), mask)
+
+
+def make_priced_baselines(table: ProfileTable, split: Split, budgets_ms: Tensor, seed: int = 0) -> list[PricedChooser]:
+    """The baselines that look at the request, fitted on everything but the test rows, calibrated out of fold.
+
+    Args:
+        table: the profile.
+        split: its parts.
+        budgets_ms: float [B], mean budgets.
+        seed: of folds and trees.
+    """
+    rows = torch.cat([split.train, split.validation])
+    normaliser = FeatureNormaliser.fit(table, rows)
+    measured = Measured.of(table, rows, budgets_ms[:0], seed)
+    fitted = fit_experts(table, measured, normaliser, tuple(FAMILIES), seed)
+    found: list[PricedChooser] = []
+    for one in [fitted[0], *fitted]:
+        knows_accuracy = bool(found)  # the first is "latency only"
+        name = one.expert.name if knows_accuracy else "latency_only"
+        chooser = PredictAtPrice(name, one.expert, normaliser, knows_accuracy)
+        accuracy, cost = one.out_of_fold.accuracy, one.out_of_fold.latency_ms
+        if not knows_accuracy:
+            accuracy = one.expert.mean_accuracy.expand_as(accuracy)
+        prices = calibrate_prices(accuracy, cost, measured.latency_ms, measured.mask, budgets_ms)
+        found.append(PricedChooser(name, chooser, budgets_ms, prices))
+    return found

@@ -1,0 +1,93 @@
+"""Weights for a stack of predictors, learned from what each says of samples that it was not fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+
+ROUNDS = 15
+
+
+class HeldOut:
+    """What every member of a stack expects of held-out samples, and what came of it.
+
+    Args:
+        scores: K members' expected worth, float [B, n, C] each.
+        worth: float [B, n, C], what was really got; anything where not profiled.
+        mask: bool [n, C].
+    """
+
+    def __init__(self, scores: Sequence[Tensor], worth: Tensor, mask: Tensor) -> None:
+        if not scores:
+            raise InputError("a stack needs at least one member")
+        self.scores, self.worth, self.mask = list(scores), worth, mask
+
+    def take(self, positions: Tensor) -> HeldOut:
+        """The same for some of the samples, int64 [m]."""
+        return HeldOut([s[:, positions] for s in self.scores], self.worth[:, positions], self.mask[positions])
+
+    def mean_worth(self, score: Tensor) -> float:
+        """Mean worth of taking the best score [B, n, C] of every sample."""
+        chosen = score.masked_fill(~self.mask, -torch.inf).argmax(-1, keepdim=True)
+        return float(self.worth.gather(-1, chosen).double().mean())
+
+
+def stack_weights(held_out: HeldOut) -> Tensor:
+    """Weights of K members, float64 [K], not negative, sum 1: the mean of two rules.
+
+    One fits the worth itself: least squares without negative weights, after each sample's mean over its configurations
+    is taken off, because only differences inside a sample decide (Breiman 1996, "Stacked Regressions"). The other fits
+    the decisions: greedy ensemble selection with replacement on mean worth (Caruana et al. 2004, "Ensemble Selection
+    from Libraries of Models"), the best of its prefixes. Either alone is more easily misled by few samples.
+    """
+    return (_least_squares(held_out) + _greedy(held_out)) / 2
+
+
+def _least_squares(held_out: HeldOut) -> Tensor:
+    from scipy.optimize import nnls
+
+    mask, size = held_out.mask, len(held_out.scores)
+    count = mask.sum(-1, keepdim=True)
+
+    def inside(values: Tensor) -> Tensor:
+        # in float32 members that nearly agree make a matrix that is not positive definite
+        kept = values.double().masked_fill(~mask, 0.0)
+        return (kept - kept.sum(-1, keepdim=True) / count).masked_fill(~mask, 0.0).flatten()
+
+    columns = [inside(score) for score in held_out.scores]
+    worth = inside(held_out.worth)
+    gram = np.array([[float(a @ b) for a in columns] for b in columns])
+    wanted = np.array([float(a @ worth) for a in columns])
+    lower = np.linalg.cholesky(gram + (1e-9 * np.trace(gram) + 1e-12) * np.eye(size))
+    weights, _ = nnls(lower.T, np.linalg.solve(lower, wanted))
+    return _normal(torch.from_numpy(weights))
+
+
+def _greedy(held_out: HeldOut) -> Tensor:
+    counts, total = torch.zeros(len(held_out.scores), dtype=torch.float64), torch.zeros_like(held_out.scores[0])
+    most, best = -np.inf, counts
+    for _ in range(ROUNDS):
+        worth = [held_out.mean_worth(total + score) for score in held_out.scores]
+        winner = int(np.argmax(worth))
+        counts = counts.clone()
+        counts[winner] += 1
+        total = total + held_out.scores[winner]
+        if worth[winner] > most + 1e-9:
+            most, best = worth[winner], counts
+    return _normal(best)
+
+
+def _normal(weights: Tensor) -> Tensor:
+    total = weights.sum()
+    return weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
+
+
+def weighted(values: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Σ_k w_k·values_k; members of weight 0 are left out."""
+    parts = [float(w) * v for w, v in zip(weights, values, strict=True) if w > 0]
+    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]

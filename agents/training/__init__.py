@@ -1,0 +1,1 @@
+"""The loop, its stages, and the two agents in it."""

@@ -1,0 +1,1 @@
+"""The bandit of the controller: budgets, rewards, contexts, and the environments."""

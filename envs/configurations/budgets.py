@@ -1,0 +1,222 @@
+"""Latency budgets: which ones a policy is trained on, which ones it is judged on, and how a network reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import ProfileTable
+
+DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
+FEASIBLE_SHARE = 0.75
+LEAST_LATENCY_MS = 1e-9
+"""Budgets are at least this, and logarithms are taken of at least this: below any cost in any unit, were it USD."""
+
+
+def log_ms(latency_ms: Tensor) -> Tensor:
+    """Natural logarithm of budgets in ms (or in the unit of the cost that stands for latency)."""
+    return latency_ms.clamp_min(LEAST_LATENCY_MS).log()
+
+
+def log_measured(latency_ms: Tensor) -> Tensor:
+    """Natural logarithm of what was measured; a 0 counts as a tenth of the smallest value above it.
+
+    Timers report 0 for very short times, and a cost may be 0 for some configurations; only in logarithms the 0 is
+    replaced. NaN stays.
+    """
+    above = latency_ms[latency_ms > 0]
+    return latency_ms.clamp_min(float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS).log()
+
+
+def default_budgets(table: ProfileTable) -> Tensor:
+    """The five budgets that everything is judged on, float32 [5], in ms: `quantile_budgets` of the whole table."""
+    return quantile_budgets(table.latency_ms, table.mask)
+
+
+def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
+    """The 10/25/50/75/90 % quantiles of all profiled latencies, each raised where needed to a budget that
+    three quarters of the samples can meet with their fastest configuration.
+
+    Args:
+        latency_ms: float [N, C].
+        mask: bool [N, C], what was profiled.
+
+    Returns: [5], in ms.
+    """
+    quantiles = torch.tensor(DEFAULT_QUANTILES)
+    fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
+    floor = torch.quantile(fastest, FEASIBLE_SHARE, interpolation="higher")
+    return _quantile(latency_ms[mask], quantiles).maximum(floor).clamp_min(LEAST_LATENCY_MS)
+
+
+def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None) -> Tensor:
+    """The budgets asked for, in ms, or else the default ones, of these rows (int64) or of all: float32 [B].
+
+    Raises:
+        InputError: no budget, or one that is not positive.
+    """
+    if budgets_ms is None:
+        return default_budgets(table) if rows is None else quantile_budgets(table.latency_ms[rows], table.mask[rows])
+    if not budgets_ms or not min(budgets_ms) > 0:
+        raise InputError(f"budgets_ms={list(budgets_ms)}: at least one, all positive, in ms")
+    return torch.tensor(list(budgets_ms))
+
+
+def _quantile(values: Tensor, shares: Tensor) -> Tensor:
+    # torch.quantile refuses more than 16 M values; profiles are that large at times
+    ordered = values.sort().values
+    place = shares.double() * (len(ordered) - 1)  # float32 does not count that far
+    low = place.floor().long()
+    high = place.ceil().long()
+    return torch.lerp(ordered[low], ordered[high], (place - low).to(ordered.dtype))
+
+
+def _positive(numbers: tuple[float, ...]) -> bool:
+    return bool(numbers) and all(0 < number < math.inf for number in numbers)
+
+
+def worths_range(latencies_ms: Tensor) -> Tensor:
+    """What a right answer is worth, from the least to the most that is looked at, float32 [2], in ms.
+
+    The price of a mean budget is λ = 1/worth. From the 3 % quantile of the latencies, where only what is nearly free
+    pays, to thirty times their 97 % quantile, where a gain of some 3 points pays for the slowest; what costs nothing is
+    left out.
+    """
+    paid = latencies_ms[latencies_ms > 0]
+    low, high = _quantile(paid if len(paid) else torch.ones(1), torch.tensor([0.03, 0.97]))
+    return torch.stack([low, 30 * high])
+
+
+def judged_worths(table: ProfileTable) -> Tensor:
+    """Five worths evenly apart in logarithm, float32 [5], in ms: what a policy for mean budgets is validated at."""
+    low, high = worths_range(table.latency_ms[table.mask]).log().tolist()
+    return torch.linspace(low, high, 7)[1:-1].exp()
+
+
+@dataclass
+class BudgetConfig:
+    """Which budgets a policy is trained on. They are drawn anew at every visit of a sample."""
+
+    strategy: str = "quantiles"
+    """`relative`: a random profiled latency of the sample itself times one of `factors` (the seeds' form);
+    `uniform`: evenly between `low_ms` and `high_ms`;
+    `quantiles`: evenly in rank between the `low` and `high` quantiles of all profiled latencies;
+    `fixed`: one of `values_ms`."""
+    factors: tuple[float, ...] = (0.8, 1.0, 1.2)
+    """Multiples of the measured latency, for `relative`."""
+    low_ms: float | None = None
+    """Lower end for `uniform`, in ms; None takes the 3 % quantile of the profiled latencies."""
+    high_ms: float | None = None
+    """Upper end for `uniform`, in ms; None takes the 97 % quantile of the profiled latencies."""
+    low: float = 0.03
+    """Lower quantile for `quantiles`, in 0..1."""
+    high: float = 0.97
+    """Upper quantile for `quantiles`, in 0..1."""
+    values_ms: tuple[float, ...] = ()
+    """The budgets for `fixed`, in ms."""
+    sense: str = "deadline"
+    """`deadline`: every request has its own budget; `mean`: the average over the requests must not exceed it. A policy
+    is then conditioned on what a right answer is worth, in ms (1/λ, λ the price of time), drawn evenly in logarithm,
+    and rewarded by accuracy − latency/worth; the worth for a wanted mean latency is found on held-out samples."""
+
+
+class BudgetSampler:
+    """Draws budgets for samples of a table, or under `sense="mean"` worths.
+
+    Args:
+        table: the profile.
+        config: which strategy, with its numbers.
+        rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
+
+    Raises:
+        InputError: an unknown strategy, or numbers that it cannot use.
+    """
+
+    STRATEGIES = ("relative", "uniform", "quantiles", "fixed")
+
+    def __init__(self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None) -> None:
+        self.table, self.config = table, config
+        rows = torch.arange(table.num_samples) if rows is None else rows
+        latencies = table.latency_ms[rows][table.mask[rows]]
+        if config.sense not in ("deadline", "mean"):
+            raise InputError(f"budget.sense={config.sense!r}: must be deadline or mean")
+        if config.strategy not in self.STRATEGIES:
+            raise InputError(f"budget.strategy={config.strategy!r}: must be one of {', '.join(self.STRATEGIES)}")
+        if config.sense == "mean":
+            self._numbers = worths_range(latencies).log()
+        elif config.strategy == "relative":
+            self._check(_positive(config.factors), "factors must be positive, at least one", config.factors)
+            self._numbers = torch.tensor(list(config.factors))
+        elif config.strategy == "fixed":
+            self._check(_positive(config.values_ms), "values_ms must be positive, at least one", config.values_ms)
+            self._numbers = torch.tensor(list(config.values_ms))
+        elif config.strategy == "uniform":
+            ends = _quantile(latencies, torch.tensor([0.03, 0.97])).clamp_min(LEAST_LATENCY_MS).tolist()
+            low = ends[0] if config.low_ms is None else config.low_ms
+            high = ends[1] if config.high_ms is None else config.high_ms
+            self._check(0 < low <= high < math.inf, "needs 0 < low_ms ≤ high_ms", (low, high))
+            self._numbers = torch.tensor([low, high])
+        else:
+            self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1", (config.low, config.high))
+            self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, 1025))
+
+    def _check(self, right: bool, needs: str, found: object = "") -> None:
+        if not right:
+            raise InputError(f"budget.strategy={self.config.strategy}: {needs} {found}".rstrip())
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw one budget for each of these samples: int64 [n] → float32 [n], ms, always positive."""
+        n = len(rows)
+        if self.config.sense == "mean":
+            low, high = self._numbers
+            return torch.lerp(low, high, torch.rand(n, generator=generator)).exp()
+        if self.config.strategy in ("relative", "fixed"):
+            drawn = self._numbers[torch.randint(len(self._numbers), (n,), generator=generator)]
+            if self.config.strategy == "relative":
+                cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
+                drawn = drawn * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
+        else:
+            place = torch.rand(n, generator=generator) * (len(self._numbers) - 1)
+            low = place.floor().long().clamp_max(len(self._numbers) - 2)
+            drawn = torch.lerp(self._numbers[low], self._numbers[low + 1], place - low)
+        return drawn.clamp_min(LEAST_LATENCY_MS)
+
+
+class BudgetEncoding(nn.Module):
+    """Encodes budgets in ms as a vector, from the standardised logarithm z = (ln budget − μ) / σ.
+
+    `linear` gives z itself. `sinusoidal` adds sin and cos of π·2^k·z/4 for k = 0 … (width − 1)/2 − 1, the encoding of
+    "Attention Is All You Need" (Vaswani et al. 2017, section 3.5) for a real-valued position.
+
+    Args:
+        latencies_ms: what μ and σ are fitted on: the profiled latencies of the training samples.
+        kind: `linear` or `sinusoidal`.
+        width: width of the sinusoidal vector; 1 + 2·frequencies of it are used.
+
+    Shapes: forward takes [*] ms and gives [*, self.width].
+    """
+
+    mean: Tensor
+    scale: Tensor
+    frequencies: Tensor
+
+    def __init__(self, latencies_ms: Tensor, kind: str = "sinusoidal", width: int = 9) -> None:
+        super().__init__()
+        if kind not in ("linear", "sinusoidal"):
+            raise InputError(f"policy.budget_encoding={kind!r}: must be linear or sinusoidal")
+        logs = log_measured(latencies_ms)
+        self.register_buffer("mean", logs.mean())
+        self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))
+        count = (width - 1) // 2 if kind == "sinusoidal" else 0
+        self.register_buffer("frequencies", math.pi / 4 * 2.0 ** torch.arange(count))
+        self.width = 1 + 2 * count
+
+    def forward(self, budget_ms: Tensor) -> Tensor:
+        z = ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4).unsqueeze(-1)
+        angle = z * self.frequencies
+        return torch.cat([z, angle.sin(), angle.cos()], -1)

@@ -1,0 +1,116 @@
+"""The reward of one decision, and the utility by which decisions are judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import ProfileTable
+
+
+@dataclass
+class RewardConfig:
+    """The training signal. The defaults of `shaped` are those of the original controller."""
+
+    kind: str = "shaped"
+    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else −`miss`; `priced`:
+    α·accuracy − latency/worth, under a mean budget."""
+    alpha: float = 1.0
+    """α, weight of the accuracy."""
+    beta: float = 0.5
+    """β, weight of the smooth latency penalty sigmoid(10·(latency/budget − 1))."""
+    gamma: float = 10.0
+    """γ, weight of the squared relative excess over the budget."""
+    delta: float = 0.1
+    """δ, weight of the bonus for time left: 1 − latency/budget, only inside the budget."""
+    epsilon: float = 0.05
+    """ε, weight of the complexity: the mean over the knobs of value / largest value (0 for knobs that are names)."""
+    miss: float = 0.0
+    """What a missed budget costs under `utility`."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("shaped", "utility", "priced"):
+            raise InputError(f"reward.kind={self.kind!r}: must be shaped, utility or priced")
+
+
+def utility(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
+    """accuracy if latency ≤ budget, else 0: what every policy is judged by. Shapes broadcast; NaN cells give 0."""
+    return torch.where(latency_ms <= budget_ms, accuracy, 0.0)
+
+
+def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: Tensor, config: RewardConfig) -> Tensor:
+    """The reward of running a configuration under a budget.
+
+    `shaped` = α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency − budget)/budget)² − ε·complexity
+    + δ·(1 − latency/budget if latency ≤ budget else 0), the formula of the original controller.
+
+    Args:
+        accuracy: in [0, 1].
+        latency_ms: ms.
+        budget_ms: ms, positive; under `priced` what a right answer is worth.
+        complexity: in [0, 1], see `complexity`.
+        config: the coefficients.
+
+    All tensors broadcast against one another; so does the result. NaN in, NaN out.
+    """
+    relative = latency_ms / budget_ms
+    if config.kind == "priced":
+        return config.alpha * accuracy - relative
+    if config.kind == "utility":
+        kept = torch.where(relative <= 1, config.alpha * accuracy, -config.miss)
+        return torch.where(relative.isnan(), torch.nan, kept)
+    excess = relative - 1
+    return (
+        config.alpha * accuracy
+        - config.beta * torch.sigmoid(10 * excess)
+        - config.gamma * excess.clamp_min(0).square()
+        - config.epsilon * complexity
+        - config.delta * excess.clamp_max(0)
+    )
+
+
+def complexity(table: ProfileTable) -> Tensor:
+    """float32 [C]: for each configuration the mean over its knobs of value / the knob's largest value.
+
+    A knob whose values are names, or negative, has no size and counts 0.
+    """
+    columns = []
+    for number, knob in enumerate(table.knobs):
+        sizes = [0.0 if isinstance(v, str) else float(v) for v in knob.values]
+        largest = max(sizes)
+        if min(sizes) < 0 or largest <= 0:
+            sizes, largest = [0.0] * len(sizes), 1.0
+        columns.append(torch.tensor(sizes)[table.configurations[:, number]] / largest)
+    return torch.stack(columns).mean(0)
+
+
+class RewardTable:
+    """The reward of every configuration of a table for given samples and budgets, computed when asked for.
+
+    Args:
+        table: the profile.
+        config: the coefficients.
+        device: where the outcomes are looked up; None leaves them where the table has them.
+    """
+
+    def __init__(self, table: ProfileTable, config: RewardConfig, device: torch.device | str | None = None) -> None:
+        self.config, self.complexity = config, complexity(table).to(device)
+        self.accuracy, self.latency_ms = table.accuracy.to(device), table.latency_ms.to(device)
+
+    def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
+        """int64 [n], float [n] → float32 [n, C]; NaN where a cell was not profiled."""
+        cells = self.accuracy.index_select(0, rows), self.latency_ms.index_select(0, rows)
+        return reward(*cells, budgets_ms.unsqueeze(-1), self.complexity, self.config)
+
+    def outcome(self, rows: Tensor, configurations: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [n] rows, int64 [n, G] configurations → accuracy and latency in ms, float32 [n, G] each."""
+        cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
+        return self.accuracy.take(cells), self.latency_ms.take(cells)
+
+    def of(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
+        """int64 [n] rows, int64 [n, G] configurations, float [n] budgets → float32 [n, G]."""
+        cells = self.outcome(rows, configurations)
+        return reward(*cells, budgets_ms.unsqueeze(-1), self.complexity.take(configurations), self.config)

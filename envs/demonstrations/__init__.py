@@ -1,0 +1,1 @@
+"""The bandit of the selector: recorded beams, rewards, and the environments."""

@@ -1,0 +1,241 @@
+"""The records in a JSON file of recorded beams, read strictly: queries, pools, sequences and how each was found.
+
+Both formats come out alike, as `Found`; `knobwise.envs.demonstrations.beam_files` makes the table of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import METHODS, POLICY
+
+Record = dict[str, Any]
+NUMERAL = re.compile(r"[0-9]{1,18}")
+TrailingQuery = Literal["auto", "never"]
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        InputError: no such file, not JSON or cut off, NaN or infinity in it, a key twice in one object.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> Record:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise InputError(f"{path}: the key {twice!r} stands twice in one object (a query id?); keep one of them")
+        return record
+
+    def refuse(constant: str) -> None:
+        raise InputError(f"{path}: holds {constant}, which is not JSON; write null for what was not recorded")
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        if not text.strip():
+            raise InputError(f"{path}: is empty")
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON, or cut off ({error}); write the file again") from error
+
+
+def records(path: str | Path, content: Any) -> Iterator[tuple[str, Any]]:
+    """The records by query key, `_meta` left out.
+
+    Raises:
+        InputError: there are none.
+    """
+    if not isinstance(content, dict) or not content.keys() - {"_meta"}:
+        raise InputError(f"{path}: holds no queries; expected an object {{query id: {{…}}}}")
+    return ((key, record) for key, record in content.items() if key != "_meta")
+
+
+def whole_numbers(where: str, what: str, values: Any) -> list[int]:
+    """A list of whole numbers ≥ 0; a string of digits is one, a float is not.
+
+    Raises:
+        InputError: anything else, saying where and what.
+    """
+    if isinstance(values, list):
+        if {*map(type, values)} <= {int} and min(values, default=0) >= 0 and max(values, default=0) < 1 << 62:
+            return values
+        texts = [str(value) if type(value) in (int, str) else "" for value in values]
+        if all(NUMERAL.fullmatch(text) for text in texts):
+            return [int(text) for text in texts]
+        values = next(v for v, text in zip(values, texts, strict=True) if not NUMERAL.fullmatch(text))
+    raise InputError(f"{where}: {what} holds {values!r}, expected a list of ids, whole numbers ≥ 0")
+
+
+def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) -> Record:
+    """Legacy beams in the form of RL data without pools.
+
+    Raises:
+        InputError: lists that are missing or of different lengths, ids that are none, a score that is null.
+    """
+    if trailing_query not in ("auto", "never"):
+        raise InputError(f"trailing_query={trailing_query!r} is unknown; known are auto, never")
+    converted: Record = {}
+    dropped = 0
+    for key, record in records(path, content):
+        where = f"{path}: query {key}"
+        lists: list[Any] = [record.get(k) if isinstance(record, dict) else None for k in ("id_list", "score_list")]
+        if not all(isinstance(values, list) for values in lists) or len(lists[0]) != len(lists[1]):
+            raise InputError(
+                f"{where}: expected id_list and score_list, two lists of the same length, one entry a beam"
+            )
+        rows, query = [], whole_numbers(where, "its key", [key])[0]
+        for number, (values, score) in enumerate(zip(*lists, strict=True)):
+            ids = whole_numbers(where, f"row {number} of id_list", values)
+            if score is None:
+                raise InputError(f"{where}: score {number} of score_list is null; every beam has a score")
+            if trailing_query == "auto" and ids[-1:] == [query]:
+                ids, dropped = ids[:-1], dropped + 1
+            rows.append({"pointer": ids, "gen_method": "beam", "beam_score": score})
+        converted[key] = {"pointer_candidates": rows}
+    notes = [f"{dropped} rows end with the query's own id, which is no demonstration"] if dropped else []
+    return {"_meta": {"knobwise": {"notes": notes}}, **converted}
+
+
+class Found(NamedTuple):
+    """What one pass over the records collects, per query and per beam."""
+
+    queries: list[int]
+    images: list[str]
+    pools: list[list[int]]
+    owners: list[int]
+    """The place in `queries` of each beam, ascending."""
+    sequences: list[list[int]]
+    """Places in the owner's pool."""
+    methods: list[tuple[int, int]]
+    rows: list[Record]
+    said: Counter[str]
+
+
+def collect(path: str | Path, content: Any, keep_fallback: bool) -> Found:
+    """One pass over RL data: what is kept of it, and what was dropped, counted.
+
+    Raises:
+        InputError: naming the query and the row that is broken; see
+        `knobwise.envs.demonstrations.beam_files.read_beam_data`.
+    """
+    found = Found([], [], [], [], [], [], [], Counter())
+    for owner, (key, record) in enumerate(records(path, content)):
+        where = f"{path}: query {key}"
+        about = record.get("query") or {} if isinstance(record, dict) else None
+        rows = record.get("pointer_candidates") if isinstance(record, dict) else None
+        if not isinstance(about, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise InputError(f"{where}: expected an object with pointer_candidates, a list of objects (or [])")
+        image = about.get("image_id")
+        if image is not None and type(image) not in (int, str):
+            raise InputError(f"{where}: image_id is {image!r}, expected a name or a whole number")
+        pool = record.get("candidate_pool_ids")
+        if pool is not None:
+            pool = whole_numbers(where, "candidate_pool_ids", pool)
+        chosen = [_chosen(f"{where}, row {number}", row, pool) for number, row in enumerate(rows)]
+        if pool is None:
+            pool = list(dict.fromkeys(chain.from_iterable(chosen)))
+            found.said["queries without a pool of their own: it is the ids seen in their rows"] += 1
+        place = {candidate: i for i, candidate in enumerate(pool)}
+        if len(place) < len(pool):
+            raise InputError(f"{where}: an id stands twice in candidate_pool_ids; every candidate has one place")
+        for number, (row, ids) in enumerate(zip(rows, chosen, strict=True)):
+            at = f"{where}, row {number}"
+            if why := _why_dropped(at, row, ids, keep_fallback):
+                found.said[f"rows dropped: {why}"] += 1
+                continue
+            if len(set(ids)) < len(ids) or not place.keys() >= set(ids):
+                wrong = next(i for i in ids if i not in place or ids.count(i) > 1)
+                how = "stands twice in the sequence" if wrong in place else "is not in candidate_pool_ids"
+                raise InputError(f"{at}: id {wrong} {how}; mend or remove the row")
+            found.owners.append(owner)
+            found.sequences.append([place[i] for i in ids])
+            found.methods.append(_method(at, row))
+            found.rows.append(row)
+        found.queries.append(whole_numbers(where, "its key", [key])[0])
+        found.images.append("" if image is None else str(image))
+        found.pools.append(pool)
+    query, count = Counter(found.queries).most_common(1)[0]
+    if count > 1:
+        raise InputError(f"{path}: query {query} stands there {count} times, spelled differently; keep one of them")
+    return found
+
+
+def _chosen(where: str, row: Record, pool: list[int] | None) -> list[int]:
+    """The ids of the candidates of one row."""
+    pointer, ids = row.get("pointer", row.get("pointer_pos")), row.get("pointer_global")
+    if ids is None:
+        return whole_numbers(where, "pointer", pointer)
+    ids = whole_numbers(where, "pointer_global", ids)
+    if pool is not None and pointer is not None:
+        places = whole_numbers(where, "pointer", pointer)
+        if outside := [place for place in places if place >= len(pool)]:
+            raise InputError(f"{where}: pointer {outside[0]} is outside the pool of {len(pool)} candidates")
+        if [pool[place] for place in places] != ids:
+            raise InputError(
+                f"{where}: pointer {places} and pointer_global {ids} name different candidates; pointer counts in "
+                "candidate_pool_ids from 0"
+            )
+    return ids
+
+
+def _why_dropped(where: str, row: Record, ids: list[int], keep_fallback: bool) -> str:
+    failed, mode = row.get("eval_failed"), row.get("vqa_eval_mode")
+    if failed not in (None, 0, 1) or not isinstance(mode, str | None):
+        raise InputError(
+            f"{where}: eval_failed is {failed!r}, vqa_eval_mode {mode!r}; expected true or false, and a name"
+        )
+    mode = (mode or "").lower()
+    if failed or mode == "error":
+        return "eval_failed" if failed else "vqa_eval_mode error"
+    if mode == "fallback" and not keep_fallback:
+        return "vqa_eval_mode fallback (see keep_fallback)"
+    return "" if ids else "no demonstration in them"
+
+
+def _method(where: str, row: Record) -> tuple[int, int]:
+    """How the row was found, as an index into METHODS, and the round."""
+    method, written = row.get("gen_method"), row.get("round")
+    if method in METHODS[:POLICY] and not written:
+        return METHODS.index(method), 0
+    kind, _, number = method.partition("-") if isinstance(method, str) else ("", "", "")
+    if kind not in METHODS or (number and kind != "policy"):
+        raise InputError(f"{where}: gen_method is {method!r}; known are {', '.join(METHODS)} and policy-<round>")
+    rounds = set(whole_numbers(where, "round", [x for x in (number, written) if x not in ("", None)]))
+    round = max(rounds, default=int(kind == "policy"))
+    if len(rounds) > 1 or (round > 0) != (kind == "policy"):
+        raise InputError(f"{where}: gen_method {method!r} with round {written!r}; draws of a policy count from round 1")
+    return METHODS.index(kind), round
+
+
+def outcomes(path: str | Path, found: Found, name: str) -> Tensor:
+    """float32 [beams]: what is recorded under this name, NaN where nothing is.
+
+    Raises:
+        InputError: something that is no finite number; `vqa_correct` that is neither 0 nor 1.
+    """
+    values: list[Any] = [row.get(name) for row in found.rows]
+    hard = name == "vqa_correct"
+    for value, owner in zip(values, found.owners, strict=True):
+        fits = value in (0, 1) if hard else type(value) in (int, float) and abs(value) < 3.4e38
+        if value is not None and not fits:
+            wanted = "0 or 1 (soft scores are vqa_acc_score)" if hard else "a finite number, or null"
+            raise InputError(f"{path}: query {found.queries[owner]}: {name} is {value!r}, expected {wanted}")
+    return torch.from_numpy(np.array(values, dtype=np.float64).astype(np.float32))

@@ -1,0 +1,143 @@
+"""The selector's bandit as a gymnasium environment: one query at a time, for stepping by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.reward import DemonstrationRewardConfig
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, GroupConfig, Scorer
+
+Observation = dict[str, NDArray[Any]]
+
+
+class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
+    """Choose the demonstrations that a model is shown before one query, in order, and see what it answers.
+
+    Description:
+        A contextual bandit whose action is a whole sequence. Without a scorer it replays what was recorded; with one
+        every sequence is scored.
+    Action space:
+        `MultiDiscrete([N] * shots)`: places in the query's pool, in the order shown. A place chosen before, or where
+        the pool has no candidate (−1 too), shows nothing, so a sequence may be shorter.
+    Observation space:
+        `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the candidates' embeddings, 0 where there is
+        none) and `mask` (`MultiBinary` N, where there is one).
+    Rewards:
+        `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all.
+    Starting state:
+        The next query of a pass over all of them, in a new random order each pass.
+    Episode end:
+        After one step, always.
+    Info:
+        After reset: `query_id`, and without a scorer `sequences`, int64 [n, shots], what was recorded (−1 after the
+        end). After a step also `sequence` (the places shown), `vqa_correct` (NaN where unknown), and without a scorer
+        `oracle_sequence` and `oracle_reward` of the best recorded sequence, where there is one.
+    Arguments:
+        table: queries, pools, recorded sequences. shots, reward, rows, scorer, groups: as for `DemonstrationBandit`.
+        render_mode: None or "ansi".
+
+    Raises:
+        InputError: as `DemonstrationBandit`; at `step` an action of another shape, and without a scorer a sequence that
+            was never recorded.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}
+
+    def __init__(
+        self,
+        table: BeamTable,
+        shots: int | None = None,
+        reward: DemonstrationRewardConfig | None = None,
+        rows: Tensor | None = None,
+        scorer: Scorer | None = None,
+        groups: GroupConfig | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        # as gymnasium wants it: without a seed given to reset(), no two environments draw the same
+        seed = torch.Generator().seed()
+        self._bandit = DemonstrationBandit(
+            table, shots=shots, reward=reward, rows=rows, seed=seed, scorer=scorer, groups=groups
+        )
+        self.table, self.render_mode = self._bandit.table, render_mode
+        n, d = self.table.pool.shape[1], self.table.queries.shape[1]
+        largest = [float(x.abs().amax()) for x in (self.table.queries, self.table.candidates)]
+        self.observation_space: Any = spaces.Dict(
+            {
+                "query": spaces.Box(-largest[0], largest[0], (d,)),
+                "pool": spaces.Box(-largest[1], largest[1], (n, d)),
+                "mask": spaces.MultiBinary(n),
+            }
+        )
+        self.action_space = spaces.MultiDiscrete([n] * self._bandit.shots)
+        self._row: int | None = None
+        self._words = "Nothing yet: call reset()."
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Go on to the next query; a seed starts the passes anew."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self._bandit.set_seed(seed)
+        self._row = int(self._bandit.reset()["row"])
+        info = self._describe(self._row)
+        self._words = f"Query {info['query_id']}: which demonstrations will you show?"
+        return self._observe(self._row), info
+
+    def step(self, action: NDArray[Any]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Show the demonstrations; the episode ends."""
+        if self._row is None:
+            raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
+        row, size, places = self._row, int(self.table.pool_mask[self._row].sum()), np.asarray(action)
+        if places.shape != self.action_space.shape:
+            raise InputError(
+                f"the action has shape {places.shape}, expected {self.action_space.shape}: places in the pool"
+            )
+        shown = list(dict.fromkeys(place for place in places.tolist() if 0 <= place < size))
+        # a group in which the other sequences are none
+        group = torch.full(self._bandit.action_spec.shape, -1)
+        group[0, 0, : len(shown)] = torch.tensor(shown, dtype=torch.int64)
+        context = self._bandit.observation_spec.zero().update({"row": torch.tensor([row]), "action": group})
+        outcome = self._bandit.step(context)["next"]
+        reward, correct = float(outcome["reward"][0, 0]), float(outcome["vqa_correct"][0, 0])
+        info = self._describe(row) | {"sequence": np.array(shown, dtype=np.int64), "vqa_correct": correct}
+        answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
+        self._words = f"Query {info['query_id']}.\nShown: {shown}; answer {answer}, reward {reward:+.3f}."
+        if self._bandit.scorer is None and len(info["sequences"]):
+            rewards = self._bandit.rewards[row][self.table.beam_mask[row]]
+            best = info["sequences"][int(rewards.argmax())]
+            info |= {"oracle_sequence": best[best >= 0], "oracle_reward": float(rewards.max())}
+            oracle = info["oracle_sequence"].tolist()
+            self._words += f"\nBest recorded: {oracle}; reward {info['oracle_reward']:+.3f}."
+        self._row = None
+        return self._observe(row), reward, True, False, info
+
+    def render(self) -> str | None:
+        """In words, what happened last (`render_mode="ansi"`)."""
+        return self._words if self.render_mode == "ansi" else None
+
+    def _observe(self, row: int) -> Observation:
+        # copies, because an observation must not share memory with the next one
+        there = self.table.pool_mask[row]
+        pool = self.table.candidates[self.table.pool[row].clamp_min(0)] * there.unsqueeze(1)
+        return {
+            "query": self.table.queries[row].numpy().copy(),
+            "pool": pool.numpy(),
+            "mask": there.numpy().astype(np.int8),
+        }
+
+    def _describe(self, row: int) -> dict[str, Any]:
+        """What is known of the query before a decision."""
+        info: dict[str, Any] = {"query_id": self.table.query_ids[row]}
+        if self._bandit.scorer is None:
+            info["sequences"] = self.table.sequences[row][self.table.beam_mask[row]].numpy()
+        return info

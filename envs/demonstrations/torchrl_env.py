@@ -1,0 +1,366 @@
+"""The bandit of the selector, as a native batched TorchRL environment.
+
+Every episode is one decision: `reset` draws P queries, `step` takes for each of them a group of G ordered sequences of
+demonstrations, as places in the query's own pool, and gives their rewards. Without a scorer the sequences are those
+that were recorded, and their rewards are looked up; with one they are scored as they are drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn.functional import pad
+from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import GROUPS, METHODS, POLICY, BeamTable
+from knobwise.envs.demonstrations.reward import (
+    DemonstrationRewardConfig,
+    coherence_and_diversity,
+    demonstration_reward,
+    shuffle,
+)
+
+Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]
+"""Rows of the queries int64 [n], rows of their demonstrations in the bank int64 [n, T] (−1 after the end, all −1: no
+demonstration), on the CPU → float [n] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`, anywhere."""
+
+
+@dataclass
+class GroupConfig:
+    """Which recorded sequences of a query form its group."""
+
+    methods: str | Sequence[str] = "all"
+    """One of `knobwise.envs.demonstrations.beam_table.GROUPS`, or some of its `METHODS`."""
+    rounds: int | None = None
+    """Of the draws of a policy only those of so many latest rounds; None for all."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.methods, str) and self.methods in GROUPS:
+            self.methods = GROUPS[self.methods]
+        elif not self.methods or isinstance(self.methods, str) or not set(self.methods) <= set(METHODS):
+            raise InputError(
+                f"groups.methods={self.methods!r}: must be {', '.join(GROUPS)}, or a list of {', '.join(METHODS)}"
+            )
+        self.methods = tuple(self.methods)
+        if self.rounds is not None and self.rounds < 1:
+            raise InputError(f"groups.rounds={self.rounds}: must be ≥ 1, or null for all rounds")
+
+
+def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = None) -> BeamTable:
+    """The table with those beams only that form the groups, closed up to the left; B is the widest group.
+
+    Args:
+        table: Q queries.
+        groups: how they were found.
+        shots: keep sequences of so many demonstrations; None keeps all.
+
+    Raises:
+        InputError: no beam of the table is among them.
+    """
+    wanted = torch.tensor([method in groups.methods for method in METHODS])
+    kept = table.beam_mask & wanted[table.found_by]  # where there is no beam, found_by is −1
+    if groups.rounds is not None:
+        kept &= (table.found_by != POLICY) | (table.round > table.round.max() - groups.rounds)
+    if shots is not None:
+        kept &= table.lengths == shots
+    if not kept.any():
+        lengths = sorted(set(table.lengths[table.beam_mask].tolist()))
+        found_by = [METHODS[i] for i in sorted(set(table.found_by[table.beam_mask].tolist()))]
+        raise InputError(
+            f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)}"
+            f"{'' if shots is None else f' and shots={shots}'}; it has sequences of {lengths} demonstrations, found by "
+            f"{', '.join(found_by) or 'none'}"
+        )
+    order = (~kept).int().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
+    t = int(table.lengths[kept].max())
+
+    def closed_up(x: Tensor, padding: float) -> Tensor:
+        return x.where(kept, torch.tensor(padding, dtype=x.dtype)).gather(1, order)
+
+    return replace(
+        table,
+        sequences=torch.stack([closed_up(x, -1) for x in table.sequences[..., :t].unbind(2)], 2),
+        fields={name: closed_up(x, torch.nan) for name, x in table.fields.items()},
+        found_by=closed_up(table.found_by, -1),
+        round=closed_up(table.round, 0),
+    )
+
+
+class Passes:
+    """Draws batches of rows, pass after pass; every pass has each row once, in a new random order.
+
+    A last batch that is not full is filled from the next pass. `drawn` counts the batches; set back, it gives those
+    after it again, the same on every device.
+
+    Args:
+        rows: int64 [n].
+        count: rows in a batch.
+        seed: of the orders, ≥ 0.
+    """
+
+    def __init__(self, rows: Tensor, count: int, seed: int) -> None:
+        self.rows, self.count, self.seed = rows.cpu(), count, seed
+        self.drawn = 0
+
+    def __call__(self) -> Tensor:
+        """int64 [count]."""
+        n, start = len(self.rows), self.drawn * self.count
+        self.drawn += 1
+        orders = [_order(self.seed, number, n) for number in range(start // n, (start + self.count - 1) // n + 1)]
+        return self.rows[torch.cat(orders)[start % n :][: self.count]]
+
+    @property
+    def before(self) -> int:
+        """Batches drawn before the last one: set back to it, that one is drawn again."""
+        return max(self.drawn - 1, 0)
+
+    def set_back(self, before: int) -> None:
+        """To what `before` was: the batches drawn after that come again."""
+        self.drawn = before
+
+
+@functools.lru_cache(maxsize=16)
+def _order(seed: int, number: int, count: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng([seed, number]).permutation(count))
+
+
+class DemonstrationBandit(EnvBase):
+    """P queries at once, G ordered sequences of demonstrations for each.
+
+    Observation: `row` int64 [P] (row of the table) and, zero before the step, `vqa_correct` float32 [P, G]: whether the
+    answer after each sequence is right, NaN where that was not recorded or no sequence is. Without a scorer also
+    `sequences` int64 [P, G, T], the recorded sequences of the query's group, −1 after the end, and `group_mask` bool
+    [P, G], True where there is one.
+
+    Action: `action` int64 [P, G, T], places in the query's pool, −1 after the end; all −1 is no sequence, reward 0.
+    Reward: float32 [P, G].
+
+    Args:
+        table: queries, pools, recorded sequences.
+        batch_size: P.
+        group_size: G with a scorer. Without one G is B, the widest recorded group.
+        shots: T with a scorer, by default the table's; without one, recorded sequences of this length only, by default
+            all.
+        reward: mode and weights.
+        rows: int64 [n], the queries to draw from (the training split); None for all. They come in passes, see `Passes`;
+            `contexts.drawn` may be set back to have the same again.
+        seed: of the contexts and of shuffled rewards.
+        scorer: scores sequences as they are drawn; None replays recorded ones. It is given rows of this table.
+        groups: which recorded sequences form a group.
+        device: where tensors live; None is the CPU.
+
+    Raises:
+        InputError: settings that do not fit the table; a field that the reward is made of was not recorded; at `step`,
+            a sequence that was never recorded (without a scorer) or does not exist in the query's pool.
+    """
+
+    def __init__(
+        self,
+        table: BeamTable,
+        *,
+        batch_size: int = 1,
+        group_size: int = 1,
+        shots: int | None = None,
+        reward: DemonstrationRewardConfig | None = None,
+        rows: Tensor | None = None,
+        seed: int = 0,
+        scorer: Scorer | None = None,
+        groups: GroupConfig | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(device=device, batch_size=[batch_size])
+        rows = torch.arange(table.num_queries) if rows is None else rows
+        if not len(rows):
+            raise InputError("the environment got no queries to draw from")
+        self.scorer, self.reward_config = scorer, reward or DemonstrationRewardConfig()
+        if scorer is None:
+            table = recorded_groups(table, groups or GroupConfig(), shots)
+            group_size = table.num_beams
+        shots = table.shots if scorer is None or shots is None else shots
+        if min(shots, group_size, batch_size) < 1:
+            raise InputError(f"shots={shots}, group_size={group_size}, batch_size={batch_size}: all must be ≥ 1")
+        if not table.pool_mask.any():
+            raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
+        self.table, self.shots = table, shots
+        self.contexts = Passes(rows, batch_size, seed)
+        self.pool, self.candidates = table.pool.to(device), table.candidates.to(device)
+        p, g, t, n = batch_size, group_size, shots, table.pool.shape[1]
+        observation: dict[str, Unbounded | Binary | Bounded | Categorical] = {
+            "row": Categorical(table.num_queries, shape=(p,), dtype=torch.int64, device=device),
+            "vqa_correct": Unbounded(shape=(p, g), device=device),
+        }
+        places = functools.partial(Bounded, -1, n - 1, shape=(p, g, t), dtype=torch.int64, device=device)
+        if scorer is None:
+            self.sequences, self.group_mask = table.sequences.to(device), table.beam_mask.to(device)
+            self.rewards = self._recorded_rewards(seed).to(device)
+            correct = table.fields.get("vqa_correct")
+            self.correct = (torch.full_like(self.rewards, torch.nan) if correct is None else correct).to(device)
+            observation["sequences"] = places()
+            observation["group_mask"] = Binary(shape=(p, g), dtype=torch.bool, device=device)
+        else:
+            self.without = torch.full((table.num_queries,), torch.nan, device=device)
+        self.observation_spec = Composite(observation, shape=(p,), device=device)
+        self.action_spec = places()
+        self.reward_spec = Unbounded(shape=(p, g), device=device)
+        self.done_spec = Binary(shape=(p, 1), dtype=torch.bool, device=device)
+
+    @property
+    def group_size(self) -> int:
+        return self.reward_spec.shape[-1]
+
+    # -- one episode ---------------------------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
+        rows = self.contexts().to(self.device)
+        out = {"row": rows, "vqa_correct": self.observation_spec["vqa_correct"].zero()}
+        if self.scorer is None:
+            out |= {"sequences": self.sequences[rows], "group_mask": self.group_mask[rows]}
+        out["done"] = out["terminated"] = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
+        return TensorDict(out, batch_size=self.batch_size, device=self.device)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows, action = tensordict["row"], tensordict["action"]
+        out = tensordict.select(*self.observation_spec.keys(), strict=False)
+        outcome = self._replayed if self.scorer is None else self._scored
+        out["reward"], out["vqa_correct"] = outcome(rows, action)
+        out["done"] = out["terminated"] = torch.ones_like(rows, dtype=torch.bool).unsqueeze(-1)
+        return out
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """A step and the contexts after it. That every episode ends here is known, so nothing is looked up."""
+        return tensordict.set("next", self._step(tensordict)), self._reset()
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Draw evenly: among the query's recorded sequences, or with a scorer without replacement from its pool."""
+        if tensordict is None or "row" not in tensordict:
+            return super().rand_action(tensordict)
+        rows, (p, g, t) = tensordict["row"], self.action_spec.shape
+        if self.scorer is None:
+            drawn = (torch.rand(p, g, device=rows.device) * self.group_mask[rows].sum(1, keepdim=True)).long()
+            return tensordict.set("action", self.sequences[rows].gather(1, drawn[..., None].expand(p, g, t)))
+        keys = torch.rand(p, g, self.pool.shape[1], device=rows.device)
+        best = keys.masked_fill((self.pool[rows] < 0)[:, None], -1.0).topk(min(t, keys.shape[2]))
+        places = best.indices.masked_fill(best.values < 0, -1)
+        return tensordict.set("action", pad(places, (0, t - places.shape[2]), value=-1))
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.contexts.seed, self.contexts.drawn = seed, 0
+
+    # -- recorded sequences --------------------------------------------------------------------------------------------
+
+    def _recorded_rewards(self, seed: int) -> Tensor:
+        """float32 [Q, B], of every recorded sequence; 0 where there is none."""
+        table, config = self.table, self.reward_config
+        for name in config.needs:
+            absent = table.beam_mask & table.fields.get(name, torch.full(table.beam_mask.shape, torch.nan)).isnan()
+            if count := int(absent.sum()):
+                query = table.query_ids[int(absent.any(1).nonzero()[0])]
+                raise InputError(
+                    f"reward.mode={config.mode} is made of {name}, which {count} of {int(table.beam_mask.sum())} "
+                    f"sequences of beam table {table.name!r} do not have (the first: query {query}); record it, leave "
+                    "those sequences out, or choose another mode"
+                )
+        coherence = diversity = None
+        if config.needs_embeddings:  # in pieces: [Q, B, T, d] may be larger than the memory
+            queries = torch.arange(table.num_queries).split(256)
+            pieces = [self._level(table.pool[q], table.sequences[q], table.candidates) for q in queries]
+            coherence, diversity = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+        reward = demonstration_reward(table.fields, table.lengths, table.beam_mask, config, coherence, diversity)
+        return shuffle(reward, table.beam_mask, self._generator(seed)) if config.shuffled else reward
+
+    def _replayed(self, rows: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """The recorded reward and correctness of each sequence, float32 [P, G]."""
+        recorded = self.sequences[rows]
+        rewards, correct = self.rewards[rows], self.correct[rows]
+        same = (action == recorded).all(-1)
+        if same.all():
+            return rewards, correct
+        match = (action.unsqueeze(2) == recorded.unsqueeze(1)).all(-1)
+        found, empty = match.any(2), (action < 0).all(-1)
+        if not (found | empty).all():
+            unknown = ~found & ~empty
+            query = self.table.query_ids[int(rows[unknown.any(1)][0])]
+            raise InputError(
+                f"{int(unknown.sum())} of the sequences were never recorded for their query (the first: query {query} "
+                f"of {self.table.name!r}, places {action[unknown][0].tolist()}); `sequences` tells which were"
+            )
+        place = torch.where(same, torch.arange(same.shape[1], device=same.device), match.int().argmax(2))
+        return rewards.gather(1, place).where(~empty, 0.0), correct.gather(1, place).where(~empty, torch.nan)
+
+    # -- sequences scored as they are drawn ----------------------------------------------------------------------------
+
+    def _scored(self, rows: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Reward and correctness of each sequence, float32 [P, G]."""
+        assert self.scorer is not None
+        pool, used = self.pool[rows], action >= 0
+        self._check(rows, action, pool)
+        mask, config = used[..., 0], self.reward_config
+        bank = _demonstrations(pool, action)
+        # the same sequence drawn twice is scored once
+        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), bank], 2)[mask]
+        asked, inverse = drawn.unique(dim=0, return_inverse=True)
+        nothing = dict.fromkeys(config.needs, torch.empty(0))
+        fields = {}
+        given = asked.cpu()
+        for name, value in (self.scorer(given[:, 0], given[:, 1:]) if len(given) else nothing).items():
+            fields[name] = torch.full(mask.shape, torch.nan, device=mask.device)
+            fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
+        if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
+            fields["beam_score"] = fields["vqa_gt_prob"] - self._without(rows)[:, None]
+        levels = self._level(pool, action, self.candidates) if config.needs_embeddings else ()
+        reward = demonstration_reward(fields, used.sum(-1), mask, config, *levels)
+        if reward.isnan().any():
+            unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
+            raise InputError(f"reward.mode={config.mode} is made of {unknown}, for which the scorer gave NaN")
+        if config.shuffled:
+            reward = shuffle(reward, mask, self._generator(self.contexts.seed, self.contexts.drawn))
+        return reward, fields.get("vqa_correct", torch.full_like(reward, torch.nan))
+
+    def _without(self, rows: Tensor) -> Tensor:
+        """float32 [P]: P(true answer) without any demonstration, asked once for each query."""
+        assert self.scorer is not None
+        if len(new := rows[self.without[rows].isnan()].unique()):
+            none = torch.full((len(new), self.shots), -1)
+            self.without[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
+        return self.without[rows]
+
+    def _check(self, rows: Tensor, action: Tensor, pool: Tensor) -> None:
+        ordered, used = action.sort(-1).values, action >= 0
+        wrong = (action < -1) | (action >= (pool >= 0).sum(1)[:, None, None])
+        wrong[..., 1:] |= (used[..., 1:] & ~used[..., :-1]) | (
+            (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        )
+        if (bad := wrong.any(-1)).any():
+            query = self.table.query_ids[int(rows[bad.any(1)][0])]
+            raise InputError(
+                f"{int(bad.sum())} of the sequences do not exist (the first: query {query} of {self.table.name!r}, "
+                f"places {action[bad][0].tolist()}): a place outside the pool, the same twice, or −1 before the end"
+            )
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _level(pool: Tensor, sequences: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """Coherence and diversity of sequences int64 [P, G, T] from pools int64 [P, N], float32 [P, G] each."""
+        bank = _demonstrations(pool, sequences)
+        return coherence_and_diversity(candidates[bank.clamp_min(0)], (sequences >= 0).sum(-1))
+
+    @staticmethod
+    def _generator(*seeds: int) -> torch.Generator:
+        state = np.random.SeedSequence(seeds).generate_state(1)
+        return torch.Generator().manual_seed(int(state[0]))
+
+
+def _demonstrations(pool: Tensor, sequences: Tensor) -> Tensor:
+    """Rows of the bank, int64 [P, G, T], behind places in pools, int64 [P, N]; −1 stays."""
+    rows = pool[:, None].expand(-1, sequences.shape[1], -1).gather(2, sequences.clamp_min(0))
+    return rows.masked_fill(sequences < 0, -1)

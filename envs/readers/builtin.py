@@ -1,0 +1,22 @@
+"""The profile that comes with knobwise: an elastic vision-language model, really measured (see `profile.json`)."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from knobwise.envs.tables.profile_table import ProfileTable
+
+
+def builtin_profile(accuracy: str = "accuracy") -> ProfileTable:
+    """Read the built-in profile.
+
+    Args:
+        accuracy: which column is the accuracy: `accuracy` (exact match) or `soft_score` (share of right tokens).
+    """
+    from knobwise.envs.readers.long_table import read_long_table
+
+    folder = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
+    return read_long_table(
+        folder / "table.parquet", features=folder / "features.npz", name="builtin", accuracy=accuracy
+    )

@@ -1,0 +1,372 @@
+"""exp5 (accuracy) with exp6 (latency) folders, and core_exp folders, read and written.
+
+What does not join is counted in the table's notes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import polars as pl
+
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+from knobwise.envs.readers.configuration_files import (
+    IDS,
+    WORDS,
+    Record,
+    configuration_files,
+    in_range,
+    keyed,
+    row_numbers,
+    rows_frame,
+    whole_words,
+)
+from knobwise.envs.readers.frames import TIERS
+from knobwise.envs.readers.long_table import Features, table_from_frame
+from knobwise.envs.tables.profile_table import ProfileTable
+
+KNOBS = ("max_crops", "top_k", "num_active_blocks")
+SETTING = r"crops(?P<max_crops>\d+)_topk(?P<top_k>\d+)_blocks(?P<num_active_blocks>\d+)(?P<rank>_rank\d+)?\.json"
+CORE_STAGES = {
+    "total": ["T_total"],
+    "prefill": ["T_LLM_prefill"],
+    "vision_prefill": ["T_vision_total", "T_LLM_prefill"],
+}
+CORE_KNOBS = ("tier", "top_k", "num_active_blocks")
+CORE_COLUMNS = {
+    "num_output_tokens": "output_tokens",
+    "num_vision_tokens": "actual_vision_tokens",
+    "num_language_tokens": "actual_text_tokens",
+    "num_total_tokens": "total_sequence_length",
+    "vision_ms": "T_vision_total",
+    "prefill_ms": "T_LLM_prefill",
+    "decode_ms": "T_LLM_decode",
+    "latency_ms": "T_total",
+}
+"""Our names of columns and those in core_exp files."""
+
+
+# -- exp5 and exp6 -----------------------------------------------------------------------------------------------------
+
+
+def read_exp5_exp6(
+    exp5_dir: str | Path | None,
+    exp6_dir: str | Path,
+    dataset_name: str | Sequence[str],
+    *,
+    latency: Literal["total", "prefill", "decode"] = "total",
+    accuracy: str = "score",
+    exp6_accuracy: bool = False,
+    broadcast_latency: bool = False,
+    features: str | Path | Features | None = None,
+    name: str | None = None,
+) -> ProfileTable:
+    """Join the accuracy files and the latency files of one or more data sets, cell by cell.
+
+    The key of a sample is its `question_id` where every row on both sides has one, otherwise its `sample_id`. Images
+    and question types are those of the accuracy files.
+
+    Args:
+        exp5_dir: holds `exp5_accuracy_<data set with dashes>/`, or the files. Not read with `exp6_accuracy`.
+        exp6_dir: holds `exp6_latency_<data set with dashes>/`, or the files.
+        dataset_name: such as `text_vqa`; or several.
+        latency: which time the budget limits, in ms.
+        accuracy: which value of the exp5 rows is the accuracy, such as `soft_score`.
+        exp6_accuracy: take the accuracy that the latency files recorded themselves.
+        broadcast_latency: where a configuration has no more than a mean latency, give it to all its samples.
+        features: a feature file keyed by the same ids.
+        name: of the table; by default the data set's name.
+
+    Raises:
+        InputError: naming the file: nothing found, broken JSON, wrong types, values out of range, ids that occur twice,
+            knobs that disagree with the file name, nothing in common between exp5 and exp6.
+    """
+    if latency not in ("total", "prefill", "decode"):
+        raise InputError(f"latency={latency!r} is unknown for exp6 files; known are total, prefill, decode")
+    datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
+    said: list[str] = []
+    joined = []
+    for dataset in datasets:
+        times, means = _read_exp6(exp6_dir, dataset, latency, exp6_accuracy, said)
+        if exp6_accuracy:
+            cells = keyed([times], KNOBS, dataset, said)[0]
+        else:
+            scores = _read_exp5(exp5_dir, dataset, accuracy, said)
+            scores, times = keyed([scores, times], KNOBS, dataset, said)
+            cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, said), dataset, said)
+        joined.append(cells.with_columns(dataset=pl.lit(dataset)) if len(datasets) > 1 else cells)
+    return table_from_frame(
+        whole_words(pl.concat(joined)),
+        name=name or "+".join(datasets),
+        knobs=KNOBS,
+        features=features,
+        source=str(exp6_dir) if exp6_accuracy else f"{exp5_dir} with {exp6_dir}",
+        notes=said,
+    )
+
+
+def _read_exp5(directory: str | Path | None, dataset: str, accuracy: str, said: list[str]) -> pl.DataFrame:
+    """One row per score: ids, knobs, accuracy, file."""
+    if directory is None:
+        raise InputError("no directory of exp5 accuracy files: give exp5_dir, or exp6_accuracy=true to do without")
+    frames = []
+    pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
+    keys = ("all_samples",)
+    with closing(configuration_files(directory, "exp5_accuracy", pattern, dataset, keys, said)) as files:
+        for path, setting, _, rows in files:
+            values = {"accuracy": row_numbers(path, rows, accuracy)}
+            frames.append(rows_frame(path, setting, rows, values))
+    return in_range(pl.concat(frames), "accuracy", top=1)
+
+
+def _read_exp6(
+    directory: str | Path, dataset: str, stage: str, own_accuracy: bool, said: list[str]
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """One row per time: ids, knobs, latency_ms, file; and one row per configuration and file: knobs, mean, weight."""
+    frames, means = [], []
+    pattern = re.compile(rf"exp6_latency(_results)?_{SETTING}")
+    keys = ("per_sample_latencies", "all_samples")
+    with closing(configuration_files(directory, "exp6_latency", pattern, dataset, keys, said)) as files:
+        for path, setting, content, rows in files:
+            values = {"latency_ms": row_numbers(path, rows, f"T_{stage}_ms", f"latency_{stage}")}
+            if own_accuracy:
+                values["accuracy"] = row_numbers(path, rows, "accuracy", "score")
+            frames.append(rows_frame(path, setting, rows, values))
+            for record in content["summary"]:
+                spellings = [record.get(f"latency_{stage}_ms"), record.get("latency_mean" if stage == "total" else "")]
+                found = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
+                mean = next((float(m) for m in found if isinstance(m, int | float)), None)
+                weight = n if isinstance(n := record.get("num_samples"), int) and n > 0 else 1
+                means.append({**setting, "mean": mean, "weight": weight, "file": str(path)})
+    schema = dict.fromkeys(KNOBS, pl.Int64) | {"mean": pl.Float64, "weight": pl.Int64, "file": pl.String}
+    times = in_range(pl.concat(frames), "latency_ms")
+    summary = pl.DataFrame(means, schema=schema).drop_nulls("mean")
+    return in_range(times, "accuracy", top=1) if own_accuracy else times, summary
+
+
+def _broadcast(
+    scores: pl.DataFrame, times: pl.DataFrame, means: pl.DataFrame, wanted: bool, said: list[str]
+) -> pl.DataFrame:
+    """The times; if wanted, a configuration that has no more than a mean time gives it to all its scores."""
+    means = means.join(times, on=KNOBS, how="anti")
+    mean = (pl.col("mean") * pl.col("weight")).sum() / pl.col("weight").sum()
+    means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
+    if means.is_empty():
+        return times
+    told = f"{means.height} configurations have a mean latency only"
+    said.append(f"{told}: given to all their samples" if wanted else f"{told}: left out (see broadcast_latency)")
+    if not wanted:
+        return times
+    spread = scores.drop("file").join(in_range(means, "latency_ms"), on=KNOBS)
+    return pl.concat([times, spread.select(times.columns)])
+
+
+def _join(scores: pl.DataFrame, times: pl.DataFrame, dataset: str, said: list[str]) -> pl.DataFrame:
+    """The cells that have both; counts in words what has only one."""
+    on = ["sample_id", *KNOBS]
+    cells = scores.join(times.select(*on, "latency_ms"), on=on)
+    for mine, other, here, there in ((scores, times, "exp5", "exp6"), (times, scores, "exp6", "exp5")):
+        alone = mine.select(KNOBS).unique().join(other, on=KNOBS, how="anti").sort(KNOBS)
+        if alone.height:
+            some = ", ".join("/".join(map(str, row)) for row in alone.head(3).rows())
+            said.append(
+                f"{dataset}: {alone.height} configurations are in {here} only ({some}{', …' * (alone.height > 3)})"
+            )
+        lost = mine.join(other, on=on, how="anti").join(alone, on=KNOBS, how="anti")
+        if lost.height:
+            samples = lost["sample_id"].n_unique()
+            said.append(f"{dataset}: {lost.height} cells of {samples} samples have no partner in {there}: not profiled")
+    if cells.is_empty():
+        ids = [sorted(side["sample_id"].unique())[:3] for side in (scores, times)]
+        raise InputError(
+            f"{dataset}: exp5 and exp6 have no (sample, configuration) pair in common; ids in exp5 are such as "
+            f"{ids[0]}, in exp6 {ids[1]}. {'; '.join(said)}"
+        )
+    return cells
+
+
+def write_exp5_exp6(
+    frame: pl.DataFrame,
+    exp5_dir: str | Path,
+    exp6_dir: str | Path,
+    dataset_name: str,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one accuracy file and one latency file per configuration, as `read_exp5_exp6` reads them.
+
+    Args:
+        frame: one row per (sample, configuration): `sample_id`, the knobs max_crops, top_k and num_active_blocks (whole
+            numbers), `accuracy`, `latency_ms`; optionally `soft_score`, `prefill_ms`, `decode_ms`, `num_*_tokens`,
+            `question_id`, `image_id`, `question_type`, `pred`, `answers`. Rows without accuracy or latency are left
+            out.
+        exp5_dir: gets the folder `exp5_accuracy_<data set with dashes>`.
+        exp6_dir: gets the folder `exp6_latency_<data set with dashes>`.
+        dataset_name: such as `text_vqa`.
+        metadata: added to the `config` of every file: the machine, the model, the split of the data set.
+
+    Raises:
+        InputError: what a table refuses, other knobs, metadata that JSON cannot hold. Nothing has been written then.
+    """
+    frame, config = _to_write(frame, KNOBS, dataset_name, metadata, "the frame for exp5 and exp6 files")
+    frame = frame.with_columns(T_total_ms="latency_ms", score="accuracy")
+    frame = frame.rename({"prefill_ms": "T_prefill_ms", "decode_ms": "T_decode_ms"}, strict=False)
+    stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in frame.columns]
+    tokens = [f"num_{kind}_tokens" for kind in ("vision", "language", "output", "total")]
+    exp5_keys = [*WORDS, "score", "soft_score", "pred", "answers"]
+    exp6_keys = [*IDS, *KNOBS, *(f"T_{stage}_ms" for stage in stages), *tokens, "accuracy"]
+    dashed = dataset_name.replace("_", "-")
+    for _, cells in frame.group_by(KNOBS, maintain_order=True):
+        setting = cells.row(0, named=True)
+        summary = {k: setting[k] for k in KNOBS} | {"accuracy": cells["accuracy"].mean(), "num_samples": cells.height}
+        stem = "crops{max_crops}_topk{top_k}_blocks{num_active_blocks}.json".format(**setting)
+        exp5, exp6 = ([k for k in keys if k in cells.columns] for keys in (exp5_keys, exp6_keys))
+        _write(
+            Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}",
+            {"summary": [summary], "all_samples": cells.select(exp5).to_dicts(), "config": config},
+        )
+        times = {f"latency_{stage}_ms": _spread(cells[f"T_{stage}_ms"]) for stage in stages}
+        _write(
+            Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}",
+            {
+                "summary": [summary | times],
+                "per_sample_latencies": cells.select(exp6).to_dicts(),
+                "per_sample_predictions": [],
+                "config": {"batch_size": 1, **config},
+            },
+        )
+
+
+def _to_write(
+    frame: pl.DataFrame, knobs: Sequence[str], dataset_name: str, metadata: Mapping[str, Any] | None, source: str
+) -> tuple[pl.DataFrame, Record]:
+    """The rows that were profiled, null for NaN, and what is said of the run; refuses what cannot be read again."""
+    table = table_from_frame(frame, name=dataset_name, knobs=knobs, source=source)
+    if len(set(table.dataset_names)) > 1:
+        raise InputError(f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own name")
+    for knob in table.knobs:
+        if knob.name == "tier":
+            if not set(knob.values) <= set(TIERS):
+                raise InputError(f"{source}: knob tier must be {', '.join(TIERS)}, has {knob.values[:5]}")
+        elif not all(isinstance(value, int) and value >= 0 for value in knob.values):
+            raise InputError(f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}")
+    try:
+        config = {**json.loads(json.dumps(metadata or {}, allow_nan=False)), "dataset_name": dataset_name}
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{source}: metadata that JSON cannot hold ({error})") from error
+    frame = frame.drop_nulls(["accuracy", "latency_ms"])
+    frame = frame.with_columns(pl.col(k).cast(pl.String if k == "tier" else pl.Int64) for k in knobs)
+    return frame.with_columns(pl.selectors.float().fill_nan(None)), config  # JSON has no NaN
+
+
+def _spread(times: pl.Series) -> dict[str, float | None]:
+    """Mean, standard deviation and percentiles as the summary of a latency file names them."""
+    percentiles = {f"P{p}": times.quantile(p / 100, "linear") for p in (50, 95, 99)}
+    return {"mean": times.mean(), "std": times.std(ddof=0), **percentiles}  # type: ignore[dict-item]
+
+
+def _write(path: Path, content: Record) -> None:
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+
+
+# -- core_exp ----------------------------------------------------------------------------------------------------------
+
+
+def read_core_exp(
+    directory: str | Path,
+    dataset_name: str,
+    *,
+    latency: Literal["total", "prefill", "vision_prefill"] = "total",
+    features: str | Path | Features | None = None,
+    name: str | None = None,
+) -> ProfileTable:
+    """Read core_exp files, which hold accuracies and times; the knobs are tier, top_k and num_active_blocks.
+
+    Args:
+        directory: holds `<data set with dashes>/`, or the files.
+        dataset_name: such as `text_vqa`.
+        latency: which time the budget limits, in ms; `vision_prefill` is the sum of both.
+        features: a feature file keyed by the same ids.
+        name: of the table; by default the data set's name.
+
+    Raises:
+        InputError: as `read_exp5_exp6`.
+    """
+    if latency not in CORE_STAGES:
+        raise InputError(f"latency={latency!r} is unknown for core_exp files; known are {', '.join(CORE_STAGES)}")
+    said: list[str] = []
+    frames = []
+    pattern = re.compile(rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}")
+    keys = ("per_sample_results",)
+    with closing(configuration_files(directory, "", pattern, dataset_name, keys, said)) as files:
+        for path, setting, _, rows in files:
+            times = [row_numbers(path, rows, stage) for stage in CORE_STAGES[latency]]
+            total = functools.reduce(operator.add, times)
+            values = {"accuracy": row_numbers(path, rows, "accuracy"), "latency_ms": total}
+            frames.append(rows_frame(path, setting, rows, values))
+    cells = in_range(in_range(pl.concat(frames), "accuracy", top=1), "latency_ms")
+    return table_from_frame(
+        whole_words(keyed([cells], CORE_KNOBS, dataset_name, said)[0]),
+        name=name or dataset_name,
+        knobs=CORE_KNOBS,
+        features=features,
+        source=str(directory),
+        notes=said,
+    )
+
+
+def write_core_exp(
+    frame: pl.DataFrame,
+    directory: str | Path,
+    dataset_name: str,
+    tier_crops: Mapping[str, tuple[int, int]],
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one file per configuration, as `read_core_exp` reads them.
+
+    Args:
+        frame: one row per (sample, configuration): `sample_id`, the knobs tier, top_k and num_active_blocks,
+            `accuracy`, `latency_ms`, `vision_ms`, `prefill_ms`, `decode_ms`; optionally `num_vision_tokens`,
+            `num_language_tokens`, `num_output_tokens`, `num_total_tokens`, `question_id`, `image_id`, `question_type`,
+            `pred`, `metadata`. Rows without accuracy or latency are left out.
+        directory: gets the folder of the data set, with dashes.
+        dataset_name: such as `text_vqa`.
+        tier_crops: the fewest and the most crops of each tier.
+        metadata: the `config` of every file: the machine, the model, the split of the data set.
+
+    Raises:
+        InputError: as `write_exp5_exp6`; a tier without crops, a stage that is missing. Nothing has been written then.
+    """
+    source = "the frame for core_exp files"
+    if missing := sorted({"tier", "vision_ms", "prefill_ms", "decode_ms"} - set(frame.columns)):
+        raise InputError(f"{source}: has no column {', '.join(missing)}")
+    if missing := sorted(set(frame["tier"].cast(pl.String)) - set(tier_crops)):
+        raise InputError(f"{source}: tier_crops does not say how many crops {', '.join(missing)} has")
+    frame, config = _to_write(frame, CORE_KNOBS, dataset_name, metadata, source)
+    frame = frame.rename({k: v for k, v in CORE_COLUMNS.items() if k in frame.columns})
+    keys = [k for k in (*WORDS, *CORE_COLUMNS.values(), "accuracy", "pred", "metadata") if k in frame.columns]
+    for _, cells in frame.group_by(CORE_KNOBS, maintain_order=True):
+        setting = {knob: cells[knob][0] for knob in CORE_KNOBS}
+        least, most = tier_crops[setting["tier"]]
+        spreads = {s: _spread(cells[s]).items() for s in CORE_COLUMNS.values() if s.startswith("T_")}
+        content = {
+            **setting,
+            "tier_range": {"min_crops": least, "max_crops": most},
+            "max_crops": most,
+            "num_samples": cells.height,
+            "accuracy": cells["accuracy"].mean(),
+            "accuracy_std": cells["accuracy"].std(ddof=0),
+            "latency_stats": {f"{s}_{of.lower()}": value for s, found in spreads.items() for of, value in found},
+            "per_sample_results": cells.select(keys).to_dicts(),
+            "config": config,
+        }
+        stem = f"imgsizetier-{setting['tier']}_crops{most}_topk{setting['top_k']}_blocks{setting['num_active_blocks']}"
+        _write(Path(directory) / dataset_name.replace("_", "-") / f"{dataset_name}_{stem}.json", content)

@@ -1,0 +1,86 @@
+"""Table files and their columns, read strictly: what is not what it should be is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import polars as pl
+
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import Knob, KnobValue
+
+KEYS = frozenset({"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"})
+TIERS = ("low", "medium", "high")
+NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+
+
+def read_frame(path: Path) -> pl.DataFrame:
+    """Read one table file. The columns of a CSV stay text: `007` is an id, not a number."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    name = path.name.removesuffix(".gz")
+    try:
+        if name.endswith(".csv"):
+            return pl.read_csv(path, infer_schema=False)
+        if name.endswith((".jsonl", ".ndjson")):
+            try:
+                return pl.read_ndjson(path, infer_schema_length=None)
+            except pl.exceptions.ComputeError:  # NaN, which Python writes, is not JSON
+                with path.open() as lines:
+                    return pl.DataFrame([json.loads(line) for line in lines if line.strip()], infer_schema_length=None)
+        if name.endswith((".parquet", ".pq")):
+            return pl.read_parquet(path)
+    except Exception as error:
+        raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
+    raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl, .ndjson and .gz of the texts")
+
+
+def number_column(series: pl.Series, source: str) -> pl.Series:
+    """As Float64; text is parsed, true and false are 1 and 0, what is empty is null."""
+    if series.dtype in (pl.String, pl.Categorical, pl.Enum):
+        text = series.cast(pl.String).str.strip_chars().str.to_lowercase()
+        text = text.replace({"true": "1", "false": "0", "": None})
+        numbers = text.cast(pl.Float64, strict=False)
+        if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
+            raise InputError(
+                f"{source}: column {series.name!r} has {len(wrong)} values that are no numbers: {wrong[0]!r}, …"
+            )
+        return numbers
+    if series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null):
+        return series.cast(pl.Float64)
+    raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected numbers")
+
+
+def name_column(series: pl.Series, source: str) -> pl.Series:
+    """As text; the float 7.0 is the id 7."""
+    if series.null_count():
+        raise InputError(f"{source}: column {series.name!r} is empty in {series.null_count()} rows")
+    if series.dtype.is_nested() or series.dtype == pl.Binary:
+        raise InputError(f"{source}: column {series.name!r} holds {series.dtype}, expected names or whole numbers")
+    whole = series.dtype.is_float() and bool((series % 1 == 0).all())
+    return (series.cast(pl.Int64) if whole else series).cast(pl.String)
+
+
+def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
+    """The knob that a column sets, and the index of each row's value; text such as `8` is a number, `08` is not."""
+    if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
+        series = series.cast(pl.String)
+    if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):
+        raise InputError(
+            f"{source}: knob {series.name!r} must be a number or a name in every row; {series.null_count()} are empty"
+            f", its type is {series.dtype}"
+        )
+    written = series.unique().to_list()
+    read: list[KnobValue] = written
+    if series.dtype == pl.String and all(NUMERAL.fullmatch(value) for value in written):
+        read = [json.loads(value) for value in written]
+    if any(isinstance(value, float) and not math.isfinite(value) for value in read):
+        raise InputError(f"{source}: knob {series.name!r} has values that are not finite")
+    read = [int(value) if isinstance(value, float) and value.is_integer() else value for value in read]
+    values = tuple(sorted(set(read), key=TIERS.index if set(read) <= set(TIERS) else None))
+    place = {value: i for i, value in enumerate(values)}
+    codes = series.replace_strict(written, [place[value] for value in read], return_dtype=pl.UInt32)
+    return Knob(series.name, values), codes

@@ -1,0 +1,176 @@
+"""Several profiles of the same knobs as one table, whose `datasets` tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.frames import TIERS
+from knobwise.envs.tables.profile_table import Knob, KnobValue, ProfileTable
+
+DATASET = "dataset"
+"""The feature block that says which data set a sample is from."""
+
+
+def join_tables(
+    tables: Sequence[ProfileTable], name: str = "joint", *, dataset_input: bool = False, missing_blocks: bool = False
+) -> ProfileTable:
+    """One table of all samples; the configurations are those of any of the tables, and a cell that was not profiled in
+    its own table stays so.
+
+    Args:
+        tables: profiles with the same knobs; the values of a knob may differ. One data set may be spread over several.
+        name: of the joint table.
+        dataset_input: add the data set as a feature block, see `with_dataset_input`.
+        missing_blocks: feature values that a table does not have at all are missing (NaN) instead of refused.
+
+    Raises:
+        InputError: other knobs, another unit, feature blocks that differ in name or width, a sample that stands twice.
+    """
+    if not tables:
+        raise InputError(f"profile {name!r}: no tables to join")
+    knobs = _joined_knobs(tables)
+    codes = [_codes(table, knobs) for table in tables]
+    configurations, place = torch.cat(codes).unique(dim=0, return_inverse=True)
+    places = place.split([len(one) for one in codes])
+    shape = sum(table.num_samples for table in tables), len(configurations)
+    accuracy, latency_ms = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    first = 0
+    for table, columns in zip(tables, places, strict=True):
+        rows = slice(first, first := first + table.num_samples)
+        accuracy[rows].index_copy_(1, columns, table.accuracy)
+        latency_ms[rows].index_copy_(1, columns, table.latency_ms)
+    parts, notes = _parts(tables)
+    joint = ProfileTable(
+        name=name,
+        knobs=knobs,
+        configurations=configurations,
+        accuracy=accuracy,
+        latency_ms=latency_ms,
+        mask=~accuracy.isnan(),
+        sample_ids=_all(table.sample_ids for table in tables),
+        features=_features(tables, missing_blocks),
+        datasets=_all(table.dataset_names for table in tables),
+        # an image id counts inside its data set only
+        image_ids=_all(t.image_ids or t.sample_ids for t in tables) if any(t.image_ids for t in tables) else (),
+        parts=parts,
+        question_types=_all(t.question_types or ("unknown",) * t.num_samples for t in tables)
+        if any(t.question_types for t in tables)
+        else (),
+        notes=(*(f"{table.name}: {note}" for table in tables for note in table.notes), *notes),
+        unit=tables[0].unit,
+    )
+    return with_dataset_input(joint) if dataset_input else joint
+
+
+def with_dataset_input(table: ProfileTable, names: Sequence[str] | None = None) -> ProfileTable:
+    """The table with a feature block `dataset`: one column for each data set, 1 for its samples and 0 for the others.
+
+    Args:
+        table: the profile.
+        names: of the columns; None for the table's data sets in the order of the alphabet. A sample of another data set
+            has 0 everywhere. A row of NaN counts as the median of those a policy was trained on: as none of them, or
+            as the one that more than half of the samples are of.
+
+    Raises:
+        InputError: the table has a block of this name already.
+    """
+    if DATASET in table.features:
+        raise InputError(f"profile {table.name!r} has a feature block {DATASET!r} already; leave dataset_input out")
+    names = sorted(set(table.dataset_names)) if names is None else list(names)
+    block = np.array(table.dataset_names)[:, None] == np.array(names)
+    note = f"the data set is an input: the columns of block {DATASET!r} are {', '.join(names)}"
+    features = {**table.features, DATASET: torch.from_numpy(block).float()}
+    return replace(table, features=features, notes=(*table.notes, note))
+
+
+def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
+    """Which of these rows (int64 [n]) are of which data set: name → positions in `rows`, int64, sorted by name."""
+    names = np.array(table.dataset_names)[rows.numpy()]
+    return {str(name): torch.from_numpy((names == name).nonzero()[0]) for name in np.unique(names)}
+
+
+def _all(words: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(word for some in words for word in some)
+
+
+def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
+    """The knobs in the order of the first table, each with the values of all."""
+    names = [knob.name for knob in tables[0].knobs]
+    for table in tables[1:]:
+        if sorted(knob.name for knob in table.knobs) != sorted(names):
+            raise InputError(
+                f"profile {table.name!r} has the knobs {', '.join(knob.name for knob in table.knobs)}, but "
+                f"{tables[0].name!r} has {', '.join(names)}; profiles that are joined must have the same"
+            )
+        if table.unit != tables[0].unit:
+            raise InputError(
+                f"profile {table.name!r} is in {table.unit}, but {tables[0].name!r} is in {tables[0].unit}; profiles "
+                "that are joined must be in the same unit"
+            )
+    knobs = []
+    for name in names:
+        values: set[KnobValue] = {v for table in tables for k in table.knobs if k.name == name for v in k.values}
+        if len({isinstance(value, str) for value in values}) > 1:
+            raise InputError(f"knob {name!r} is a number in one profile and a name in another; give it the same values")
+        order = TIERS.index if values <= set(TIERS) else None
+        knobs.append(Knob(name, tuple(sorted(values, key=order))))
+    return tuple(knobs)
+
+
+def _codes(table: ProfileTable, knobs: tuple[Knob, ...]) -> Tensor:
+    """The table's configurations in the values of these knobs, int64 [C, K]."""
+    own = {knob.name: (knob, table.configurations[:, k]) for k, knob in enumerate(table.knobs)}
+    columns = []
+    for knob in knobs:
+        mine, chosen = own[knob.name]
+        place = {value: i for i, value in enumerate(knob.values)}
+        columns.append(torch.tensor([place[value] for value in mine.values])[chosen])
+    return torch.stack(columns, 1)
+
+
+def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str, Tensor]:
+    widths: dict[str, int] = {}
+    for table in tables:
+        for block, values in table.features.items():
+            width = widths.setdefault(block, values.shape[1])
+            if width != values.shape[1]:
+                raise InputError(
+                    f"features: block {block!r} is {values.shape[1]} wide in profile {table.name!r} and {width} in one "
+                    "before it; all profiles that are joined must have features of the same encoder"
+                )
+    for table in tables:
+        if (lacking := [block for block in widths if block not in table.features]) and not missing_blocks:
+            raise InputError(
+                f"features: profile {table.name!r} has no block {', '.join(lacking)}, which another one has; give its "
+                "features, or ask for missing_blocks=true to have them filled in"
+            )
+    return {
+        block: torch.cat([t.features.get(block, torch.full((t.num_samples, width), torch.nan)) for t in tables])
+        for block, width in widths.items()
+    }
+
+
+def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
+    """Each sample's part, where any of the tables fixes its split, and what was said of the others."""
+    if not any(table.parts for table in tables):
+        return (), []
+    # where none has a validation part `ProfileTable.split` takes it out of all training parts, by its own seed
+    whole = all(set(table.parts) == {"train", "test"} for table in tables)
+    found, notes = [], []
+    for table in tables:
+        parts = list(table.parts)
+        if not parts or (set(parts) == {"train", "test"} and not whole):
+            for part, rows in table.split()._asdict().items():
+                parts = parts or [""] * table.num_samples
+                for row in rows.tolist():
+                    parts[row] = part
+            fixes = "fixes no validation part" if table.parts else "fixes no split"
+            notes.append(f"{table.name}: {fixes}, as others do; divided {'75/25' if table.parts else '60/20/20'}")
+        found.append(parts)
+    return _all(found), notes

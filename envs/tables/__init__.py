@@ -1,0 +1,1 @@
+"""Measurements as tables of samples × configurations, and how samples are split."""

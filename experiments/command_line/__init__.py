@@ -1,0 +1,1 @@
+"""The verbs, and sweeps."""

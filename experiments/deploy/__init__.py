@@ -1,0 +1,1 @@
+"""Evaluate, export, live."""

@@ -1,0 +1,1 @@
+"""Decisions, their summary and statistics, and the folder of a run."""

@@ -1,0 +1,1 @@
+"""The studies behind the pages of results in docs/."""

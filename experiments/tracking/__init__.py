@@ -1,0 +1,1 @@
+"""metrics.csv, TensorBoard, and Weights & Biases."""

@@ -1,0 +1,75 @@
+"""metrics.csv: every number of a run, readable without any tool."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from knobwise.common.files import written_whole
+
+
+class MetricsFile:
+    """`metrics.csv`: one row per seed and call, columns seed, step and every name logged so far.
+
+    A new name widens the file (it is rewritten whole). Rows are on disk when `append` returns. Several processes, each
+    with a seed of its own, may write to one file. `earlier` is what the file held of this seed before, step and values,
+    with the rows that are dropped now; `kept` is without them.
+    """
+
+    def __init__(self, path: Path, seed: int | None, resume_step: int | None = None) -> None:
+        self.path, self.seed = path, "" if seed is None else str(seed)
+        last = -1 if resume_step is None else resume_step
+        self.earlier: list[tuple[int, dict[str, float]]] = []
+        with self._alone():
+            if path.exists():
+                rows = self._read()
+                for row in (row for row in rows if row["seed"] == self.seed):
+                    values = {k: float(v) for k, v in row.items() if v and k not in ("seed", "step")}
+                    self.earlier.append((int(row["step"]), values))
+                self._write([row for row in rows if row["seed"] != self.seed or int(row["step"]) <= last])
+        self.kept = [row for row in self.earlier if row[0] <= last]
+
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        row = {"seed": self.seed, "step": str(step), **{name: repr(value) for name, value in values.items()}}
+        with self._alone():
+            columns = self._columns()
+            if not set(row) <= set(columns) or not self.path.exists():
+                self._write([*(self._read() if self.path.exists() else []), row])
+            else:
+                with self.path.open("a", newline="", encoding="utf-8") as file:
+                    if not self.path.read_bytes().endswith(b"\n"):
+                        file.write("\n")  # after the half line of a process that was killed
+                    csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(row)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other process reads or writes: the folder is locked, since the file may be replaced."""
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+
+    def _columns(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return next(csv.reader(file), [])
+
+    def _read(self) -> list[dict[str, str]]:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            header, *lines = list(csv.reader(file)) or [["seed", "step"]]
+        # a process that was killed may have left half a line
+        return [dict(zip(header, line, strict=True)) for line in lines if len(line) == len(header)]
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        columns = list(dict.fromkeys(["seed", "step", *self._columns(), *(name for row in rows for name in row)]))
+        with written_whole(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)

@@ -1,0 +1,1 @@
+"""A run: train, judge, write, report."""

@@ -1,0 +1,1 @@
+"""Recorded beams: pools, search, scorers, the built-in task."""

@@ -1,0 +1,95 @@
+"""Draw each query's pool: the candidates that its demonstrations are chosen from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from knobwise.common.errors import InputError
+
+SAMPLERS = ("random", "text_similarity", "image_similarity", "mixed")
+Blocks = Mapping[str, tuple[int, int]]
+"""Columns of the embeddings, from … up to, by what they describe: `image`, `question`, …; {} where unknown."""
+_COMPARED = {"text_similarity": ("question",), "image_similarity": ("image",), "mixed": ("image", "question")}
+_CELLS = 1 << 24  # of the table queries × candidates at a time
+
+
+def draw_pools(
+    sampler: str,
+    queries: Tensor,
+    candidates: Tensor,
+    size: int,
+    *,
+    blocks: Blocks | None = None,
+    query_images: Sequence[str] = (),
+    candidate_images: Sequence[str] = (),
+    own: Tensor | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """A pool for every query, int64 [Q, N] rows of the bank, N = min(size, M); −1 at the end where too few are left.
+
+    `random` draws without replacement; the others take the most similar first, by the cosine of the question's part of
+    the embedding (`text_similarity`), of the image's (`image_similarity`), or the mean of both cosines (`mixed`). Where
+    the parts are unknown the whole embedding is compared. Equals, to some 1e-6, come in random order.
+
+    Args:
+        sampler: one of `SAMPLERS`.
+        queries: float32 [Q, d], embeddings.
+        candidates: float32 [M, d], embeddings of the bank, in the same space.
+        size: candidates in a pool.
+        blocks: which columns describe what.
+        query_images: Q ids of images, "" where unknown, or none: candidates that show the query's image are left out.
+        candidate_images: M of them, or none.
+        own: int64 [Q], the row of the bank that is the query itself, −1 for none; it is left out too.
+        seed: of everything that is drawn.
+
+    Raises:
+        InputError: an unknown sampler, a size below 1, or a part that is compared but not among `blocks`.
+    """
+    if sampler not in SAMPLERS:
+        raise InputError(f"sampler {sampler!r} is unknown; known are {', '.join(SAMPLERS)}")
+    if size < 1:
+        raise InputError(f"a pool needs at least one candidate, not {size}")
+    if sampler != "random":
+        asked, offered = (compared(x, sampler, blocks or {}) for x in (queries, candidates))
+    names = {image: n for n, image in enumerate(dict.fromkeys((*query_images, *candidate_images))) if image}
+    # −1 and −2 stand for images that are unknown: they equal nothing
+    asked_about = torch.tensor([names.get(image, -1) for image in query_images or [""] * len(queries)])
+    shown = torch.tensor([names.get(image, -2) for image in candidate_images or [""] * len(candidates)])
+    itself = torch.full((len(queries),), -1) if own is None else own
+    generator = torch.Generator().manual_seed(seed)
+    numbers, pools = torch.arange(len(candidates)), []
+    for rows in torch.arange(len(queries)).split(max(1, _CELLS // len(candidates))):
+        key = torch.rand(len(rows), len(candidates), generator=generator)
+        if sampler != "random":
+            key = asked[rows] @ offered.T + 1e-6 * key
+        left_out = (asked_about[rows, None] == shown) | (itself[rows, None] == numbers)
+        best = key.masked_fill(left_out, -torch.inf).topk(min(size, len(candidates)))
+        pools.append(best.indices.masked_fill(best.values == -torch.inf, -1))
+    return torch.cat(pools)
+
+
+def similarity(queries: Tensor, candidates: Tensor, pool: Tensor, blocks: Blocks, by: str = "mixed") -> Tensor:
+    """Mean cosine of queries, [n, d], and the candidates of their pools, int64 [n, N] rows of [M, d] → float32 [n, N].
+
+    `by` is a sampler other than `random`: which parts are compared. −inf where a pool has no candidate.
+    """
+    asked, offered = compared(queries, by, blocks), compared(candidates, by, blocks)
+    return (offered[pool] @ asked[:, :, None]).squeeze(2).masked_fill(pool < 0, -torch.inf)
+
+
+def compared(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:
+    """Embeddings [n, d] → what of them is compared, [n, d'], so that inner products are mean cosines of the parts.
+
+    Raises:
+        InputError: some parts are known, but not one that `by` compares.
+    """
+    if not blocks:
+        return normalize(embeddings, dim=1)
+    if missing := [name for name in _COMPARED[by] if name not in blocks]:
+        raise InputError(f"{by} compares {missing[0]}, but of the embeddings only {', '.join(blocks)} is known")
+    parts = [normalize(embeddings[:, slice(*blocks[name])], dim=1) for name in _COMPARED[by]]
+    return torch.cat(parts, 1) / len(parts) ** 0.5

@@ -1,0 +1,1 @@
+"""The built-in elastic vision-language model."""

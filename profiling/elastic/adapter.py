@@ -1,0 +1,207 @@
+"""The elastic model behind the interface of all models whose knobs are set
+(`knobwise.profiling.measuring.adaptive_model`).
+
+The first stage scales the image down to its overview, which every configuration begins with: the answer goes on from
+it, and what a decision sees is computed from it. The mean of the overview's tokens is linear in the mean of its
+windows: the features need none of the tokens themselves, which the answer embeds with all others in one go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.elastic.model import STRIDE, TILE, Configuration, ElasticVLM
+from knobwise.profiling.elastic.profile import shipped_model
+from knobwise.profiling.elastic.scenes import CELL, END, FILLER, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS, Scenes
+from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request, check_configuration
+
+_PROMPT_TOKENS = np.float32(PROMPT_TOKENS)
+_PROMPT = torch.Size((1, PROMPT_TOKENS))
+_MEAN_WINDOW = np.array(
+    [[1 / 3 if x - y in range(0, TILE - CELL + 1, STRIDE) else 0 for y in range(CELL)] for x in range(TILE)], np.float32
+)
+"""[16, 8]: from a row of an overview's pixels to the mean of its windows in it."""
+
+
+class ElasticAdaptive:
+    """An `AdaptiveVLM`: the elastic model, one request at a time.
+
+    An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose sides are 2 to 8
+    cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens int64 [1, 6].
+
+    Args:
+        model: None for the one that comes with knobwise.
+        name: how it is called in files and reports.
+    """
+
+    def __init__(self, model: ElasticVLM | None = None, name: str = "elastic") -> None:
+        self.model, self.name = model or shipped_model(), name
+        size, full = self.model.size, self.model.full
+        self.knobs = (
+            KnobSupport("max_crops", full.max_crops, 1, size.max_crops, "16-pixel tiles of the image, at most"),
+            KnobSupport("top_k", full.top_k, 1, size.max_top_k, "experts for each token"),
+            KnobSupport("num_active_blocks", full.num_active_blocks, 2, size.blocks, "blocks that run"),
+        )
+        self.configuration = full
+        """What it runs with."""
+        self._width = self.model.size.width
+        stem = self.model.stem.weight.detach().view(-1, 3, CELL, CELL).transpose(2, 3)  # columns of pixels first
+        self._stem = np.ascontiguousarray(stem.reshape(len(stem), -1).T.numpy())
+        self._words = self.model.words.weight.detach().numpy()
+        self._base: dict[torch.Size, NDArray[np.float32]] = {}
+        self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
+
+    @contextmanager
+    def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
+        """Run with this configuration inside the context. Not for two threads at once.
+
+        Raises:
+            InputError: a value that cannot be set.
+        """
+        wanted = self._configured(configuration)
+        before, self.configuration = self.configuration, wanted
+        try:
+            yield
+        finally:
+            self.configuration = before
+
+    def _configured(self, configuration: Mapping[str, int]) -> Configuration:
+        key = tuple(configuration.items())
+        wanted = self._checked.get(key)
+        if wanted is None:
+            wanted = self._checked[key] = Configuration(**check_configuration(self.knobs, configuration))
+        return wanted
+
+    def first_stage(self, request: Request) -> FirstStage:
+        """The overview, and features as in the built-in profile, rounded to half precision.
+
+        Raises:
+            InputError: an image or a question that the model cannot take.
+        """
+        start, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        image, prompt = request.image, request.question
+        if not (isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32):
+            image = as_image(image)
+        if not (isinstance(prompt, Tensor) and prompt.shape == _PROMPT and prompt.dtype == torch.int64):
+            prompt = as_prompt(prompt)
+        overview = self.model.overview(image)
+        done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
+        features = self._features(image, overview.numpy(), prompt.numpy()[0])
+        kept = image, prompt, overview, (cpu_done - cpu) / 1e6
+        end = time.perf_counter_ns()
+        return FirstStage(request, features, kept, (end - start) / 1e6, (end - done) / 1e6)
+
+    def _features(
+        self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.float32]]:
+        """What `ElasticVLM.features` gives, from an overview [1, 3, 16, 16] and a prompt [6]."""
+        base, width = self._base.get(image.shape), self._width
+        if base is None:
+            base = self._base[image.shape] = self._base_of(image)
+        joined = base.copy()
+        # to the mean of the windows, rows and columns of pixels apart: [3, 16, 16] → [3, 16, 8] → [3, 8, 8] transposed
+        across = overview.reshape(-1, TILE).dot(_MEAN_WINDOW).reshape(3, TILE, CELL).swapaxes(1, 2)
+        joined[:width] += across.reshape(-1, TILE).dot(_MEAN_WINDOW).reshape(-1).dot(self._stem)
+        asked = joined[2 * width :]
+        np.add.reduce(self._words.take(prompt, 0), 0, out=asked)
+        asked /= _PROMPT_TOKENS
+        joined = joined.astype(np.float16).astype(np.float32)
+        return {"image_features": joined[: 2 * width], "language_features": joined[2 * width :]}
+
+    def _base_of(self, image: Tensor) -> NDArray[np.float32]:
+        """All features of a black image of this size, whose windows are 0: [3·width]."""
+        nothing = torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64)
+        return torch.cat(self.model.features(torch.zeros_like(image), nothing), 1)[0].numpy()
+
+    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+        """Decode one answer after another; `extra` holds `cpu_ms`, the thread's CPU time over the span of `total_ms`.
+
+        Raises:
+            InputError: a value that cannot be set.
+        """
+        wanted = self._configured(configuration)
+        return [self._answer(stage, wanted) for stage in stages]
+
+    def _answer(self, stage: FirstStage, configuration: Configuration) -> Answer:
+        image, prompt, overview, cpu_ms = stage.kept
+        # by clocks around the call: what it takes to enter and leave it is the model's own
+        start, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        run = self.model.generate(image, prompt, configuration, overview)
+        done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
+        before = stage.total_ms - stage.extra_ms  # 0 for a first stage that comes from a cache
+        cpu_ms = (cpu_done - cpu) / 1e6 + (cpu_ms if before > 0 else 0.0)
+        return Answer(
+            " ".join(WORDS[token] for token in run.tokens if token != END),
+            total_ms=before + (done - start) / 1e6,
+            prefill_ms=before + run.prefill_ms,
+            vision_ms=before + run.vision_ms,
+            vision_tokens=run.vision_tokens,
+            language_tokens=PROMPT_TOKENS,
+            output_tokens=len(run.tokens),
+            extra={"cpu_ms": cpu_ms},
+        )
+
+
+def as_image(image: Any) -> Tensor:
+    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array.
+
+    Raises:
+        InputError: of another shape, or of a size that is no grid of 2 to 8 cells each way.
+    """
+    if isinstance(image, np.ndarray):
+        image = torch.from_numpy(image)
+    elif not isinstance(image, Tensor):
+        if not hasattr(image, "convert"):
+            raise InputError(f"image: {type(image).__name__}; a PIL image or pixels [1, 3, h, w] are needed")
+        image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
+    pixels = image if image.ndim == 4 else image.unsqueeze(0)
+    shape = tuple(pixels.shape)
+    if len(shape) != 4 or shape[:2] != (1, 3) or not all(side in _SIDES for side in shape[2:]):
+        raise InputError(
+            f"image: of shape {list(shape)}; this model takes [1, 3, h, w] with sides of {_SIDES.start} to "
+            f"{_SIDES[-1]} pixels in steps of {CELL}"
+        )
+    return pixels.float()
+
+
+_SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
+
+
+def as_prompt(question: Any) -> Tensor:
+    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens.
+
+    Raises:
+        InputError: an unknown word, or too many.
+    """
+    if isinstance(question, str):
+        words = question.split()
+        if unknown := [word for word in words if word not in TOKEN]:
+            raise InputError(f"question {question!r}: unknown word {unknown[0]!r}; an example is 'digit? r1 c2'")
+        if not 1 <= len(words) < PROMPT_TOKENS:
+            raise InputError(f"question {question!r}: 1 to {PROMPT_TOKENS - 1} words are needed")
+        tokens = [TOKEN[word] for word in words]
+        tokens += [FILLER] * (PROMPT_TOKENS - 1 - len(tokens))
+        return torch.tensor([[*tokens, TOKEN["<answer>"]]])
+    asked = question if isinstance(question, Tensor) else torch.as_tensor(np.asarray(question))
+    if asked.numel() != PROMPT_TOKENS or asked.is_floating_point():
+        raise InputError(f"question: tokens of shape {list(asked.shape)}; int64 [1, {PROMPT_TOKENS}] is needed")
+    return asked.reshape(1, PROMPT_TOKENS)
+
+
+def request_of(scene: Scenes) -> Request:
+    """The request that a scene is."""
+    return Request(torch.from_numpy(scene.images), torch.from_numpy(scene.prompts))
+
+
+def question_of(scene: Scenes) -> str:
+    """The question of a scene in words: what `as_prompt` reads."""
+    return " ".join(word for word in (WORDS[token] for token in scene.prompts[0]) if word[0] not in "·<")

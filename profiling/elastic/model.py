@@ -1,0 +1,416 @@
+"""A small elastic vision-language model with three knobs that really change what is computed.
+
+An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping 8-pixel windows that one linear map
+turns into tokens (a deliberately weak stem: recognition is left to the blocks). Blocks are attention plus a sparse
+mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token runs through its ``top_k``
+experts only. ``num_active_blocks`` leaves out middle blocks, the least important first. Answers are decoded greedily
+with a KV cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from knobwise.common.files import written_whole
+from knobwise.profiling.elastic.scenes import ANSWER_TOKENS, CELL, END, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS
+
+TILE = 16  # pixels
+STRIDE = 4  # pixels between windows, which overlap by half: a tile is nine tokens
+_STARTS = tuple(range(0, TILE - CELL + 1, STRIDE))
+TILE_TOKENS = len(_STARTS) ** 2
+OVERVIEW_TOKENS = 1 + TILE_TOKENS  # the size of the grid, and one tile that shows the whole image
+_FLAGS = 3  # vertical scale, horizontal scale, overview or not
+_FIRST_PLACE, _PLACES = TOKEN["r0"], 2 * MAX_SIDE  # the words r0 … r7 c0 … c7
+_DIGIT_CLASSES = 11
+
+
+class Configuration(NamedTuple):
+    """One value per knob."""
+
+    max_crops: int
+    """Cap on the number of 16-pixel tiles; a small image uses fewer."""
+    top_k: int
+    """Experts per token."""
+    num_active_blocks: int
+    """Blocks that run; the first and the last always do."""
+
+
+@dataclass
+class ElasticSize:
+    """Widths of the model; the defaults give 0.70 M parameters."""
+
+    width: int = 96
+    """Width of a token."""
+    heads: int = 4
+    """Attention heads; they divide the width."""
+    blocks: int = 6
+    """Transformer blocks."""
+    experts: int = 8
+    """Experts in each block."""
+    expert_width: int = 48
+    """Hidden width of an expert."""
+    max_top_k: int = 4
+    """The most experts per token that the model is trained with, and may be run with."""
+    max_crops: int = 12
+    """The most tiles per image that the model is trained with."""
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        if self.blocks < 2 or not 1 <= self.max_top_k <= self.experts:
+            raise ValueError(f"need at least 2 blocks and 1 ≤ max_top_k ≤ experts, got {self}")
+
+
+class Generation(NamedTuple):
+    """An answer and what it cost: token ids (``<end>`` included), milliseconds of wall and thread CPU time."""
+
+    tokens: list[int]
+    total_ms: float
+    prefill_ms: float
+    vision_ms: float
+    """The part of `prefill_ms` until everything is embedded."""
+    cpu_ms: float
+    vision_tokens: int
+
+
+class TileGrid(NamedTuple):
+    """How an image is cut: tiles down and across, and the pixels its content is scaled to (the rest is padding)."""
+
+    down: int
+    across: int
+    height: int
+    width: int
+
+    def is_full(self, rows: int, columns: int) -> bool:
+        """Whether the image keeps its full resolution."""
+        return (self.height, self.width) == (rows * CELL, columns * CELL)
+
+
+@cache
+def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
+    """The tiles for an image of ``rows × columns`` cells: most resolution without upscaling, then fewest tiles."""
+    if max_crops < 1:
+        raise ValueError(f"max_crops must be at least 1, not {max_crops}")
+    per_tile = TILE // CELL
+    options = [
+        (min(1.0, per_tile * down / rows) * min(1.0, per_tile * across / columns), -down * across, down, across)
+        for down in range(1, math.ceil(rows / per_tile) + 1)
+        for across in range(1, math.ceil(columns / per_tile) + 1)
+        if down * across <= max_crops
+    ]
+    *_, down, across = max(options)
+    return TileGrid(down, across, min(down * TILE, rows * CELL), min(across * TILE, columns * CELL))
+
+
+@cache
+@torch.inference_mode(False)  # the cached tensor serves training too
+def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> Tensor:
+    """What part of which cells each window shows, for the overview and (if there) the tiles: [windows, 19].
+
+    The first 8 + 8 numbers are the shares of each row and each column of cells that the window covers, then the
+    vertical and horizontal scale and whether it belongs to the overview.
+    """
+    parts: list[Tensor] = []
+    for grid in grids:
+        axes = []
+        for tiles, pixels, cells in ((grid.down, grid.height, rows), (grid.across, grid.width, columns)):
+            scale = pixels / (cells * CELL)
+            pixel = torch.tensor([tile * TILE + start for tile in range(tiles) for start in _STARTS])
+            start = pixel / CELL / scale
+            place = torch.arange(MAX_SIDE)
+            end = torch.minimum(start[:, None] + 1 / scale, place + 1.0)
+            axes.append(((end - torch.maximum(start[:, None], place)).clamp(min=0), scale))
+        (vertical, scale_y), (horizontal, scale_x) = axes
+        n, m = len(vertical), len(horizontal)
+        flags = torch.tensor([scale_y, scale_x, float(not parts)]).expand(n, m, _FLAGS)
+        both = [vertical[:, None].expand(n, m, MAX_SIDE), horizontal.expand(n, m, MAX_SIDE), flags]
+        parts.append(torch.cat(both, -1).reshape(n * m, _PLACES + _FLAGS))
+    return torch.cat(parts)
+
+
+def scaled(images: Tensor, grid: TileGrid) -> Tensor:
+    """Images [B, 3, h, w] at the size that a grid shows them in."""
+    if images.shape[-2:] == (grid.height, grid.width):
+        return images
+    return F.interpolate(images, (grid.height, grid.width), mode="bilinear", antialias=True)
+
+
+def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
+    """Scale, pad and cut images [B, 3, h, w] into windows [B, 9·tiles, 192], rows of windows first."""
+    images = scaled(images, grid)
+    pad = (0, grid.across * TILE - grid.width, 0, grid.down * TILE - grid.height)
+    if any(pad):
+        images = F.pad(images, pad)
+    # [B, 3, down, across, 16, 16], then windows inside each tile
+    cut = images.unfold(2, TILE, TILE).unfold(3, TILE, TILE).unfold(4, CELL, STRIDE).unfold(5, CELL, STRIDE)
+    return cut.permute(0, 2, 4, 3, 5, 1, 6, 7).reshape(len(images), -1, 3 * CELL * CELL)
+
+
+class Experts(nn.Module):
+    """Sparse mixture of experts.
+
+    The weights sum to one over the ``max_top_k`` best experts, as trained; a smaller ``top_k`` leaves out the rest of
+    the sum, so it costs accuracy as well as it saves time.
+    """
+
+    def __init__(self, size: ElasticSize) -> None:
+        super().__init__()
+        self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.w_in = nn.Parameter(torch.randn(size.experts, size.width, size.expert_width) / size.width**0.5)
+        self.w_out = nn.Parameter(torch.randn(size.experts, size.expert_width, size.width) / size.expert_width**0.5)
+        self.max_top_k = size.max_top_k
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor, top_k: int) -> Tensor:
+        """[tokens, width] → [tokens, width]; an expert sees only the tokens that chose it."""
+        logits = torch.mm(x, self.router.weight.t())
+        best, chosen = logits.topk(self.max_top_k)
+        # capped, so that no expert outweighs the others by more than e²: each of them matters
+        weight = best.tanh().softmax(-1)[:, :top_k]
+        chosen = chosen[:, :top_k]
+        if len(x) == 1 and not self.training:  # a decoding step has nothing to sort
+            parts = [torch.mm(F.silu(torch.mm(x, self.w_in[i])), self.w_out[i]) for i in chosen[0].tolist()]
+            return torch.mm(weight, torch.cat(parts))
+        flat = chosen.flatten()
+        order = flat.argsort()
+        counts = flat.bincount(minlength=len(self.w_in))
+        if self.training:
+            # load balancing, Fedus et al. 2021 (https://arxiv.org/abs/2101.03961), eq. 4–6
+            share = logits.tanh().softmax(-1)
+            self.balance = len(self.w_in) * (share.mean(0) * counts / len(flat)).sum()
+        token = order // top_k
+        inputs = torch.split(x.index_select(0, token), counts.tolist())
+        outputs = [
+            torch.mm(F.silu(torch.mm(part, a)), b)
+            for part, a, b in zip(inputs, self.w_in, self.w_out, strict=True)
+            if len(part)
+        ]
+        scaled = torch.cat(outputs) * weight.flatten().index_select(0, order)[:, None]
+        return torch.zeros_like(x).index_add_(0, token, scaled)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and experts."""
+
+    def __init__(self, size: ElasticSize) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm_attention, self.norm_experts = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.experts = Experts(size)
+
+    def forward(
+        self, x: Tensor, top_k: int, mask: Tensor | None = None, past: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[B, T, width] → the same and the keys and values [2, B, heads, past + T, width / heads]."""
+        batch, length, width = x.shape
+        # plain products of matrices: at batch size 1 the overhead of a linear layer is as large as its work
+        qkv = torch.mm(self.norm_attention(x).view(-1, width), self.qkv.weight.t())
+        q, cache = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).split((1, 2))
+        if past is not None:
+            cache = torch.cat((past, cache), 3)
+        seen = F.scaled_dot_product_attention(q[0], cache[0], cache[1], attn_mask=mask)
+        x = x + torch.mm(seen.transpose(1, 2).reshape(-1, width), self.out.weight.t()).view(x.shape)
+        x = x + self.experts(self.norm_experts(x).view(-1, width), top_k).view(batch, length, width)
+        return x, cache
+
+
+class ElasticVLM(nn.Module):
+    """The elastic model.
+
+    ``drop_order`` lists the middle blocks, the first to be left out first; ``training_s`` are the CPU seconds that its
+    training took.
+    """
+
+    def __init__(self, size: ElasticSize | None = None) -> None:
+        super().__init__()
+        self.size = size or ElasticSize()
+        width = self.size.width
+        self.stem = nn.Linear(3 * CELL * CELL, width)
+        self.scale = nn.Linear(_FLAGS, width)
+        self.grid_rows, self.grid_columns = nn.Embedding(MAX_SIDE + 1, width), nn.Embedding(MAX_SIDE + 1, width)
+        self.words = nn.Embedding(len(WORDS), width)
+        self.slots = nn.Embedding(PROMPT_TOKENS + ANSWER_TOKENS, width)
+        self.blocks = nn.ModuleList(Block(self.size) for _ in range(self.size.blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, len(WORDS))
+        self.digit_head = nn.Linear(width, _DIGIT_CLASSES)  # auxiliary, used in training only
+        self.drop_order: tuple[int, ...] = tuple(range(self.size.blocks - 2, 0, -1))
+        self.training_s = 0.0
+
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.3)
+        # the n-th token of an answer is, in the lists, about the n-th row or column: start from there
+        with torch.no_grad():
+            places = self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES].view(2, MAX_SIDE, width)
+            self.slots.weight[PROMPT_TOKENS - 1 : PROMPT_TOKENS - 1 + MAX_SIDE] += places.sum(0)
+        # so that pixels speak as loudly as places do, and a deep stack starts near the identity
+        nn.init.normal_(self.stem.weight, std=0.1)
+        for i in range(self.size.blocks):
+            for weight in (self.block(i).out.weight, self.block(i).experts.w_out):
+                weight.data /= (2 * self.size.blocks) ** 0.5
+
+    def block(self, i: int) -> Block:
+        """The i-th block."""
+        return cast(Block, self.blocks[i])
+
+    @property
+    def full(self) -> Configuration:
+        """The setting that the model is trained at."""
+        return Configuration(self.size.max_crops, self.size.max_top_k, self.size.blocks)
+
+    def active_blocks(self, num_active_blocks: int) -> tuple[int, ...]:
+        """Indices of the blocks that run; first and last always among them."""
+        total = self.size.blocks
+        if not 2 <= num_active_blocks <= total:
+            raise ValueError(f"num_active_blocks must be 2 to {total}, not {num_active_blocks}")
+        dropped = set(self.drop_order[: total - num_active_blocks])
+        return tuple(i for i in range(total) if i not in dropped)
+
+    def check(self, configuration: Configuration) -> None:
+        """Raise ``ValueError`` if the model cannot run this configuration."""
+        if configuration.max_crops < 1:
+            raise ValueError(f"max_crops must be at least 1, not {configuration.max_crops}")
+        if not 1 <= configuration.top_k <= self.size.max_top_k:
+            raise ValueError(f"top_k must be 1 to {self.size.max_top_k}, not {configuration.top_k}")
+        self.active_blocks(configuration.num_active_blocks)
+
+    @torch.inference_mode()
+    def overview(self, images: Tensor) -> Tensor:
+        """The image scaled to one tile, [B, 3, 16, 16]: what no knob changes, and every setting begins with."""
+        grid = tile_grid(images.shape[-2] // CELL, images.shape[-1] // CELL, 1)
+        return scaled(images, grid)
+
+    def first_stage(self, images: Tensor, max_crops: int = 0, overview: Tensor | None = None) -> Tensor:
+        """Grid-size token, overview and tiles: [B, 10 + 9·tiles, width]; without tiles when ``max_crops`` is 0.
+
+        An ``overview`` that is there already is not made again.
+        """
+        rows, columns = images.shape[-2] // CELL, images.shape[-1] // CELL
+        caps = (1, max_crops) if max_crops else (1,)
+        grids = tuple(tile_grid(rows, columns, cap) for cap in caps)
+        coordinates = window_coordinates(rows, columns, grids)
+        # a place in the image and the word for it share one embedding, so a question finds its cells early in training
+        place = coordinates[:, :_PLACES] @ self.words.weight[_FIRST_PLACE : _FIRST_PLACE + _PLACES]
+        sources = (images if overview is None else overview, images)
+        cut = [cut_windows(source, grid) for source, grid in zip(sources, grids, strict=False)]
+        windows = self.stem(torch.cat(cut, 1))
+        size = self.grid_rows.weight[rows] + self.grid_columns.weight[columns]
+        return torch.cat((size.expand(len(images), 1, -1), windows + (place + self.scale(coordinates[:, _PLACES:]))), 1)
+
+    def prefix(self, images: Tensor, prompts: Tensor, max_crops: int, overview: Tensor | None = None) -> Tensor:
+        """Embed grid size, overview, tiles and prompt: [B, 10 + 9·tiles + 6, width]."""
+        question = self.words(prompts) + self.slots.weight[:PROMPT_TOKENS]
+        return torch.cat((self.first_stage(images, max_crops, overview), question), 1)
+
+    def tile_states(self, prefix: Tensor, grid: TileGrid) -> Tensor:
+        """The tiles' part of the prefix, [B, down, 3, across, 3, width]."""
+        starts = len(_STARTS)
+        tiles = prefix[:, OVERVIEW_TOKENS : OVERVIEW_TOKENS + TILE_TOKENS * grid.down * grid.across]
+        return tiles.view(len(prefix), grid.down, starts, grid.across, starts, -1)
+
+    def forward(
+        self,
+        images: Tensor,
+        prompts: Tensor,
+        answers: Tensor,
+        configuration: Configuration,
+        blocks: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Teacher-forced logits [B, 9, words] for ``answers`` [B, 9], and the prefix's last states [B, P, width].
+
+        ``blocks`` overrides which blocks run (for calibration and training); by default the configuration says.
+        """
+        prefix = self.prefix(images, prompts, configuration.max_crops)
+        said = self.words(answers[:, :-1]) + self.slots.weight[PROMPT_TOKENS : PROMPT_TOKENS + answers.shape[1] - 1]
+        x, length = torch.cat((prefix, said), 1), prefix.shape[1]
+        # the prefix sees all of itself and none of the answer; the answer sees the prefix and its own past
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask[:length, :length] = True
+        for i in blocks or self.active_blocks(configuration.num_active_blocks):
+            x, _ = self.block(i)(x, configuration.top_k, mask)
+        x = self.norm(x)
+        return self.head(x[:, length - 1 :]), x[:, :length]
+
+    @torch.inference_mode()
+    def generate(
+        self, image: Tensor, prompt: Tensor, configuration: Configuration, overview: Tensor | None = None
+    ) -> Generation:
+        """Decode one answer greedily, timing it: ``image`` [1, 3, h, w], ``prompt`` [1, 6].
+
+        The clock covers everything from the pixels to the last token: scaling, tiling, prefill, decoding; but for an
+        ``overview`` that was made before.
+        """
+        active = [self.block(i) for i in self.active_blocks(configuration.num_active_blocks)]
+        top_k, tokens = configuration.top_k, []
+        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        x = self.prefix(image, prompt, configuration.max_crops, overview)
+        embedded = time.perf_counter_ns()
+        length, past = x.shape[1], []
+        for block in active:
+            x, cache = block(x, top_k)
+            past.append(cache)
+        tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
+        prefill = time.perf_counter_ns()
+        while tokens[-1] != END and len(tokens) < ANSWER_TOKENS:
+            x = (self.words.weight[tokens[-1]] + self.slots.weight[PROMPT_TOKENS + len(tokens) - 1])[None, None]
+            for i, block in enumerate(active):
+                x, past[i] = block(x, top_k, past=past[i])
+            tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
+        done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
+        return Generation(
+            tokens=tokens,
+            total_ms=(done - wall) / 1e6,
+            prefill_ms=(prefill - wall) / 1e6,
+            vision_ms=(embedded - wall) / 1e6,
+            cpu_ms=(cpu_done - cpu) / 1e6,
+            vision_tokens=length - PROMPT_TOKENS,
+        )
+
+    @torch.inference_mode()
+    def features(self, images: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
+        """What is known before a configuration is chosen: image [B, 2·width] and language [B, width] features.
+
+        Image: the mean of the overview's tokens, then the grid-size token. Language: the mean of the prompt's word
+        embeddings. Neither depends on a knob, on a tile, or on the answer.
+        """
+        seen = self.first_stage(images)
+        return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), self.words(prompts).mean(1)
+
+    def save(self, path: Path) -> None:
+        """Write weights in half precision, with size and drop order as metadata."""
+        about = {"size": asdict(self.size), "drop_order": self.drop_order, "training_s": self.training_s}
+        metadata = {key: json.dumps(value) for key, value in about.items()}
+        with written_whole(path) as temporary:
+            save_file({k: v.half().contiguous() for k, v in self.state_dict().items()}, temporary, metadata)
+
+    @classmethod
+    def load(cls, path: Path) -> ElasticVLM:
+        """Read what :meth:`save` wrote; the model is in evaluation mode, single precision.
+
+        Raises ``ValueError`` for a file that is none.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+                model = cls(ElasticSize(**json.loads(metadata["size"])))
+                model.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118
+        except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{path}: holds no weights of the elastic model") from error
+        model.drop_order = tuple(json.loads(metadata["drop_order"]))
+        model.training_s = float(metadata["training_s"])
+        return model.eval()

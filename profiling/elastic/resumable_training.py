@@ -1,0 +1,89 @@
+"""Training a small model from scratch, in a way that can be stopped and goes on to the same end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import monotonic, process_time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+from knobwise.common.interruption import held_back
+from knobwise.common.progress import progress
+
+
+def train_resumably(
+    model: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    state: Path,
+    settings: Mapping[str, Any],
+    *,
+    what: str,
+    steps: int,
+    learning_rate: float,
+    rise: int,
+    save_every_s: float,
+) -> float:
+    """Train with AdamW, or go on from the checkpoint at `state`. An interrupted training ends where an uninterrupted
+    one does, if a batch depends on the number of its step alone.
+
+    Args:
+        model: in its initial state; trained in place, and in evaluation mode after.
+        loss_of: the loss, a scalar, of the batch of a step.
+        settings: what a checkpoint must have been made with to be gone on from.
+        what: is done, for the line that shows progress.
+        steps: of the optimiser.
+        learning_rate: at step t times min(1, (t + 1) / `rise`), and times a cosine from 1 to 0.03.
+        save_every_s: seconds between checkpoints, beside the last one.
+
+    Returns:
+        CPU seconds, of all the sittings.
+
+    Raises:
+        InputError: the checkpoint is of a training with other settings.
+    """
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    identity = {"format": "knobwise.training/1", **json.loads(json.dumps(settings))}
+    step, start = 0, process_time()
+    if state.exists():
+        saved = torch.load(state, weights_only=True)
+        if saved["identity"] != identity:
+            raise InputError(f"{state}: is of a training with other settings; remove it or choose another folder")
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        step = saved["step"]
+        start -= saved["cpu_s"]
+
+    def save() -> None:
+        tensors = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+        with written_whole(state) as temporary:
+            torch.save({"identity": identity, "step": step, "cpu_s": process_time() - start, **tensors}, temporary)
+
+    model.train()
+    saved_at, mean_loss = monotonic(), math.nan
+    with held_back() as held, progress(what, steps, step) as tick:
+        while step < steps:
+            rate = min(1.0, (step + 1) / rise) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+            for group in optimiser.param_groups:
+                group["lr"] = learning_rate * rate
+            loss = loss_of(step)
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            step += 1
+            mean_loss = loss.item() if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * loss.item()
+            tick(step, f"loss {mean_loss:.2f}")
+            if monotonic() - saved_at > save_every_s or step == steps or held.asked is not None:
+                with held.undisturbed():
+                    save()
+                saved_at = monotonic()
+            held.check()
+    model.eval()
+    return process_time() - start

@@ -1,0 +1,1 @@
+"""Hugging Face vision-language models."""

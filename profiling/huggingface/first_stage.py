@@ -1,0 +1,170 @@
+"""The overview of an image through a Hugging Face model's own vision tower, kept so that an answer goes on from it.
+
+Models that cut an image into crops read a small picture of the whole beside them. Where that picture has the same
+pixels whatever the number of crops (Llama4 from two crops on, LLaVA-NeXT, Molmo2), the tower's output for it, which a
+decision needs first, is the one that the answer needs later. Elsewhere the pixels depend on the knob: Qwen-VL, GLM4V
+and Gemma4 know one resolution at a time, Aria drops the overview for crops, and Idefics3 and SmolVLM shrink it from
+a picture already resized to the crops. Their overview at the lowest setting serves the decision only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from knobwise.common.errors import InputError
+
+SAME_AT_EVERY_SETTING = {"llama4": -1, "llava_next": 0, "molmo2": 0}
+"""By `model_type`: where the overview is among an image's crops, for families whose overview is the same whatever
+their number. Their towers treat each crop alone."""
+
+_PROJECTORS = ("multi_modal_projector", "connector", "embed_vision")
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What the vision tower made of an image's overview."""
+
+    inputs: Any
+    """Arguments of the tower's call, on the model's device: one row, as far as they are by row."""
+    output: Any
+    """Of that call."""
+    ms: float
+    """Wall time of it."""
+
+    def pooled(self) -> Tensor:
+        """Mean over the patches of the tower's last hidden states, padding left out: float32 [d] on the CPU."""
+        states, mask = self.output.last_hidden_state, self.inputs[1].get("patch_attention_mask")
+        states = states.flatten(0, -2) if mask is None else states[mask.flatten(1)]
+        return states.float().mean(0).cpu()
+
+
+def vision_tower(model: Any) -> Any:
+    """The module that encodes images.
+
+    Raises:
+        InputError: there is none where models of transformers have theirs.
+    """
+    tower = model.get_encoder(modality="image")
+    if tower in (model, model.base_model) or not hasattr(model.base_model, "get_image_features"):
+        raise InputError(f"{type(model).__name__}: has no vision tower that HuggingFaceVLM can find; it is left out")
+    return tower
+
+
+def vision_modules(model: Any) -> list[Any]:
+    """The vision tower, and the projector that follows it where that is a module of its own."""
+    found = [getattr(owner, name, None) for owner in (model.base_model, model) for name in _PROJECTORS]
+    return [vision_tower(model), *{id(module): module for module in found if module is not None}.values()]
+
+
+def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:
+    """Take one image's overview through the vision tower alone.
+
+    Args:
+        inputs: what the processor made of one request, on the model's device.
+        clock: wall time in ms, the device having finished its work.
+    """
+    encode, tower = model.base_model.get_image_features, vision_tower(model)
+    known = {name: inputs[name] for name in inspect.signature(encode).parameters if name in inputs}
+    try:
+        with _forward_of(tower, _stop):
+            encode(**known)
+        raise AssertionError("the vision tower was not called")
+    except _Reached as reached:
+        call = reached.call
+    if (row := SAME_AT_EVERY_SETTING.get(model.config.model_type)) is not None:
+        count = _row_count(call)
+        call = _picked(call, count, [row % count])
+    start = clock()
+    output = tower(*call[0], **call[1])
+    return Overview(call, output, clock() - start)
+
+
+@contextmanager
+def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
+    """Inside, the vision tower computes one crop less for each overview, of the same pixels: it takes what is known.
+
+    Gives the numbers of the overviews that were taken, complete at the end. For models of `SAME_AT_EVERY_SETTING`.
+    """
+    tower, taken = vision_tower(model), set[int]()
+    forward = tower.forward
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        call = (args, kwargs)
+        count = _row_count(call)
+        place = list(range(count))  # of each row in the joined output: first the computed, then the known
+        known: dict[int, int] = {}
+        for number, overview in enumerate(overviews):
+            # one row for each: a tile of the same pixels would have been computed without it
+            if free := [row for row in _equal_rows(overview.inputs, call) if row not in known]:
+                known[free[0]] = number
+                taken.add(number)
+        if not known:
+            return forward(*args, **kwargs)
+        rest = [row for row in range(count) if row not in known]
+        for n, row in enumerate([*rest, *known]):
+            place[row] = n
+        parts = [overviews[number].output for number in known.values()]
+        if rest:
+            some = _picked(call, count, rest)
+            parts.insert(0, forward(*some[0], **some[1]))
+        order = torch.tensor(place, device=tree_leaves(call)[0].device)
+        return tree_map(lambda *rows: torch.cat(rows)[order] if isinstance(rows[0], Tensor) else rows[0], *parts)
+
+    if not overviews:
+        yield taken
+        return
+    with _forward_of(tower, remembered):
+        yield taken
+
+
+# -- a module's call ---------------------------------------------------------------------------------------------------
+
+
+class _Reached(Exception):
+    def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self.call = call
+
+
+def _stop(*args: Any, **kwargs: Any) -> Any:
+    raise _Reached((args, kwargs))
+
+
+@contextmanager
+def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    own = vars(module).get("forward")  # such as that of a model spread over devices
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _row_count(call: Any) -> int:
+    return next(len(leaf) for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
+
+
+def _picked(call: Any, count: int, rows: list[int]) -> Any:
+    """The call with some of its rows: of tensors whose first dimension they are."""
+    return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,) else leaf, call)
+
+
+def _equal_rows(one: Any, many: Any) -> list[int]:
+    """The rows of a call that are the one row of another, in all their tensors."""
+    equal = torch.ones(_row_count(many), dtype=torch.bool)
+    for single, leaf in zip(tree_leaves(one), tree_leaves(many), strict=True):
+        if isinstance(leaf, Tensor):
+            if single.shape[1:] != leaf.shape[1:]:
+                return []
+            equal &= (leaf == single).reshape(len(leaf), -1).all(1).cpu()
+    return equal.nonzero().flatten().tolist()

@@ -1,0 +1,264 @@
+"""Set crops, experts and blocks of a Hugging Face vision-language model for a while, and restore it exactly.
+
+Nothing of the model is copied or rebuilt: a few attributes of model and processor are given other values and get their
+own back, so that what comes afterwards is computed bit for bit as before. How each family is told how many crops to
+make is in `knobwise.profiling.huggingface.families`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.families import FAMILIES, Assignment, image_knob
+from knobwise.profiling.measuring.adaptive_model import KNOBS, Configuration, KnobSupport, check_configuration
+
+TOP_K_IN_CONFIGURATION = {"gemma4_text": "top_k_experts"}
+"""Language models whose routers read the number of experts from the configuration, not from themselves."""
+
+# whoever made the knobs: a default read while others are set would be wrong, and so would be what is restored
+_being_set: WeakSet[nn.Module] = WeakSet()
+
+
+class HuggingFaceKnobs:
+    """The knobs of an image-text-to-text model of transformers and its processor.
+
+    - `max_crops`: as `hf_families` says for the family.
+    - `top_k`: the experts that every router of the language model chooses for a token. Weights are normalised as the
+      router itself does it.
+    - `num_active_blocks`: the decoder blocks that run; the others pass their input on and write nothing to the cache of
+      keys and values. The first block always runs, and so does every block from whose cache others read positions,
+      masks, keys or values; so generation with a cache gives what generation without one gives. What a family adds to
+      hidden states between its blocks (Qwen3-VL's deepstack) is still added.
+
+    Blocks are left out in the order of `importance`, the least important first. Without it the last but one goes first,
+    then the one before it, and so on; the last goes last: deep blocks matter least, except for the final ones
+    (Gromov et al., 2024, https://arxiv.org/abs/2403.17887).
+
+    A model whose type is unknown gets `top_k` and `num_active_blocks` if its decoder has a plain list of blocks.
+
+    Args:
+        model: the model, on any device.
+        processor: its processor.
+        importance: how much the answers lose without each block, by block, for all that can be left out
+            (`knobwise.profiling.huggingface.block_importance` measures and reads it).
+
+    Raises:
+        InputError: the decoder's blocks cannot be found; an importance that misses a block or names one that does not
+            exist; a model whose knobs are set at this moment.
+    """
+
+    def __init__(self, model: Any, processor: Any, importance: Mapping[int, float] | None = None) -> None:
+        self.model, self.processor = model, processor
+        self.family = str(model.config.model_type)
+        self._language = model.config.get_text_config(decoder=True)
+        self._blocks = _decoder_blocks(model)
+        if model in _being_set:
+            raise InputError("this model's knobs are set at this moment; leave that context first")
+        self.always_active = _read_by_others(self._language, self._blocks)
+        """Blocks that cannot be left out, in ascending order; 0 is one of them."""
+        self._leaving = self._order_of_leaving(importance)
+        self._image = image_knob(model, processor)
+        self._top_k = self._top_k_owners()
+        self.knobs = (self._crops_support(), self._top_k_support(), self._blocks_support())
+        """The three of `KNOBS`, in this order."""
+
+    # -- setting -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def set(self, configuration: Configuration) -> Iterator[None]:
+        """Run model and processor with this configuration inside the context; restore both at its end, also after
+        exceptions. The configuration must stay the same from the processor's call to the last token of an answer.
+
+        Raises:
+            InputError: a value that cannot be set; a context of this model that has not ended.
+        """
+        values = check_configuration(self.knobs, configuration)
+        crops, top_k, blocks = (values[name] for name in KNOBS)
+        assignments: list[Assignment] = []
+        if self._image is not None and crops != self.knobs[0].default:
+            assignments += self._image.assign(crops)
+        if top_k != self.knobs[1].default:
+            assignments += [(owner, name, top_k) for owner, name in self._top_k]
+        left_out = set(range(len(self._blocks))) - set(self.active_blocks(blocks))
+        with self._exclusively(assignments, left_out):
+            yield
+
+    @contextmanager
+    def leaving_out(self, blocks: Iterable[int]) -> Iterator[None]:
+        """Run the model without these blocks inside the context, everything else as it came; for measuring them.
+
+        Raises:
+            InputError: a block that does not exist or is one of `always_active`; a context that has not ended.
+        """
+        left_out = set(blocks)
+        if wrong := sorted(left_out - set(self._leaving)):
+            raise InputError(f"block {wrong[0]} cannot be left out; those that can are {sorted(self._leaving)}")
+        with self._exclusively([], left_out):
+            yield
+
+    def active_blocks(self, number: int) -> tuple[int, ...]:
+        """The blocks that run when so many are active, in ascending order.
+
+        Raises:
+            InputError: fewer than must run, or more than there are.
+        """
+        total = len(self._blocks)
+        if not len(self.always_active) <= number <= total:
+            raise InputError(f"num_active_blocks={number}: this model takes {len(self.always_active)} to {total}")
+        left_out = self._leaving[: total - number]
+        return tuple(block for block in range(total) if block not in left_out)
+
+    @contextmanager
+    def _exclusively(self, assignments: list[Assignment], left_out: Collection[int]) -> Iterator[None]:
+        if self.model in _being_set:
+            raise InputError("this model's knobs are set already; leave that context before setting them again")
+        with ExitStack() as stack:
+            _being_set.add(self.model)
+            stack.callback(_being_set.discard, self.model)
+            if left_out:
+                identity = _Identity()
+                # the first block always runs, and shows what kind of output the decoder expects
+                stack.callback(self._blocks[0].register_forward_hook(identity.look).remove)
+                assignments = [*assignments, *((self._blocks[block], "forward", identity) for block in left_out)]
+            for owner, name, value in assignments:
+                _assign(stack, owner, name, value)
+            yield
+
+    # -- what there is to set ------------------------------------------------------------------------------------------
+
+    def _order_of_leaving(self, importance: Mapping[int, float] | None) -> list[int]:
+        """The blocks that can be left out, the first to go first."""
+        total = len(self._blocks)
+        free = [block for block in range(total - 1, 0, -1) if block not in self.always_active]
+        if importance is None:
+            return [block for block in free if block != total - 1] + [block for block in free if block == total - 1]
+        if wrong := [block for block in importance if not 0 <= block < total]:
+            raise InputError(f"importance of block {wrong[0]}: this model has blocks 0 to {total - 1}")
+        if missing := [block for block in free if block not in importance]:
+            raise InputError(f"importance: block {missing[-1]} of this model's {total} has none")
+        return sorted(free, key=lambda block: importance[block])  # of equals the deeper first
+
+    def _top_k_owners(self) -> list[tuple[Any, str]]:
+        """Where the number of experts is written."""
+        name = TOP_K_IN_CONFIGURATION.get(self._language.model_type, "")
+        if name:
+            return [(self._language, name)] if getattr(self._language, name, None) else []
+        parts = [part for block in self._blocks for part in block.modules()]
+        return [(part, "top_k") for part in parts if isinstance(vars(part).get("top_k"), int)]
+
+    def _crops_support(self) -> KnobSupport:
+        name, knob = KNOBS[0], self._image
+        if knob is None:
+            known = ", ".join(FAMILIES)
+            note = f"how the processor of {self.family!r} makes crops is not known; known are {known}. Implement "
+            return KnobSupport(
+                name, default=0, note=f"{note}knobwise.profiling.measuring.adaptive_model.AdaptiveVLM to set them"
+            )
+        if knob.most == knob.least:
+            note = "the processor of this model has no higher cap than one"
+            return KnobSupport(name, knob.default, knob.default, knob.default, note=note)
+        return KnobSupport(name, knob.default, knob.least, knob.most, knob.sets, knob.note)
+
+    def _top_k_support(self) -> KnobSupport:
+        if not self._top_k:
+            return KnobSupport(KNOBS[1], default=0, note="this model has no experts: its feed-forward layers are dense")
+        most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
+        default = max(int(getattr(owner, name)) for owner, name in self._top_k)
+        routed = [block for block in self._blocks if any(_is_experts(part) for part in block.modules())]
+        sets = "experts for each token" + f", in {len(routed)} of {len(self._blocks)} blocks" * (
+            0 < len(routed) < len(self._blocks)
+        )
+        everything = [part for block in routed for part in block.modules() if _computes_every_token(part)]
+        note = (
+            "saves no time here: every expert computes every token whatever is chosen, so fewer experts change the "
+            "answers only"
+            if everything
+            else ""
+        )
+        return KnobSupport(KNOBS[1], default, 1, most, sets, note)
+
+    def _blocks_support(self) -> KnobSupport:
+        total, least = len(self._blocks), len(self.always_active)
+        others = f"; {', '.join(map(str, self.always_active))} always run" if least > 1 else ""
+        note = "" if least < total else "every block of this model's decoder is read by others"
+        return KnobSupport(
+            KNOBS[2], total, least, total, f"decoder blocks that run, the first among them{others}", note
+        )
+
+
+class _Identity:
+    """What a block that is left out does instead: hand its input on, in the form that the other blocks use."""
+
+    def __init__(self) -> None:
+        self._others: tuple[None, ...] | None = None
+
+    def look(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        self._others = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
+
+    def __call__(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
+        return hidden_states if self._others is None else (hidden_states, *self._others)
+
+
+def _assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Give an attribute another value until the stack ends; what had been the class's own is the class's again."""
+    before = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (delattr, owner, name)
+    setattr(owner, name, value)
+    stack.callback(*before)
+
+
+def _decoder_blocks(model: Any) -> nn.ModuleList:
+    """The blocks of the language model, in order."""
+    part = None if getattr(model.config, "is_encoder_decoder", False) else model.get_decoder()
+    while isinstance(part, nn.Module):
+        blocks = getattr(part, "layers", None)
+        if isinstance(blocks, nn.ModuleList) and all(_takes_hidden_states(block) for block in blocks):
+            return blocks
+        part = getattr(part, "model", None)  # a language model with its head
+    known = ", ".join(FAMILIES)
+    raise InputError(
+        f"the decoder blocks of a model of type {model.config.model_type!r} cannot be found; known are {known}. "
+        "For another model implement knobwise.profiling.measuring.adaptive_model.AdaptiveVLM"
+    )
+
+
+def _takes_hidden_states(block: nn.Module) -> bool:
+    return list(inspect.signature(type(block).forward).parameters)[1:2] == ["hidden_states"]
+
+
+def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
+    """The blocks whose cache is read for all: for positions and for the masks of each kind of attention, the first of
+    that kind; for keys and values that later blocks share, those that store them."""
+    from transformers import DynamicCache
+    from transformers.masking_utils import find_first_full_attention_index
+
+    cache = DynamicCache(config=language)
+    found = {0, find_first_full_attention_index(cache)}
+    if True in cache.is_sliding:
+        found.add(cache.is_sliding.index(True))
+    if getattr(language, "num_kv_shared_layers", 0):
+        stores = [any(getattr(part, "store_full_length_kv", False) for part in block.modules()) for block in blocks]
+        found |= {number for number, stored in enumerate(stores) if stored}
+    return tuple(sorted(found))
+
+
+def _choosable(owner: Any, language: Any) -> int:
+    """The most experts that a router can choose for a token."""
+    experts = int(getattr(owner, "num_experts", None) or language.num_experts)
+    groups, chosen = getattr(owner, "num_group", 1) or 1, getattr(owner, "topk_group", 1) or 1
+    return experts // groups * chosen
+
+
+def _is_experts(part: nn.Module) -> bool:
+    return type(part).__name__.endswith("Experts")
+
+
+def _computes_every_token(part: nn.Module) -> bool:
+    """Whether experts are not even told which tokens are theirs."""
+    return _is_experts(part) and len(inspect.signature(type(part).forward).parameters) == 2

@@ -1,0 +1,291 @@
+"""A Hugging Face vision-language model whose knobs can be set, measured and decided for.
+
+A request's way: the first stage takes the image's overview through the model's own vision tower and pools it, beside
+the mean of the question's token embeddings; a decision may look at both. The answer is then decoded greedily with the
+knobs set, and goes on from the tower's output where the overview is the same at every setting
+(`knobwise.profiling.huggingface.first_stage`). Times are read by hooks during that one generation; nothing is run
+twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.first_stage import (
+    SAME_AT_EVERY_SETTING,
+    Overview,
+    encode_overview,
+    going_on_from,
+    vision_modules,
+)
+from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
+from knobwise.profiling.huggingface.loading import GREEDY, load_pretrained
+from knobwise.profiling.huggingface.scorer import INSTRUCTION, PLAIN_TEMPLATE
+from knobwise.profiling.measuring.adaptive_model import Answer, Configuration, FirstStage, KnobSupport, Request
+
+
+class HuggingFaceVLM:
+    """An `AdaptiveVLM`: a model of transformers behind its knobs. Not for two threads at once.
+
+    A group of requests is answered as one batch, padded on the left; times of an answer are then those of the whole
+    batch, so measure one request at a time.
+
+    Args:
+        model: an image-text-to-text model of a family that `HuggingFaceKnobs` knows; put into eval mode.
+        processor: its processor. Without a chat template the prompt is "<image> Question: … Answer:" and the answer
+            ends with its line. A tokenizer without a padding token gets its end token as one.
+        importance: which blocks to keep, by block; None lets `HuggingFaceKnobs` choose.
+        max_new_tokens: where an answer is cut off.
+        instruction: added to every question of a chat model.
+        device: where to put the model; None leaves it where it is.
+
+    Raises:
+        InputError: a model whose knobs or whose vision tower are not known; max_new_tokens below 1.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        importance: Mapping[int, float] | None = None,
+        max_new_tokens: int = 32,
+        instruction: str = INSTRUCTION,
+        device: str | torch.device | None = None,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be ≥ 1, is {max_new_tokens}")
+        self.model = (model if device is None else model.to(device)).eval()
+        self.processor, self.tokenizer, self.max_new_tokens = processor, processor.tokenizer, max_new_tokens
+        self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
+        self._vision = vision_modules(model)
+        self.chats = bool(getattr(processor, "chat_template", None))
+        self.instruction = f"\n{instruction}" if self.chats and instruction else ""
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.ends = self._end_tokens()
+        """Tokens that an answer ends with."""
+        self._devices = {part.device for part in model.parameters()}
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str | Path,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        importance: Mapping[int, float] | None = None,
+        **settings: Any,
+    ) -> HuggingFaceVLM:
+        """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
+
+        `device` None is the GPU where there is one; `settings` as for the class.
+
+        Raises:
+            InputError: as for `load_pretrained` and the class.
+        """
+        model, processor = load_pretrained(name_or_path, dtype)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(model, processor, importance=importance, device=device, **settings)
+
+    @property
+    def name(self) -> str:
+        """The hub's name of the model, the name of its folder, or else its family."""
+        source = self.model.name_or_path
+        return (Path(source).name if Path(source).is_dir() else source) or self.model.config.model_type
+
+    @property
+    def knobs(self) -> tuple[KnobSupport, ...]:
+        """`max_crops`, `top_k`, `num_active_blocks`, also those that it lacks."""
+        return self.knobs_of_model.knobs
+
+    def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
+        """Run model and processor with this configuration inside the context, and restore both at its end.
+
+        Raises:
+            InputError: a value that cannot be set.
+        """
+        return self.knobs_of_model.set(configuration)
+
+    @torch.inference_mode()
+    def first_stage(self, request: Request) -> FirstStage:
+        """Features: `image_features`, the vision tower's last hidden states of the overview, and `language_features`,
+        the token embeddings of the prompt as it reads without its image; each the mean over tokens, float32 [d].
+
+        `extra_ms` is all of `total_ms` where answers compute the overview again (see
+        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time.
+
+        Raises:
+            InputError: the image is no PIL image or the question no text.
+        """
+        start = self._clock()
+        with self.set_knobs({"max_crops": self._overview_crops()}):
+            inputs = self.inputs([request])
+        overview = encode_overview(self.model, inputs, self._clock)
+        prompt = self._text(request.question, image=False)
+        tokens = self.tokenizer(prompt, return_tensors="pt", **self._token_options(prompt))["input_ids"]
+        words = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
+        features = {
+            "image_features": overview.pooled().numpy(),
+            "language_features": words.float().mean(0).cpu().numpy(),
+        }
+        reusable = self.model.config.model_type in SAME_AT_EVERY_SETTING
+        total = self._clock() - start
+        extra = total - overview.ms if reusable else total
+        return FirstStage(request, features, overview if reusable else None, total, extra)
+
+    @torch.inference_mode()
+    def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
+        """Answer as one batch, greedily. An answer's `extra` holds `reused_ms`, the first stage's part of its times.
+
+        A stage with `kept` None is answered from the start. One whose times are 0, as from a cache, adds nothing.
+
+        Raises:
+            InputError: a value that cannot be set; an image or a question that is none.
+        """
+        if len(stages) > 1 and self.model.config.model_type == "aria":
+            # its processor gives every image of a batch as many placeholders as the one with the most crops
+            return [answer for stage in stages for answer in self.answer([stage], configuration)]
+        if not stages:
+            return []
+        going_on = [number for number, stage in enumerate(stages) if stage.kept is not None]
+        overviews: list[Overview] = [stages[number].kept for number in going_on]
+        first = _FirstToken(self._clock)
+        with self.set_knobs(configuration), going_on_from(self.model, overviews) as taken, self._timed() as spans:
+            start = self._clock()
+            inputs = self.inputs([stage.request for stage in stages])
+            prepared = self._clock()
+            output = self.model.generate(
+                **inputs,
+                **GREEDY,
+                max_new_tokens=self.max_new_tokens,
+                eos_token_id=self.ends,
+                pad_token_id=self.tokenizer.pad_token_id,
+                stopping_criteria=[first],
+            )
+            total = self._clock() - start
+        reused = {going_on[number]: stages[going_on[number]] for number in taken}
+        before = sum(stage.total_ms - stage.extra_ms for stage in reused.values())
+        vision = inputs["input_ids"] == self.model.config.image_token_id
+        counts = zip(vision.sum(1).tolist(), inputs["attention_mask"].sum(1).tolist(), strict=True)
+        answers = []
+        for tokens, (seen, read) in zip(output[:, inputs["input_ids"].shape[1] :].tolist(), counts, strict=True):
+            end = next((place for place, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
+            text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip()
+            if not self.chats:  # a token may hold the end of a line and more
+                text = text.partition("\n")[0].rstrip()
+            answers.append(
+                Answer(
+                    text=text,
+                    total_ms=before + total,
+                    prefill_ms=before + first.at - start,
+                    vision_ms=before + prepared - start + sum(spans),
+                    vision_tokens=seen,
+                    language_tokens=read - seen,
+                    output_tokens=end,
+                    extra={"reused_ms": before},
+                )
+            )
+        return answers
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def _text(self, question: str, *, image: bool = True, answer: str | None = None) -> str:
+        """The prompt as the model reads it, up to where the answer begins, or with the answer and what ends it."""
+        mark = getattr(self.processor, "image_token", None) or "<image>"
+        pictures = [{"type": "image"}] if image or not self.chats else []
+        text = {"type": "text", "text": question + self.instruction}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": [*pictures, text]}]
+        if answer is not None:
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        template = None if self.chats else PLAIN_TEMPLATE.replace("IMAGE", mark if image else "")
+        known = str(getattr(self.processor, "chat_template", None))
+        # the few tokens of an answer are none for reasoning
+        options = {"enable_thinking": False} if "enable_thinking" in known else {}
+        found: str = self.processor.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=answer is None, **options
+        )
+        return found
+
+    def _token_options(self, text: str) -> dict[str, bool]:
+        start = self.tokenizer.bos_token
+        return {"add_special_tokens": False} if start and text.startswith(start) else {}
+
+    def inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        """What the processor makes of the requests, padded on the left, on the model's device."""
+        for request in requests:
+            if not isinstance(request.image, Image.Image) or not isinstance(request.question, str):
+                kinds = type(request.image).__name__, type(request.question).__name__
+                raise InputError(f"a request needs a PIL image and a text, has {kinds[0]} and {kinds[1]}")
+        texts = [self._text(request.question) for request in requests]
+        images = [[request.image.convert("RGB")] for request in requests]
+        inputs = self.processor(
+            text=texts,
+            images=images,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+            **self._token_options(texts[0]),
+        )
+        return dict(inputs.to(self.model.device, self.model.dtype))
+
+    def _end_tokens(self) -> list[int]:
+        """What an answer ends with: the model's and tokenizer's ends of text, and what ends a turn, or a line."""
+        stops = getattr(self.model.generation_config, "eos_token_id", None)
+        ends = {*(stops if isinstance(stops, list) else [stops]), self.tokenizer.eos_token_id}
+        after = self._text("What?", answer="Yes").rpartition("Yes")[2]
+        tokens = self.tokenizer(after, add_special_tokens=False)["input_ids"]
+        known = self.tokenizer.added_tokens_decoder
+        turn = [token for token in tokens if token in known and known[token].special]
+        return sorted({*ends, *(turn[:1] if self.chats else tokens[-1:])} - {None})
+
+    def _overview_crops(self) -> int:
+        """The crops at which the processor makes the overview."""
+        crops = self.knobs[0]
+        if not crops.available:
+            return crops.default
+        # a single crop of Llama4 keeps the image's shape, the overview beside several does not
+        return min(crops.least + (self.model.config.model_type == "llama4"), crops.most)
+
+    # -- times ---------------------------------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        """Wall time in ms, all devices of the model having finished their work."""
+        for device in self._devices:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(device)
+        return time.perf_counter_ns() / 1e6
+
+    @contextmanager
+    def _timed(self) -> Iterator[list[float]]:
+        """Gives the ms of each call of the vision modules inside."""
+        starts: list[float] = []
+        spans: list[float] = []
+        hooks = []
+        for module in self._vision:
+            hooks.append(module.register_forward_pre_hook(lambda *_: starts.append(self._clock())))
+            hooks.append(module.register_forward_hook(lambda *_: spans.append(self._clock() - starts.pop())))
+        try:
+            yield spans
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _FirstToken:
+    """A stopping criterion that stops nothing: it reads the clock when the first token is known."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock, self.at = clock, 0.0
+
+    def __call__(self, tokens: Tensor, scores: Tensor, **_: Any) -> bool:
+        self.at = self.at or self.clock()
+        return False

@@ -1,0 +1,331 @@
+"""Score demonstrations with a Hugging Face vision-language model: how likely it makes a query's answers after them.
+
+The demonstrations (image, question, answer) and the query (image, question) become one prompt with several images.
+Every candidate answer is scored by the log-likelihood of its tokens after the prompt, up to and with the end of the
+answer, so that "two" does not also count whatever begins with it. The prompt, which is long, is computed once; the
+answers, which are short, go on from its key-value cache.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.loading import load_pretrained
+from knobwise.profiling.measuring.questions import VQAData, VQAItem, agreeing, most_common, soft_accuracy
+
+INSTRUCTION = "Answer with a single word or a short phrase."
+# for models that were never taught to chat; white space in it is part of the prompt
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'user' %}IMAGE Question: {{ message.content[1].text }} Answer:"
+    "{% else %} {{ message.content[0].text }}\n{% endif %}{% endfor %}"
+)
+
+Prompt = tuple[int, list[int]]
+"""A query's row and its demonstrations' rows, in order."""
+
+
+class _Candidates(NamedTuple):
+    """What a query can be answered with; C answers."""
+
+    tokens: list[list[int]]
+    accuracy: Tensor
+    """float32 [C], soft VQA accuracy."""
+    right: int
+    """The one that most reference answers agree with."""
+
+
+class VLMScorer:
+    """How well a vision-language model answers queries after demonstrations: a `Scorer`.
+
+    `scorer(queries, demonstrations)` takes int64 [n], rows of `data.queries`, and int64 [n, T], rows of `data.bank` in
+    the order shown, −1 for none at the end (all −1: zero-shot), and gives float32 [n] each, on the CPU:
+
+    - `logprob_score`: ln P(right answer, end of answer | prompt), the sum over its tokens. The right answer is the
+      candidate that most reference answers agree with (of equals the first in the alphabet). Not divided by length: it
+      is the probability that the model answers just this.
+    - `vqa_gt_prob`: exp of it.
+    - `vqa_acc_score`: the soft VQA accuracy of the candidate with the highest such log-likelihood.
+    - `vqa_correct`: 1 where no candidate has a higher soft accuracy than that one, else 0.
+    - `vqa_rel_score`: P(right answer) / P(most likely candidate), in [0, 1]; 1 where the right answer is ranked first.
+
+    The candidates (`VQAData.candidates`) include the right answer, so correctness here is a choice among up to
+    `max_choices` and higher than that of free generation.
+
+    Args:
+        model: an image-text-to-text model of transformers; put into eval mode.
+        processor: its processor. Without a chat template the prompt is "<image> Question: … Answer: …" line by line.
+            A tokenizer without a padding token gets its end token as one.
+        data: queries and bank.
+        batch_size: prompts computed at a time; their cache is held once for each candidate.
+        max_choices: the most candidates of a query for which the data name no choices, at least 2.
+        device: where to put the model; None leaves it where it is.
+        instruction: added to every question of a chat model.
+        reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first batch: where that
+            fails or gives other likelihoods than the whole sequence, each answer is computed with its prompt, one at a
+            time, and a warning says so.
+
+    Raises:
+        InputError: sizes that make no sense; when called, rows that do not exist, an image that cannot be read, a
+            query with one candidate only.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        data: VQAData,
+        *,
+        batch_size: int = 8,
+        max_choices: int = 16,
+        device: str | torch.device | None = None,
+        instruction: str = INSTRUCTION,
+        reuse_prompt: bool | None = None,
+    ) -> None:
+        if batch_size < 1 or max_choices < 2:
+            raise InputError(f"batch_size must be ≥ 1 and max_choices ≥ 2, are {batch_size} and {max_choices}")
+        self.model = (model if device is None else model.to(device)).eval()
+        self.processor, self.data = processor, data
+        self.batch_size, self.max_choices, self.reuse_prompt = batch_size, max_choices, reuse_prompt
+        self.chats = bool(getattr(processor, "chat_template", None))
+        self.instruction = f"\n{instruction}" if self.chats and instruction else ""
+        self.tokenizer = processor.tokenizer
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        stops = getattr(model.generation_config, "eos_token_id", None)
+        self._ends = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self._ends |= set(stops if isinstance(stops, list) else [stops])
+        self._known: dict[int, _Candidates] = {}  # by query
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str | Path,
+        data: VQAData,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        **settings: Any,
+    ) -> VLMScorer:
+        """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
+
+        Only models that transformers itself knows and safetensors weights: no code of theirs is executed. `device` None
+        is the GPU where there is one; `settings` as for the class.
+
+        Raises:
+            InputError: transformers is not installed; no such model, or another kind of model.
+        """
+        model, processor = load_pretrained(name_or_path, dtype)
+        return cls(
+            model, processor, data, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **settings
+        )
+
+    @torch.inference_mode()
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        self._check(queries, demonstrations)
+        prompts = [
+            (q, [d for d in row if d >= 0]) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)
+        ]
+        fields = ("logprob_score", "vqa_gt_prob", "vqa_acc_score", "vqa_correct", "vqa_rel_score")
+        scores = torch.empty(len(fields), len(prompts))
+        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place][1]))  # alike in length: less padding
+        for start in range(0, len(order), self.batch_size):
+            places = order[start : start + self.batch_size]
+            for place, likelihoods in zip(places, self.log_likelihoods([prompts[p] for p in places]), strict=True):
+                candidates = self._candidates(prompts[place][0])
+                first = int(likelihoods.argmax())
+                right, accuracy = likelihoods[candidates.right], candidates.accuracy[first]
+                correct = accuracy == candidates.accuracy.max()
+                relative = (right - likelihoods[first]).exp()
+                scores[:, place] = torch.stack([right, right.exp(), accuracy, correct.float(), relative])
+        return dict(zip(fields, scores, strict=True))
+
+    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+        """Whether the demonstrations' most common answer is right, without the model: float32 [n], 0 or 1.
+
+        Of equally common answers the first shown counts. It is right where none of the reference answers has a higher
+        soft accuracy; without demonstrations it is wrong. Arguments and errors as for a call.
+        """
+        self._check(queries, demonstrations)
+        right = torch.zeros(len(queries))
+        for place, (query, rows) in enumerate(zip(queries.tolist(), demonstrations.tolist(), strict=True)):
+            if shown := [self.data.bank[row].answer for row in rows if row >= 0]:
+                references = self.data.queries[query].answers
+                best = max(soft_accuracy(answer, references) for answer in references)
+                right[place] = float(soft_accuracy(most_common(shown)[0], references) == best)
+        return right
+
+    def answers(self, query: int) -> tuple[str, ...]:
+        """The candidate answers of a query, in the order of `log_likelihoods`."""
+        return self.data.candidates(query, self.max_choices)
+
+    @torch.inference_mode()
+    def log_likelihoods(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """ln P of every candidate answer after each prompt, computed as one batch: float32 [C] each, on the CPU."""
+        answers = [self._candidates(query).tokens for query, _ in prompts]
+        if self.reuse_prompt is None:
+            self.reuse_prompt = self._can_reuse(prompts, answers)
+        if self.reuse_prompt:
+            return self._after_cache(self._inputs(prompts), answers)
+        return [self._whole(self._inputs([prompt]), tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+
+    # -- from items to tokens ------------------------------------------------------------------------------------------
+
+    def _check(self, queries: Tensor, demonstrations: Tensor) -> None:
+        if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
+            shapes = tuple(queries.shape), tuple(demonstrations.shape)
+            raise InputError(
+                f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], [n, T]"
+            )
+        for what, rows, least, items in (
+            ("query", queries, 0, self.data.queries),
+            ("demonstration", demonstrations, -1, self.data.bank),
+        ):
+            if len(wrong := rows[(rows < least) | (rows >= len(items))]):
+                raise InputError(f"{what} {wrong[0]} does not exist; there are {len(items)}")
+
+    def _asked(self, item: VQAItem) -> dict[str, Any]:
+        text = {"type": "text", "text": item.question + self.instruction}
+        return {"role": "user", "content": [{"type": "image"}, text]}
+
+    def _answered(self, answer: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+
+    def _text(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The messages as the model reads them; after a question, up to where the answer begins."""
+        image = getattr(self.processor, "image_token", None) or "<image>"
+        template = None if self.chats else PLAIN_TEMPLATE.replace("IMAGE", image)
+        opened = messages[-1]["role"] == "user"
+        text: str = self.processor.apply_chat_template(messages, chat_template=template, add_generation_prompt=opened)
+        return text
+
+    def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """What the processor makes of the prompts, padded on the left, on the model's device."""
+        texts, images = [], []
+        for query, rows in prompts:
+            shown, asked = [self.data.bank[row] for row in rows], self.data.queries[query]
+            turns = [turn for item in shown for turn in (self._asked(item), self._answered(item.answer))]
+            texts.append(self._text([*turns, self._asked(asked)]))
+            images.append([item.picture() for item in (*shown, asked)])
+        start = self.tokenizer.bos_token
+        options = {"add_special_tokens": False} if start and texts[0].startswith(start) else {}
+        inputs = self.processor(
+            text=texts, images=images, padding=True, padding_side="left", return_tensors="pt", **options
+        )
+        return dict(inputs.to(self.model.device, self.model.dtype))
+
+    def _candidates(self, query: int) -> _Candidates:
+        if query not in self._known:
+            item, answers = self.data.queries[query], self.answers(query)
+            if len(answers) < 2:
+                raise InputError(
+                    f"query {item.id!r} has one candidate answer, {answers[0]!r}; give it more in `choices`"
+                )
+            agreed = [agreeing(answer, item.answers) for answer in answers]
+            accuracy = torch.tensor([soft_accuracy(answer, item.answers) for answer in answers])
+            tokens = [self._answer_tokens(item, answer) for answer in answers]
+            self._known[query] = _Candidates(tokens, accuracy, agreed.index(max(agreed)))
+        return self._known[query]
+
+    def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
+        """The tokens of an answer as a demonstration shows it, up to and with the one that ends it."""
+        before = self._text([self._asked(item)])
+        after = self._text([self._asked(item), self._answered(answer)])
+        if not after.startswith(before):  # such as templates that open a part for reasoning
+            after = before + " " * (not before[-1:].isspace()) + answer
+        tokens = self._ids(before, after if not self.chats else after.rstrip())
+        end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
+        if end is None and self.chats and self.tokenizer.eos_token_id is not None:
+            return [*tokens, self.tokenizer.eos_token_id]
+        if not tokens:
+            raise InputError(f"query {item.id!r}: the answer {answer!r} has no tokens in this model's vocabulary")
+        return tokens if end is None else tokens[: end + 1]
+
+    def _ids(self, before: str, after: str) -> list[int]:
+        """The tokens that `after` has and `before`, which it begins with, has not."""
+        start, whole, rest = self.tokenizer([before, after, after[len(before) :]], add_special_tokens=False)[
+            "input_ids"
+        ]
+        # read in its place, since some tokenizers begin a text with a space; alone where a token spans the border
+        return list(whole[len(start) :] if whole[: len(start)] == start else rest)
+
+    # -- from tokens to likelihoods ------------------------------------------------------------------------------------
+
+    def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
+        """Whether the cache gives the first prompt's likelihoods, in its batch, as the whole sequences give them."""
+        tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.3
+        wanted = self._whole(self._inputs(prompts[:1]), answers[0])
+        try:
+            found = self._after_cache(self._inputs(prompts), answers)[0]
+            difference = float((found - wanted).abs().max())
+            if difference <= tolerance:
+                return True
+            problem = f"likelihoods differ by {difference:.2g}"
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, InputError | torch.OutOfMemoryError):
+                raise
+            problem = str(error)
+        name = type(self.model).__name__
+        warnings.warn(f"{name} does not go on from a cache ({problem}); every answer is computed whole", stacklevel=4)
+        return False
+
+    def _after_cache(self, inputs: dict[str, Tensor], answers: list[list[list[int]]]) -> list[Tensor]:
+        """Log-likelihoods with one pass over n prompts and one over all their answers, R in all, padded on the right.
+
+        Positions and inputs come from the model's own hooks for generation: they know about left padding, images and
+        (Qwen-VL) positions in three dimensions.
+        """
+        device, counts = self.model.device, [len(own) for own in answers]
+        flat = [torch.tensor(tokens) for own in answers for tokens in own]
+        tokens = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True, padding_value=-1).to(device)
+        owner = torch.arange(len(answers), device=device).repeat_interleave(torch.tensor(counts, device=device))
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        rest: dict[str, Any] = {key: value for key, value in inputs.items() if key != "input_ids"}
+        rest["position_ids"] = self.model._prepare_position_ids_for_generation(ids, rest)
+        if self.model._supports_logits_to_keep():
+            rest["logits_to_keep"] = 1
+        prompt = self.model(
+            **self.model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=True, **rest)
+        )
+        total = _log_probs(prompt.logits[owner, -1:], tokens[:, :1])
+        if tokens.shape[1] > 1:
+            cache, fed = prompt.past_key_values, tokens[:, :-1].clamp_min(0)
+            # the answers' padding needs no mask: nothing that is scored comes after it
+            mask = torch.cat([mask, mask.new_ones(len(mask), fed.shape[1])], 1)
+            known = {"attention_mask": mask, "past_key_values": cache}
+            positions = self.model._prepare_position_ids_for_generation(ids, known)[..., -fed.shape[1] :]
+            cache.reorder_cache(owner)
+            follow = self.model.prepare_inputs_for_generation(
+                fed,
+                past_key_values=cache,
+                attention_mask=mask[owner],
+                position_ids=positions.expand(*positions.shape[:-2], len(mask), -1).index_select(-2, owner),
+                use_cache=True,
+            )
+            total = total + _log_probs(self.model(**follow).logits, tokens[:, 1:])
+        return list(total.cpu().split(counts))
+
+    def _whole(self, inputs: dict[str, Tensor], answers: list[list[int]]) -> Tensor:
+        """Log-likelihoods [C] after one prompt, prompt and answer as one sequence, without cache, batch or padding."""
+        found = []
+        for answer in answers:
+            tokens = torch.tensor([answer], device=self.model.device)
+            longer = {"input_ids": torch.cat([inputs["input_ids"], tokens[:, :-1]], 1)}
+            for key, value in (("attention_mask", 1), ("token_type_ids", 0), ("mm_token_type_ids", 0)):
+                if key in inputs:
+                    longer[key] = torch.cat([inputs[key], torch.full_like(tokens[:, 1:], value)], 1)
+            logits = self.model(**{**inputs, **longer}, use_cache=False).logits
+            found.append(_log_probs(logits[:, -len(answer) :], tokens))
+        return torch.cat(found).cpu()
+
+
+def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Sum over L of ln softmax(logits [R, L, V]) at tokens [R, L], where these are not −1 → float32 [R]."""
+    picked = logits.float().log_softmax(-1).gather(-1, tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return (picked * (tokens >= 0)).sum(-1)

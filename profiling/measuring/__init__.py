@@ -1,0 +1,1 @@
+"""Any model with knobs: its interface, what is measured, and the files."""

@@ -1,0 +1,247 @@
+"""How right an answer is, by the metric of the data set that the question comes from: a number in [0, 1]."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import string
+from collections.abc import Callable, Sequence
+
+from knobwise.common.errors import InputError
+
+ANLS_THRESHOLD = 0.5
+RELAXED_TOLERANCE = 0.05
+
+
+def answer_accuracy(metric: str, answer: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """The accuracy of an answer in [0, 1].
+
+    Args:
+        metric: one of `METRICS`.
+        answer: what the model said.
+        references: right answers, at least one; those of VQA are what ten people said, right or not, repeats included.
+        choices: with `choice`, the options in the order of their letters.
+
+    Raises:
+        InputError: an unknown metric, no reference, `choice` without choices or with none that is right.
+    """
+    if metric not in METRICS:
+        raise InputError(f"metric={metric!r} is unknown; known are {', '.join(METRICS)}")
+    if not references:
+        raise InputError(f"metric {metric}: there is no reference answer to compare {answer!r} with")
+    if metric == "choice":
+        return choice_accuracy(answer, references, choices)
+    return _BY_REFERENCES[metric](answer, references)
+
+
+# -- VQA ---------------------------------------------------------------------------------------------------------------
+
+
+def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
+    """VQA accuracy (Antol et al. 2015, https://arxiv.org/abs/1505.00468; Goyal et al. 2017).
+
+    The mean of min(1, agreeing / 3) over all ways to leave one of the references out, agreeing counted among the
+    others: of ten references 1, 2, 3, 4 that agree give .3, .6, .9, 1. Where fewer than three others are left, their
+    number stands in the place of 3; a lone reference is compared as it is.
+    """
+    said, right = normalised(answer), [normalised(reference) for reference in references]
+    others = len(right) - 1
+    if not others:
+        return float(said == right[0])
+    agreeing, needed = right.count(said), min(3, others)
+    left_out = [agreeing - (reference == said) for reference in right]
+    return sum(min(1.0, n / needed) for n in left_out) / len(right)
+
+
+def normalised(text: str) -> str:
+    """An answer as VQA evaluation compares it (https://visualqa.org/evaluation.html).
+
+    Lower case; no comma between digits and no period but the decimal point; the other marks that the evaluation knows
+    become blanks, but apostrophe and colon stay; numbers up to ten in digits; no articles; contractions with their
+    apostrophes; single blanks. A text of which nothing would be left, such as "A" or "?", only loses its case.
+
+    The evaluation skips all this for a question whose references are one and the same; here it is never skipped.
+    """
+    plain = " ".join(text.lower().replace("’", "'").split())
+    bare = re.sub(r"(?<=\d),(?=\d)", "", plain)
+    bare = re.sub(r"\.(?!\d)", "", bare).translate(_TO_BLANKS)
+    words = [_DIGITS.get(word, word) for word in bare.split()]
+    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in ("a", "an", "the")) or plain
+
+
+# $ % & # * and others are not among them: "5%" and "5" are different answers there too
+_TO_BLANKS = str.maketrans(dict.fromkeys(';/[]"{}()=+\\_-<>@`,?!', " "))
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_DIGITS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUMBERS)}}
+
+
+def _contractions() -> dict[str, str]:
+    """Every contraction by its spellings that lack some of its apostrophes, but for those that are words themselves."""
+    stems = {
+        "n't": "ai are ca could did do does had has have is might must need ought sha should was were wo would",
+        "n't've": "could might must should would",
+        "'ve": "i you we they could might must should would not what where who there",
+        "'d": "he she i it we you they how who there where somebody someone something that",
+        "'d've": "he she i it we you they who there somebody someone something",
+        "'ll": "he she it you they how who what why there somebody someone something that",
+        "'re": "you they we what why there who",
+        "'s": "he she how let somebody someone something that there what when where who why",
+    }
+    whole = ["i'm", "ma'am", "o'clock", "'twas", "'tis", "y'all", "y'all'll", "y'all'd've"]
+    whole += [stem + ending for ending, group in stems.items() for stem in group.split()]
+    found = {}
+    for word in whole:
+        parts = word.split("'")
+        for marks in itertools.product(("", "'"), repeat=len(parts) - 1):
+            spelling = "".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))
+            if spelling not in ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets"):
+                found[spelling] = word
+    return found
+
+
+_CONTRACTIONS = _contractions()
+
+
+# -- multiple choice ---------------------------------------------------------------------------------------------------
+
+
+def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
+    """1 if the option that the answer names is a right one, else 0; references are options or their letters.
+
+    Raises:
+        InputError: no choices, more than 26, or none of them is a reference.
+    """
+    if not 1 <= len(choices) <= len(string.ascii_uppercase):
+        raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
+    comparable = _comparable(choices)
+    texts = [comparable(choice) for choice in choices]
+    right = set()
+    for reference in references:
+        if (plain := comparable(reference)) in texts:
+            right.add(texts.index(plain))
+        elif (letter := _letter(reference, len(choices))) is not None:
+            right.add(letter)
+    if not right:
+        raise InputError(f"metric choice: none of the choices {list(choices)} is one of {list(references)}")
+    return float(chosen_option(answer, choices) in right)
+
+
+def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
+    """Which option an answer names: its place in `choices`, or None where it names none or several.
+
+    What counts, the first that is found: nothing but the text of an option; nothing but a letter ("b", "B.", "(B)");
+    a letter before a text ("B) cat", "(B) cat", "B: cat"); a letter after "answer", "option" or "choice", or "Answer:";
+    one letter in brackets, or one capital standing alone, somewhere in the answer ("A dog" and "I see" begin with no
+    letter, "A is" and "A or B" do); the text of one option, as whole words, somewhere in the answer, the longest where
+    one holds another.
+    """
+    comparable, count = _comparable(choices), len(choices)
+    texts, said = [comparable(choice) for choice in choices], comparable(answer)
+    if said in texts:
+        return texts.index(said)
+    if (letter := _letter(answer, count)) is not None:
+        return letter
+    last = string.ascii_uppercase[count - 1]
+    capital, either = f"[A-{last}]", f"[A-{last}a-{last.lower()}]"
+    for pattern in (
+        rf"^\s*\(?({either})[).:,](?=\s|$)",
+        rf"(?i:answer|option|choice)\b(?:\s+is\b)?\s*:?\s*[(\"'*]*({capital}|{either}(?=[)\"'*.]*\s*$))(?![\w'])",
+        rf"\(({either})\)",
+        rf"(?<![\w'])({capital})(?![\w'])(?<![AI](?=\s(?!(?:is|or|and|because|since)\b)[a-z]))",
+    ):
+        found = {letter.upper() for letter in re.findall(pattern, answer)}
+        if len(found) == 1:
+            return ord(found.pop()) - ord("A")
+        if found:
+            return None
+    within = {place: text for place, text in enumerate(texts) if f" {text} " in f" {said} "}
+    within = {p: t for p, t in within.items() if not any(t != o and f" {t} " in f" {o} " for o in within.values())}
+    return next(iter(within)) if len(within) == 1 else None
+
+
+def _comparable(choices: Sequence[str]) -> Callable[[str], str]:
+    """How texts are compared: as loosely as still tells the choices apart, so "x > 5" from "x < 5"."""
+    return _signed if len(set(map(_signed, choices))) == len(choices) else lambda text: _lower(text.rstrip(". "))
+
+
+def _letter(text: str, count: int) -> int | None:
+    """The place that a letter standing for itself names, bare, in brackets or before a mark."""
+    found = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\]*\"'.:,]*", text)
+    place = ord(found[1].upper()) - ord("A") if found else count
+    return place if place < count else None
+
+
+# -- the others --------------------------------------------------------------------------------------------------------
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is one of the references, both as `normalised` but for the signs of numbers, else 0."""
+    return float(_signed(answer) in map(_signed, references))
+
+
+def _signed(text: str) -> str:
+    """As `normalised`, but a minus before a number stays: VQA evaluation takes "-5" for "5"."""
+    return normalised(re.sub(r"(?<![\w.)\]])[-−](?=[$€£]?\.?\d)", "minus ", text))
+
+
+def anls(answer: str, references: Sequence[str]) -> float:
+    """Average normalised Levenshtein similarity of one answer (Biten et al. 2019, https://arxiv.org/abs/1905.13648).
+
+    The best 1 − distance / longer length over the references; 0 from a distance of half the longer length on. Case and
+    the number of blanks do not count.
+    """
+    said = _lower(answer)
+    best = 0.0
+    for reference in map(_lower, references):
+        distance = levenshtein(said, reference) / max(len(said), len(reference), 1)
+        best = max(best, 1 - distance if distance < ANLS_THRESHOLD else 0.0)
+    return best
+
+
+def levenshtein(a: str, b: str) -> int:
+    """The fewest insertions, deletions and replacements of characters that make `b` of `a`."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+def relaxed_match(answer: str, references: Sequence[str]) -> float:
+    """1 if a number is within 5 % of one of the references, or a text the same but for case (ChartQA; Masry et al.
+    2022, https://arxiv.org/abs/2203.10244, section 5.1), else 0.
+
+    Commas in numbers do not count and "5%" is 0.05. The 5 % hold for years too, as they do in the original.
+    """
+    said, number = _lower(answer), _number(answer)
+    for reference in references:
+        wanted = _number(reference)
+        if said == _lower(reference) or (number is not None and wanted is not None and _close(number, wanted)):
+            return 1.0
+    return 0.0
+
+
+def _close(number: float, wanted: float) -> bool:
+    # room for the last bit, so that 1.05 is within 5 % of 1
+    return abs(number - wanted) <= RELAXED_TOLERANCE * abs(wanted) * (1 + 1e-9)
+
+
+def _number(text: str) -> float | None:
+    plain = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("−", "-").strip().rstrip(".").strip())
+    found = re.fullmatch(r"[$€£]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?)\s*(%?)", plain)
+    return None if found is None else float(found[1]) / (100 if found[2] else 1)
+
+
+def _lower(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+_BY_REFERENCES: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "vqa": vqa_accuracy,
+    "exact": exact_match,
+    "anls": anls,
+    "relaxed": relaxed_match,
+}
+METRICS = (*_BY_REFERENCES, "choice")
+"""vqa, exact, anls, relaxed, choice."""

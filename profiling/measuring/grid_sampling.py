@@ -1,0 +1,127 @@
+"""Which configurations of a grid too large to measure are measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knobwise.common.errors import InputError
+
+Grid = NDArray[np.int64]
+"""[C, K]: for each configuration the place of each knob's value among that knob's values."""
+
+
+def sample_grid(values: Mapping[str, Sequence[int]], strategy: str, count: int, seed: int) -> list[dict[str, int]]:
+    """Choose `count` different configurations of the grid that these values span; the same ones for the same arguments.
+
+    - `full`: all of them; `count` is 0 or their number.
+    - `stratified`: the values of each knob are halved, lower and upper, and each combination of halves gets its share,
+      the same for all to within one as long as it has configurations left; which ones is drawn.
+    - `boundary`: corners first (every knob at its least or greatest value), then edges (all knobs but one), and so on
+      inwards; among equals drawn.
+    - `balanced`: every value of every knob equally often, to within one.
+    - `latin_hypercube`: evenly spread over all knobs at once (McKay et al. 1979); a point that falls on a configuration
+      taken already goes to the nearest free one.
+
+    Args:
+        values: the values of each knob, by name.
+        strategy: one of `STRATEGIES`.
+        count: how many.
+        seed: of what is drawn.
+
+    Returns:
+        Configurations in the order of the grid, the last knob changing fastest.
+
+    Raises:
+        InputError: an unknown strategy, no knobs or values, a value given twice, more than there are, none.
+    """
+    if strategy not in STRATEGIES:
+        raise InputError(f"strategy={strategy!r} is unknown; known are {', '.join(STRATEGIES)}")
+    if not values:
+        raise InputError("a grid needs at least one knob")
+    for name, of_knob in values.items():
+        if not of_knob or len(set(of_knob)) < len(of_knob):
+            raise InputError(f"{name} needs at least one value and no value twice, not {list(of_knob)}")
+    sizes = [len(of_knob) for of_knob in values.values()]
+    total = math.prod(sizes)
+    if strategy == "full":
+        if count not in (0, total):
+            raise InputError(f"count={count}: strategy=full takes all {total} configurations; choose another strategy")
+        count = total
+    if not 1 <= count <= total:
+        raise InputError(f"count={count}: strategy={strategy} takes 1 to {total} configurations of these values")
+    # places are by size, whatever the order in which the values were given
+    grid = np.array(list(itertools.product(*map(range, sizes))), np.int64)
+    rng = np.random.default_rng(seed)
+    chosen = {
+        "full": lambda: np.arange(total),
+        "stratified": lambda: _stratified(grid, sizes, count, rng),
+        "boundary": lambda: _boundary(grid, sizes, count, rng),
+        "balanced": lambda: _balanced(sizes, count, rng),
+        "latin_hypercube": lambda: _latin_hypercube(grid, sizes, count, rng),
+    }[strategy]()
+    ordered = [sorted(of_knob) for of_knob in values.values()]
+    picked = grid[np.sort(chosen)]
+    return [
+        {name: int(ordered[k][place]) for k, (name, place) in enumerate(zip(values, row, strict=True))}
+        for row in picked.tolist()
+    ]
+
+
+STRATEGIES = ("full", "stratified", "boundary", "balanced", "latin_hypercube")
+
+
+def _stratified(grid: Grid, sizes: list[int], count: int, rng: np.random.Generator) -> Grid:
+    halves = (2 * grid >= np.array(sizes)).astype(np.int64)
+    stratum = np.unique(halves, axis=0, return_inverse=True)[1].ravel()
+    shuffled = rng.permutation(len(grid))
+    turn = np.empty(len(grid), np.int64)  # the how-manieth of its stratum that a configuration is
+    for s in range(stratum.max() + 1):
+        own = shuffled[stratum[shuffled] == s]
+        turn[own] = np.arange(len(own))
+    # in every turn each stratum gives one; which strata give in the last, unfinished turn is drawn
+    order = np.lexsort((rng.permutation(stratum.max() + 1)[stratum], turn))
+    return order[:count]
+
+
+def _boundary(grid: Grid, sizes: list[int], count: int, rng: np.random.Generator) -> Grid:
+    inside = ((grid > 0) & (grid < np.array(sizes) - 1)).sum(1)
+    return np.lexsort((rng.permutation(len(grid)), inside))[:count]
+
+
+def _balanced(sizes: list[int], count: int, rng: np.random.Generator) -> Grid:
+    """The first `count` of an order of all configurations of which every beginning is balanced.
+
+    Two knobs of n and m values: in step t take value t mod n of the one and t + ⌊t / lcm(n, m)⌋ mod m of the other.
+    Both run round and round, and the shift after each lcm(n, m) steps keeps the pairs apart until all n·m have come.
+    The pairs, in this order, run round beside the third knob in the same way.
+    """
+    knobs = rng.permutation(len(sizes))
+    order = np.zeros((1, 0), np.int64)
+    for k in knobs:
+        m, n = sizes[k], len(order)
+        t = np.arange(n * m)
+        value = rng.permutation(m)[(t + t // math.lcm(n, m)) % m]
+        order = np.column_stack([order[t % n], value])
+    places = np.empty_like(order)
+    places[:, knobs] = order
+    return np.ravel_multi_index(tuple(places[:count].T), tuple(sizes))
+
+
+def _latin_hypercube(grid: Grid, sizes: list[int], count: int, rng: np.random.Generator) -> Grid:
+    from scipy.stats import qmc
+
+    points = qmc.LatinHypercube(d=len(sizes), rng=rng).random(count)
+    middles = (grid + 0.5) / np.array(sizes)
+    wanted = np.ravel_multi_index(tuple((points * sizes).astype(np.int64).T), tuple(sizes))
+    taken, first = np.unique(wanted, return_index=True)
+    free = np.ones(len(grid), bool)
+    free[taken] = False
+    for point in np.delete(points, first, axis=0):
+        distance = np.where(free, ((middles - point) ** 2).sum(1), np.inf)
+        free[distance.argmin()] = False
+    return np.flatnonzero(~free)

@@ -1,0 +1,233 @@
+"""Visual questions and answers from files: the queries, and the bank of items that can be their demonstrations."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from PIL import Image
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.frames import read_frame
+
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NUMBERS = {name: str(number) for number, name in enumerate(NAMES)}
+
+
+def plain_answer(answer: str) -> str:
+    """An answer as it is compared: lower case, no punctuation, no articles, numbers up to ten as digits.
+
+    A short form of the normalisation of VQA evaluation (Antol et al. 2015), without its table of contractions. An
+    answer that would be left empty, such as "A" or "?", only loses its case.
+    """
+    text = re.sub(r"(?<=\d),(?=\d)", "", answer.lower().replace("'", ""))
+    words = re.findall(r"\d+\.\d+|\w+", text)
+    return " ".join(NUMBERS.get(word, word) for word in words if word not in ("a", "an", "the")) or answer.lower()
+
+
+def soft_accuracy(answer: str, references: Sequence[str]) -> float:
+    """VQA accuracy min(1, agreeing / 3) of an answer (Antol et al. 2015, section 3); with fewer than three reference
+    answers the share that agrees, so 1 or 0 with one."""
+    return min(1.0, agreeing(answer, references) / min(3, len(references)))
+
+
+def agreeing(answer: str, references: Sequence[str]) -> int:
+    """How many reference answers agree with an answer."""
+    return sum(plain_answer(answer) == plain_answer(reference) for reference in references)
+
+
+@dataclass(frozen=True)
+class VQAItem:
+    """One question about one image, with the answers that people gave."""
+
+    id: str
+    image: Path | bytes | Image.Image
+    """A file, the content of one, or the picture itself."""
+    question: str
+    answers: tuple[str, ...]
+    """At least one; data sets in the manner of VQA have ten, repeats included."""
+    image_id: str = ""
+    """What tells images apart, so that a query's own image is never among its demonstrations."""
+    choices: tuple[str, ...] = ()
+    """What can be answered, where the data say so; at least one of them is right."""
+
+    @cached_property
+    def answer(self) -> str:
+        """The answer that most people gave (of equals the first): what the item shows as a demonstration."""
+        return most_common(self.answers)[0]
+
+    def picture(self) -> Image.Image:
+        """The image in RGB.
+
+        Raises:
+            InputError: the file is gone, or is not an image.
+        """
+        if isinstance(self.image, Image.Image):
+            return self.image.convert("RGB")
+        try:
+            with Image.open(io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image) as image:
+                return image.convert("RGB")
+        except (OSError, Image.DecompressionBombError) as error:
+            where = self.image if isinstance(self.image, Path) else "its bytes"
+            raise InputError(f"image of item {self.id!r} cannot be read: {where} ({error})") from error
+
+
+@dataclass(frozen=True)
+class VQAData:
+    """Queries, and the bank that their demonstrations come from; row numbers of both are what a scorer is given."""
+
+    queries: tuple[VQAItem, ...]
+    bank: tuple[VQAItem, ...]
+
+    def candidates(self, row: int, most: int) -> tuple[str, ...]:
+        """What query `row` can be answered with, in the order of the alphabet, so that a tie favours nothing.
+
+        Its `choices`, all of them, where the data name some. Else its reference answers from the most common on, then
+        the bank's answers to questions that begin with the same two words ("How many", "What color") from the most
+        common on, then the bank's other answers, cut off at `most`. Spellings of one `plain_answer` count once.
+        """
+        item = self.queries[row]
+        if item.choices:
+            return tuple(sorted(most_common(item.choices)))
+        pooled = (*self._answers_by_start.get(_start(item.question), ()), *self._answers)
+        spelling: dict[str, str] = {}
+        for answer in (*most_common(item.answers), *pooled):
+            if len(spelling) == most:
+                break
+            spelling.setdefault(plain_answer(answer), answer)
+        return tuple(sorted(spelling.values()))
+
+    @cached_property
+    def _answers(self) -> tuple[str, ...]:
+        return most_common([item.answer for item in self.bank])
+
+    @cached_property
+    def _answers_by_start(self) -> dict[str, tuple[str, ...]]:
+        groups: dict[str, list[str]] = {}
+        for item in self.bank:
+            groups.setdefault(_start(item.question), []).append(item.answer)
+        return {start: most_common(answers) for start, answers in groups.items()}
+
+
+def most_common(answers: Sequence[str]) -> tuple[str, ...]:
+    """The different answers, from the most common on (of equals the first), each as it was first spelt."""
+    spelling: dict[str, str] = {}
+    counts = Counter(plain_answer(answer) for answer in answers)
+    for answer in answers:
+        spelling.setdefault(plain_answer(answer), answer)
+    return tuple(spelling[key] for key, _ in counts.most_common())
+
+
+def _start(question: str) -> str:
+    return " ".join(question.lower().split()[:2])
+
+
+def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
+    """Read queries and bank from JSON lines, JSON, Parquet or CSV.
+
+    One row is one item: `id` (or `question_id`); `image` (or `image_path`), a path, relative to the file, or in Parquet
+    also the bytes of an image file, alone or in a struct {bytes, path} as Hugging Face datasets write them; `question`;
+    `answers` (or `answer`), a text, a list of texts, or the {"answer": …} of VQA's annotations; optionally `image_id`
+    (else the whole path, or a hash of the bytes, tells images apart) and `choices`, a list of texts. A JSON file is a
+    list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and without a bank in the file, each item is
+    both a query and a possible demonstration.
+
+    Raises:
+        InputError: no such file or another kind of file; a row (named) that lacks one of these, repeats an id, names an
+            image that is not there, or whose choices hold none of its answers.
+    """
+    path = Path(path)
+    found = _rows(path)
+    if isinstance(found, Mapping):
+        if bank is not None:
+            raise InputError(f"{path}: holds queries and a bank already; leave out the other bank, {bank}")
+        return VQAData(*(_items(path, found[part], f"{part}, row") for part in ("queries", "bank")))
+    queries = _items(path, found, "row")
+    if bank is None:
+        return VQAData(queries, queries)
+    rows = _rows(Path(bank))
+    if isinstance(rows, Mapping):
+        raise InputError(f"{bank}: must be a list of items; it holds queries and a bank")
+    return VQAData(queries, _items(Path(bank), rows, "row"))
+
+
+def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
+    if path.suffix not in (".json", ".jsonl", ".ndjson"):
+        rows = read_frame(path).iter_rows(named=True)
+        return [{key: value for key, value in row.items() if value is not None} for row in rows]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
+    if path.suffix == ".json":
+        found = _parsed(text, str(path))
+        parts = found if isinstance(found, dict) else {"queries": found, "bank": found}
+        if set(parts) != {"queries", "bank"} or not all(isinstance(part, list) for part in parts.values()):
+            raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
+        return cast("list[Any] | Mapping[str, list[Any]]", found)
+    lines = [line for line in text.split("\n") if line.strip()]
+    return [_parsed(line, f"{path}, row {n}") for n, line in enumerate(lines, 1)]
+
+
+def _parsed(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where}: is not JSON ({error})") from error
+
+
+def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
+    if not rows:
+        raise InputError(f"{path}: holds no items ({what.partition(',')[0]})")
+    items: dict[str, VQAItem] = {}
+    for number, row in enumerate(rows, 1):
+        item = _item(path, row, f"{path}, {what} {number}")
+        if items.setdefault(item.id, item) is not item:
+            raise InputError(f"{path}, {what} {number}: the id {item.id!r} occurs twice; give each item its own")
+    return tuple(items.values())
+
+
+def _item(path: Path, row: object, where: str) -> VQAItem:
+    if not isinstance(row, Mapping):
+        raise InputError(f"{where}: must be an object with id, image, question and answers")
+    name = _value(row, where, "id", "question_id")
+    question, source = _value(row, where, "question"), _value(row, where, "image", "image_path")
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str):
+        source = path.parent / source
+        if not source.is_file():
+            raise InputError(f"{where}: no image file {source}")
+    if not isinstance(name, (str, int)) or not isinstance(question, str) or not isinstance(source, (bytes, Path)):
+        raise InputError(f"{where}: id must be a text or a whole number, question a text, image a path")
+    answers = _texts(_value(row, where, "answers", "answer"), where, "answers")
+    choices = _texts(row["choices"], where, "choices") if row.get("choices") else ()
+    if choices and not {plain_answer(c) for c in choices} & {plain_answer(a) for a in answers}:
+        raise InputError(f"{where}: none of its choices {list(choices)} is one of its answers {list(answers)}")
+    if (image_id := row.get("image_id")) is None:  # what is one file, or the same bytes, is one image
+        image_id = source.resolve() if isinstance(source, Path) else hashlib.sha256(source).hexdigest()
+    return VQAItem(str(name), source, question, answers, str(image_id), choices)
+
+
+def _value(row: Mapping[str, Any], where: str, *spellings: str) -> object:
+    for key in spellings:
+        if row.get(key) not in (None, "", []):
+            return row[key]
+    raise InputError(f"{where}: has no {' or '.join(spellings)}; it has {', '.join(map(str, row)) or 'nothing'}")
+
+
+def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
+    found = [v.get("answer") if isinstance(v, Mapping) else v for v in (value if isinstance(value, list) else [value])]
+    if not all(isinstance(v, (str, int, float)) and str(v).strip() for v in found):
+        raise InputError(f"{where}: {what} must be texts, and none of them empty")
+    return tuple(str(v).strip() for v in found)

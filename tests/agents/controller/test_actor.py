@@ -1,0 +1,233 @@
+"""What TorchRL asks of a loss module, for all of ours (as its own test suite asks it of the stock ones)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.utils import unravel_key
+from torch import nn, vmap
+from torchrl.objectives import LossModule
+
+from knobwise.agents.controller.distribution import ConfigurationCategorical
+from knobwise.losses import GRPOLoss, RCELoss
+
+GRID = torch.cartesian_prod(torch.arange(2), torch.arange(3))
+SAMPLED = {"objective": "sampled", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}
+KINDS: dict[str, tuple[Callable[..., LossModule], dict[str, Any], set[Any]]] = {
+    "sampled": (GRPOLoss, SAMPLED, {"action", ("next", "reward"), "action_log_prob", "reference_log_prob"}),
+    "exact": (
+        GRPOLoss,
+        {**SAMPLED, "objective": "exact"},
+        {"reward_per_configuration", "behaviour_log_probs", "reference_log_probs"},
+    ),
+    "masked": (
+        GRPOLoss,
+        {**SAMPLED, "masked": True},
+        {"action", ("next", "reward"), "action_log_prob", "reference_log_prob", "group_mask"},
+    ),
+    "rce": (RCELoss, {}, {"reward_per_configuration"}),
+    "recorded": (RCELoss, {"recorded": True}, {"action", ("next", "reward"), "group_mask"}),
+}
+every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
+either_way = pytest.mark.parametrize("functional", [True, False])
+
+
+def make_actor(seed: int = 0) -> ProbabilisticTensorDictSequential:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, len(GRID)))
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["log_probs"],
+        out_keys=["action"],
+        distribution_class=ConfigurationCategorical,
+        distribution_kwargs={"configurations": GRID, "group_size": 4},
+    )
+    return ProbabilisticTensorDictSequential(TensorDictModule(net, ["observation"], ["log_probs"]), draw)
+
+
+def make_loss(kind: str, seed: int = 0, **settings: Any) -> LossModule:
+    loss, defaults, _ = KINDS[kind]
+    return loss(make_actor(seed), **{**defaults, **settings})
+
+
+def make_data(contexts: int = 5) -> TensorDict:
+    generator = torch.Generator().manual_seed(0)
+    old, reference = torch.randn(2, contexts, len(GRID), generator=generator).log_softmax(-1)
+    index = torch.randint(len(GRID), (contexts, 4), generator=generator)
+    reward = torch.rand(contexts, len(GRID), generator=generator)
+    return TensorDict(
+        {
+            "observation": torch.randn(contexts, 3, generator=generator),
+            "action": GRID[index],
+            "action_log_prob": old.gather(1, index),
+            "reference_log_prob": reference.gather(1, index),
+            "group_mask": torch.arange(4) < torch.arange(contexts).unsqueeze(1),  # the first group is empty
+            "next": {"reward": reward.gather(1, index)},
+            "reward_per_configuration": reward,
+            "behaviour_log_probs": old,
+            "reference_log_probs": reference,
+        },
+        [contexts],
+    )
+
+
+def total(out: TensorDict) -> torch.Tensor:
+    return torch.stack([value for name, value in out.items() if name.startswith("loss_")]).sum()
+
+
+@every_kind
+def test_reading_and_writing_keys_are_told(kind: str) -> None:
+    loss = make_loss(kind)
+    assert set(loss.in_keys) == {"observation", *KINDS[kind][2]}
+    out = loss(make_data().select(*loss.in_keys))
+    assert set(out.keys()) == set(loss.out_keys)
+    assert out.batch_size == torch.Size([])
+    assert all(value.requires_grad == name.startswith("loss_") for name, value in out.items())
+
+
+@every_kind
+@either_way
+def test_every_key_can_be_renamed(kind: str, functional: bool) -> None:
+    wanted = make_loss(kind, functional=functional)(make_data())
+    loss = make_loss(kind, functional=functional)
+    for name in loss.default_keys.__dataclass_fields__:
+        key = getattr(loss.default_keys(), name)
+        changed = copy.deepcopy(loss)
+        assert changed.tensor_keys == loss.default_keys()
+        changed.set_keys(**{name: ("other", "place")})
+        assert (("other", "place") in changed.in_keys) == (unravel_key(key) in KINDS[kind][2])
+        assert key not in changed.in_keys
+        data = make_data()
+        if name == "configuration":  # may stand in for the action
+            data["configuration"] = data.pop("action") @ torch.tensor([3, 1])
+        found = changed(data.rename_key_(key, ("other", "place")))
+        assert all(torch.equal(found[n], value) for n, value in wanted.items())
+        changed.set_keys(**{name: None})  # back to what it was
+        assert changed.in_keys == loss.in_keys
+    with pytest.raises(ValueError, match="unknown"):
+        loss.set_keys(unknown="key")
+
+
+@every_kind
+@either_way
+def test_the_input_is_left_as_it_was(kind: str, functional: bool) -> None:
+    data = make_data()
+    make_loss(kind, functional=functional)(data)
+    before = make_data()
+    assert all(torch.equal(data[key], before[key]) for key in before.keys(True, True))
+
+
+@every_kind
+@either_way
+def test_functional_or_not_gives_the_same_loss_and_gradients(kind: str, functional: bool) -> None:
+    stock, loss = make_loss(kind), make_loss(kind, functional=functional)
+    assert loss.functional == functional
+    wanted, found = stock(make_data()), loss(make_data())
+    assert all(torch.equal(found[n], value) for n, value in wanted.items())
+    total(wanted).backward()
+    total(found).backward()
+    assert len(list(loss.parameters())) == 4
+    for p, q in zip(loss.parameters(), stock.parameters(), strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+@every_kind
+@either_way
+def test_parameters_are_those_of_the_actor(kind: str, functional: bool) -> None:
+    actor = make_actor()
+    loss = KINDS[kind][0](actor, functional=functional)
+    assert {id(p) for p in loss.parameters()} == {id(p) for p in actor.parameters()}
+
+
+@every_kind
+@either_way
+def test_parameters_can_be_reset(kind: str, functional: bool) -> None:
+    loss = make_loss(kind, functional=functional)
+    with torch.no_grad():
+        for parameter in loss.parameters():
+            parameter += 1000
+    loss.reset_parameters_recursive()
+    assert all((parameter.abs() < 10).all() for parameter in loss.parameters())
+
+
+@every_kind
+def test_reductions_agree(kind: str) -> None:
+    none, mean, added = (make_loss(kind, reduction=r)(make_data()) for r in ("none", "mean", "sum"))
+    for name, value in mean.items():
+        if name.startswith("loss_"):
+            assert none[name].shape == (5,)
+            torch.testing.assert_close(none[name].mean(), value)
+            torch.testing.assert_close(none[name].sum(), added[name])
+        else:
+            assert torch.equal(none[name], value)
+
+
+@every_kind
+def test_contexts_marked_as_padding_do_not_count(kind: str) -> None:
+    wanted = make_loss(kind)(make_data()[:3])
+    padded = make_data().set(("collector", "mask"), torch.tensor([True] * 3 + [False] * 2))
+    found = make_loss(kind)(padded)
+    losses = [name for name in found.keys() if name.startswith("loss_")]  # noqa: SIM118 (not a dict)
+    assert all(found[name].allclose(wanted[name]) for name in losses)
+
+
+@every_kind
+def test_it_can_be_called_without_a_tensordict(kind: str) -> None:
+    loss, data = make_loss(kind), make_data()
+    wanted = loss(data.clone())
+    named = {"_".join([key] if isinstance(key, str) else key): data[key] for key in loss.in_keys}
+    for found in (loss(**named), loss(*named.values())):
+        assert len(found) == len(loss.out_keys)
+        assert all(torch.equal(value, wanted[name]) for name, value in zip(loss.out_keys, found, strict=True))
+
+
+@every_kind
+def test_outputs_can_be_selected(kind: str) -> None:
+    loss, data = make_loss(kind), make_data()
+    names = list(loss.out_keys)
+    wanted = loss(data.clone())
+    loss.select_out_keys(names[0])
+    assert list(loss(data.clone()).keys()) == [names[0]]
+    assert torch.equal(
+        loss(**{"_".join([k] if isinstance(k, str) else k): data[k] for k in loss.in_keys}), wanted[names[0]]
+    )
+    loss.reset_out_keys()
+    assert loss.out_keys == names
+    assert make_loss(kind).out_keys == names  # another instance was not touched
+
+
+@every_kind
+@either_way
+def test_the_state_travels(kind: str, functional: bool) -> None:
+    loss = make_loss(kind, functional=functional)
+    for name in loss._schedulable_buffers:
+        setattr(loss, name, 0.37)
+    other = make_loss(kind, seed=1, functional=functional)
+    assert not torch.equal(total(other(make_data())), total(loss(make_data())))
+    other.load_state_dict(loss.state_dict())
+    wanted, found = loss(make_data()), other(make_data())
+    assert all(torch.equal(found[n], value) for n, value in wanted.items())
+    copied = copy.deepcopy(loss)(make_data())
+    assert all(torch.equal(copied[n], value) for n, value in wanted.items())
+
+
+@every_kind
+def test_many_parameters_at_once_under_vmap(kind: str) -> None:
+    losses = [make_loss(kind, seed=seed) for seed in range(3)]
+    data = make_data()
+    stacked = torch.stack([TensorDict.from_module(loss).data for loss in losses])
+
+    def call(parameters: TensorDict, data: TensorDict) -> torch.Tensor:
+        with parameters.to_module(losses[0]):
+            return total(losses[0](data.clone()))
+
+    found = vmap(call, (0, None))(stacked, data)
+    wanted = torch.stack([total(loss(data.clone())).detach() for loss in losses])
+    torch.testing.assert_close(found, wanted)
+    assert len(found.unique()) == 3

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import small_table
+from tensordict import TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from knobwise.agents.controller.actor import OutcomesOfRows, make_actor
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.heads import HEADS
+from knobwise.agents.training.settings import PolicyConfig
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.tables.profile_table import ProfileTable
+
+STRUCTURES = ("utility", *sorted(HEADS))
+
+
+def small_controller(
+    table: ProfileTable, structure: str = "additive", dropout: float = 0.1, members: int = 1
+) -> Controller:
+    torch.manual_seed(0)
+    config = PolicyConfig(structure=structure, hidden=16, dropout=dropout, members=members)
+    return Controller.for_table(table, torch.arange(table.num_samples), config)
+
+
+def contexts(table: ProfileTable, count: int = 20, seed: int = 0) -> TensorDict:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(table.num_samples, (count,), generator=generator)
+    budgets = 5 + 20 * torch.rand(count, generator=generator)
+    blocks = {name: block[rows] for name, block in table.features.items()}
+    return TensorDict({"row": rows, "budget_ms": budgets, "mask": table.mask[rows], **blocks}, [count])
+
+
+# -- the controller ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("holes", [0.0, 0.6])
+def test_choose_is_the_argmax_inside_the_mask(structure: str, holes: float) -> None:
+    table = small_table(holes=holes)
+    controller, data = small_controller(table, structure), contexts(table)
+    chosen = controller.choose(data, data["budget_ms"], data["mask"])
+    assert data["mask"].gather(1, chosen[:, None]).all()
+    actor = make_actor(controller.eval(), table)
+    assert torch.equal(chosen, actor.get_dist(data).log_probs.argmax(-1))
+    assert torch.equal(table.configurations[chosen], actor(data)["action"])  # TorchRL's default: deterministic
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str) -> None:
+    table = small_table()
+    controller, data = small_controller(table, structure).eval(), contexts(table)
+    by_row, by_blocks = make_actor(controller, table, 3), make_actor(controller, group_size=3)
+    assert by_row.in_keys == ["row", "budget_ms"]
+    assert by_blocks.in_keys == ["budget_ms", "image_features", "language_features"]
+    torch.testing.assert_close(by_row(data.clone())["log_probs"], by_blocks(data.clone())["log_probs"])
+    assert torch.equal(by_row(data.clone())["action"], by_blocks(data.clone())["action"])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_profile_without_features_has_a_policy_that_sees_the_budget_alone(structure: str) -> None:
+    table = small_table(features=False)
+    controller, data = small_controller(table, structure).eval(), contexts(table)
+    assert controller.normaliser.width == 0
+    by_row, by_blocks = make_actor(controller, table), make_actor(controller)
+    assert by_blocks.in_keys == ["budget_ms"]
+    torch.testing.assert_close(by_row(data.clone())["log_probs"], by_blocks(data.clone())["log_probs"])
+    same = torch.full((20,), 9.0)
+    assert len(controller.choose({}, same).unique()) == 1
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
+@pytest.mark.parametrize("batch", [(), (4,), (4, 2)])
+@pytest.mark.parametrize("features", [True, False])
+def test_the_actor_takes_contexts_one_by_one_in_batches_and_in_time(
+    group_size: int | None, batch: tuple[int, ...], features: bool
+) -> None:
+    table = small_table(features=features)
+    controller, data = small_controller(table).eval(), contexts(table, 8)
+    data = data[0] if batch == () else data[: 4 * (len(batch))].reshape(batch)
+    group = () if group_size is None else (group_size,)
+    for actor in (make_actor(controller, table, group_size), make_actor(controller, None, group_size)):
+        for how in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC):
+            with set_exploration_type(how):
+                out = actor(data.clone())
+            assert out["action"].shape == (*batch, *group, 3)
+            assert out["action_log_prob"].shape == (*batch, *group)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_choose_is_without_dropout_and_leaves_the_mode_as_it_was(training: bool) -> None:
+    table = small_table()
+    controller, data = small_controller(table, dropout=0.5).train(training), contexts(table, 200)
+    decisions = [controller.choose(data, data["budget_ms"]) for _ in range(2)]
+    assert torch.equal(*decisions)
+    assert all(module.training == training for module in controller.modules())
+
+
+def test_dropout_is_there_in_training_mode_only() -> None:
+    table = small_table()
+    controller, data = small_controller(table, dropout=0.5), contexts(table)
+    features = controller.features(data, 20)
+    noisy = [controller.train()(features, data["budget_ms"]) for _ in range(2)]
+    assert not torch.equal(*noisy)
+    quiet = [controller.eval()(features, data["budget_ms"]) for _ in range(2)]
+    assert torch.equal(*quiet)
+
+
+def test_statistics_come_from_the_rows_given_alone() -> None:
+    table, rows = small_table(), torch.arange(10)
+    controller = Controller.for_table(table, rows, PolicyConfig(hidden=8))
+    torch.testing.assert_close(controller.normaliser.mean[:4], table.features["image_features"][:10].mean(0))
+    torch.testing.assert_close(controller.network.encoding.mean, table.latency_ms[:10].log().mean())
+
+
+def test_gradients_reach_every_parameter() -> None:
+    table = small_table(holes=0.5)
+    for structure in STRUCTURES:
+        controller, data = small_controller(table, structure), contexts(table)
+        make_actor(controller, table, 4).get_dist(data).entropy().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in controller.parameters())
+
+
+def test_another_structure_is_refused() -> None:
+    with pytest.raises(InputError, match=r"policy\.structure='tree'"):
+        small_controller(small_table(), "tree")
+
+
+# -- an ensemble -------------------------------------------------------------------------------------------------------
+
+
+def alone(controller: Controller, number: int) -> Controller:
+    """One member of an ensemble as a controller of its own."""
+    config = dataclasses.replace(controller.config, members=1)
+    parts = controller.knobs, controller.configurations, controller.normaliser
+    one = Controller(*parts, controller.network.encoding, config)
+    state = controller.state_dict()
+    learned = {name for name, _ in controller.named_parameters()}
+    one.load_state_dict({k: v[number : number + 1] if k in learned else v for k, v in state.items()})
+    return one.eval()
+
+
+def stirred(controller: Controller) -> Controller:
+    """With nothing left at 0, so that members differ whatever their structure."""
+    torch.manual_seed(1)
+    for p in controller.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return controller.eval()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("holes", [0.0, 0.6])
+def test_members_decide_together_by_the_mean_of_their_log_probs(structure: str, holes: float) -> None:
+    table = small_table(holes=holes)
+    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table)
+    features, mask = controller.features(data, 20), data["mask"] if holes else None
+    each = torch.stack([alone(controller, i)(features, data["budget_ms"], mask) for i in range(3)])
+    torch.testing.assert_close(controller(features, data["budget_ms"], mask), each.mean(0).log_softmax(-1))
+    assert not torch.allclose(each[0].exp(), each[1].exp(), atol=1e-3)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("holes", [0.0, 0.6])
+def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, holes: float) -> None:
+    table = small_table(holes=holes)
+    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
+    flat = make_actor(controller, table).get_dist(data).log_probs
+    for number in range(3):
+        wanted = make_actor(alone(controller, number), table).get_dist(data).log_probs
+        torch.testing.assert_close(flat[number::3], wanted[number::3])
+        assert not torch.allclose(flat.exp(), wanted.exp(), atol=1e-3)
+    # [P, M], as the buffer holds them, is the same
+    square = make_actor(controller, table, 4).get_dist(data.reshape(7, 3))
+    torch.testing.assert_close(square.log_probs.reshape(21, -1), flat)
+    assert square.sample().shape == (7, 3, 4, 3)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_gradient_touches_its_own_member_alone(structure: str) -> None:
+    table = small_table(holes=0.5)
+    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
+    make_actor(controller, table).get_dist(data).entropy()[1::3].sum().backward()
+    for name, p in controller.named_parameters():
+        assert not p.grad[[0, 2]].any(), name
+        assert p.grad[1].any(), name
+
+
+def test_predicted_outcomes_of_rows_are_those_of_their_member() -> None:
+    table = small_table()
+    controller, data = stirred(small_controller(table, "utility", members=3)), contexts(table, 21).reshape(7, 3)
+    found = OutcomesOfRows(make_actor(controller, table))(data.clone())
+    features = controller.features(data.flatten(), 21)
+    for number in range(3):
+        outcomes = alone(controller, number).network.outcomes(features[None])
+        for key in ("accuracy_logits", "log_latency", "spread"):
+            torch.testing.assert_close(found[key][:, number], getattr(outcomes, key)[0].reshape(7, 3, -1)[:, number])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("features", [True, False])
+def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, features: bool) -> None:
+    table = small_table(features=features, holes=0.5)
+    controller, data = stirred(small_controller(table, structure, members=members)), contexts(table, 6)
+    x, limits, mask = controller.features(data, 6), data["budget_ms"], data["mask"]
+    flat = controller(x, limits, mask)
+    assert flat.shape == (6, 12)
+    width = controller.normaliser.width
+    torch.testing.assert_close(
+        controller(x.reshape(2, 3, width), limits.reshape(2, 3), mask.reshape(2, 3, 12)), flat.reshape(2, 3, 12)
+    )
+    torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_plain_values_and_back(structure: str, tmp_path: Path) -> None:
+    table = small_table()
+    table.features["image_features"][3, 1] = torch.nan
+    controller, data = stirred(small_controller(table, structure, members=2)), contexts(table)
+    torch.save(controller.plain(), tmp_path / "c.pt")
+    again = Controller.restored(torch.load(tmp_path / "c.pt", weights_only=True))
+    assert (again.config, again.knobs, again.priced) == (controller.config, controller.knobs, False)
+    x = controller.features(data, 20)
+    assert torch.equal(again(again.features(data, 20), data["budget_ms"]), controller(x, data["budget_ms"]))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_under_a_price_the_limit_has_another_name(structure: str) -> None:
+    table = small_table()
+    config = PolicyConfig(structure=structure, hidden=16)
+    controller = Controller.for_table(table, torch.arange(60), config, priced=True).eval()
+    assert make_actor(controller, table).in_keys == ["row", "worth_ms"]
+    assert make_actor(controller).in_keys == ["worth_ms", "image_features", "language_features"]
+    assert Controller.restored(controller.plain()).limit_key == "worth_ms"
+
+
+# -- in the environment ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_the_policy_plays_in_the_environment(by_row: bool, group_size: int) -> None:
+    table = small_table()
+    env = ConfigBandit(table, batch_size=5, group_size=group_size, lean=False)
+    policy = make_actor(small_controller(table).eval(), table if by_row else None, group_size)
+    with set_exploration_type(ExplorationType.RANDOM):
+        played = env.rollout(1, policy)
+    assert played["action"].shape == (5, 1, group_size, 3)
+    assert played["next", "reward"].isfinite().all()
+    dist = policy.get_dist(played)
+    torch.testing.assert_close(dist.log_prob(played["action"]), played["action_log_prob"])
+
+
+def test_a_policy_that_knows_the_table_never_leaves_its_holes() -> None:
+    table = small_table(holes=0.7)
+    env = ConfigBandit(table, batch_size=60, group_size=16)
+    policy = make_actor(small_controller(table).eval(), table, 16)
+    with set_exploration_type(ExplorationType.RANDOM):
+        assert env.rollout(1, policy)["next", "reward"].isfinite().all()

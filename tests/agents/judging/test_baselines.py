@@ -1,0 +1,264 @@
+"""Each rule on tables small enough to work out by hand; the fitted ones on tables where features do or do not help."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+from helpers import small_table, table_of, two_kinds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from knobwise.agents.judging.baselines import (
+    BestStatic,
+    BudgetAwareStatic,
+    Chooser,
+    LookupTable,
+    Oracle,
+    PredictThenChoose,
+    Random,
+    make_baselines,
+)
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+NAN = math.nan
+LEARNED = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
+NAMES = ["budget_aware_static", "best_static", "lookup_table", "latency_only", *LEARNED, "random", "oracle"]
+
+
+# mean accuracy .25, .75, 1 and mean latency 10, 20, 40; the middle one is slow on the second sample, where it is right
+BY_HAND = table_of([[0.5, 0.5, 1.0], [0.0, 1.0, 1.0]], [[10.0, 10.0, 30.0], [10.0, 30.0, 50.0]])
+ALL = torch.arange(2)
+
+
+def chosen(chooser: Chooser, budgets_ms: list[float], allowed: list[int] | None = None) -> list[int]:
+    mask = torch.ones(len(budgets_ms), 3, dtype=torch.bool)
+    if allowed is not None:
+        mask[:] = False
+        mask[:, allowed] = True
+    return chooser.choose({}, torch.tensor(budgets_ms), mask).tolist()
+
+
+def utility_of(chooser: Chooser, table: ProfileTable, rows: Tensor) -> float:
+    features = {name: block[rows] for name, block in table.features.items()}
+    total = 0.0
+    for budget in default_budgets(table):
+        choice = chooser.choose(features, budget.expand(len(rows)), table.mask[rows]).unsqueeze(1)
+        met = table.latency_ms[rows].gather(1, choice) <= budget
+        total += float((table.accuracy[rows].gather(1, choice) * met).mean()) / 5
+    return total
+
+
+@functools.cache
+def fitted_where_features_tell() -> tuple[ProfileTable, Split, list[Chooser]]:
+    table = two_kinds(200, shown=True)
+    return table, table.split(), make_baselines(table, table.split(), seed=0)
+
+
+# -- the rules, by hand ------------------------------------------------------------------------------------------------
+
+
+def test_budget_aware_static() -> None:
+    static = BudgetAwareStatic(BY_HAND, ALL)
+    expected = [[0, 0, 0], [0.25, 0.25, 0], [0.25, 0.75, 0.5], [0.25, 0.75, 1]]
+    assert static.mean_utility(torch.tensor([9.0, 10.0, 30.0, 50.0])).tolist() == expected
+    # nothing fits: the fastest; equal means at 10: the faster; then the middle one, and at last the largest
+    assert chosen(static, [50.0, 9.0, 30.0, 10.0, 49.0, math.inf]) == [2, 0, 1, 0, 1, 2]
+    assert chosen(static, [50.0, 30.0, 10.0], allowed=[0, 1]) == [1, 1, 0]
+    assert chosen(static, [9.0, 50.0], allowed=[1, 2]) == [1, 2]
+
+
+def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only() -> None:
+    accuracy = [[0.6, NAN, NAN], [0.6, 0.8, NAN], [0.0, 0.0, 1.0]]
+    table = table_of(accuracy, [[5.0, NAN, NAN], [5.0, 8.0, NAN], [5.0, 8.0, 1.0]])
+    static = BudgetAwareStatic(table, ALL)
+    torch.testing.assert_close(static.mean_utility(torch.tensor([8.0])).float(), torch.tensor([[0.6, 0.8, 0.0]]))
+    # the last configuration was never profiled in these rows: known to be good only to whoever looks at the third
+    assert chosen(static, [8.0, 7.0, 0.0]) == [1, 0, 0]
+    assert chosen(static, [8.0], allowed=[2]) == [2]
+
+
+def test_best_static_is_one_configuration_for_all_budgets() -> None:
+    # mean utility over budgets 10 and 30: .25, .5, .25
+    best = BestStatic(BY_HAND, ALL, torch.tensor([10.0, 30.0]))
+    assert chosen(best, [1.0, 50.0]) == [1, 1]
+    assert chosen(best, [1.0, 50.0], allowed=[0, 2]) == [0, 0]  # equal: the faster
+    assert chosen(BestStatic(BY_HAND, ALL, torch.tensor([50.0])), [1.0]) == [2]
+
+
+def test_lookup_table_has_a_tolerance_and_falls_back_to_the_nearest_latency() -> None:
+    lookup = LookupTable(BY_HAND, ALL)
+    # mean latencies 10, 20, 40: 20 fits 19.1·1.05 = 20.055, not 19·1.05 = 19.95
+    assert chosen(lookup, [19.0, 19.1, 38.0, 38.2, 1.0]) == [0, 1, 1, 2, 0]
+    assert chosen(LookupTable(BY_HAND, ALL, tolerance=0.0), [19.1, 20.0]) == [0, 1]
+    assert chosen(lookup, [19.0, 5.0, 100.0], allowed=[1, 2]) == [1, 1, 2]
+
+
+def test_lookup_table_by_mean_or_median_accuracy() -> None:
+    table = table_of([[0.5, 0.4, 0.0], [0.5, 0.4, 0.0], [0.0, 1.0, 0.0]], [[1.0, 1.0, 1.0]] * 3)
+    assert chosen(LookupTable(table, torch.arange(3)), [2.0]) == [1]  # means .33, .6
+    assert chosen(LookupTable(table, torch.arange(3), statistic="median"), [2.0]) == [0]  # medians .5, .4
+
+
+def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest() -> None:
+    table = table_of(
+        [[0.5, 1.0, 1.0], [0.5, 1.0, 1.0], [0.0, 0.0, 1.0], [0.2, NAN, 1.0]],
+        [[10.0, 30.0, 20.0], [10.0, 30.0, 40.0], [9.0, 8.0, 40.0], [10.0, NAN, 5.0]],
+    )
+    oracle = Oracle(table, torch.tensor([0, 1, 2, 3, 1]))
+    mask, budgets = torch.ones(5, 3, dtype=torch.bool), torch.tensor([30.0, 30.0, 30.0, 3.0, 5.0])
+    assert oracle.choose({}, budgets, mask).tolist() == [2, 1, 1, 2, 0]
+    mask[0, 2] = mask[3, 2] = False
+    assert oracle.choose({}, budgets, mask).tolist() == [1, 1, 1, 0, 0]
+    with pytest.raises(ValueError, match="knows 5 samples and was asked about 1"):
+        oracle.choose({}, budgets[:1], mask[:1])
+
+
+def test_random_is_uniform_over_the_mask() -> None:
+    mask = torch.tensor([True, False, True, True]).expand(6000, 4)
+    counts = Random(seed=0).choose({}, torch.ones(6000), mask).bincount(minlength=4)
+    assert counts[1] == 0
+    assert (counts[[0, 2, 3]] - 2000).abs().max() < 150  # 4 standard deviations
+    assert not torch.equal(
+        Random(0).choose({}, torch.ones(99), mask[:99]), Random(1).choose({}, torch.ones(99), mask[:99])
+    )
+
+
+# -- the fitted ones ---------------------------------------------------------------------------------------------------
+
+
+def test_the_order_and_the_names_are_those_of_the_contract() -> None:
+    assert [b.name for b in fitted_where_features_tell()[2]] == NAMES
+
+
+def test_features_that_tell_are_used() -> None:
+    table, split, baselines = fitted_where_features_tell()
+    got = {b.name: utility_of(b, table, split.test) for b in baselines}
+    assert got["oracle"] > 0.75 > 0.5 > got["budget_aware_static"]
+    # the fast one is the right one here, so that the latency alone tells which it is
+    for name in ("latency_only", *LEARNED):
+        assert got["oracle"] - 0.08 < got[name] <= got["oracle"], name
+
+
+def test_latency_only_takes_the_mean_accuracy_for_every_sample() -> None:
+    table, split, baselines = fitted_where_features_tell()
+    latency_only = baselines[3]
+    assert isinstance(latency_only, PredictThenChoose)
+    accuracy, log_latency, _ = latency_only.predict({"x": table.features["x"][split.test]}, len(split.test))
+    known = torch.cat([split.train, split.validation])
+    torch.testing.assert_close(accuracy, table.accuracy[known].mean(0).expand_as(accuracy))
+    assert (log_latency - table.latency_ms[split.test].log()).abs().max() < 0.3  # 1 to 4 times as slow: ln 4 = 1.39
+
+
+def test_features_that_tell_nothing_do_no_harm() -> None:
+    table = two_kinds(400, shown=False)
+    split = table.split()
+    got = {b.name: utility_of(b, table, split.test) for b in make_baselines(table, split, seed=0)}
+    for name in ("latency_only", *LEARNED):
+        assert abs(got[name] - got["budget_aware_static"]) < 0.1, name
+
+
+def test_the_test_rows_are_not_looked_at() -> None:
+    table = small_table(60)
+    split = table.split()
+    others = split.test
+    changed = table.accuracy.clone(), table.latency_ms.clone(), {k: v.clone() for k, v in table.features.items()}
+    changed[0][others] = 1 - changed[0][others]
+    changed[1][others] = changed[1][others].flip(1) * 3
+    for block in changed[2].values():
+        block[others] *= -7
+    other = dataclasses.replace(table, accuracy=changed[0], latency_ms=changed[1], features=changed[2])
+    budgets = default_budgets(table)
+    features = {name: block[split.test] for name, block in table.features.items()}  # as they were
+    asked = features, budgets[2].expand(len(split.test)), table.mask[split.test]
+    for one, two in zip(
+        make_baselines(table, split, 0, budgets), make_baselines(other, split, 0, budgets), strict=True
+    ):
+        if one.name != "oracle":
+            assert torch.equal(one.choose(*asked), two.choose(*asked)), one.name
+
+
+def test_without_features_they_know_the_means_alone() -> None:
+    table = small_table(60, features=False)
+    split = table.split()
+    static = BudgetAwareStatic(table, torch.cat([split.train, split.validation]))
+    for chooser in make_baselines(table, split, seed=0)[3:9]:
+        for budget in default_budgets(table):
+            asked = {}, budget.expand(len(split.test)), torch.ones_like(table.mask[split.test])
+            assert len(chooser.choose(*asked).unique()) == 1  # no sample can be told from another
+        assert abs(utility_of(chooser, table, split.test) - utility_of(static, table, split.test)) < 0.15
+
+
+def test_a_latency_of_zero_is_fast_and_nothing_else() -> None:
+    table = two_kinds(60, shown=True)
+    latency = table.latency_ms.clone()
+    latency[:, 0] = 0.0
+    table = dataclasses.replace(table, latency_ms=latency)
+    split = table.split()
+    n = len(split.test)
+    for chooser in make_baselines(table, split, seed=0):
+        if chooser.name not in ("best_static", "random"):  # at budget 0 only the one that takes no time fits
+            features = {"x": table.features["x"][split.test]}
+            assert chooser.choose(features, torch.zeros(n), table.mask[split.test]).tolist() == [0] * n, chooser.name
+
+
+@pytest.mark.parametrize("samples", [1, 7])
+def test_few_samples(samples: int) -> None:
+    table = small_table(samples + 2)
+    split = Split(torch.arange(samples), torch.tensor([samples]), torch.tensor([samples + 1]))
+    for chooser in make_baselines(table, split, seed=0):
+        features = {name: block[split.test] for name, block in table.features.items()}
+        assert 0 <= int(chooser.choose(features, torch.tensor([10.0]), table.mask[split.test])) < 12
+
+
+def test_one_configuration_and_no_variation() -> None:
+    table = table_of([[1.0]] * 12, [[5.0]] * 12, torch.arange(24.0).reshape(12, 2))
+    split = table.split()
+    for chooser in make_baselines(table, split, seed=0):
+        mask = torch.ones(len(split.test), 1, dtype=torch.bool)
+        features = {"x": table.features["x"][split.test]}
+        assert chooser.choose(features, torch.full((len(split.test),), 5.0), mask).tolist() == [0] * len(split.test)
+
+
+HOLES = small_table(80, seed=1, holes=0.5)
+FITTED = make_baselines(HOLES, HOLES.split(), seed=0)
+
+
+@pytest.mark.parametrize("chooser", FITTED, ids=[b.name for b in FITTED])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_never_outside_the_mask_and_deterministic(chooser: Chooser, data: st.DataObject) -> None:
+    rows = HOLES.split().test
+    seed = data.draw(st.integers(0, 2**20))
+    mask = HOLES.mask[rows] & (torch.rand(len(rows), 12, generator=torch.Generator().manual_seed(seed)) < 0.5)
+    empty = ~mask.any(1)
+    mask[empty] = HOLES.mask[rows][empty]
+    budgets = torch.tensor(data.draw(st.lists(st.floats(0, 100, width=32), min_size=len(rows), max_size=len(rows))))
+    features = {name: block[rows] for name, block in HOLES.features.items()}
+    choice = chooser.choose(features, budgets, mask)
+    assert choice.dtype == torch.int64
+    assert mask.gather(1, choice.unsqueeze(1)).all()
+    assert torch.equal(choice, chooser.choose(features, budgets, mask))
+
+
+def test_holes_do_not_hide_what_the_features_tell() -> None:
+    table = two_kinds(300, shown=True)
+    mask = torch.rand(300, 3, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[torch.arange(300), torch.arange(300) % 3] = True
+    holes = dataclasses.replace(
+        table,
+        accuracy=table.accuracy.masked_fill(~mask, NAN),
+        latency_ms=table.latency_ms.masked_fill(~mask, NAN),
+        mask=mask,
+    )
+    split = holes.split()
+    fitted = make_baselines(holes, split, seed=0)
+    # judged where everything is known
+    static, best = utility_of(fitted[0], table, split.test), utility_of(Oracle(table, split.test), table, split.test)
+    for chooser in fitted[4:9]:
+        assert utility_of(chooser, table, split.test) > static + 0.8 * (best - static), chooser.name

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers import small_beams
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.selector.clip_encoder import ClipEncoder, ClipItems
+from knobwise.agents.selector.networks import SelectorConfig
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import StageConfig
+from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.common.errors import InputError
+
+QUERY_ITEMS, CANDIDATE_ITEMS = torch.tensor([0, 1, 2]), torch.tensor([2, 3, 4, 5, 6])
+POOL = torch.tensor([[0, 1, 2], [2, 1, 3], [4, -1, -1]])
+
+
+def clip() -> nn.Module:
+    torch.manual_seed(0)
+    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config=layers
+        | {"vocab_size": 50, "max_position_embeddings": 6, "eos_token_id": 49, "bos_token_id": 48, "pad_token_id": 0},
+        vision_config=layers | {"image_size": 16, "patch_size": 8},
+        projection_dim=12,
+    )
+    return transformers.CLIPModel(config).eval()
+
+
+def items() -> ClipItems:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(1, 48, (7, 6), generator=generator)
+    words[:, 4] = 49
+    words[:, 5] = 0
+    return ClipItems(torch.randn(7, 3, 16, 16, generator=generator), words, (words > 0).long())
+
+
+def encoder(model: nn.Module | None = None) -> ClipEncoder:
+    model = clip() if model is None else model
+    torch.manual_seed(1)
+    return ClipEncoder(model, items(), QUERY_ITEMS, CANDIDATE_ITEMS).eval()
+
+
+def trained() -> ClipEncoder:
+    made = encoder()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+def frozen_embeddings() -> Tensor:
+    """[7, 12], from the image's and the text's own towers."""
+    model, (images, words, shown) = clip(), items()
+    with torch.no_grad():
+        image = model.get_image_features(images).pooler_output
+        text = model.get_text_features(words, shown).pooler_output
+    return (image / image.norm(dim=-1, keepdim=True) + text / text.norm(dim=-1, keepdim=True)) / 2
+
+
+def calls(made: ClipEncoder) -> list[int]:
+    """How many items each call of CLIP gets, from now on."""
+    sizes: list[int] = []
+    made.model.register_forward_pre_hook(
+        lambda module, args, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    return sizes
+
+
+def test_before_any_step_the_embeddings_are_those_of_the_frozen_clip() -> None:
+    for made in (encoder(), encoder().train()):
+        query, pool = made.both(torch.arange(3), POOL)
+        wanted = frozen_embeddings()
+        assert query.dtype == torch.float32
+        torch.testing.assert_close(query, wanted[QUERY_ITEMS])
+        torch.testing.assert_close(pool[POOL >= 0], wanted[CANDIDATE_ITEMS[POOL[POOL >= 0]]])
+        assert (pool[POOL < 0] == 0).all()
+
+
+def test_the_three_ways_of_asking_agree() -> None:
+    made = trained()
+    query, pool = made.both(torch.arange(3), POOL)
+    torch.testing.assert_close(made.queries(torch.arange(3)), query)
+    torch.testing.assert_close(made.candidates(POOL), pool)
+    made.train()
+    stored = made.stored()
+    assert made.training
+    for found, wanted in zip(stored.both(torch.arange(3), POOL), (query, pool), strict=True):
+        torch.testing.assert_close(found, wanted)
+        assert not found.requires_grad
+    assert (query - frozen_embeddings()[QUERY_ITEMS]).abs().max() > 1e-2
+
+
+def test_every_distinct_item_is_encoded_once() -> None:
+    made = encoder()
+    sizes = calls(made)
+    made.both(torch.arange(3), POOL)  # items 0, 1, 2 as queries; 2, 3, 4, 5, 6 in pools
+    made.candidates(POOL)
+    made.queries(torch.tensor([1, 1, 1, -1]))
+    selector = Selector(SelectorConfig(width=8, heads=2), 12)
+    query, pool = made.both(torch.arange(3), POOL)
+    dist = selector.distribution(query, pool, POOL >= 0, 2, group_size=12)
+    dist.log_prob(dist.sample()).sum().backward()
+    assert sizes == [7, 5, 1, 7]
+
+
+def test_a_pool_of_nothing_is_zeros() -> None:
+    found = encoder().candidates(torch.full((2, 3), -1))
+    assert found.shape == (2, 3, 12)
+    assert (found == 0).all()
+
+
+def test_only_lora_weights_learn() -> None:
+    made = encoder()
+    names = [name for name, parameter in made.model.named_parameters() if parameter.requires_grad]
+    # A and B of 4 projections in 2 layers of 2 towers
+    assert len(names) == 2 * 4 * 2 * 2
+    assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    # a LoRA A gets no gradient while its B is 0: look after a step away from the start
+    made = trained()
+    before = {name: p.clone() for name, p in made.model.named_parameters()}
+    selector = Selector(SelectorConfig(width=8, heads=2), 12)
+    optimiser = torch.optim.SGD([*made.parameters(), *selector.parameters()], 0.1)
+    query, pool = made.both(torch.arange(3), POOL)
+    dist = selector.distribution(query, pool, POOL >= 0, 2)
+    (-dist.log_prob(torch.tensor([[2, 0], [1, 2], [0, -1]])).sum()).backward()
+    optimiser.step()
+    changed = {name for name, p in made.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == set(names)
+
+
+def test_a_step_on_the_lora_weights_lowers_a_loss() -> None:
+    made = encoder()
+    torch.manual_seed(0)
+    selector = Selector(SelectorConfig(width=8, heads=2), 12)
+    optimiser = torch.optim.SGD(made.parameters(), 0.002)
+    wanted, losses = torch.tensor([[2, 0], [1, 2], [0, -1]]), []
+    for _ in range(4):
+        query, pool = made.both(torch.arange(3), POOL)
+        loss = -selector.distribution(query, pool, POOL >= 0, 2).log_prob(wanted).sum()
+        losses.append(loss.item())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert losses == sorted(losses, reverse=True)
+    assert losses[1] < losses[0] - 1e-4
+
+
+def test_lora_weights_are_saved_and_loaded_alone(tmp_path: Path) -> None:
+    made = trained()
+    save_file(made.lora_state(), tmp_path / "lora.safetensors")
+    state = load_file(tmp_path / "lora.safetensors")
+    assert sum(value.numel() for value in state.values()) == 16 * 2 * 16 * 16
+    other = encoder()
+    assert (other.queries(torch.arange(3)) - made.queries(torch.arange(3))).abs().max() > 1e-2
+    other.load_lora_state(state)
+    assert torch.equal(other.queries(torch.arange(3)), made.queries(torch.arange(3)))
+
+
+def test_lora_weights_that_do_not_fit_are_refused_and_change_nothing() -> None:
+    made, state = encoder(), trained().lora_state()
+    name = next(iter(state))
+    missing = {k: v for k, v in state.items() if k != name}
+    wrong = [missing, missing | {"other": state[name]}, state | {"other": state[name]}, state | {name: state[name][:3]}]
+    before = made.lora_state()
+    for given in wrong:
+        with pytest.raises(InputError, match="missing, unknown or of another shape"):
+            made.load_lora_state(given)
+        assert all(torch.equal(value, before[key]) for key, value in made.lora_state().items())
+
+
+def test_weights_from_a_folder(tmp_path: Path) -> None:
+    clip().save_pretrained(tmp_path / "clip")
+    made = ClipEncoder.pretrained(tmp_path / "clip", items(), QUERY_ITEMS, CANDIDATE_ITEMS).eval()
+    torch.testing.assert_close(made.queries(torch.arange(3)), frozen_embeddings()[QUERY_ITEMS])
+    with pytest.raises(InputError, match="not a CLIP model that can be loaded"):
+        ClipEncoder.pretrained(tmp_path / "nothing", items(), QUERY_ITEMS, CANDIDATE_ITEMS)
+
+
+def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="query_items: must be rows of the 7 items"):
+        ClipEncoder(clip(), items(), torch.tensor([7]), CANDIDATE_ITEMS)
+    with pytest.raises(InputError, match="candidate_items: must be rows of the 7 items"):
+        ClipEncoder(clip(), items(), QUERY_ITEMS, torch.tensor([-1]))
+    with pytest.raises(InputError, match=r"as many images as texts are needed, got \[6, 7\]"):
+        ClipEncoder(clip(), items()._replace(pixel_values=torch.zeros(6, 3, 16, 16)), QUERY_ITEMS, CANDIDATE_ITEMS)
+    with pytest.raises(InputError, match="none of the layers q_proj, k_proj"):
+        ClipEncoder(nn.Sequential(nn.Linear(2, 2)), items(), QUERY_ITEMS, CANDIDATE_ITEMS)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(InputError, match=r"pip install knobwise\[models\]"):
+        encoder()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install knobwise\[models\]"):
+        ClipEncoder.pretrained("clip", items(), QUERY_ITEMS, CANDIDATE_ITEMS)
+
+
+def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
+    """v2_lora: SFT, then GRPO on live draws; of CLIP the LoRA weights alone move, and the first KL is 0."""
+    table, scorer = small_beams(12, pool=3)
+    generator = torch.Generator().manual_seed(0)
+    count = table.num_queries + len(table.candidates)
+    words = torch.randint(1, 48, (count, 6), generator=generator)
+    words[:, 5] = 49
+    shown = ClipItems(torch.randn(count, 3, 16, 16, generator=generator), words, torch.ones_like(words))
+    torch.manual_seed(1)
+    rows = torch.arange(count)
+    made = ClipEncoder(clip(), shown, rows[:12], rows[12:]).eval()
+    stored = made.stored()
+    start = Selector.fitted(SelectorConfig(width=16, heads=2), stored.queries(rows[:12]), stored.candidates(rows[:12]))
+    config = StageConfig(epochs=1, lr=1e-2, queries=4)
+    for stage, live in (("sft", False), ("grpo", True)):
+        before = {name: p.detach().clone() for name, p in made.named_parameters()}
+        given = made
+        student = SelectorTrainer(
+            stage,
+            table,
+            table.split(0.7, 0.2),
+            start,
+            embeddings=made,
+            scorer=scorer,
+            live=live,
+            config=config,
+            folder=tmp_path / stage,
+        )
+        if live:
+            next(iter(student.collector))
+            first = student._loss_of(student._loss(), student.buffer[:])
+            assert float(first["kl_to_ref"]) == pytest.approx(0, abs=1e-6)
+        start, made = student.run(), student.agent.embeddings
+        assert isinstance(made, ClipEncoder)
+        assert all(torch.equal(p, before[name]) for name, p in given.named_parameters())
+        moved = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
+        last = load_checkpoint(tmp_path / stage / "last.pt").extra["training"]["agent"]
+        changed = {n for n, p in before.items() if not torch.equal(last[f"embeddings.{n}"], p)}
+        assert moved <= changed
+        assert changed
+        assert all("lora" in name for name in changed)
+    best = load_checkpoint(tmp_path / "grpo" / "best.pt")
+    made.load_lora_state(best.extra["lora"])

@@ -1,0 +1,260 @@
+"""Judging: choices go to the scorer as rows of the query's own pool, records are looked up, unknown stays unknown."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from knobwise.agents.selector.evaluation import (
+    Decided,
+    bank_rows,
+    choose,
+    decide_selector,
+    decide_simple,
+    decision_us,
+    judge,
+    log_probs,
+    recorded,
+)
+from knobwise.agents.selector.networks import SelectorConfig
+from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import BeamTable
+
+QUERIES, PLACES, BANK, BEAMS = 12, 6, 30, 5
+
+
+class Sums:
+    """A scorer that anyone can follow: right where the rows of the demonstrations and of the query sum to a multiple
+    of three; the vote is right where the number of voters is even."""
+
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        return {"vqa_correct": ((queries + demonstrations.clamp_min(0).sum(1)) % 3 == 0).double()}
+
+    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+        return ((demonstrations >= 0).sum(1) % 2 == 0).float()
+
+
+def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
+    """Pools of different length; sequences of one and two demonstrations; the last query has no beam."""
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.stack([torch.randperm(BANK, generator=generator)[:PLACES] for _ in range(QUERIES)])
+    pool[3, 1:] = -1
+    draws = torch.stack([torch.randperm(PLACES, generator=generator)[:2] for _ in range(QUERIES * BEAMS)])
+    sequences = draws.view(QUERIES, BEAMS, 2)
+    sequences[:, 3:, 1] = -1
+    sequences[3] = -1
+    sequences[3, 0, 0] = 0
+    sequences[-1] = -1
+    there = sequences[..., 0] >= 0
+    if fields is None:
+        names = ("beam_score", "vqa_correct")
+        fields = {name: torch.rand(QUERIES, BEAMS, generator=generator).round(decimals=1) for name in names}
+        fields["vqa_correct"] = fields["vqa_correct"].round()
+    return BeamTable(
+        name="small",
+        query_ids=tuple(map(str, range(QUERIES))),
+        pool=pool,
+        sequences=sequences,
+        fields={name: field.masked_fill(~there, torch.nan) for name, field in fields.items()},
+        found_by=torch.where(there, 0, -1),
+        round=torch.zeros(QUERIES, BEAMS, dtype=torch.int64),
+        queries=torch.randn(QUERIES, 4, generator=generator),
+        candidates=torch.randn(BANK, 4, generator=generator),
+        blocks={"image": (0, 2), "question": (2, 4)},
+    )
+
+
+def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
+    torch.manual_seed(0)
+    config = SelectorConfig(version="v2", width=8, heads=2)
+    return Selector.fitted(config, data.queries, data.candidates), StoredEmbeddings(data.queries, data.candidates)
+
+
+# -- with a scorer -----------------------------------------------------------------------------------------------------
+
+
+def correct(found: dict[str, Decided]) -> dict[str, Tensor]:
+    return {name: one.correct for name, one in found.items()}
+
+
+def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> None:
+    data = table()
+    policy, stored = selector(data)
+    everything = choose(policy, stored, data, torch.arange(QUERIES), 2)
+    rows = torch.tensor([7, 3, 0, 11])
+    assert torch.equal(choose(policy, stored, data, rows, 2, batch=3), everything[rows])
+    whole = policy.choose(*stored.both(torch.arange(QUERIES), data.pool), data.pool_mask, 2)
+    assert torch.equal(everything, whole)
+    assert everything[3].tolist() == [0, -1]  # its pool has one candidate
+    best = policy.choose(*stored.both(rows, data.pool[rows]), data.pool_mask[rows], 2, "beam")
+    assert torch.equal(choose(policy, stored, data, rows, 2, "beam"), best)
+
+
+def test_each_query_is_judged_on_its_own_pool() -> None:
+    data, rows = table(), torch.tensor([5, 3, 0])
+    places = torch.tensor([[4, 1], [0, -1], [2, 0]])
+    shown = bank_rows(data, places, rows)
+    assert shown.tolist() == [
+        [int(data.pool[5, 4]), int(data.pool[5, 1])],
+        [int(data.pool[3, 0]), -1],
+        [int(data.pool[0, 2]), int(data.pool[0, 0])],
+    ]
+    right = judge(data, Sums(), places, rows)
+    assert right.dtype == torch.float32
+    expected = [
+        (row + sum(r for r in line if r >= 0)) % 3 == 0 for row, line in zip([5, 3, 0], shown.tolist(), strict=True)
+    ]
+    assert right.tolist() == expected
+    assert len(judge(data, Sums(), torch.zeros(QUERIES, 1, dtype=torch.int64))) == QUERIES
+
+
+def test_a_selector_is_judged_by_what_it_chose() -> None:
+    data, rows = table(), torch.arange(1, 9)
+    policy, stored = selector(data)
+    for shots in (1, 3):
+        chosen = choose(policy, stored, data, rows, shots)
+        assert torch.equal(
+            decide_selector(policy, stored, data, Sums(), shots, rows).correct[0], judge(data, Sums(), chosen, rows)
+        )
+
+
+def test_simple_ways_are_judged_beside_it() -> None:
+    data, rows = table(), torch.tensor([8, 0, 5])
+    found = correct(decide_simple(data, Sums(), 2, seeds=(0, 1, 2), rows=rows))
+    names = {"random", "image_similarity", "question_similarity", "similarity", "vote", "best_recorded", "oracle"}
+    assert set(found) == names
+    assert {name: len(values) for name, values in found.items()} == {n: 3 if n == "random" else 1 for n in names}
+    assert all(values.shape[1] == 3 and values.dtype == torch.float32 for values in found.values())
+    assert found["vote"].tolist() == [[0.0, 0.0, 0.0]]  # five voters
+    everyone = correct(decide_simple(data, Sums(), 2))
+    for name in ("image_similarity", "similarity", "oracle"):
+        assert torch.equal(everyone[name][:, rows].nan_to_num(-1), found[name].nan_to_num(-1))
+    near = torch.cosine_similarity(data.queries[8, :2], data.candidates[data.pool[8], :2], dim=-1).topk(2).indices
+    assert found["image_similarity"][0, 0] == float((8 + data.pool[8][near].sum()) % 3 == 0)
+
+
+def test_what_was_shown_is_said_with_what_came_of_it() -> None:
+    data, rows = table(), torch.tensor([8, 3, 5])
+    found = decide_simple(data, Sums(), 2, seeds=(0, 1), rows=rows)
+    assert found["vote"].shown is None
+    for name, one in found.items():
+        if one.shown is None or name in ("best_recorded", "oracle"):
+            continue
+        assert one.shown.shape == (len(one.correct), 3, 2)
+        for shown, correct in zip(one.shown, one.correct, strict=True):
+            assert torch.equal(Sums()(rows, shown)["vqa_correct"].float(), correct)
+            for row, line in zip(rows, shown, strict=True):
+                assert {r for r in line.tolist() if r >= 0} <= set(data.pool[row].tolist())
+    oracle = found["oracle"]
+    assert oracle.shown is not None
+    assert oracle.shown[0, 1].tolist() == [-1, -1]  # no sequence of two
+    shown = [[int(data.pool[8, place]) for place in beam] for beam in data.sequences[8, :3]]
+    assert data.fields["vqa_correct"][8, shown.index(oracle.shown[0, 0].tolist())] == oracle.correct[0, 0]
+
+    policy, stored = selector(data)
+    own = decide_selector(policy, stored, data, Sums(), 2, rows)
+    chosen = choose(policy, stored, data, rows, 2)
+    assert own.shown is not None
+    assert torch.equal(own.shown[0], bank_rows(data, chosen, rows))
+    assert torch.equal(own.correct[0], judge(data, Sums(), chosen, rows))
+
+
+def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
+    data = table()
+    policy, stored = selector(data)
+    threads = torch.get_num_threads()
+    policy.train()
+    took = decision_us(policy, stored, data, torch.arange(QUERIES), 2, repeats=5)
+    assert 10 < took < 1e6
+    assert torch.get_num_threads() == threads
+    assert policy.training
+
+
+# -- on what was recorded ----------------------------------------------------------------------------------------------
+
+
+def test_the_recorded_sequence_that_is_preferred_counts() -> None:
+    data = table()
+    preference = torch.rand(QUERIES, BEAMS, generator=torch.Generator().manual_seed(1))
+    correct = data.fields["vqa_correct"]
+    for shots, columns in ((1, slice(3, 5)), (2, slice(0, 3))):
+        found = recorded(data, shots, preference)
+        for q in range(QUERIES):
+            if q == 3:
+                continue
+            best = preference[q, columns].argmax() + (columns.start or 0)
+            assert found[q] == correct[q, best] or (q == QUERIES - 1 and found[q].isnan())
+    assert recorded(data, 1, preference)[3] == correct[3, 0]
+    assert recorded(data, 2, preference)[3].isnan()
+    assert recorded(data, 3, preference).isnan().all()
+
+
+def test_the_oracle_is_right_wherever_any_record_is() -> None:
+    data = table()
+    oracle = correct(decide_simple(data, None, 2))["oracle"][0]
+    some = data.fields["vqa_correct"][:, :3].nan_to_num(0).amax(1)
+    known = [q for q in range(QUERIES) if q not in (3, QUERIES - 1)]
+    assert torch.equal(oracle[known], some[known])
+    best = data.fields["beam_score"][:, :3].argmax(1)
+    assert torch.equal(
+        correct(decide_simple(data, None, 2))["best_recorded"][0, known], data.fields["vqa_correct"][known, best[known]]
+    )
+
+
+def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
+    data = table()
+    data.fields["vqa_correct"][0, :2] = torch.nan
+    nothing = torch.full((QUERIES, BEAMS), torch.nan)
+    assert recorded(data, 2, nothing)[0] == data.fields["vqa_correct"][0, 2]
+    data.fields["vqa_correct"][0, 2] = torch.nan
+    assert recorded(data, 2, nothing.fill_(-torch.inf))[0].isnan()
+    bare = table({"beam_score": torch.zeros(QUERIES, BEAMS)})
+    with pytest.raises(InputError, match=r"'small': without vqa_correct .* judge with a scorer"):
+        recorded(bare, 2, nothing)
+    assert "oracle" not in correct(decide_simple(bare, Sums(), 2))
+
+
+def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> None:
+    data, rows = table(), torch.tensor([9, 3, 1, 11])
+    policy, stored = selector(data)
+    policy.train()
+    found = log_probs(policy, stored, data, rows, 2, batch=3)
+    assert policy.training
+    assert found.shape == (4, BEAMS)
+    query, pool = stored.both(rows[:1], data.pool[rows[:1]])
+    alone = policy.eval().distribution(query, pool, data.pool_mask[rows[:1]], 2)
+    each = torch.stack([alone.log_prob(data.sequences[9, None, b]) for b in range(BEAMS)])
+    torch.testing.assert_close(found[0], each.squeeze(1))
+    judged = decide_selector(policy, stored, data, None, 2, rows).correct[0]
+    assert judged[0] == data.fields["vqa_correct"][9, found[0, :3].argmax()]
+    assert judged[[1, 3]].isnan().all()  # no sequence of two
+
+
+def test_simple_ways_without_a_scorer() -> None:
+    found = correct(decide_simple(table(), None, 2, seeds=(0, 1)))
+    assert set(found) == {
+        *("random", "image_similarity", "question_similarity", "similarity", "best_recorded", "oracle")
+    }
+    assert found["random"].shape == (2, QUERIES)
+    known = ~found["oracle"][0].isnan()
+    for values in found.values():
+        assert torch.equal(~values.isnan(), known.expand(values.shape))
+        assert (values[:, known] <= found["oracle"][:, known]).all()
+
+
+def test_a_table_without_beams_has_no_records() -> None:
+    data = table()
+    bare = BeamTable(
+        name="bare",
+        query_ids=data.query_ids,
+        pool=data.pool,
+        sequences=data.sequences[:, :0],
+        fields={"vqa_correct": torch.zeros(QUERIES, 0)},
+        found_by=data.found_by[:, :0],
+        round=data.round[:, :0],
+        queries=data.queries,
+        candidates=data.candidates,
+    )
+    assert correct(decide_simple(bare, Sums(), 1))["oracle"].isnan().all()

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from knobwise.agents.selector.networks import Encoded, PointerNetwork, SelectorConfig, pointer_network
+from knobwise.agents.selector.sequences import SequenceDistribution
+
+VERSIONS = ("v0", "v1", "v2")
+UPDATES = ("additive", "convex")
+SIZES = (4, 2, 1, 0)  # candidates of the four queries, in pools of four places; those of query 1 do not stand first
+
+
+def network(version: str = "v2", update: str = "additive") -> PointerNetwork:
+    torch.manual_seed(0)
+    config = SelectorConfig(version=version, update=update, width=8, heads=2, temperature=0.3)
+    return pointer_network(config, 5).eval()
+
+
+def features() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    pool = torch.randn(4, 4, 5, generator=generator) * mask.unsqueeze(-1)
+    return torch.randn(4, 5, generator=generator), pool, mask
+
+
+def distribution(
+    version: str = "v2",
+    shots: int = 3,
+    group_size: int | None = None,
+    temperature: float = 1.0,
+    update: str = "additive",
+) -> SequenceDistribution:
+    net = network(version, update)
+    return SequenceDistribution(net, net.encode(*features()), shots, group_size, temperature)
+
+
+def everything(mask: Tensor, shots: int) -> list[tuple[int, ...]]:
+    """All sequences of one query: ordered, without repeats, −1 once nothing is left."""
+    places = mask.nonzero().flatten().tolist()
+    length = min(shots, len(places))
+    return [(*s, *[-1] * (shots - length)) for s in itertools.permutations(places, length)]
+
+
+@torch.no_grad()
+def step_by_step(net: PointerNetwork, query: int, sequence: tuple[int, ...], temperature: float = 1.0) -> float:
+    """The log-prob of one sequence of one query: everything encoded for it alone, one candidate after the other."""
+    all_queries, pool, mask = features()
+    encoded = net.encode(all_queries[query : query + 1], pool[query : query + 1], mask[query : query + 1])
+    state, total, left = net.start(encoded, 1), 0.0, mask[query].nonzero().flatten().tolist()
+    for place in sequence:
+        if place < 0:
+            break
+        direction = net.point(state)[0, 0]
+        scores = {p: float(direction @ encoded.keys[0, p]) / net.temperature / temperature for p in left}
+        total += scores[place] - math.log(sum(math.exp(score) for score in scores.values()))
+        left.remove(place)
+        state = net.advance(state, encoded.keys[:, place : place + 1])
+    return total
+
+
+# -- probabilities -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shots", [1, 2, 3])
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, shots: int) -> None:
+    dist = distribution(version, shots, update=update, temperature=0.7)
+    mask = features()[2]
+    for query in range(4):
+        sequences = torch.tensor(everything(mask[query], shots))
+        value = sequences.unsqueeze(1).expand(-1, 4, -1)  # as draws of shape [*]: other queries' log-probs are not read
+        torch.testing.assert_close(dist.log_prob(value)[:, query].exp().sum(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update: str) -> None:
+    net, dist = network(version, update), distribution(version, temperature=1.7, update=update)
+    mask = features()[2]
+    for query in range(4):
+        sequences = everything(mask[query], 3)
+        found = dist.log_prob(torch.tensor(sequences).unsqueeze(1).expand(-1, 4, -1))[:, query]
+        wanted = torch.tensor([step_by_step(net, query, sequence, 1.7) for sequence in sequences])
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_shorter_sequence_has_the_log_prob_of_its_beginning(version: str) -> None:
+    dist, net = distribution(version, group_size=3), network(version)
+    value = torch.full((4, 3, 3), -1)
+    value[0, 0, :2] = torch.tensor([2, 0])
+    value[0, 1, :1] = 3
+    found = dist.log_prob(value)
+    wanted = [step_by_step(net, 0, (2, 0)), step_by_step(net, 0, (3,)), 0.0]
+    torch.testing.assert_close(found[0], torch.tensor(wanted), atol=1e-5, rtol=1e-5)
+    assert (found[1:] == 0).all()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_cannot_be_chosen_has_log_prob_minus_infinity(version: str) -> None:
+    dist = distribution(version, group_size=7)
+    wrong = [[1, 1, 2], [0, 1, 0], [4, 0, 1], [-2, 0, 1], [0, -1, 1], [-1, 0, -1], [0, 1, 9]]
+    assert dist.log_prob(torch.tensor(wrong).expand(4, -1, -1)).tolist() == [[-math.inf] * 7] * 4
+    outside = dist.log_prob(torch.tensor([[[0, 1, 3]], [[1, 0, -1]], [[1, -1, -1]], [[0, -1, -1]]]))
+    assert outside.isneginf().flatten().tolist() == [False, True, True, True]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=1, max_size=4), st.sampled_from(VERSIONS)
+)
+def test_any_action_gets_a_number_and_finite_gradients(actions: list[list[int]], version: str) -> None:
+    dist = distribution(version, group_size=len(actions))
+    found = dist.log_prob(torch.tensor(actions).expand(4, -1, -1))
+    assert not found.isnan().any()
+    known = [everything(mask, 3) for mask in features()[2]]
+    for query, row in enumerate(found.isfinite().tolist()):
+        beginnings = {tuple(s[:n]) + (-1,) * (3 - n) for s in known[query] for n in range(4)}
+        assert row == [tuple(action) in beginnings for action in actions]
+    found.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in dist.network.parameters())
+
+
+@pytest.mark.parametrize("group_size", [None, 5])
+@pytest.mark.parametrize("sample", [(), (6,), (2, 3)])
+def test_shapes(sample: tuple[int, ...], group_size: int | None) -> None:
+    dist = distribution(group_size=group_size)
+    group = () if group_size is None else (group_size,)
+    drawn, log_prob = dist.sample_with_log_prob(sample)
+    assert drawn.shape == dist.sample(sample).shape == (*sample, 4, *group, 3)
+    assert log_prob.shape == (*sample, 4, *group)
+    assert drawn.dtype == torch.int64
+    torch.testing.assert_close(dist.log_prob(drawn), log_prob)
+    assert dist.mode.shape == dist.deterministic_sample.shape == (4, *group, 3)
+    assert dist.entropy().shape == (4,)
+
+
+# -- draws -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_draws_have_the_frequencies_of_their_probabilities(version: str) -> None:
+    torch.manual_seed(0)
+    dist = distribution(version, shots=2, group_size=20_000)
+    drawn = dist.sample()
+    for query, mask in enumerate(features()[2]):
+        sequences = torch.tensor(everything(mask, 2))
+        seen = (drawn[query].unsqueeze(1) == sequences).all(-1).float().mean(0)
+        wanted = dist.log_prob(sequences.expand(4, -1, -1))[query].exp()
+        torch.testing.assert_close(seen, wanted, atol=0.015, rtol=0)
+
+
+def test_draws_end_where_nothing_is_left_and_never_repeat() -> None:
+    dist = distribution(shots=4, group_size=200)
+    drawn = dist.sample()
+    for query, size in enumerate(SIZES):
+        assert (drawn[query, :, size:] == -1).all()
+        wanted = features()[2][query].nonzero().flatten()
+        assert (drawn[query, :, :size].sort(-1).values == wanted).all()
+
+
+def test_draws_follow_the_temperature() -> None:
+    torch.manual_seed(0)
+    sharp, flat = distribution(temperature=1e-3, group_size=50), distribution(temperature=1e6, group_size=50)
+    assert (sharp.sample() == sharp.mode).all()
+    uniform = -torch.tensor([4 * 3 * 2.0, 2, 1, 1]).log()
+    torch.testing.assert_close(flat.sample_with_log_prob()[1], uniform.unsqueeze(1).expand(-1, 50), atol=1e-4, rtol=0)
+    torch.testing.assert_close(flat.entropy(), -uniform, atol=1e-4, rtol=0)
+
+
+def test_draws_carry_no_gradient() -> None:
+    drawn, log_prob = distribution(group_size=3).sample_with_log_prob()
+    assert not drawn.requires_grad
+    assert not log_prob.requires_grad
+
+
+# -- search ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
+    net, dist = network(version), distribution(version)
+    for query, mask in enumerate(features()[2]):
+        chosen: tuple[int, ...] = ()
+        while len(chosen) < min(3, int(mask.sum())):
+            left = [p for p in mask.nonzero().flatten().tolist() if p not in chosen]
+            chosen = (*chosen, max(left, key=lambda p: step_by_step(net, query, (*chosen, p))))
+        wanted = (*chosen, *[-1] * (3 - len(chosen)))
+        assert tuple(dist.mode[query].tolist()) == tuple(dist.beam(1)[0][query, 0].tolist()) == wanted
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_beam_as_wide_as_all_sequences_finds_all_of_them_best_first(version: str) -> None:
+    dist = distribution(version)
+    sequences, log_probs = dist.beam(30)
+    assert sequences.shape == (4, 30, 3)
+    assert log_probs.shape == (4, 30)
+    for query, mask in enumerate(features()[2]):
+        wanted = everything(mask, 3)
+        found = [tuple(s) for s in sequences[query].tolist()]
+        assert sorted(found[: len(wanted)]) == sorted(wanted)
+        assert found[len(wanted) :] == [(-1, -1, -1)] * (30 - len(wanted))
+        every = dist.log_prob(torch.tensor(wanted).unsqueeze(1).expand(-1, 4, -1))[:, query]
+        torch.testing.assert_close(log_probs[query, : len(wanted)], every.sort(descending=True).values)
+        assert log_probs[query, len(wanted) :].isneginf().all()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_beams_know_their_log_probs(version: str) -> None:
+    sequences, log_probs = distribution(version).beam(2)
+    torch.testing.assert_close(distribution(version, group_size=2).log_prob(sequences)[:2], log_probs[:2])
+    assert (log_probs[:, 0] >= log_probs[:, 1]).all()
+
+
+class Misleading(PointerNetwork):
+    """Place 0 is the best first choice, but whoever takes place 1 is sure of place 2 after it."""
+
+    def __init__(self) -> None:
+        super().__init__(SelectorConfig(temperature=1.0))
+
+    def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
+        return Encoded(query, pool, mask)
+
+    def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
+        return torch.where(chosen[..., 1:2] > 0, torch.tensor([0.0, 0.0, 20.0]), torch.zeros(3))
+
+
+def test_a_wider_beam_finds_what_greedy_misses() -> None:
+    net = Misleading()
+    first = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    dist = SequenceDistribution(
+        net, net.encode(first, torch.eye(3).unsqueeze(0), torch.ones(1, 3, dtype=torch.bool)), 2
+    )
+    sequences, log_probs = dist.beam(2)
+    assert sequences[0, 0].tolist() == [1, 2]
+    assert log_probs[0].exp().tolist() == pytest.approx([0.3, 0.25], abs=1e-4)
+    assert dist.mode[0, 0] == 0
+
+
+# -- entropy -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_entropy_is_unbiased(version: str) -> None:
+    net = network(version)
+    query, pool, mask = (x[:2].repeat_interleave(4000, 0) for x in features())
+    estimates = SequenceDistribution(net, net.encode(query, pool, mask), 3).entropy().unflatten(0, (2, 4000))
+    exact = distribution(version)
+    for row in range(2):
+        sequences = torch.tensor(everything(features()[2][row], 3))
+        log_probs = exact.log_prob(sequences.unsqueeze(1).expand(-1, 4, -1))[:, row]
+        wanted = -(log_probs.exp() * log_probs).sum()
+        error = estimates[row].std() / math.sqrt(4000)
+        assert (estimates[row].mean() - wanted).abs() <= 4 * error + 1e-5
+
+
+def test_entropy_of_one_shot_is_exact_and_of_no_choice_is_zero() -> None:
+    dist = distribution(shots=1)
+    log_probs = dist.log_prob(torch.arange(4).view(4, 1, 1).expand(-1, 4, -1))[:, 0]
+    found = dist.entropy()
+    torch.testing.assert_close(found[0], -(log_probs.exp() * log_probs).sum())
+    assert found[2:].tolist() == [0, 0]
+
+
+def test_looking_at_the_entropy_does_not_change_what_is_drawn() -> None:
+    dist = distribution(group_size=20)
+    torch.manual_seed(3)
+    wanted = dist.sample()
+    torch.manual_seed(3)
+    first = dist.entropy()
+    assert torch.equal(dist.entropy(), first)
+    assert torch.equal(dist.sample(), wanted)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version: str) -> None:
+    net = network(version)
+    query, pool, mask = (x[2:] for x in features())
+    query, pool = query.clone().requires_grad_(), pool.clone().requires_grad_()
+    dist = SequenceDistribution(net, net.encode(query, pool, mask), 3, group_size=4)
+    drawn = dist.sample()
+    assert drawn[0].tolist() == [[0, -1, -1]] * 4
+    assert drawn[1].tolist() == [[-1, -1, -1]] * 4
+    log_prob = dist.log_prob(drawn)
+    assert log_prob.tolist() == [[0.0] * 4] * 2
+    (log_prob.sum() + dist.entropy().sum()).backward()
+    for gradient in (query.grad, pool.grad, *(p.grad for p in net.parameters() if p.grad is not None)):
+        assert gradient is not None
+        assert (gradient.abs() < 1e-6).all()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_following_the_gradient_makes_a_sequence_more_probable(version: str) -> None:
+    net = network(version)
+    optimiser = torch.optim.SGD(net.parameters(), 0.05)
+    wanted = torch.tensor([[2, 0, 3], [3, 1, -1], [0, -1, -1], [-1, -1, -1]])
+    values = []
+    for _ in range(20):
+        log_prob = SequenceDistribution(net, net.encode(*features()), 3).log_prob(wanted)
+        optimiser.zero_grad()
+        (-log_prob.sum()).backward()
+        optimiser.step()
+        values.append(log_prob.sum().item())
+    assert values[-1] > values[0] + 0.5
+
+
+def test_the_score_function_has_mean_zero() -> None:
+    """E_a[∇ ln π(a)] = 0, over all sequences: what a policy gradient without a reward must be."""
+    dist = distribution()
+    sequences = torch.tensor(everything(features()[2][0], 3))
+    log_probs = dist.log_prob(sequences.unsqueeze(1).expand(-1, 4, -1))[:, 0]
+    (log_probs.detach().exp() * log_probs).sum().backward()
+    gradients = [p.grad for p in dist.network.parameters() if p.grad is not None]
+    assert len(gradients) > 10
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-5, rtol=0)

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import small_table, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_numpy_controller import budgets_of, driven_apart, gappy, stack_of, stacked
+
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.serving.export import (
+    agreement,
+    arrays_of,
+    arrays_of_static,
+    by_numpy,
+    contexts_of,
+    export_numpy,
+    parity,
+    rounded_down,
+    to_numpy,
+)
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.onnx_graph import Decision, by_onnx, export_onnx, onnx_session
+from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.prices import StaticMix
+from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.training.settings import PolicyConfig
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.experiments.deploy.export import run
+from knobwise.experiments.settings.options import ExportRun
+from knobwise.experiments.settings.profiles import TableProfile
+
+# -- what a form is made of --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), holes=st.sampled_from([0.0, 0.5]), count=st.integers(2, 6), samples=st.integers(1, 9)
+)
+def test_static_steps_are_what_static_chooses_at_every_budget(
+    seed: int, holes: float, count: int, samples: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # few values, so that equals are many
+    accuracy = torch.randint(3, (samples, count), generator=generator) / 2
+    latency = torch.randint(1, 6, (samples, count), generator=generator).float()
+    hole = torch.rand(samples, count, generator=generator) < holes
+    hole[torch.arange(max(samples, count)) % samples, torch.arange(max(samples, count)) % count] = False
+    cells = (values.masked_fill(hole, torch.nan).tolist() for values in (accuracy, latency))
+    static = BudgetAwareStatic(table_of(*cells), torch.arange(samples))
+    steps = arrays_of_static(static)
+    budgets = torch.linspace(0.25, 6.75, 27)
+    place = np.searchsorted(steps["starts"], budgets.double().numpy(), side="right") - 1
+    everything = torch.ones(len(budgets), count, dtype=torch.bool)
+    assert steps["choices"][place].tolist() == static.choose({}, budgets, everything).tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(threshold=st.floats(-1e6, 1e6), off=st.integers(-3, 3))
+def test_a_threshold_rounded_down_divides_float32_as_before(threshold: float, off: int) -> None:
+    x = np.float32(threshold)
+    for _ in range(abs(off)):
+        x = np.nextafter(x, np.float32(np.inf if off > 0 else -np.inf))
+    assert (x <= rounded_down(np.array([threshold]))[0]) == (np.float64(x) <= threshold)
+
+
+def test_experts_that_do_not_count_stay_out_of_the_file() -> None:
+    stack = stack_of(small_table(90))
+    stack.weights.copy_(torch.tensor([0.5, 0.0, 0.0, 0.5, 0.0, 0.0]))
+    numbers = {name.split(".")[1] for name in arrays_of(stack) if name.startswith("experts.")}
+    assert numbers == {"2"}
+
+
+def test_what_a_file_cannot_repeat_is_refused() -> None:
+    table = small_table(90, features=False)
+    network = driven_apart(table, PolicyConfig(structure="joint", hidden=8), priced=True)
+    with pytest.raises(InputError, match="prices were not calibrated"):
+        to_numpy(network)
+    budgets = torch.tensor([12.0])
+    mix = StaticMix(table, torch.arange(90), budgets)
+    chooser = PricedChooser("controller", network, budgets, torch.tensor([0.01]), mix, [{"deployed": False}])
+    with pytest.raises(InputError, match="draws by chance"):
+        to_numpy(chooser)
+    with pytest.raises(InputError, match="no ONNX form"):
+        Decision(chooser)
+
+
+# -- parity ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_form_that_decides_otherwise_is_refused() -> None:
+    table, stack, light = stacked("small")
+    budgets = contexts_of(stack, table)
+    found = parity(stack, by_numpy(light), table, budgets)
+    assert (found["contexts"], found["different"]) == (90 * len(budgets), 0)
+    assert found["same"] + found["rounding"] == found["contexts"]
+    other = to_numpy(stack_of(table, hidden=12, experts=("ridge",)))
+    with pytest.raises(InputError, match=r"x\.npz: decides otherwise than the controller in \d+ of 450 contexts"):
+        parity(stack, by_numpy(other), table, budgets, "x.npz")
+
+
+def test_equal_scores_are_rounding_and_others_are_not() -> None:
+    table = small_table(60)
+    controller = driven_apart(table, PolicyConfig(structure="joint", hidden=8))
+    head = controller.network.head.logits
+    head.weight.data[..., 1] = head.weight.data[..., 0]
+    head.bias.data[..., :2] = 50.0  # the first two are always best, and equal
+    budgets = default_budgets(table)[:2]
+    second = agreement(controller, lambda features, limits: torch.ones(60, dtype=torch.int64), table, budgets)
+    assert (second["rounding"], second["different"], second["share"]) == (120, 0, 1.0)
+    third = agreement(controller, lambda features, limits: torch.full((60,), 2), table, budgets)
+    assert (third["rounding"], third["different"], third["share"]) == (0, 120, 0.0)
+
+
+def test_budgets_that_are_compared_are_the_judged_and_the_calibrated() -> None:
+    table, stack, _ = stacked("small")
+    assert stack.guard is not None
+    stack = StackedController(stack.network, list(stack.experts), stack.weights, stack.guard, stack.static)
+    asked = contexts_of(stack, table, torch.tensor([3.0, 7.0])).tolist()
+    assert asked == pytest.approx(sorted([3.0, 7.0, *stack.guard.budgets_ms.tolist()]))
+    assert contexts_of(stack.network, table).tolist() == default_budgets(table).unique().tolist()
+
+
+# -- ONNX --------------------------------------------------------------------------------------------------------------
+
+
+def named_knobs() -> ProfileTable:
+    """One knob whose values are names, and one of halves."""
+    table = small_table(60)
+    knobs = (Knob("resolution", ("low", "medium", "high")), *table.knobs[1:2], Knob("share", (0.5, 1.0)))
+    return dataclasses.replace(table, knobs=knobs)
+
+
+@functools.cache
+def graph_case(name: str) -> tuple[Controller | StackedController, ProfileTable]:
+    if name == "stack":
+        table, stack, _ = stacked("gappy")
+        return stack, table
+    if name == "stack without features":
+        table, stack, _ = stacked("no features")
+        return stack, table
+    if name == "no guard":
+        table = gappy()
+        stack = stack_of(table, experts=("knn",))
+        stack.guard = None
+        return stack, table
+    if name == "retrieval":
+        table = small_table(60)
+        return driven_apart(table, PolicyConfig(structure="utility", members=2, hidden=8, retrieval=30)), table
+    table = named_knobs()
+    return driven_apart(table, PolicyConfig(structure=name, members=2, hidden=8)), table
+
+
+CASES = (
+    "stack",
+    "stack without features",
+    "no guard",
+    "retrieval",
+    "additive",
+    "autoregressive",
+    "independent",
+    "joint",
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_graph_decides_as_the_policy_for_any_number_of_requests(name: str, tmp_path: Path) -> None:
+    agent, table = graph_case(name)
+    export_onnx(agent, tmp_path / "c.onnx")
+    session = onnx_session(tmp_path / "c.onnx")
+    found = agreement(agent, by_onnx(session), table, budgets_of(table))
+    assert found["different"] == 0
+    budget = default_budgets(table)[2:3]
+    one = {key: block[:1].numpy() for key, block in table.features.items()} | {"budget_ms": budget.numpy()}
+    outputs = dict(zip([output.name for output in session.get_outputs()], session.run(None, one), strict=True))
+    chosen = int(outputs.pop("configuration")[0])
+    values = {knob.name: outputs[knob.name].tolist()[0] for knob in table.knobs}
+    wanted = table.configuration(chosen)
+    if "resolution" in wanted:
+        wanted["resolution"] = table.knobs[0].values.index(wanted["resolution"])
+    assert values == wanted
+
+
+def test_eight_bits_decide_nearly_the_same(tmp_path: Path) -> None:
+    table = small_table(90)
+    controller = driven_apart(table, PolicyConfig(structure="utility", members=2, hidden=16))
+    export_onnx(controller, tmp_path / "c.onnx", int8=True)
+    found = agreement(controller, by_onnx(onnx_session(tmp_path / "c.onnx")), table, default_budgets(table))
+    assert found["share"] > 0.7
+    export_onnx(controller, tmp_path / "whole.onnx")
+    assert b"MatMulInteger" in (tmp_path / "c.onnx").read_bytes()
+    assert b"MatMulInteger" not in (tmp_path / "whole.onnx").read_bytes()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def trained() -> tuple[ProfileTable, StackedController]:
+    table = small_table(80)
+    rows = torch.arange(64)
+    config = PolicyConfig(structure="utility", members=2, hidden=8, experts=("ridge", "knn"))
+    from knobwise.agents.stack.stacked_controller import fit_stack
+
+    return table, fit_stack(table, rows, driven_apart(table, config), config, default_budgets(table), seed=0)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> tuple[str, TableProfile]:
+    table, stack = trained()
+    table.save(tmp_path / "table.safetensors")
+    rows = {"train_rows": torch.arange(48), "validation_rows": torch.arange(48, 64), "test_rows": torch.arange(64, 80)}
+    saved = ProfileTable.load(tmp_path / "table.safetensors")
+    save_checkpoint(tmp_path / "best.pt", stack, saved, {"seen": [], **rows})
+    return str(tmp_path / "best.pt"), TableProfile(path=str(tmp_path / "table.safetensors"))
+
+
+def test_a_run_leaves_files_that_decide(
+    checkpoint: tuple[str, TableProfile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, profile = checkpoint
+    out = run(ExportRun(checkpoint=path, profile=profile, out=str(tmp_path / "out"), int8=True))
+    said = json.loads((out / "export.json").read_text())
+    names = {"controller.npz", "controller.onnx", "controller.int8.onnx", "numpy_controller.py"}
+    assert set(said["files"]) == names
+    assert {file.name for file in out.iterdir()} == {*names, "export.json"}
+    assert said["files"]["controller.npz"]["bytes"] == (out / "controller.npz").stat().st_size
+    assert said["trained_on"]["digest"] == said["compared_on"]["digest"]
+    assert set(said["forms"]) == {"NumPy", "ONNX float32", "ONNX int8"}
+    for form in ("NumPy", "ONNX float32"):
+        assert said["forms"][form]["different"] == 0
+        assert said["forms"][form]["contexts"] == 80 * len(said["compared_on"]["budgets_ms"])
+    assert said["forms"]["NumPy"]["one_by_one"]["different"] == 0
+    assert said["forms"]["NumPy"]["one_by_one"]["contexts"] == said["forms"]["NumPy"]["contexts"]
+    assert all(form["decision_us_p50"] > 0 for form in said["forms"].values())
+    table, stack = trained()
+    light = NumpyController.load(out / "controller.npz")
+    assert agreement(stack, by_numpy(light), table, default_budgets(table))["different"] == 0
+    assert "ONNX int8" in capsys.readouterr().out
+    (out / "notes.txt").write_text("mine")
+    run(ExportRun(checkpoint=path, profile=profile, out=str(out), onnx=False))
+    left = {file.name for file in out.iterdir()}  # no graph of another controller beside this one
+    assert left == {"controller.npz", "numpy_controller.py", "export.json", "notes.txt"}
+
+
+def test_a_student_is_exported_with_its_checkpoint(
+    checkpoint: tuple[str, TableProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from knobwise.agents.serving import distillation
+
+    path, profile = checkpoint
+    short = distillation.StudentConfig(hidden=8, requests=100, steps=20)
+    monkeypatch.setattr(distillation, "StudentConfig", lambda: short)
+    out = run(ExportRun(checkpoint=path, profile=profile, out=str(tmp_path / "out"), onnx=False, student=True))
+    said = json.loads((out / "export.json").read_text())
+    assert set(said["files"]) == {"controller.npz", "numpy_controller.py", "student.pt"}
+    assert said["student"]["test_samples"] == 16
+    assert 0 <= said["student"]["utility_of_student"] <= 1
+    table = trained()[0]
+    student = load_checkpoint(out / "student.pt").controller
+    light = NumpyController.load(out / "controller.npz")
+    assert agreement(student, by_numpy(light), table, default_budgets(table))["different"] == 0  # type: ignore[arg-type]
+
+
+def test_mistakes_are_named_before_anything_is_written(
+    checkpoint: tuple[str, TableProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, profile = checkpoint
+    out = tmp_path / "out"
+    other = small_table(80, seed=1)
+    other.save(tmp_path / "other.safetensors")
+    elsewhere = TableProfile(path=str(tmp_path / "other.safetensors"))
+    dataclasses.replace(other, knobs=(Knob("crops", (1, 2, 3)), *other.knobs[1:])).save(tmp_path / "knobs.safetensors")
+    without = TableProfile(path=str(tmp_path / "knobs.safetensors"))
+    light = str(tmp_path / "light.pt")
+    save_checkpoint(light, driven_apart(other, PolicyConfig(hidden=8)), other, {})
+    cases = {
+        "no such checkpoint": ExportRun(checkpoint="nothing.pt", profile=profile),
+        "profile .* has others": ExportRun(checkpoint=path, profile=without),
+        "needs the profile that the controller was trained on": ExportRun(path, elsewhere, onnx=False, student=True),
+        "student=true is for a controller of several members": ExportRun(light, profile, student=True),
+        "threads=0": ExportRun(path, profile, threads=0),
+    }
+    for message, config in cases.items():
+        with pytest.raises(InputError, match=message):
+            run(dataclasses.replace(config, out=str(out)))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    with pytest.raises(InputError, match=r"onnxscript not installed; pip install 'knobwise\[export\]'"):
+        run(ExportRun(path, profile, out=str(out)))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("form", ["choose", "decide_index"])
+def test_nothing_is_written_when_a_form_disagrees(
+    form: str, checkpoint: tuple[str, TableProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, profile = checkpoint
+    right = getattr(NumpyController, form)
+    monkeypatch.setattr(NumpyController, form, lambda *given: (right(*given) + 1) % 12)
+    with pytest.raises(InputError, match=r"controller\.npz.*: decides otherwise .* nothing was written"):
+        run(ExportRun(path, profile, out=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    _, stack, _ = stacked("small")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        export_numpy(stack, tmp_path / "file" / "c.npz")
+    export_numpy(stack, tmp_path / "c.npz")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "c.npz"}

@@ -1,0 +1,410 @@
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import small_table
+from PIL import Image
+
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.serving.adaptive_model import AdaptiveModel, configurations_of, content_key
+from knobwise.agents.training.settings import PolicyConfig
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
+from knobwise.profiling.elastic.model import ElasticSize, ElasticVLM
+from knobwise.profiling.elastic.scenes import draw_samples
+from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
+
+KNOBS = (Knob("max_crops", (1, 6)), Knob("top_k", (1, 3)), Knob("num_active_blocks", (2, 4)))
+REQUESTS = [request_of(scene) for scene in draw_samples(16, seed=4)]
+
+
+@pytest.fixture(scope="module")
+def vlm() -> ElasticAdaptive:
+    torch.manual_seed(0)
+    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6)
+    return ElasticAdaptive(ElasticVLM(size).eval(), "tiny")
+
+
+class ByFeatures:
+    """Any of eight configurations, by a sum of what it sees; notes the limits that it was given."""
+
+    knobs = KNOBS
+    configurations = torch.cartesian_prod(*[torch.arange(2)] * 3)
+
+    def __init__(self) -> None:
+        self.limits: list[float] = []
+
+    def choose(self, features: Mapping[str, Any], limits: Any) -> Any:
+        assert {name: block.shape for name, block in features.items()} == {
+            "image_features": (len(limits), 32),
+            "language_features": (len(limits), 16),
+        }
+        self.limits += limits.tolist()
+        seen = np.concatenate(list(features.values()), 1).astype(np.float64).sum(1)
+        return (np.floor(seen * 1e3).astype(np.int64) % 8).astype(np.int64)
+
+
+class Slow(ByFeatures):
+    """Its first decision takes long."""
+
+    def choose(self, features: Mapping[str, Any], limits: Any) -> Any:
+        if not self.limits:
+            time.sleep(0.02)
+        return super().choose(features, limits)
+
+
+class ByLimit(ByFeatures):
+    """The largest configuration where there are 5 ms left, else the smallest."""
+
+    def choose(self, features: Mapping[str, Any], limits: Any) -> Any:
+        self.limits += limits.tolist()
+        return np.where(limits >= 5, 7, 0)
+
+
+class Noting:
+    """An adaptive model that takes 3 ms by its own account, and notes what it was asked to do."""
+
+    name = "noting"
+    knobs = tuple(KnobSupport(knob.name, knob.values[-1], 0, 9) for knob in KNOBS)
+
+    def __init__(self) -> None:
+        self.running: list[dict[str, int]] = []
+        self.groups: list[tuple[dict[str, int], list[Any]]] = []
+        self.first_stages = 0
+
+    @contextmanager
+    def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
+        assert not self.running, "knobs were set twice at once"
+        self.running.append(dict(configuration))
+        try:
+            yield
+        finally:
+            self.running.pop()
+
+    def first_stage(self, request: Request) -> FirstStage:
+        self.first_stages += 1
+        blocks = {"image_features": np.zeros(32, np.float32), "language_features": np.zeros(16, np.float32)}
+        return FirstStage(request, blocks, None, total_ms=2.0, extra_ms=1.0)
+
+    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+        with self.set_knobs(configuration):
+            asked = [stage.request.question for stage in stages]
+            if "fail" in asked:
+                raise RuntimeError("out of memory")
+            self.groups.append((dict(configuration), asked))
+            time.sleep(0.001)
+            return [Answer(f"to {a}", 3.0, 2.0, 1.0, 1, 1, 1) for a in asked]
+
+
+def asked(*questions: str) -> list[Request]:
+    return [Request(torch.zeros(1), question) for question in questions]
+
+
+def test_each_request_gets_what_its_own_configuration_answers(vlm: ElasticAdaptive) -> None:
+    model = AdaptiveModel(vlm, ByFeatures())
+    together = model.generate(REQUESTS, 10.0)
+    assert len({result.choice for result in together}) > 2
+    for request, result in zip(REQUESTS, together, strict=True):
+        stage = vlm.first_stage(request)
+        (expected,) = vlm.answer([stage], result.configuration)
+        assert result.answer.text == expected.text
+        assert result.configuration == model.configurations[result.choice]
+        (alone,) = model.generate([request], 10.0)
+        assert (alone.answer.text, alone.choice) == (result.answer.text, result.choice)
+    assert vlm.configuration == vlm.model.full
+
+
+def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_order() -> None:
+    model = AdaptiveModel(Noting(), ByLimit())
+    results = model.generate(asked("a", "b", "c", "d"), [20.0, 5.5, 30.0, 4.0])
+    small, large = (dict.fromkeys(("max_crops", "top_k", "num_active_blocks")) for _ in range(2))
+    for knob in KNOBS:
+        small[knob.name], large[knob.name] = knob.values
+    assert model.model.groups == [(small, ["d", "b"]), (large, ["a", "c"])]  # type: ignore[attr-defined]
+    assert [result.answer.text for result in results] == ["to a", "to b", "to c", "to d"]
+    assert [result.configuration for result in results] == [large, small, large, small]
+
+
+def test_what_a_decision_costs_is_charged_to_the_budget() -> None:
+    controller = Slow()
+    model = AdaptiveModel(Noting(), controller)
+    (first,) = model.generate(asked("a"), 50.0)
+    assert controller.limits == [pytest.approx(49.0)]  # extra_ms; no decision was measured yet
+    assert model.decision_us == first.decision_us >= 20e3
+    (second,) = model.generate(asked("b"), 50.0)
+    assert controller.limits[1] == pytest.approx(50.0 - first.overhead_ms)
+    assert second.limit_ms == pytest.approx(controller.limits[1])
+    assert first.overhead_ms >= 1.0 + first.decision_us / 1e3
+    assert first.total_ms == pytest.approx(first.overhead_ms + 3.0)
+    assert first.met
+    assert not model.generate(asked("c"), 3.5)[0].met
+
+
+def test_a_budget_that_is_spent_before_the_decision_is_still_decided_under() -> None:
+    model = AdaptiveModel(Noting(), ByLimit())
+    (late,) = model.generate(asked("a"), 0.5)
+    assert 0 < late.limit_ms < 1e-6
+    assert late.choice == 0
+    assert not late.met
+
+
+def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
+    class Sleepy(Noting):
+        def first_stage(self, request: Request) -> FirstStage:
+            time.sleep(0.5)  # beside what it says that it took
+            return super().first_stage(request)
+
+    model = AdaptiveModel(Sleepy(), ByLimit())
+    result = model.answer(asked("a")[0], 60_000.0)
+    assert result.overhead_ms > 490  # 500 and 1 slept, 3 of the answer's
+    assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
+    later = model.answer(asked("b")[0], 60_000.0)
+    assert later.limit_ms == pytest.approx(60_000 - result.overhead_ms)
+    arrived = model.answer(asked("c")[0], 60_000.0, time.perf_counter())
+    assert arrived.waited_ms < 400  # not a second time
+    assert arrived.limit_ms == pytest.approx(60_000 - 500, abs=400)
+
+
+def test_waiting_counts_from_the_arrival_on() -> None:
+    model = AdaptiveModel(Noting(), ByLimit())
+    now = time.perf_counter()
+    waited, fresh = model.generate(asked("a", "b"), 60_000.0, arrived=[now - 59, now])
+    assert waited.waited_ms > 58_900
+    assert waited.limit_ms < 1_100
+    assert fresh.limit_ms > 2_000
+    assert waited.total_ms == pytest.approx(waited.waited_ms + waited.overhead_ms + waited.answer.total_ms)
+    assert model.generate(asked("c"), 10.0)[0].waited_ms == 0
+
+
+def test_budgets_are_divided_by_the_speed_after_the_costs_were_taken_off() -> None:
+    controller = ByLimit()
+    model = AdaptiveModel(Noting(), controller, speed=2.0)
+    model.generate(asked("a"), 21.0)
+    assert controller.limits == [pytest.approx(10.0)]
+
+
+def table_like(vlm: ElasticAdaptive, requests: Sequence[Request], slower: float) -> ProfileTable:
+    """What a machine that is `slower` than the one in `Noting` would have measured."""
+    n, grid = len(requests), ByFeatures.configurations
+    mask = torch.ones(n, len(grid), dtype=torch.bool)
+    mask[0, 0] = False
+    latency = torch.full((n, len(grid)), 3.0 * slower).masked_fill(~mask, torch.nan)
+    ids = tuple(map(str, range(n)))
+    return ProfileTable("noted", KNOBS, grid, latency * 0, latency, mask, ids)
+
+
+def test_calibration_finds_the_ratio_of_two_machines() -> None:
+    noting = Noting()
+    model = AdaptiveModel(noting, ByLimit())
+    requests = asked(*"abcdef")
+    table = table_like(noting, requests, slower=4.0)  # type: ignore[arg-type]
+    assert model.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=2) == pytest.approx(0.25)
+    assert model.speed == pytest.approx(0.25)
+    assert len(noting.groups) == 7
+    assert all(len(questions) == 1 for _, questions in noting.groups)
+    times = iter([100.0] * 5 + [3.0] * 5)
+    slow_at_first = AdaptiveModel(noting, ByLimit())
+    answer = noting.answer
+    noting.answer = lambda *given: [replace(a, total_ms=next(times)) for a in answer(*given)]  # type: ignore[method-assign]
+    assert slow_at_first.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=5) == pytest.approx(0.25)
+    with pytest.raises(InputError, match="nothing to calibrate on"):
+        model.calibrate(table, {})
+    with pytest.raises(InputError, match="other configurations"):
+        model.calibrate(small_table(20), dict(enumerate(requests)))
+
+
+def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> None:
+    serial = [result.answer.text for result in AdaptiveModel(vlm, ByFeatures()).generate(REQUESTS, 10.0)]
+    model = AdaptiveModel(vlm, ByFeatures(), cache=4)
+    said: dict[tuple[int, int], str] = {}
+
+    def serve(worker: int) -> None:
+        for i in np.random.default_rng(worker).permutation(len(REQUESTS)).tolist():
+            said[worker, i] = model.generate([REQUESTS[i]], 10.0)[0].answer.text
+
+    threads = [threading.Thread(target=serve, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == {(worker, i): serial[i] for worker in range(4) for i in range(len(REQUESTS))}
+    assert vlm.configuration == vlm.model.full
+
+    noting = AdaptiveModel(Noting(), ByLimit())  # which sees for itself that knobs are set by one thread at a time
+    found: list[str] = []
+    workers = [
+        threading.Thread(
+            target=lambda a: found.extend(r.answer.text for r in noting.generate(asked(a, a), 9.0)), args=a
+        )
+        for a in "abcdefgh"
+    ]
+    for thread in workers:
+        thread.start()
+    for thread in workers:
+        thread.join()
+    assert sorted(found) == [f"to {a}" for a in "aabbccddeeffgghh"]
+
+
+def test_a_model_that_fails_leaves_the_runtime_usable() -> None:
+    model = AdaptiveModel(Noting(), ByLimit())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(asked("fail"), 9.0)
+    assert not model.model.running  # type: ignore[attr-defined]
+    assert model.generate(asked("a"), 9.0)[0].answer.text == "to a"
+
+
+def test_first_stages_are_kept_by_content_and_the_oldest_goes() -> None:
+    noting = Noting()
+    model = AdaptiveModel(noting, ByLimit(), cache=2)
+    for question in "abababcb":
+        (result,) = model.generate(asked(question), 9.0)
+        assert result.answer.text == f"to {question}"
+    assert (model.cache_hits, model.cache_misses, noting.first_stages) == (5, 3, 3)
+    model.generate(asked("a"), 9.0)  # was used longest ago, and c has taken its place
+    assert noting.first_stages == 4
+    model = AdaptiveModel(noting, ByLimit(), cache=2)
+    for question in "abacab":  # b was used longest ago when c came, not a
+        model.generate(asked(question), 9.0)
+    assert (model.cache_hits, model.cache_misses) == (2, 4)
+
+
+def test_a_first_stage_from_the_cache_is_not_charged_again() -> None:
+    class Slow(Noting):  # by its own account, so that no busy machine can hide the difference
+        def first_stage(self, request: Request) -> FirstStage:
+            return replace(super().first_stage(request), total_ms=1e6, extra_ms=1e6)
+
+    model = AdaptiveModel(Slow(), ByLimit(), cache=2)
+    fresh, kept = (model.answer(asked("a")[0], 9.0) for _ in range(2))
+    assert fresh.overhead_ms >= 1e6
+    assert kept.overhead_ms < 1e5
+
+
+def test_the_median_of_the_latest_decisions_is_charged() -> None:
+    model = AdaptiveModel(Noting(), Slow())
+    results = [model.answer(request, 50.0) for request in asked(*"abcdefg")]
+    assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results))
+    assert model.decision_us < results[0].decision_us  # which slept; the median is not the mean nor the most
+    results += [model.answer(request, 50.0) for request in asked(*["h"] * 121)]
+    assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results[64:]))
+
+
+class Later(Noting):
+    """A first stage of 500 ms by its own account, and knobs that take 20 ms to set."""
+
+    def first_stage(self, request: Request) -> FirstStage:
+        return replace(super().first_stage(request), total_ms=500.0)
+
+    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+        time.sleep(0.02)
+        return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
+
+
+def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice() -> None:
+    now = time.perf_counter()
+    for result in AdaptiveModel(Later(), ByLimit()).generate(asked("a", "b"), 60_000.0, arrived=[now, now]):
+        assert result.overhead_ms > 15
+        assert 60_300 < result.limit_ms < 60_499  # as if the first stage had begun 500 ms before
+
+
+def test_a_first_stage_from_the_cache_costs_nothing_but_the_looking(vlm: ElasticAdaptive) -> None:
+    model = AdaptiveModel(vlm, ByFeatures(), cache=8)
+    fresh, kept = (model.generate([REQUESTS[3]], 9.0)[0] for _ in range(2))
+    assert kept.answer.text == fresh.answer.text
+    assert kept.choice == fresh.choice
+    assert model.cache_hits == 1
+    other = Request(REQUESTS[3].image.clone(), REQUESTS[3].question.clone())
+    model.generate([other], 9.0)
+    assert model.cache_hits == 2
+
+
+def test_contents_are_told_apart() -> None:
+    picture = Image.new("RGB", (4, 2), (9, 9, 9))
+    red, green = Image.new("P", (4, 2)), Image.new("P", (4, 2))
+    red.putpalette([255, 0, 0])
+    green.putpalette([0, 255, 0])
+    contents = [
+        torch.zeros(2, 3),
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, dtype=torch.float64),
+        torch.ones(2, 3),
+        picture,
+        picture.resize((2, 4)),
+        red,
+        green,
+        "a",
+        "b",
+    ]
+    keys = [content_key(content) for content in contents]
+    assert len(set(keys)) == len(keys)
+    assert content_key(picture.copy()) == content_key(picture)
+    assert content_key(np.zeros((2, 3), np.float32)) == content_key(torch.zeros(2, 3))
+    for unknown in (object(), np.array([object()])):
+        with pytest.raises(InputError, match="cache=0"):
+            content_key(unknown)
+
+
+def test_a_trained_controller_and_its_exported_form_decide_alike(vlm: ElasticAdaptive) -> None:
+    stages = [vlm.first_stage(request) for request in REQUESTS]
+    blocks = {name: torch.tensor(np.stack([stage.features[name] for stage in stages])) for name in stages[0].features}
+    generator = torch.Generator().manual_seed(0)
+    n, grid = len(REQUESTS), ByFeatures.configurations
+    latency = (1 + grid.sum(1)) * (1 + torch.rand(n, len(grid), generator=generator))
+    accuracy = (torch.rand(n, len(grid), generator=generator) < 0.5).float()
+    mask, ids = torch.ones(n, len(grid), dtype=torch.bool), tuple(map(str, range(n)))
+    table = ProfileTable("tiny", KNOBS, grid, accuracy, latency, mask, ids, blocks)
+    config = PolicyConfig(structure="utility", hidden=8, layers=1)
+    controller = Controller.for_table(table, torch.arange(n), config).eval()
+    from knobwise.agents.serving.export import to_numpy
+
+    budgets = latency.mean(1).tolist()
+    results = [AdaptiveModel(vlm, agent).generate(REQUESTS, budgets) for agent in (controller, to_numpy(controller))]
+    for agent in results:
+        limits = torch.tensor([result.limit_ms for result in agent])
+        assert [result.choice for result in agent] == controller.choose(blocks, limits).tolist()
+
+
+def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
+    priced = SimpleNamespace(priced=True, knobs=KNOBS, configurations=ByFeatures.configurations)
+    exported = SimpleNamespace(header={"priced": True}, knobs=KNOBS, configurations=ByFeatures.configurations)
+    for controller in (priced, exported):
+        with pytest.raises(InputError, match="mean over requests"):
+            AdaptiveModel(vlm, controller)
+    too_many = SimpleNamespace(knobs=(Knob("top_k", (1, 4)),), configurations=torch.tensor([[0], [1]]))
+    with pytest.raises(InputError, match="top_k=4: this model takes 1 to 3"):
+        AdaptiveModel(vlm, too_many)
+    with pytest.raises(InputError, match="speed"):
+        AdaptiveModel(vlm, ByFeatures(), speed=0.0)
+    model = AdaptiveModel(vlm, ByFeatures())
+    with pytest.raises(InputError, match="2 requests with 1 budgets"):
+        model.generate(REQUESTS[:2], [1.0])
+    with pytest.raises(InputError, match="2 requests with 2 budgets and 1 arrivals"):
+        model.generate(REQUESTS[:2], 1.0, arrived=[0.0])
+    for budget in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="must be positive"):
+            model.generate(REQUESTS[:1], budget)
+    assert model.generate([], 1.0) == []
+
+
+def test_one_budget_for_all_may_be_a_number_of_any_kind() -> None:
+    for budget in (9, 9.0, np.float32(9), np.array(9.0), torch.tensor(9.0)):
+        results = AdaptiveModel(Noting(), ByLimit()).generate(asked("a", "b"), budget)  # type: ignore[arg-type]
+        assert [result.budget_ms for result in results] == [9.0, 9.0]
+
+
+def test_configurations_are_read_from_either_form() -> None:
+    by_name = SimpleNamespace(knobs={"a": (1, 2), "b": (5,)}, configurations=np.array([[0, 0], [1, 0]]))
+    assert configurations_of(by_name) == [{"a": 1, "b": 5}, {"a": 2, "b": 5}]
+    table = small_table(5)
+    like = SimpleNamespace(knobs=table.knobs, configurations=table.configurations)
+    assert configurations_of(like) == [table.configuration(c) for c in range(table.num_configurations)]

@@ -1,0 +1,421 @@
+"""Prices, fall-backs and reasons by hand; the level over many draws."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.agents.stack.guard import PRICES, Guard
+from knobwise.common.errors import InputError
+
+NAN = math.nan
+ZERO = torch.zeros(1, dtype=torch.int64)
+
+
+def calibrated(
+    score: list[list[float]],
+    meets: list[list[float]],
+    accuracy: list[list[float]],
+    latency_ms: list[list[float]],
+    static: list[int],
+    level: float = 0.5,
+    confidence: float = 0.8,
+    level_cost: float = 1.0,
+) -> Guard:
+    """One budget of 10 ms."""
+    latency = torch.tensor(latency_ms).float()
+    return Guard.calibrate(
+        budgets_ms=torch.tensor([10.0]),
+        score=torch.tensor([score]).float(),
+        meets=torch.tensor([meets]).float(),
+        accuracy=torch.tensor(accuracy).float(),
+        latency_ms=latency,
+        mask=~latency.isnan(),
+        static_choice=torch.tensor([static]),
+        level=level,
+        confidence=confidence,
+        level_cost=level_cost,
+    )
+
+
+def three_requests(level: float = 0.5, level_cost: float = 1.0) -> Guard:
+    """The second configuration is preferred, right, and slow for the first two requests; static takes the first.
+
+    At a price κ the first request turns to the first configuration from 1 + κ ≥ 2 + .1·κ on, κ ≥ 1.11; the second from
+    κ ≥ 1.43 on; the third, which meets the budget anyway, from κ ≥ 2.5 on.
+    """
+    return calibrated(
+        score=[[1, 2]] * 3,
+        meets=[[1, 0.1], [1, 0.3], [1, 0.6]],
+        accuracy=[[0.5, 1]] * 3,
+        latency_ms=[[5, 20], [5, 20], [5, 9]],
+        static=[0, 0, 0],
+        level=level,
+        level_cost=level_cost,
+    )
+
+
+def first_price_above(least: float) -> float:
+    return float(PRICES[least < PRICES][0])
+
+
+def test_the_prices_rise_from_nothing_by_a_fifth_each_to_where_only_the_budget_counts() -> None:
+    assert PRICES[:3].tolist() == [0, 0.05, pytest.approx(0.06)]
+    assert PRICES[2:-1].div(PRICES[1:-2]).allclose(torch.tensor(1.2).double())
+    assert len(PRICES) == 45
+    assert PRICES[-2:].tolist() == [pytest.approx(0.05 * 1.2**42), 1e6]
+
+
+def test_the_lowest_price_that_keeps_the_level() -> None:
+    # (misses + 1) / 4 ≤ 0.5 allows one miss: without a price there are two, from κ = 1.11 on there is one
+    (row,) = three_requests().rows()
+    assert row["miss_price"] == first_price_above(1 / 0.9)
+    assert (row["satisfaction_before"], row["satisfaction_after"], row["satisfaction_cautious"]) == (1 / 3, 2 / 3, 1)
+    assert row["satisfaction_static"] == 1
+    assert (row["utility_unconstrained"], row["utility_policy"], row["utility_static"]) == (1 / 3, 0.5, 0.5)
+    assert row["gain"] == 0
+    assert row["gain_se"] == pytest.approx(math.sqrt(0.5 / 2 / 3))  # differences 0, −.5, .5
+    assert (row["budget_ms"], row["level"], row["feasible"]) == (10, 0.5, 3)
+    assert (row["unattainable"], row["too_dear"], row["deployed"]) == (False, False, False)
+    assert (row["satisfaction_deployed"], row["utility_deployed"]) == (1, 0.5)
+    assert row["reason"] == (
+        "fell back to budget-aware static: +0.000 ± 0.289 on held-out samples is not above 0 with 80% confidence"
+    )
+
+
+def test_a_stricter_level_needs_a_higher_price() -> None:
+    # (misses + 1) / 4 ≤ 0.25 allows none
+    (row,) = three_requests(level=0.75).rows()
+    assert row["miss_price"] == first_price_above(1 / 0.7)
+    assert row["satisfaction_after"] == 1
+
+
+def test_too_few_requests_to_show_a_level() -> None:
+    (row,) = three_requests(level=0.8).rows()
+    assert row["unattainable"]
+    assert row["miss_price"] == 0
+    assert row["satisfaction_after"] == row["satisfaction_before"]
+    assert row["reason"].endswith("; 80% cannot be shown with 3 feasible requests, at least 4 are needed")
+
+
+def test_rounding_of_the_level_does_not_decide() -> None:
+    # 1 − .9 is a little below .1 in floating point; nine requests without a miss are just enough
+    for n, unattainable in ((9, False), (8, True)):
+        guard = calibrated([[1.0]] * n, [[1.0]] * n, [[1.0]] * n, [[5.0]] * n, [0] * n, level=0.9)
+        assert guard.unattainable.tolist() == [unattainable]
+
+
+def test_a_higher_price_that_misses_more_rules_out_the_lower_ones() -> None:
+    # the first request is late between κ = 2.57 and κ = 3, the second up to κ = 5, and one may be: at all lower prices
+    # one is, and they would do, if it were not for the two that are late at κ = 2.76
+    (row,) = calibrated(
+        score=[[3, 2.1, 0.3], [5, 0, 0], [1, 0, 0]],
+        meets=[[0.05, 0.4, 1], [0, 1, 1], [1, 1, 1]],
+        accuracy=[[1, 1, 1]] * 3,
+        latency_ms=[[5, 20, 5], [20, 5, 5], [5, 5, 5]],
+        static=[2, 2, 2],
+    ).rows()
+    assert 0.9 / 0.35 < first_price_above(0.9 / 0.35) < 1.8 / 0.6
+    assert row["miss_price"] == first_price_above(1.8 / 0.6)
+    assert row["satisfaction_before"] == row["satisfaction_after"] == 2 / 3
+
+
+def test_an_unattainable_level_forces_nothing() -> None:
+    # predictions that say the opposite: what is called sure is slow for two of three, and static takes it
+    (row,) = calibrated(
+        score=[[1, 2]] * 3,
+        meets=[[1, 0.1]] * 3,
+        accuracy=[[1, 1]] * 3,
+        latency_ms=[[20, 5], [20, 5], [5, 20]],
+        static=[0, 0, 0],
+        level=0.75,
+    ).rows()
+    assert (row["unattainable"], row["too_dear"]) == (True, False)
+    assert row["miss_price"] == 0
+    assert row["satisfaction_after"] == 2 / 3
+    assert row["reason"].endswith(
+        "; 75% is unattainable at this budget: the most cautious choice keeps 33.3% "
+        "(1 of 3 feasible requests, 3 are needed)"
+    )
+
+
+def costly(level_cost: float) -> Guard:
+    """Two choices of the policy: right for nine of ten requests and late for the tenth, or never late and .8 right.
+
+    Static is .4 right and never late. By (misses + 1) / 11 ≤ .1 none may be.
+    """
+    return calibrated(
+        score=[[1, 2, 0]] * 10,
+        meets=[[0.9, 0.3, 0]] * 10,
+        accuracy=[[0.8, 1, 0.4]] * 10,
+        latency_ms=[[5, 20 if i == 0 else 9, 5] for i in range(10)],
+        static=[2] * 10,
+        level=0.9,
+        level_cost=level_cost,
+    )
+
+
+def test_a_level_that_is_too_dear_is_not_enforced() -> None:
+    # κ·(.9 − .3) ≥ 1 turns all; the gain over static falls from .9 − .4 to .8 − .4, a fifth of it
+    for level_cost, enforced in ((0.1, False), (0.19, False), (0.2, True), (0.21, True), (1.0, True)):
+        (row,) = costly(level_cost).rows()
+        assert row["deployed"]
+        assert row["too_dear"] == (not enforced)
+        assert not row["unattainable"]
+        assert row["miss_price"] == (first_price_above(1 / 0.6) if enforced else 0)
+        assert row["satisfaction_deployed"] == (1 if enforced else 0.9)
+        assert row["utility_deployed"] == pytest.approx(0.8 if enforced else 0.9)
+    assert costly(0.1).rows()[0]["reason"] == (
+        "deployed: better than budget-aware static by +0.500 ± 0.100 on held-out samples; 90% is too dear at this "
+        "budget: it would cost more than 10% of the gain over static; 90.0% is kept"
+    )
+
+
+def test_nothing_may_be_lost_where_nothing_is_gained() -> None:
+    # the policy is late for one of ten at the same utility as static, .9; the price costs it .1
+    arguments = {
+        "score": [[1, 2, 0]] * 10,
+        "meets": [[0.9, 0.3, 0]] * 10,
+        "accuracy": [[0.8, 1, 0.9]] * 10,
+        "latency_ms": [[5, 20 if i == 0 else 9, 5] for i in range(10)],
+        "static": [2] * 10,
+        "level": 0.9,
+    }
+    (row,) = calibrated(**arguments, level_cost=0.5).rows()  # type: ignore[arg-type]
+    assert (row["miss_price"], row["deployed"]) == (0, False)
+    assert (row["too_dear"], row["satisfaction_deployed"]) == (False, 1)  # static keeps it
+
+
+@pytest.mark.parametrize(
+    ("static_right", "level_cost", "deployed"),
+    [
+        (7, 0.0, True),
+        (8, 0.0, True),
+        (9, 0.0, False),  # the level would cost something
+        (9, 0.9, False),  # and nothing is gained of which it could be a share
+        (9, 1.0, True),  # at any cost
+    ],
+)
+def test_where_static_misses_the_level_no_worse_is_enough(static_right: int, level_cost: float, deployed: bool) -> None:
+    # static is late for one of ten; the policy never is, and right for eight, partly others: no gain is certain
+    guard = calibrated(
+        score=[[2, 1]] * 10,
+        meets=[[0.9, 0.3]] * 10,
+        accuracy=[[float(i > 1), float(i < static_right)] for i in range(10)],
+        latency_ms=[[5, 20 if i == 9 else 9] for i in range(10)],
+        static=[1] * 10,
+        level=0.9,
+        confidence=0.99,
+        level_cost=level_cost,
+    )
+    (row,) = guard.rows()
+    assert not guard.better.any()
+    assert row["deployed"] is deployed
+    assert row["too_dear"] == (not deployed)
+    assert row["satisfaction_deployed"] == (1 if deployed else 0.9)
+    if deployed:
+        gain = (8 - static_right) / 10
+        assert row["reason"].startswith(
+            f"deployed: keeps 100.0% where budget-aware static keeps 90.0%; {gain:+z.3f} ± "
+        )
+        assert row["reason"].endswith(" on held-out samples in utility")
+    else:
+        assert row["reason"].endswith("; 90% is too dear at this budget: it would cost utility; 90.0% is kept")
+
+
+def test_at_any_cost_static_keeps_the_level_that_no_price_reaches() -> None:
+    # the policy's configurations are late for the first or for the second request, static's for none
+    arguments = {
+        "score": [[1, 2, -9]] * 10,
+        "meets": [[0.9, 0.3, 0.1]] * 10,
+        "accuracy": [[1, 1, 0.4]] * 10,
+        "latency_ms": [[20 if i == 1 else 5, 20 if i == 0 else 9, 5] for i in range(10)],
+        "static": [2] * 10,
+        "level": 0.9,
+    }
+    (row,) = calibrated(**arguments, level_cost=1.0).rows()  # type: ignore[arg-type]
+    assert (row["deployed"], row["unattainable"], row["too_dear"]) == (False, False, False)
+    assert row["satisfaction_deployed"] == 1
+    assert row["reason"] == "fell back to budget-aware static: it keeps 100.0%, the policy at no price 90%"
+    (row,) = calibrated(**arguments, level_cost=0.9).rows()  # type: ignore[arg-type]
+    assert (row["deployed"], row["unattainable"], row["too_dear"]) == (True, False, True)
+    assert row["miss_price"] == 0
+
+
+def test_infeasible_requests_do_not_count_and_holes_are_not_chosen() -> None:
+    # the last two are infeasible; the second of the others has its best score where nothing was profiled
+    (row,) = calibrated(
+        score=[[1, 2], [1, 9], [1, 2], [1, 2]],
+        meets=[[1, 0.9], [1, 1], [0.2, 0.1], [0, 0]],
+        accuracy=[[0.5, 1], [0.5, NAN], [1, 1], [1, 1]],
+        latency_ms=[[5, 5], [5, NAN], [20, 30], [20, 30]],
+        static=[0, 0, 0, 0],
+        confidence=0.5,
+    ).rows()
+    assert row["feasible"] == 2
+    assert row["satisfaction_before"] == 1
+    assert (row["utility_policy"], row["utility_static"]) == (1.5 / 4, 1 / 4)
+    assert row["deployed"] is True
+    assert row["reason"] == "deployed: better than budget-aware static by +0.125 ± 0.125 on held-out samples"
+
+
+def test_no_feasible_request_asks_for_nothing() -> None:
+    (row,) = calibrated([[1.0]] * 2, [[0.5]] * 2, [[1.0]] * 2, [[20.0]] * 2, [0, 0]).rows()
+    assert (row["miss_price"], row["unattainable"], row["too_dear"], row["feasible"]) == (0, False, False, 0)
+    assert row["satisfaction_before"] is None
+    assert row["satisfaction_deployed"] is None
+    assert row["reason"] == (
+        "fell back to budget-aware static: the policy got the same from every held-out sample; no held-out request can "
+        "meet this budget"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "confidence", "deployed"),
+    [
+        # static gets 0; mean .5 ± .289 is 1.73 standard errors, confident to 95.8 %
+        ([1.0, 1.0, 0.0, 0.0], 0.95, True),
+        ([1.0, 1.0, 0.0, 0.0], 0.97, False),
+        ([1.0, 0.0, 0.0, 0.0], 0.8, True),  # exactly one standard error; 80 % are .84
+        ([1.0, 0.0, 0.0, 0.0], 0.9, False),
+        ([1.0, 0.0, 0.0, 0.0], 0.5, True),
+        ([0.0, 0.0, 0.0, 0.0], 0.5, False),  # as good as static, which is simpler
+        ([0.5, 0.5, 0.5, 0.5], 0.999, True),  # better by the same everywhere
+    ],
+)
+def test_the_policy_is_deployed_where_it_is_better_by_more_than_chance(
+    policy: list[float], confidence: float, deployed: bool
+) -> None:
+    n = len(policy)
+    accuracy = [[0.0, value] for value in policy]
+    guard = calibrated([[1, 2]] * n, [[1, 1]] * n, accuracy, [[5, 5]] * n, [0] * n, 0.5, confidence)
+    assert guard.deploy.tolist() == [deployed]
+    got = guard.choose(torch.tensor([[1.0, 2.0]]), torch.ones(1, 2), torch.tensor([10.0]), torch.ones(1, 2) > 0, ZERO)
+    assert got.tolist() == [int(deployed)]
+
+
+def test_a_worse_policy_falls_back() -> None:
+    guard = calibrated([[1, 2]] * 4, [[1, 1]] * 4, [[1, 0]] * 4, [[5, 5]] * 4, [0] * 4, confidence=0.5)
+    assert guard.rows()[0]["gain"] == -1
+    assert guard.rows()[0]["deployed"] is False
+
+
+def test_a_request_belongs_to_the_nearest_calibrated_budget_in_log_ms() -> None:
+    guard = Guard(2)
+    guard.budgets_ms[:] = torch.tensor([10.0, 1000.0])
+    guard.miss[:] = torch.tensor([1.0, 4.0])
+    budgets = torch.tensor([0.1, 10, 99, 101, 1000, 1e6])
+    n = len(budgets)
+    # 1 + .9·κ against 2 + .5·κ: from κ = 2.5 on the surer one
+    score, meets = torch.tensor([[1.0, 2.0]]).expand(n, -1), torch.tensor([[0.9, 0.5]]).expand(n, -1)
+    everything = torch.ones(n, 2, dtype=torch.bool)
+    static = torch.full((n,), 7)
+    assert guard.choose(score, meets, budgets, everything, static).tolist() == [1, 1, 1, 0, 0, 0]
+    guard.deploy[1] = False
+    assert guard.choose(score, meets, budgets, everything, static).tolist() == [1, 1, 1, 7, 7, 7]
+
+
+def test_what_can_hardly_be_met_gets_the_likeliest_and_what_cannot_gets_static() -> None:
+    guard = Guard(1)
+    score = torch.tensor([[3e-9, 1e-9, 2e-9], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    meets = torch.tensor([[3e-9, 4e-9, 5e-9], [1e-20, 3e-20, 2e-20], [0, 0, 0], [9, 0, 0]])
+    mask = torch.tensor([[True] * 3] * 3 + [[False, True, True]])
+    static = torch.tensor([0, 0, 2, 2])
+    # without a price the first request goes by its score; equal scores by the probability
+    assert guard.choose(score, meets, torch.ones(4), mask, static).tolist() == [0, 1, 2, 2]
+    guard.miss[:] = 1e6
+    assert guard.choose(score, meets, torch.ones(4), mask, static).tolist() == [2, 1, 2, 2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_higher_price_never_takes_what_is_less_likely_in_time(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    score, meets = torch.rand(2, 20, 6, generator=generator)
+    guard, everything, static = Guard(1), torch.ones(20, 6, dtype=torch.bool), torch.zeros(20, dtype=torch.int64)
+    before = torch.zeros(20)
+    for price in PRICES:
+        guard.miss[:] = price
+        chosen = guard.choose(score, meets, torch.ones(20), everything, static)
+        likely = meets.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        assert (likely >= before).all()
+        before = likely
+    assert before.equal(meets.amax(1))
+
+
+def test_nothing_to_choose_from_is_an_error() -> None:
+    nothing = torch.zeros(1, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="without any configuration"):
+        Guard(1).choose(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1), nothing, ZERO)
+
+
+def test_a_fresh_guard_lets_everything_through() -> None:
+    guard = Guard(3)
+    score, meets = torch.rand(20, 4), torch.rand(20, 4)
+    got = guard.choose(score, meets, torch.rand(20), torch.ones(20, 4) > 0, torch.zeros(20, dtype=torch.int64))
+    assert got.equal(score.argmax(1))
+    assert guard.rows() == []
+
+
+def test_it_travels_in_a_checkpoint(tmp_path: Path) -> None:
+    guard = three_requests()
+    torch.save(guard.state_dict(), tmp_path / "guard.pt")
+    restored = Guard(1, level=0.5, level_cost=1)
+    restored.load_state_dict(torch.load(tmp_path / "guard.pt", weights_only=True))
+    assert restored.rows() == guard.rows()
+    assert not list(guard.parameters())
+
+
+@pytest.mark.parametrize(("level", "confidence"), [(1.0, 0.8), (0.0, 0.8), (0.95, 1.0), (0.95, 0.0), (NAN, 0.8)])
+def test_impossible_settings_are_explained(level: float, confidence: float) -> None:
+    with pytest.raises(InputError, match="between 0 and 1"):
+        Guard(1, level, confidence)
+
+
+@pytest.mark.parametrize("level_cost", [-0.1, 1.1, NAN])
+def test_an_impossible_cost_is_explained(level_cost: float) -> None:
+    with pytest.raises(InputError, match=r"must lie in \[0, 1\]"):
+        Guard(1, level_cost=level_cost)
+
+
+def test_the_level_holds_over_many_draws() -> None:
+    """Overconfident predictions: without a price a fifth of the feasible requests miss, with it a tenth."""
+    generator, level = torch.Generator().manual_seed(0), 0.9
+    kept: list[float] = []
+    before: list[float] = []
+    for _ in range(150):
+        size = torch.arange(1.0, 6.0)
+        known, hidden = torch.randn(2, 700, 1, generator=generator)
+        mean = size + 0.5 * known
+        latency = (mean + 0.6 * hidden + 0.2 * torch.randn(700, 5, generator=generator)).exp()
+        budgets = torch.tensor([10.0, 60.0])
+        meets = torch.special.ndtr((budgets.log().reshape(2, 1, 1) - mean) / 0.3)  # the spread is .63
+        score = meets * size
+        every = torch.ones(700, 5, dtype=torch.bool)
+        guard = Guard.calibrate(
+            budgets_ms=budgets,
+            score=score[:, :200],
+            meets=meets[:, :200],
+            accuracy=torch.ones(200, 5),
+            latency_ms=latency[:200],
+            mask=every[:200],
+            static_choice=torch.full((2, 200), 4),
+            level=level,
+            level_cost=1,
+        )
+        for b, budget in enumerate(budgets):
+            arguments = (score[b, 200:], meets[b, 200:], budget.expand(500), every[200:], torch.full((500,), 4))
+            feasible = (latency[200:] <= budget).any(1)
+            for one, shares in ((guard, kept), (Guard(1), before)):
+                met = latency[200:].gather(1, one.choose(*arguments).unsqueeze(1)).squeeze(1) <= budget
+                shares.append(float(met[feasible].double().mean()))
+    means, without = torch.tensor(kept).reshape(-1, 2), torch.tensor(before).reshape(-1, 2)
+    error = means.std(0) / len(means) ** 0.5
+    assert (without.mean(0) < level - 0.05).all()
+    assert (means.mean(0) > level - 2 * error).all()
+    assert (means.mean(0) < level + 0.04).all()  # and not by caution alone

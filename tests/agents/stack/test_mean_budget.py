@@ -1,0 +1,285 @@
+"""Prices, mixtures and the oracle by hand; then what must hold of them on drawn tables, ties and holes included."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import small_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from knobwise.agents.stack.prices import (
+    StaticMix,
+    best_single_at,
+    calibrate_prices,
+    choose_at_price,
+    difference_ci95,
+    mean_budgets,
+    oracle_at_mean,
+    static_mix,
+)
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+
+NAN = math.nan
+# the first sample gains .5 for its first unit of cost and .125 for each of the next two; the second .25 for each of two
+ACCURACY = torch.tensor([[0.25, 0.75, 1.0], [0.0, 0.25, 0.5]])
+COST = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 3.0]])
+EVERY = torch.ones(2, 3, dtype=torch.bool)
+
+
+def table_of(accuracy: list[list[float]], latency_ms: list[list[float]]) -> ProfileTable:
+    a, ms = torch.tensor(accuracy), torch.tensor(latency_ms)
+    return ProfileTable(
+        name="by hand",
+        knobs=(Knob("size", tuple(range(a.shape[1]))),),
+        configurations=torch.arange(a.shape[1]).unsqueeze(1),
+        accuracy=a,
+        latency_ms=ms,
+        mask=~a.isnan(),
+        sample_ids=tuple(str(i) for i in range(len(a))),
+    )
+
+
+def drawn(seed: int, n: int, c: int, holes: float = 0.0, levels: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Accuracy, cost and mask; with `levels` the values are coarse, so that there are ties."""
+    generator = torch.Generator().manual_seed(seed)
+    accuracy, cost = torch.rand(2, n, c, generator=generator)
+    if levels:
+        accuracy, cost = (accuracy * levels).round() / levels, (cost * levels).round() / levels
+    mask = torch.rand(n, c, generator=generator) >= holes
+    mask[torch.arange(n), torch.randint(c, (n,), generator=generator)] = True
+    return accuracy.masked_fill(~mask, NAN), (10 * cost + 1).masked_fill(~mask, NAN), mask
+
+
+def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
+    """[n, C], [n, B] → [B]."""
+    return values.double().gather(1, chosen).mean(0)
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def test_mean_budgets_are_quantiles_of_the_mean_latencies() -> None:
+    table = table_of([[0.5] * 3] * 3, [[5.0, 20.0, 30.0], [15.0, 20.0, 50.0], [1000.0] * 3])
+    assert mean_budgets(table, torch.tensor([0, 1])).tolist() == pytest.approx([12, 15, 20, 30, 36])
+    one = table_of([[0.5]], [[7.3]])
+    assert (mean_budgets(one, torch.tensor([0])) >= one.latency_ms.double().min()).all()
+
+
+@pytest.mark.parametrize(
+    ("price", "expected"),
+    [
+        (0.0, [2, 2]),
+        (0.124, [2, 2]),
+        (0.125, [1, 2]),  # a tie: the cheaper
+        (0.24, [1, 2]),
+        (0.25, [1, 0]),
+        (0.49, [1, 0]),
+        (0.5, [0, 0]),
+        (1e9, [0, 0]),
+    ],
+)
+def test_a_price_trades_accuracy_for_cost(price: float, expected: list[int]) -> None:
+    assert choose_at_price(ACCURACY, COST, price, EVERY).tolist() == expected
+
+
+def test_each_request_may_have_its_own_price_and_mask() -> None:
+    assert choose_at_price(ACCURACY, COST, torch.tensor([0.5, 0.0]), EVERY).tolist() == [0, 2]
+    mask = torch.tensor([[False, True, True], [True, True, False]])
+    assert choose_at_price(ACCURACY, COST, torch.tensor(9.0), mask).tolist() == [1, 0]
+    assert choose_at_price(ACCURACY, COST, 0.0, mask).tolist() == [2, 1]
+
+
+def test_the_lowest_price_that_keeps_the_budget() -> None:
+    # mean cost 1 from .5 on, 1.5 from .25 on, 2.5 from .125 on, 3.5 at lower prices
+    budgets = torch.tensor([0.5, 1, 1.4, 1.5, 2.4, 2.5, 3.4, 3.5, 9])
+    prices = calibrate_prices(ACCURACY, COST, COST, EVERY, budgets)
+    assert prices.tolist() == pytest.approx([0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0, 0], rel=1e-6)
+
+
+def test_the_cost_really_paid_counts_not_the_predicted_one() -> None:
+    # predicted 1, 2, 4 but paid 5, 2, 4: 5 from .5 on, 2 from .125 on, 4 below
+    paid = torch.tensor([[5.0, 2.0, 4.0]])
+    budgets = torch.tensor([1.0, 3.0, 4.0, 5.0])
+    prices = calibrate_prices(ACCURACY[:1], COST[:1], paid, EVERY[:1], budgets)
+    assert prices.tolist() == pytest.approx([0.5, 0.125, 0, 0], rel=1e-6)
+
+
+def test_with_one_configuration_there_is_nothing_to_price() -> None:
+    one = torch.ones(3, 1)
+    assert calibrate_prices(one, one, one, one > 0, torch.tensor([0.5, 2.0])).tolist() == [0, 0]
+    assert oracle_at_mean(one, one, one > 0, torch.tensor([0.5, 2.0])).tolist() == [[0, 0]] * 3
+    assert [x.tolist() for x in static_mix(one[0], one[0], torch.tensor([0.5, 2.0]))] == [[0, 0], [0, 0], [0, 0]]
+
+
+def test_the_best_single_configuration() -> None:
+    accuracy, cost = torch.tensor([0.2, 0.8, 0.6, 0.8]), torch.tensor([10.0, 40, 20, 30])
+    budgets = torch.tensor([5.0, 10, 19, 20, 30, 99])
+    assert best_single_at(accuracy, cost, budgets, torch.ones(1, 4, dtype=torch.bool)).tolist() == [[0, 0, 0, 2, 3, 3]]
+    without_3 = torch.tensor([[True, True, True, False]])
+    assert best_single_at(accuracy, cost, budgets, without_3).tolist() == [[0, 0, 0, 2, 2, 1]]
+
+
+def test_the_best_mixture_of_two() -> None:
+    # the hull runs from 0 over 2 to 1; 3 is below it, 4 is dearer and worse than 1
+    accuracy, cost = torch.tensor([0.2, 0.8, 0.6, 0.65, 0.7]), torch.tensor([10.0, 40, 20, 30, 50])
+    budgets = torch.tensor([5.0, 10, 15, 20, 25, 40, 60])
+    first, second, share = static_mix(accuracy, cost, budgets)
+    used = [(a, b, s) for a, b, s in zip(first.tolist(), second.tolist(), share.tolist(), strict=True)]
+    assert used == [(0, 2, 0), (0, 2, 0), (0, 2, 0.5), (2, 1, 0), (2, 1, 0.25), (1, 1, 0), (1, 1, 0)]
+
+
+def test_the_expected_outcome_of_a_mixture() -> None:
+    # means .25, .75, 1, .3125 and 10, 20, 40, 12 over the first two; the others have holes
+    table = table_of(
+        [
+            [0.5, 0.5, 1.0, 0.25],
+            [0.0, 1.0, 1.0, 0.375],
+            [1.0, NAN, NAN, 0.5],  # the dearer is missing, then both: the best single one that keeps the budget
+            [NAN, 0.5, 0.25, 1.0],  # the cheaper is missing
+            [NAN, NAN, 0.5, NAN],  # both are missing, and nothing keeps the budget
+            [0.0, NAN, 0.25, 1.0],
+        ],
+        [
+            [10.0, 10.0, 30.0, 12.0],
+            [10.0, 30.0, 50.0, 12.0],
+            [8.0, NAN, NAN, 9.0],
+            [NAN, 16.0, 44.0, 9.0],
+            [NAN, NAN, 64.0, NAN],
+            [8.0, NAN, 44.0, 9.0],
+        ],
+    )
+    mix = StaticMix(table, torch.tensor([0, 1]), torch.tensor([15.0, 25.0]))  # half 0 and 1; three quarters 1, else 2
+    assert (mix.first.tolist(), mix.second.tolist(), mix.share.tolist()) == ([0, 1], [1, 2], [0.5, 0.25])
+    accuracy, cost = mix.expected(table, torch.arange(6))
+    assert accuracy.tolist() == [[0.5, 0.625], [0.5, 1], [1, 0.5], [0.5, 0.4375], [0.5, 0.5], [0, 0.25]]
+    assert cost.tolist() == [[10, 15], [20, 35], [8, 9], [16, 23], [64, 64], [8, 44]]
+
+
+def test_the_oracle_spends_the_mean_budget_where_it_brings_most() -> None:
+    # the steps: .5 for 1, then .5 for 2 (the second sample skips its middle, which is no better per cost), .25 for 2
+    budgets = torch.tensor([0.5, 1, 1.5, 2.4, 2.5, 3.4, 3.5, 9])
+    chosen = oracle_at_mean(ACCURACY, COST, EVERY, budgets)
+    assert chosen.T.tolist() == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 2], [1, 2], [2, 2], [2, 2]]
+
+
+def test_below_the_cheapest_possible_everyone_takes_the_fastest() -> None:
+    accuracy, cost = torch.tensor([[0.9, 0.1], [NAN, 0.5]]), torch.tensor([[3.0, 2.0], [NAN, 8.0]])
+    assert oracle_at_mean(accuracy, cost, ~cost.isnan(), torch.tensor([1.0])).tolist() == [[1], [1]]
+
+
+def test_the_interval_of_a_difference_is_paired() -> None:
+    other = torch.arange(200.0)
+    assert difference_ci95(other + 0.25, other) == pytest.approx([0.25, 0.25])
+    policy = other + torch.tensor([0.0, 1.0]).repeat(100)
+    low, high = difference_ci95(policy, other)
+    # a mean of 200 values 0 or 1: .5 ± 1.96 · .5 / √200
+    assert [low, high] == pytest.approx([0.43, 0.57], abs=0.01)
+    assert difference_ci95(torch.stack([other + 1, other + 3]), other) == pytest.approx([1, 3])
+
+
+# -- on drawn tables ---------------------------------------------------------------------------------------------------
+
+TABLES = {
+    "seed": st.integers(0, 10**6),
+    "n": st.integers(1, 12),
+    "c": st.integers(1, 6),
+    "holes": st.sampled_from([0.0, 0.4]),
+    "levels": st.sampled_from([0, 3, 10]),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(**TABLES)
+def test_the_mean_cost_falls_as_the_price_rises(seed: int, n: int, c: int, holes: float, levels: int) -> None:
+    accuracy, cost, mask = drawn(seed, n, c, holes, levels)
+    prices = [0.0, *torch.logspace(-4, 4, 40).tolist()]
+    chosen = torch.stack([choose_at_price(accuracy, cost, price, mask) for price in prices], 1)
+    assert mask.gather(1, chosen).all()
+    assert (mean_of(cost, chosen).diff() <= 1e-9).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(**TABLES, wrong=st.booleans())
+def test_calibrated_prices_keep_every_budget_that_a_price_keeps(
+    seed: int, n: int, c: int, holes: float, levels: int, wrong: bool
+) -> None:
+    _, cost, mask = drawn(seed, n, c, holes, levels)
+    accuracy_hat, cost_hat, _ = drawn(seed + 1 if wrong else seed, n, c, 0.0, levels)
+    budgets = torch.linspace(1, 11, 21)
+    prices = calibrate_prices(accuracy_hat, cost_hat, cost, mask, budgets)
+    assert (prices.diff() <= 0).all()
+
+    def paid_at(at: list[float]) -> Tensor:
+        return mean_of(cost, torch.stack([choose_at_price(accuracy_hat, cost_hat, one, mask) for one in at], 1))
+
+    paid = paid_at(prices.tolist())
+    others = [0.0, *torch.logspace(-4, 4, 200).tolist(), 1e12]
+    tried = paid_at(others)
+    attainable = budgets >= tried.min() + 1e-6
+    assert (paid <= budgets + 1e-6)[attainable].all()
+    # and no lower price among those would do
+    for price, budget in zip(prices.tolist(), budgets.tolist(), strict=True):
+        lower = torch.tensor([other < price * (1 - 1e-6) for other in others])
+        assert not lower.any() or bool((tried[lower] > budget - 1e-6).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(**TABLES | {"n": st.integers(1, 60)})
+def test_a_budget_that_is_just_kept_is_kept(seed: int, n: int, c: int, holes: float, levels: int) -> None:
+    accuracy, cost, mask = drawn(seed, n, c, holes, levels)
+    cost = cost.double() / 3  # so that sums depend on their order
+    dearest = choose_at_price(accuracy, cost, 0.0, mask).unsqueeze(1)
+    budgets = mean_of(cost, dearest)
+    assert calibrate_prices(accuracy, cost, cost, mask, budgets).tolist() == [0]
+    assert oracle_at_mean(accuracy, cost, mask, budgets).equal(dearest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(**TABLES)
+def test_oracle_over_mixture_over_single(seed: int, n: int, c: int, holes: float, levels: int) -> None:
+    accuracy, cost, mask = drawn(seed, n, c, 0.0, levels)
+    means, costs = accuracy.double().mean(0), cost.double().mean(0)
+    budgets = torch.cat([costs, torch.linspace(1, 11, 11)])
+    single = best_single_at(means, costs, budgets, mask[:1]).squeeze(0)
+    first, second, share = static_mix(means, costs, budgets)
+    mixed, mixed_cost = (torch.lerp(v[first], v[second], share) for v in (means, costs))
+    kept = budgets >= costs.min()
+    assert (mixed_cost <= budgets + 1e-9)[kept].all()
+    assert (mixed >= means[single] - 1e-9)[kept].all()
+    chosen = oracle_at_mean(accuracy, cost, mask, budgets)
+    assert (mean_of(cost, chosen) <= budgets + 1e-6)[kept].all()
+    one_exchange = (accuracy.amax(1) - accuracy.amin(1)).max() / n
+    assert (mean_of(accuracy, chosen) >= mixed - one_exchange - 1e-9)[kept].all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), holes=st.sampled_from([0.0, 0.4]), levels=st.sampled_from([0, 3]))
+def test_the_oracle_is_within_one_exchange_of_every_choice(seed: int, holes: float, levels: int) -> None:
+    accuracy, cost, mask = drawn(seed, 4, 3, holes, levels)
+    every = torch.tensor(list(itertools.product(range(3), repeat=4))).T
+    allowed = mask.gather(1, every).all(0)
+    totals, right = mean_of(cost, every), mean_of(accuracy, every)
+    budgets = torch.linspace(1, 11, 11)
+    chosen = oracle_at_mean(accuracy, cost, mask, budgets)
+    assert mask.gather(1, chosen).all()
+    exchange = accuracy.masked_fill(~mask, -1).amax(1) - accuracy.masked_fill(~mask, 2).amin(1)
+    for b, budget in enumerate(budgets.tolist()):
+        affordable = right[allowed & (totals <= budget)]
+        if len(affordable):
+            assert float(mean_of(cost, chosen)[b]) <= budget + 1e-6
+            assert float(mean_of(accuracy, chosen)[b]) >= float(affordable.max() - exchange.max() / 4) - 1e-9
+
+
+def test_a_mixture_keeps_its_budget_on_the_rows_it_was_fitted_on() -> None:
+    table = small_table(80)
+    rows = torch.arange(80)
+    budgets = mean_budgets(table, rows)
+    accuracy, cost = StaticMix(table, rows, budgets).expected(table, rows)
+    assert (cost.mean(0) <= budgets + 1e-6).all()
+    oracle = oracle_at_mean(table.accuracy, table.latency_ms, table.mask, budgets)
+    assert (mean_of(table.accuracy, oracle) >= accuracy.mean(0)).all()

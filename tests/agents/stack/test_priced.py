@@ -1,0 +1,265 @@
+"""Prices, guard and mixtures of policies for mean budgets: by hand where there is a formula, then on a trained one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import small_table
+from torch import Tensor
+
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.controller.networks import UtilityNetwork
+from knobwise.agents.predictors.experts import Measured
+from knobwise.agents.predictors.prediction import Prediction
+from knobwise.agents.stack.priced_policy import (
+    PricedChooser,
+    compared,
+    hashed,
+    make_priced_baselines,
+    price_controller,
+    price_stack,
+    prices_by_trial,
+)
+from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price, mean_budgets
+from knobwise.agents.stack.stacked_controller import StackedController, _weights_of_folds, fit_priced_stack
+from knobwise.agents.stack.weights import HeldOut
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.settings import OptimiserConfig, PolicyConfig
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import BudgetConfig, BudgetEncoding
+from knobwise.envs.tables.profile_table import ProfileTable
+
+MEAN = BudgetConfig(sense="mean")
+SHORT = OptimiserConfig(warmup_iterations=10, iterations=4, contexts=32, minibatch=32, evaluate_every=4)
+STACK = PolicyConfig(structure="utility", members=3, experts=("ridge", "knn"), hidden=16, dropout=0.0)
+
+
+def trained(table: ProfileTable, policy: PolicyConfig) -> ControllerTrainer:
+    trainer = ControllerTrainer(table, table.split(), policy=policy, optimiser=SHORT, budget=MEAN)
+    trainer.run()
+    return trainer
+
+
+def fitted_rows(table: ProfileTable) -> Tensor:
+    split = table.split()
+    return torch.cat([split.train, split.validation])
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_mean_of_a_log_normal() -> None:
+    mean_log = torch.tensor([[10.0, 10.0], [3.0, 3.0]]).log()
+    spread = torch.tensor([0.0, 2 * math.log(2)]).sqrt()
+    prediction = Prediction(torch.ones(2, 2), mean_log, spread)
+    assert prediction.latency_ms.flatten().tolist() == pytest.approx([10, 20, 3, 6])
+
+
+def test_at_a_price_a_network_scores_accuracy_minus_latency_over_worth_and_nothing_else() -> None:
+    configurations = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    network = UtilityNetwork(3, configurations, BudgetEncoding(torch.ones(1)), STACK, priced=True)
+    assert not {"residual", "modulation"} & {name.split(".")[0] for name, _ in network.named_parameters()}
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    outcomes = network.outcomes(torch.randn(3, 5, 3))
+    worths = torch.linspace(1, 50, 5).expand(3, -1)
+    mean = torch.exp(outcomes.log_latency + outcomes.spread.square() / 2)
+    wanted = torch.sigmoid(outcomes.accuracy_logits) - mean / worths.unsqueeze(-1)
+    torch.testing.assert_close(network.scores(outcomes, worths), wanted)
+
+
+def test_the_lowest_price_tried_that_keeps_the_budget() -> None:
+    cost = torch.tensor([[1.0, 3.0, 7.0], [1.0, 5.0, 9.0]])
+    # means 1, 4 and 8; a worth of 3 ms is foolish, dearer than one of 4
+    choices = {2.0: [0, 0], 3.0: [2, 2], 4.0: [1, 1], 8.0: [2, 2]}
+    worths = torch.tensor([2.0, 3.0, 4.0, 8.0])
+    prices, chosen = prices_by_trial(
+        lambda worth: torch.tensor(choices[float(worth)]), cost, worths, torch.tensor([0.5, 1.0, 3.9, 4.0, 9.0])
+    )
+    assert prices.tolist() == [1 / 2, 1 / 2, 1 / 2, 1 / 4, 1 / 8]
+    assert chosen.T.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1], [2, 2]]
+
+
+def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
+    mixed = torch.full((4, 3), 0.5)
+    # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2), 0 and 0
+    accuracy = torch.tensor([[0.5, 0.75, 0.75], [0.5, 0.75, 0.75], [1.0, 0.75, 0.75], [1.0, 0.75, 0.75]])
+    cost = torch.tensor([2.0, 2.0, 3.0]).expand(4, -1)
+    found = compared(accuracy, cost, mixed, torch.tensor([2.0, 2.0, 2.9]), confidence=0.8)
+    assert [row["deployed"] for row in found] == [True, True, False]
+    assert [row["gain"] for row in found] == pytest.approx([0.25] * 3)
+    assert [row["gain_se"] for row in found] == pytest.approx([math.sqrt(0.25 / 12), 0, 0])
+    assert [row["accuracy_static_mix"] for row in found] == [0.5] * 3
+    assert "lowest is 3" in found[2]["reason"]
+    # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75)
+    sure = [compared(accuracy, cost, mixed, torch.full((3,), 9.0), c)[0]["deployed"] for c in (0.95, 0.96)]
+    assert sure == [True, False]
+
+
+def test_one_held_out_sample_shows_nothing() -> None:
+    one = torch.ones(1, 1)
+    assert not compared(one, one, 0 * one, 2 * one[0], confidence=0.8)[0]["deployed"]
+
+
+def test_a_hash_of_the_features_is_even_and_the_same_for_the_same_request() -> None:
+    features = {"b": torch.randn(4000, 3), "a": torch.randn(4000, 2)}
+    place = hashed(features)
+    assert ((place >= 0) & (place < 1)).all()
+    assert torch.histc(place, 4, 0, 1).tolist() == pytest.approx([1000] * 4, abs=120)
+    assert hashed({"a": features["a"][7:8], "b": features["b"][7:8]}).item() == place[7]
+    assert (hashed(features | {"a": features["a"] + 1e-3}) != place).float().mean() > 0.99
+
+
+def test_a_mixture_takes_its_dearer_side_for_its_share_of_the_requests() -> None:
+    table = small_table(60, holes=0.3)
+    mix = StaticMix(table, torch.arange(60), mean_budgets(table, torch.arange(60)))
+    restored = StaticMix.restored(mix.plain())
+    place = torch.arange(1000) / 1000
+    every, holes = torch.ones(1000, 12, dtype=torch.bool), table.mask[torch.arange(1000) % 60]
+    for b, share in enumerate(mix.share.tolist()):
+        group = torch.full((1000,), b)
+        chosen = mix.choose(place, group, every)
+        assert (chosen == mix.second[b]).float().mean().item() == pytest.approx(share, abs=1e-3)
+        assert set(chosen.tolist()) <= {int(mix.first[b]), int(mix.second[b])}
+        assert holes.gather(1, mix.choose(place, group, holes).unsqueeze(1)).all()
+        assert restored.choose(place, group, holes).equal(mix.choose(place, group, holes))
+
+
+# -- around something that decides -------------------------------------------------------------------------------------
+
+
+class Always:
+    """Chooses one configuration, and keeps the worths it was asked for."""
+
+    def __init__(self, configuration: int) -> None:
+        self.configuration = configuration
+
+    def choose(self, features: dict[str, Tensor], worths: Tensor, mask: Tensor) -> Tensor:
+        self.worths = worths
+        return torch.full((len(worths),), self.configuration)
+
+
+def always_with_fallback(table: ProfileTable) -> PricedChooser:
+    budgets = torch.tensor([6.0, 9.0], dtype=torch.float64)
+    guard = [{"deployed": True}, {"deployed": False}]
+    mix = StaticMix(table, torch.arange(60), budgets)
+    return PricedChooser("always", Always(3), budgets, torch.tensor([0.25, 0.0]), mix, guard)
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_where_it_was_not_shown_to_be_better_the_mixture_decides(features: bool) -> None:
+    table = small_table(60, features=features)
+    chooser = always_with_fallback(table)
+    assert chooser.mix is not None
+    blocks = table.features
+    first = chooser.choose(blocks, torch.full((60,), 6.0), table.mask)
+    assert chooser.chooser.worths.tolist() == [4.0] * 60
+    assert first.tolist() == [3] * 60
+    sides = torch.stack([chooser.mix.first[1], chooser.mix.second[1]])
+    drawn = torch.cat([chooser.choose(blocks, torch.full((60,), 9.0), table.mask) for _ in range(30)])
+    assert chooser.chooser.worths.isinf().all()
+    assert torch.isin(drawn, sides).all()
+    share = (drawn == sides[1]).float().mean().item()
+    assert share == pytest.approx(float(chooser.mix.share[1]), abs=0.15 if features else 0.04)
+    again = torch.cat([always_with_fallback(table).choose(blocks, torch.full((60,), 9.0), table.mask)])
+    assert again.equal(drawn[:60])
+    # what is expected of it needs no draw
+    accuracy, cost = chooser.expected(table, torch.arange(60))
+    mixed, mixed_cost = chooser.mix.expected(table, torch.arange(60))
+    assert accuracy[:, 0].equal(table.accuracy[:, 3].double())
+    assert accuracy[:, 1].equal(mixed[:, 1])
+    assert cost[:, 1].equal(mixed_cost[:, 1])
+
+
+def test_a_budget_without_a_price_is_refused() -> None:
+    table = small_table(60)
+    with pytest.raises(InputError, match=r"7.*calibrated for 6, 9"):
+        always_with_fallback(table).choose(table.features, torch.full((60,), 7.0), table.mask)
+
+
+# -- trained -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_a_stack_is_priced_by_what_it_says_out_of_fold(tmp_path: Path, features: bool) -> None:
+    table = small_table(120, holes=0.2, features=features)
+    rows, budgets = fitted_rows(table), mean_budgets(table, fitted_rows(table))
+    trainer = trained(table, STACK)
+    arguments = (table, rows, trainer.controller, STACK, trainer.limits)
+    stack, held_out = fit_priced_stack(*arguments, seed=0)
+    assert float(stack.weights.sum()) == pytest.approx(1)
+    priced = price_stack(*arguments, budgets, seed=0)
+    assert priced.prices.equal(calibrate_prices(*held_out, table.latency_ms[rows], table.mask[rows], budgets))
+    # the budgets are kept on what was held out, except where no price keeps them
+    for row, budget in zip(priced.guard, budgets.tolist(), strict=True):
+        assert row["latency_ms_mean"] <= budget * (1 + 1e-9) or "no price" in row["reason"]
+    # what decides is Â − λ·L̂ of the whole, and its probabilities follow
+    assert isinstance(priced.chooser, StackedController)
+    blocks, worths = {name: block[rows] for name, block in table.features.items()}, torch.full((len(rows),), 20.0)
+    normal = stack.features(blocks, len(rows))
+    accuracy, cost = stack.accuracy_and_cost(normal)
+    chosen = priced.chooser.choose(blocks, worths, table.mask[rows])
+    assert chosen.equal(choose_at_price(accuracy, cost, 1 / 20, table.mask[rows]))
+    assert stack(normal, worths, table.mask[rows]).argmax(-1).equal(chosen)
+    # in and out of a checkpoint
+    save_checkpoint(tmp_path / "best.pt", priced, table, {})
+    again = load_checkpoint(tmp_path / "best.pt").controller
+    assert isinstance(again, PricedChooser)
+    assert again.guard == priced.guard
+    for budget in budgets:
+        limits = budget.expand(len(rows))
+        fresh = price_stack(*arguments, budgets, seed=0)
+        assert again.choose(blocks, limits, table.mask[rows]).equal(fresh.choose(blocks, limits, table.mask[rows]))
+        again._draws.manual_seed(0)
+
+
+def test_the_weights_of_a_fold_have_not_seen_it() -> None:
+    table = small_table(100)
+    measured = Measured.of(table, torch.arange(100), torch.ones(0), seed=0)
+    scores = [torch.rand(2, 100, 12, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    worth = scores[0] + scores[1]
+    changed, (_, hold) = worth.clone(), measured.folds[2]
+    changed[:, hold] = scores[2][:, hold]
+    found = [list(_weights_of_folds(measured, HeldOut(scores, w, table.mask), torch.ones(3))) for w in (worth, changed)]
+    assert sorted(torch.cat([place for place, _ in found[0]]).tolist()) == list(range(100))
+    same = [torch.equal(before, after) for (_, before), (_, after) in zip(*found, strict=True)]
+    assert same == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("policy", [PolicyConfig(hidden=16), PolicyConfig(structure="joint", members=3, hidden=16)])
+def test_any_other_controller_is_priced_by_trial_on_what_was_held_out(policy: PolicyConfig) -> None:
+    table = small_table(100, holes=0.2)
+    trainer, rows = trained(table, policy), fitted_rows(table)
+    budgets, mask = mean_budgets(table, rows), table.mask[trainer.judged_rows]
+    folds = list(zip(*trainer.divide(), strict=True))
+    priced = price_controller(
+        table, trainer.controller, lambda w: trainer.choose({}, w.reshape(1), mask), folds, policy, budgets
+    )
+    assert (priced.prices.diff() <= 0).all()
+    for row, budget in zip(priced.guard, budgets.tolist(), strict=True):
+        assert row["latency_ms_mean"] <= budget * (1 + 1e-9) or "no price" in row["reason"]
+    no_guard = PolicyConfig(**{**vars(policy), "guard": False})
+    unguarded = price_controller(
+        table, trainer.controller, lambda w: trainer.choose({}, w.reshape(1), mask), folds, no_guard, budgets
+    )
+    assert unguarded.deployed.all()
+    assert unguarded.mix is None
+    assert unguarded.prices.equal(priced.prices)
+
+
+def test_baselines_that_look_at_the_request_are_priced_out_of_fold() -> None:
+    table = small_table(200)
+    rows, budgets = fitted_rows(table), mean_budgets(table, fitted_rows(table))
+    baselines = make_priced_baselines(table, table.split(), budgets)
+    names = ["latency_only", "ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting"]
+    assert [baseline.name for baseline in baselines] == names
+    mixed = StaticMix(table, rows, budgets).expected(table, rows)[0].mean(0)
+    for baseline in baselines:
+        assert (baseline.prices.diff() <= 0).all()
+        accuracy, cost = baseline.expected(table, rows)
+        assert cost.mean(0).tolist() == pytest.approx(budgets.tolist(), rel=0.25)
+        if baseline.name != "latency_only":
+            assert accuracy.mean() > mixed.mean() + 0.03

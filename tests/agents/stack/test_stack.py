@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import small_table, table_of, two_kinds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.predictors.experts import Measured, fit_experts
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.folds import folds_of, rows_of_members
+from knobwise.agents.stack.stacked_controller import Costs, StackedController, fit_priced_stack, fit_stack
+from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
+from knobwise.agents.training.settings import EXPERTS, PolicyConfig
+from knobwise.envs.configurations.budgets import default_budgets, judged_worths
+from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
+
+FAST = ("ridge", "knn")
+
+
+def config_of(**settings: object) -> PolicyConfig:
+    options: dict[str, object] = {"structure": "utility", "members": 3, "hidden": 8, "experts": FAST, **settings}
+    return PolicyConfig(**options)  # type: ignore[arg-type]
+
+
+def driven_apart(table: ProfileTable, rows: Tensor, config: PolicyConfig, priced: bool = False) -> Controller:
+    """A network that was not trained, whose members differ."""
+    torch.manual_seed(0)
+    network = Controller.for_table(table, rows, config, priced).eval()
+    for p in network.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return network
+
+
+def stack_of(table: ProfileTable, rows: Tensor, config: PolicyConfig) -> StackedController:
+    return fit_stack(table, rows, driven_apart(table, rows, config), config, default_budgets(table), seed=0)
+
+
+def owners(table: ProfileTable, rows: Tensor) -> Tensor:
+    """The member, of three, that each row was held out of."""
+    owner = torch.empty(len(rows), dtype=torch.int64)
+    for number, (_, hold) in enumerate(folds_of(table, rows, 0, 3)):
+        owner[hold] = number
+    return owner
+
+
+def two_configurations() -> ProfileTable:
+    table = two_kinds(60, shown=True)
+    return table_of(table.accuracy[:, 1:].tolist(), table.latency_ms[:, 1:].tolist(), table.features["x"])
+
+
+TABLES = {
+    "complete": lambda: small_table(90),
+    "holes": lambda: small_table(90, holes=0.6),
+    "two configurations": two_configurations,
+    "no features": lambda: small_table(60, holes=0.3, features=False),
+    "29 samples": lambda: small_table(29, holes=0.2),
+}
+
+
+@functools.cache
+def fitted(name: str) -> tuple[ProfileTable, Tensor, StackedController]:
+    table = TABLES[name]()
+    rows = torch.arange(table.num_samples)[: -table.num_samples // 5]
+    return table, rows, stack_of(table, rows, config_of(experts=EXPERTS))
+
+
+def member_scores(network: Controller, features: Tensor, limit: float) -> Tensor:
+    """[M, n, C]."""
+    net, members = network.network, network.config.members
+    out = net.outcomes(features.expand(members, -1, -1))
+    return net.scores(out, torch.full((members, len(features)), limit))
+
+
+def blocks(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
+    return {name: block[rows] for name, block in table.features.items()}
+
+
+# -- whatever the table ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_it_is_fitted_whatever_the_table(name: str) -> None:
+    table, _, stack = fitted(name)
+    assert (stack.weights >= 0).all()
+    assert stack.weights.sum().item() == pytest.approx(1)
+    assert 0 < stack.held_out_worth <= 1
+    expected = () if name == "no features" else EXPERTS  # then nothing but the budget tells
+    assert tuple(expert.name for expert in stack.experts) == expected
+    assert list(stack.chosen()["weights"]) == ["network", *expected]
+    assert stack.guard is not None
+    assert stack.guard.budgets_ms.tolist() == pytest.approx(default_budgets(table).tolist())
+
+
+@pytest.mark.parametrize("name", TABLES)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**20), low=st.floats(0.0, 1.0))
+def test_it_never_leaves_the_mask(name: str, seed: int, low: float) -> None:
+    table, _, stack = fitted(name)
+    generator = torch.Generator().manual_seed(seed)
+    n, c = table.mask.shape
+    mask = torch.rand(n, c, generator=generator) < 0.3
+    mask.scatter_(1, torch.randint(c, (n, 1), generator=generator), True)
+    budgets = low + 60 * torch.rand(n, generator=generator)
+    chosen = stack.choose(table.features, budgets, mask)
+    assert chosen.dtype == torch.int64
+    assert mask.gather(1, chosen.unsqueeze(1)).all()
+    assert torch.equal(chosen, stack.choose(table.features, budgets, mask))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_loaded_one_decides_like_the_saved_one(name: str, tmp_path: Path) -> None:
+    table, _, stack = fitted(name)
+    save_checkpoint(tmp_path / "s.pt", stack, table, {})
+    again = load_checkpoint(tmp_path / "s.pt").controller
+    assert isinstance(again, StackedController)
+    budgets = torch.linspace(3, 40, table.num_samples)
+    for mask in (None, table.mask):
+        assert torch.equal(again.choose(table.features, budgets, mask), stack.choose(table.features, budgets, mask))
+    x = stack.features(table.features, table.num_samples)
+    assert all(torch.equal(a, b) for a, b in zip(again.view(x, budgets), stack.view(x, budgets), strict=True))
+    assert again.chosen() == stack.chosen()
+    assert again.held_out_worth == stack.held_out_worth
+    assert again.guard is not None
+    assert again.guard.rows() == stack.guard.rows()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_log_probs_are_a_distribution_over_what_the_mask_allows(name: str) -> None:
+    table, _, stack = fitted(name)
+    n = table.num_samples // 2 * 2
+    x, budgets, mask = stack.features(table.features, table.num_samples)[:n], torch.linspace(3, 40, n), table.mask[:n]
+    log_probs = stack(x, budgets, mask)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(n).to(log_probs.dtype))
+    assert ((log_probs == -torch.inf) == ~mask).all()
+    view = stack.view(x, budgets)
+    assert torch.equal(log_probs.argmax(-1), view.score.masked_fill(~mask, -torch.inf).argmax(-1))
+    square = stack(x.reshape(2, n // 2, x.shape[-1]), budgets.reshape(2, -1), mask.reshape(2, n // 2, -1))
+    torch.testing.assert_close(square.reshape(n, -1), log_probs)
+
+
+# -- what it computes --------------------------------------------------------------------------------------------------
+
+
+def test_what_it_expects_is_the_weighted_mean_of_its_members() -> None:
+    table, rows, stack = fitted("complete")
+    x, budgets = stack.features(blocks(table, rows), len(rows)), torch.full((len(rows),), 11.0)
+    parts = [member_scores(stack.network, x, 11.0).mean(0)]
+    parts += [expert(x).expected_utility(budgets) for expert in stack.experts]
+    weights = torch.tensor([0.2, 0.5, 0.0, 0.3, 0.0, 0.0])
+    other = StackedController(stack.network, list(stack.experts), weights)
+    wanted = 0.2 * parts[0] + 0.5 * parts[1] + 0.3 * parts[3]
+    torch.testing.assert_close(other.view(x, budgets).score, wanted)
+    assert torch.equal(other.choose(blocks(table, rows), budgets), wanted.argmax(1))
+    meets = [expert(x).meets(budgets) for expert in stack.experts]
+    alone = StackedController(stack.network, list(stack.experts), torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
+    torch.testing.assert_close(alone.view(x, budgets).meets, meets[0])
+
+
+def test_the_lean_form_is_the_network_alone() -> None:
+    table, rows = small_table(60), torch.arange(50)
+    stack = stack_of(table, rows, config_of(experts=(), guard=False))
+    assert stack.weights.tolist() == [1.0]
+    assert (len(stack.experts), stack.guard, stack.static) == (0, None, None)
+    x, budgets = stack.features(table.features, 60), torch.full((60,), 9.0)
+    score = member_scores(stack.network, x, 9.0).mean(0)
+    torch.testing.assert_close(stack.view(x, budgets).score, score)
+    assert torch.equal(stack.choose(table.features, budgets), score.argmax(1))
+
+
+def test_members_of_the_network_speak_of_what_was_held_out_of_them() -> None:
+    table = dataclasses.replace(small_table(60, holes=0.3), image_ids=tuple(str(i // 3) for i in range(60)))
+    rows = torch.arange(4, 57)
+    stack = stack_of(table, rows, config_of(experts=(), guard=False))
+    x = stack.features(blocks(table, rows), len(rows))
+    folds = folds_of(table, rows, 0, 3)
+    for fit, hold in folds:
+        assert not set((rows[fit] // 3).tolist()) & set((rows[hold] // 3).tolist())
+
+    def worth(owner: Tensor) -> float:
+        total = 0.0
+        for budget in default_budgets(table):
+            scores = member_scores(stack.network, x, float(budget))[owner, torch.arange(len(rows))]
+            chosen = scores.masked_fill(~table.mask[rows], -torch.inf).argmax(1)
+            met = table.latency_ms[rows, chosen] <= budget
+            total += float((table.accuracy[rows, chosen] * met).mean()) / 5
+        return total
+
+    owner = owners(table, rows)
+    assert stack.held_out_worth == pytest.approx(worth(owner), abs=1e-6)
+    assert all(abs(worth((owner + step) % 3) - worth(owner)) > 1e-3 for step in (1, 2))  # another owner shows
+
+
+def test_experts_are_weighed_by_what_they_say_out_of_fold() -> None:
+    # what an expert says of the rows it was fitted on is better than what it says out of fold: worth must be the latter
+    table, rows = small_table(60), torch.arange(60)
+    stack = stack_of(table, rows, config_of(experts=("ridge",), guard=False))
+    alone = StackedController(stack.network, list(stack.experts), torch.tensor([0.0, 1.0]))
+    budgets = default_budgets(table)
+    measured = Measured.of(table, rows, budgets, 0)
+    (one,) = fit_experts(table, measured, stack.normaliser, ("ridge",), 0)
+    scores = [one.out_of_fold.expected_utility(b.expand(60)) for b in budgets]
+    x = stack.features(table.features, 60)
+    inside = [alone.view(x, b.expand(60)).score for b in budgets]
+    latency = one.out_of_fold.log_latency
+    assert measured.utility(inside, latency) > measured.utility(scores, latency)
+    network = torch.stack([member_scores(stack.network, x, float(b)) for b in budgets])
+    owner = owners(table, rows)
+    weights = stack.weights.float()
+    both = [weights[0] * network[i, owner, rows] + weights[1] * scores[i] for i in range(5)]
+    assert stack.held_out_worth == pytest.approx(measured.utility(both, latency), abs=1e-6)
+
+
+def test_the_one_who_knows_gets_the_weight() -> None:
+    table = two_kinds(200, shown=True)
+    rows = torch.arange(150)
+    stack = stack_of(table, rows, config_of())
+    assert stack.weights[0] < 0.3  # an untrained network beside two that see which configuration is needed
+    test = torch.arange(150, 200)
+    budget = torch.full((50,), 16.0)
+    chosen = stack.choose(blocks(table, test), budget)
+    got = table.accuracy[test, chosen] * (table.latency_ms[test, chosen] <= budget)
+    assert got.mean() > 0.9
+
+
+@functools.cache
+def priced() -> tuple[ProfileTable, Tensor, StackedController, Costs]:
+    table, rows = small_table(90, holes=0.2), torch.arange(70)
+    config = config_of(guard=False)
+    network = driven_apart(table, rows, config, priced=True)
+    return table, rows, *fit_priced_stack(table, rows, network, config, judged_worths(table), seed=0)
+
+
+def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
+    table, _, stack, _ = priced()
+    assert (stack.limit_key, stack.priced, stack.guard) == ("worth_ms", True, None)
+    x, worths = stack.features(table.features, 90), torch.linspace(2, 300, 90)
+    out = stack.network.network.outcomes(x.expand(3, -1, -1))
+    said = [(out.accuracy.mean(0), out.latency_ms.mean(0)), *((e(x).accuracy, e(x).latency_ms) for e in stack.experts)]
+    accuracy, cost = (sum(float(w) * s[i] for w, s in zip(stack.weights, said, strict=True)) for i in range(2))
+    found = stack.accuracy_and_cost(x)
+    torch.testing.assert_close(found.accuracy, accuracy)
+    torch.testing.assert_close(found.latency_ms, cost)
+    score = (accuracy - cost / worths.unsqueeze(1)).masked_fill(~table.mask, -torch.inf)
+    assert torch.equal(stack.choose(table.features, worths, table.mask), score.argmax(1))
+    torch.testing.assert_close(
+        stack(x, worths, table.mask), (stack.network.network.sharpness * score).log_softmax(-1).to(score.dtype)
+    )
+
+
+@torch.no_grad()
+def test_at_a_price_weights_are_those_of_what_was_held_out() -> None:
+    table, rows, stack, costs = priced()
+    measured = Measured.of(table, rows, torch.empty(0), 0)
+    fitted_ones = fit_experts(table, measured, stack.normaliser, FAST, 0)
+    x = stack.features(blocks(table, rows), 70)
+    out = stack.network.network.outcomes(x.expand(3, -1, -1))
+    owner = owners(table, rows)
+    said = [(out.accuracy[owner, torch.arange(70)], out.latency_ms[owner, torch.arange(70)])]
+    said += [(one.out_of_fold.accuracy, one.out_of_fold.latency_ms) for one in fitted_ones]
+    worths = judged_worths(table)[:, None, None]
+    got = (measured.accuracy - measured.latency_ms / worths).nan_to_num()
+    held_out = HeldOut([a - ms / worths for a, ms in said], got, measured.mask)
+    torch.testing.assert_close(stack.weights, stack_weights(held_out))
+    assert stack.held_out_worth == pytest.approx(held_out.mean_worth(weighted(held_out.scores, stack.weights)))
+    # and what it expects of these rows comes from weights that have not seen their fold
+    for fit, hold in measured.folds:
+        own = stack_weights(held_out.take(torch.from_numpy(fit)))
+        torch.testing.assert_close(costs.accuracy[hold], weighted([a[hold] for a, _ in said], own).float())
+        torch.testing.assert_close(costs.latency_ms[hold], weighted([ms[hold] for _, ms in said], own).float())
+
+
+def test_at_a_price_it_is_the_same_again_after_a_checkpoint(tmp_path: Path) -> None:
+    table, _, stack, _ = priced()
+    save_checkpoint(tmp_path / "s.pt", stack, table, {})
+    again = load_checkpoint(tmp_path / "s.pt").controller
+    assert isinstance(again, StackedController)
+    assert again.limit_key == "worth_ms"
+    worths = torch.linspace(1, 200, 90)
+    assert torch.equal(again.choose(table.features, worths), stack.choose(table.features, worths))
+
+
+@pytest.mark.parametrize("profiled", [1.0, 0.1])
+def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
+    """Accuracies are coin flips: what is held out must not look better than it is, also where most cells are holes."""
+    generator = torch.Generator().manual_seed(0)
+    n, c = 240, 30
+    mask = torch.rand(n, c, generator=generator) < profiled
+    mask[torch.arange(n), torch.arange(n) % c] = True
+    accuracy = (torch.rand(n, c, generator=generator) < 0.5).float().masked_fill(~mask, torch.nan)
+    table = ProfileTable(
+        name="noise",
+        knobs=(Knob("model", tuple(str(i) for i in range(c))),),
+        configurations=torch.arange(c).unsqueeze(1),
+        accuracy=accuracy,
+        latency_ms=torch.ones(n, c).masked_fill(~mask, torch.nan),
+        mask=mask,
+        sample_ids=tuple(str(i) for i in range(n)),
+        features={"features": torch.randn(n, 8, generator=generator)},
+    )
+    rows, budgets = torch.arange(n), torch.tensor([2.0])
+    measured = Measured.of(table, rows, budgets, 0)
+    normaliser = FeatureNormaliser.fit(table, rows)
+    for one in fit_experts(table, measured, normaliser, ("ridge", "knn", "random_forest"), 0):
+        chosen = one.out_of_fold.accuracy.masked_fill(~mask, -1.0).argmax(1, keepdim=True)
+        assert abs(float(accuracy.gather(1, chosen).mean()) - 0.5) < 0.11, one.expert.name  # 3.4 standard errors
+
+    config = PolicyConfig(structure="utility", members=5, hidden=8)
+    own, held_out = rows_of_members(table, Split(rows[:200], rows[200:], rows[:0]), 5, 0)
+    mine = torch.stack([torch.isin(rows, fitted) for fitted in own])
+    network = Controller.for_table(table, rows, config, own=mine).eval()
+    x = network.features(table.features, n)
+    got = []
+    for member, held in enumerate(held_out):
+        with torch.no_grad():
+            scores = network.network(
+                x[held].expand(5, -1, -1), budgets.expand(5, len(held)), mask[held].expand(5, -1, -1)
+            )
+        got.append(accuracy[held].gather(1, scores[member].argmax(-1, keepdim=True)))
+    assert abs(float(torch.cat(got).mean()) - 0.5) < 0.11

@@ -1,0 +1,404 @@
+"""The training of a selector: each trap of the original, every reward, stopping and going on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import MatchScorer, small_beams
+from tensordict import TensorDict
+
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.selector.networks import SelectorConfig
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorLossConfig, StageConfig
+from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
+from knobwise.envs.demonstrations.reward import MODES, DemonstrationRewardConfig
+from knobwise.envs.demonstrations.torchrl_env import GroupConfig
+from knobwise.envs.tables.profile_table import Split
+
+SMALL = SelectorConfig(width=16, heads=2, dropout=0.3)
+SHORT = StageConfig(epochs=2, lr=3e-3, queries=8)
+
+
+class Lines:
+    """A log that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.lines.append((step, dict(metrics)))
+
+
+def fresh(table: BeamTable, config: SelectorConfig = SMALL) -> Selector:
+    torch.manual_seed(0)
+    return Selector.fitted(config, table.queries, table.candidates)
+
+
+def trainer(
+    stage: str, data: tuple[BeamTable, MatchScorer], start: Selector | None = None, **settings: Any
+) -> SelectorTrainer:
+    table, scorer = data
+    options = {"scorer": scorer, "config": SHORT} | settings
+    return SelectorTrainer(stage, table, table.split(0.8, 0.1), start or fresh(table), **options)
+
+
+def weights(agent: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in agent.parameters()]
+
+
+def one_batch(student: SelectorTrainer) -> TensorDict:
+    next(iter(student.collector))
+    return student.buffer[:]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_kl_and_ratio_at_the_first_step_of_grpo(live: bool) -> None:
+    """Trap 2: old and new log-probs are taken in the same mode, dropout or not."""
+    data, log = small_beams(), Lines()
+    student = trainer("grpo", data, live=live, log=log, config=replace(SHORT, lr=1e-9))
+    student.run()
+    first = next(line for step, line in log.lines if "Train/KL" in line and step == 0)
+    assert first["Train/KL"] == pytest.approx(0, abs=1e-6)
+    assert first["Train/Ratio_Mean"] == pytest.approx(1, abs=1e-6)
+    assert first["Train/Clip_Fraction"] == 0
+    assert first["Train/ESS"] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_behaviour_is_that_of_the_start_and_the_reference_that_of_sft(tmp_path: Path) -> None:
+    """Trap 3: old log-probs are not those from before RCE, and the KL is not to what GRPO starts from."""
+    data = small_beams()
+    table, _ = data
+    sft = fresh(table).eval()
+    warm = trainer("rce", data, sft, folder=tmp_path)
+    warm.run()
+    rce = load_checkpoint(tmp_path / "last.pt").selector  # whatever validation says of it
+    student = trainer("grpo", data, rce, reference=sft)
+    batch = one_batch(student)
+    rows, action = batch["row"], batch["action"]
+    for selector, key in ((rce, "action_log_prob"), (sft, "reference_log_prob")):
+        pool = table.pool[rows]
+        dist = selector.distribution(table.queries[rows], table.candidates[pool], pool >= 0, 2, 1)
+        torch.testing.assert_close(dist.log_prob(action), batch[key])
+    assert (batch["action_log_prob"] - batch["reference_log_prob"]).abs().max() > 1e-3
+
+
+def test_groups_without_a_sequence_or_with_one_teach_nothing_and_break_nothing() -> None:
+    """Trap 5: one surviving candidate made a standard deviation, and then every weight, NaN."""
+    table, scorer = small_beams(12)
+    sequences, found_by = table.sequences.clone(), table.found_by.clone()
+    sequences[:4, 1:], sequences[4:8] = -1, -1
+    found_by[:4, 1:], found_by[4:8] = -1, -1
+    none = sequences[..., 0] < 0
+    fields = {name: values.masked_fill(none, torch.nan) for name, values in table.fields.items()}
+    pool = table.pool.clone()
+    pool[8:10, 1:] = -1  # one candidate
+    sequences[8:10, :, 0], sequences[8:10, :, 1], sequences[8:10, 1:] = 0, -1, -1
+    found_by[8:10, 1:] = -1
+    fields = {n: v.masked_fill(sequences[..., 0] < 0, torch.nan) for n, v in fields.items()}
+    holed = replace(table, sequences=sequences, found_by=found_by, fields=fields, pool=pool)
+    split = Split(torch.arange(10), torch.arange(10, 12), torch.arange(0))
+    for stage, live in (("sft", False), ("rce", False), ("grpo", False), ("grpo", True)):
+        student = SelectorTrainer(stage, holed, split, fresh(holed), scorer=scorer, live=live, config=SHORT)
+        assert all(p.isfinite().all() for p in student.run().parameters())
+    only_poor = SelectorTrainer("grpo", holed, split._replace(train=torch.arange(10)), fresh(holed), config=SHORT)
+    before = weights(only_poor.agent)
+    only_poor.run()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(only_poor.agent), strict=True))
+
+
+def test_more_ids_than_64() -> None:
+    """Trap 6: pools and banks of any size."""
+    data = small_beams(16, pool=200)
+    assert len(data[0].candidates) == 800
+    assert trainer("rce", data).run().stage == "rce"
+
+
+@pytest.mark.parametrize(("mode", "adaptive"), itertools.product(MODES, [False, True]))
+def test_every_reward_trains(mode: str, adaptive: bool, tmp_path: Path) -> None:
+    data = small_beams(16)
+    reward = DemonstrationRewardConfig(mode=mode, adaptive=adaptive)
+    for live in (False, True):
+        student = trainer("grpo", data, reward=reward, live=live, config=replace(SHORT, epochs=1), folder=tmp_path)
+        student.run()
+        last = load_checkpoint(tmp_path / "last.pt").selector
+        assert all(p.isfinite().all() for p in last.parameters())
+        assert any(not torch.equal(a, b) for a, b in zip(weights(fresh(data[0])), weights(last), strict=True))
+
+
+@pytest.mark.parametrize("version", ["v0", "v1", "v2"])
+@pytest.mark.parametrize("update", ["additive", "convex"])
+def test_every_network_learns_to_choose(version: str, update: str) -> None:
+    data = small_beams(200)
+    config = SelectorConfig(version=version, width=32, heads=2, update=update)
+    student = trainer("sft", data, fresh(data[0], config), groups=GroupConfig("beams"), config=replace(SHORT, epochs=8))
+    before, _ = student._judge()
+    student.run()
+    # the convex update only moves towards what was chosen, and does not look for what is missing
+    assert student.best["score"] > before + (0.2 if update == "additive" else 0.1)
+
+
+def test_post_training_adds_what_imitation_gets_wrong() -> None:
+    """Beams found by looking at the answer are right by luck as often as not; live draws tell who lies."""
+    data = small_beams(400, seed=1)
+    table, _ = data
+    sft = trainer("sft", data, groups=GroupConfig("beams"), config=replace(SHORT, epochs=2)).run()
+    live = trainer("grpo", data, sft, live=True, config=replace(SHORT, epochs=6, lr=1e-3))
+    before, _ = live._judge()
+    live.run()
+    assert live.best["score"] > before + 0.1
+    shuffled = trainer(
+        "grpo", data, sft, live=True, reward=DemonstrationRewardConfig(shuffled=True), config=replace(SHORT, epochs=3)
+    )
+    shuffled.run()
+    last, _ = SelectorTrainer(
+        "grpo", table, shuffled.split, shuffled.selector, scorer=data[1], config=replace(SHORT, epochs=0)
+    )._judge()
+    assert last < live.best["score"] - 0.1
+
+
+def test_advantages_are_those_of_the_whole_group_when_few_of_it_take_part() -> None:
+    """Trap 4: of the best three of 0/1 rewards all may be 1; taken in the whole group their advantages are not 0."""
+    data = small_beams(40)
+    student = trainer("grpo", data, loss=SelectorLossConfig(curriculum=1.0, curriculum_top=2))
+    batch = one_batch(student)
+    loss = student._loss()
+    assert loss is student.grpo
+    assert student.grpo.top == 2
+    out = student._loss_of(loss, batch)
+    right = (batch["next", "vqa_correct"] > 0.5).float()
+    best_two_alike = (right.sort(-1, descending=True).values[:, :2].std(-1) == 0).float().mean()
+    assert best_two_alike > 0.3
+    assert float(out["zero_advantage_fraction"]) < best_two_alike
+
+
+def test_the_curriculum_ends() -> None:
+    student = trainer("grpo", small_beams(), loss=SelectorLossConfig(curriculum=0.5))
+    student.iteration = student.total // 2
+    student._loss()
+    assert student.grpo.top is None
+
+
+def test_conditional_training_leaves_out_groups_with_few_right_sequences() -> None:
+    data = small_beams(40)
+    student = trainer("grpo", data, loss=SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0))
+    batch = one_batch(student)
+    share = (batch["next", "vqa_correct"] > 0.5).float().mean(-1)
+    few = batch[share < 0.5]
+    assert 0 < len(few) < len(batch)
+    loss = student._loss()
+    student._loss_of(loss, few)["loss_objective"].backward()
+    assert all(p.grad is None or not p.grad.any() for p in student.agent.parameters())
+    student._loss_of(loss, batch)["loss_objective"].backward()
+    assert any(p.grad is not None and p.grad.any() for p in student.agent.parameters())
+
+
+def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl() -> None:
+    loss = SelectorLossConfig(kl_to_ref_coeff=0.1, kl_band=(0.01, 0.1), temperature_band=(0.01, 0.1))
+    student = trainer("grpo", small_beams(), loss=loss)
+    student._steer(0.2)
+    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(0.15)
+    assert student.agent.temperature == pytest.approx(1 / 1.1)
+    student._steer(0.001)
+    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(0.1)
+    assert student.agent.temperature == pytest.approx(1)
+    for _ in range(60):
+        student._steer(0.001)
+    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(1e-3)
+    assert student.agent.temperature == 2
+
+
+def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite() -> None:
+    data = small_beams()
+    student = trainer("rce", data)
+    seen = []
+    for iteration in (0, student.total // 2, student.total):
+        student.iteration = iteration
+        student._loss()
+        seen.append(float(student.imitation.temperature))
+    assert seen == pytest.approx([2.0, 1.25, 0.5])
+    student = trainer("sft", data, groups=GroupConfig("beams"))
+    student._loss()
+    assert student.imitation.temperature == torch.inf
+
+
+def test_sft_is_the_mean_cross_entropy_of_the_beams() -> None:
+    data = small_beams()
+    table, _ = data
+    student = trainer("sft", data, fresh(table, SelectorConfig(width=16, heads=2)), groups=GroupConfig("beams"))
+    batch = one_batch(student)
+    rows = batch["row"]
+    pool = table.pool[rows]
+    dist = student.selector.distribution(table.queries[rows], table.candidates[pool], pool >= 0, 2, 1)
+    by_hand = -dist.log_prob(table.sequences[rows][:, :2]).mean()
+    loss = student._loss()
+    torch.testing.assert_close(student._loss_of(loss, batch)["loss_rce"], by_hand)
+
+
+@pytest.mark.parametrize(
+    ("stage", "live", "stop"), [("sft", False, 3), ("rce", False, 5), ("grpo", False, 4), ("grpo", True, 7)]
+)
+def test_a_stage_that_was_stopped_ends_bit_for_bit_like_one_that_was_not(
+    tmp_path: Path, stage: str, live: bool, stop: int
+) -> None:
+    data = small_beams()
+    loss = SelectorLossConfig(kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001))
+
+    def make(folder: Path) -> SelectorTrainer:
+        return trainer(stage, data, live=live, folder=folder, loss=loss, config=replace(SHORT, epochs=3))
+
+    whole = make(tmp_path / "whole")
+    whole.run()
+
+    class Stopped(Exception):
+        pass
+
+    broken = make(tmp_path / "broken")
+    learn = broken._learn
+
+    def pressed(batch: Any) -> Mapping[str, float]:
+        if broken.iteration == stop:
+            raise Stopped
+        return learn(batch)
+
+    broken._learn = pressed  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        broken.run()
+    again = make(tmp_path / "broken")
+    assert again.resume(tmp_path / "broken" / "last.pt")
+    again.run()
+    for name in ("best.pt", "last.pt", "epoch0.pt", "epoch3.pt"):
+        first, second = (load_checkpoint(tmp_path / how / name).selector for how in ("whole", "broken"))
+        pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert whole.best["score"] == again.best["score"]
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+    data = small_beams()
+    trainer("sft", data, folder=tmp_path).run()
+    for other in (
+        trainer("sft", data, config=replace(SHORT, lr=1e-4)),
+        trainer("rce", data),
+        trainer("sft", small_beams(seed=5)),
+    ):
+        with pytest.raises(InputError, match="choose another name"):
+            other.resume(tmp_path / "last.pt")
+
+
+def test_without_a_scorer_recorded_sequences_judge() -> None:
+    table, _ = small_beams(60)
+    log = Lines()
+    student = SelectorTrainer("grpo", table, table.split(0.8, 0.1), fresh(table), config=SHORT, log=log)
+    student.run()
+    rows = student.split.validation
+    highest = student.env.rewards[rows].amax(1).mean()
+    assert student.env.rewards[rows].amin(1).mean() < student.best["score"] <= highest + 1e-6
+    with pytest.raises(InputError, match="need a scorer"):
+        SelectorTrainer("grpo", table, table.split(0.8, 0.1), fresh(table), live=True)
+
+
+def test_own_draws_and_rounds_of_them_form_the_group() -> None:
+    data = small_beams(20)
+    table, scorer = data
+    draws = torch.tensor([[0, 1], [1, 2], [2, 3]]).expand(20, -1, -1)
+    rows = torch.arange(20).repeat_interleave(3)
+    fields = scorer(rows, table.pool[rows].gather(1, draws.reshape(-1, 2)))
+    for number in (1, 2):
+        table = table.with_beams(draws, {k: v.view(20, 3) for k, v in fields.items()}, POLICY, number)
+    student = trainer("grpo", (table, scorer), groups=GroupConfig("own", rounds=1))
+    assert one_batch(student)["group_mask"].sum(-1).tolist() == [3] * 8
+    student = trainer("grpo", (table, scorer), groups=GroupConfig("without_beams"))
+    assert one_batch(student)["group_mask"].sum(-1).tolist() == [10] * 8
+
+
+def test_only_training_queries_are_fitted_on() -> None:
+    """Neither validation nor test queries are drawn, also where all are in one table."""
+    data = small_beams(40)
+    for stage, live in (("sft", False), ("grpo", True)):
+        student = trainer(stage, data, live=live)
+        seen = torch.cat([student.env.reset()["row"] for _ in range(12)])
+        assert set(seen.tolist()) == set(student.split.train.tolist())
+
+
+def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 11: not once for each beam."""
+    data = small_beams(40)
+    student = trainer("grpo", data)
+    calls = []
+    network = student.selector.network
+    encode = network.encode
+
+    def counted(query: torch.Tensor, pool: torch.Tensor, mask: torch.Tensor) -> Any:
+        calls.append(tuple(pool.shape[:2]))
+        return encode(query, pool, mask)
+
+    monkeypatch.setattr(network, "encode", counted)
+    batch = one_batch(student)
+    assert batch["action"].shape[1] == 6
+    assert calls == [(8, 8)]
+    student._loss_of(student._loss(), batch)
+    assert calls == [(8, 8)] * 2
+
+
+def test_fewer_sequences_take_part_under_the_curriculum() -> None:
+    """Those left out have no gradient; the KL is that of all."""
+    data = small_beams(40)
+    student = trainer("grpo", data, loss=SelectorLossConfig(curriculum=1.0, curriculum_top=1, kl_to_ref_coeff=0.0))
+    batch = one_batch(student)
+    outs = []
+    for top in (1, None):
+        student.grpo.top = top
+        student.agent.zero_grad()
+        student._loss_of(student.grpo, batch)["loss_objective"].backward()
+        outs.append(torch.cat([p.grad.flatten() for p in student.agent.parameters() if p.grad is not None]))
+    assert not torch.allclose(*outs, atol=1e-6)
+
+
+def test_the_temperature_is_that_of_draws_and_log_probs() -> None:
+    data = small_beams(40)
+    student = trainer("grpo", data)
+    batch = one_batch(student)
+    sharp = student.agent.get_dist(batch).log_prob(batch["action"])
+    student.agent.temperature = 2.0
+    flat = student.agent.get_dist(batch).log_prob(batch["action"])
+    assert not torch.allclose(sharp, flat)
+    assert student.agent.get_dist(batch).entropy().mean() > 0
+    torch.testing.assert_close(
+        flat,
+        student.selector.distribution(
+            data[0].queries[batch["row"]],
+            data[0].candidates[data[0].pool[batch["row"]]],
+            data[0].pool_mask[batch["row"]],
+            2,
+            8,
+            temperature=2.0,
+        ).log_prob(batch["action"]),
+    )
+
+
+def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    data = small_beams()
+    student = trainer("rce", data, config=replace(SHORT, epochs=3, keep="last"), folder=tmp_path)
+    student.run()
+    assert student.best["iteration"] == student.total
+    assert load_checkpoint(tmp_path / "best.pt").extra["epoch"] == 3
+
+
+def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts() -> None:
+    data, log = small_beams(120), Lines()
+    config = replace(SHORT, collected=96, queries=8, lr=3e-2, rise=0.5)
+    student = trainer("grpo", data, config=config, log=log)
+    assert student.settings.contexts == 96
+    assert student.settings.minibatch == 8
+    student.run()
+    clipped = [line["Train/Clip_Fraction"] for _, line in log.lines if "Train/Clip_Fraction" in line]
+    assert max(clipped) > 0

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import small_table
+from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.envs import check_env_specs
+
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import BudgetConfig
+from knobwise.envs.configurations.contexts import ContextSampler, check_profiled
+from knobwise.envs.configurations.reward import RewardConfig, RewardTable
+from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+
+
+def one_knob() -> ProfileTable:
+    return ProfileTable(
+        name="one",
+        knobs=(Knob("size", ("s", "m", "l")),),
+        configurations=torch.arange(3).unsqueeze(1),
+        accuracy=torch.tensor([[0.1, 0.5, 1.0], [0.2, torch.nan, 0.8]]),
+        latency_ms=torch.tensor([[1.0, 2.0, 4.0], [1.5, torch.nan, 6.0]]),
+        mask=torch.tensor([[True, True, True], [True, False, True]]),
+        sample_ids=("first", "second"),
+    )
+
+
+@pytest.mark.parametrize(
+    "modes", [{"lean": True}, {"lean": True, "full_information": True}, {"full_information": True}]
+)
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("table", [small_table(), small_table(holes=0.6, features=False), one_knob()])
+def test_specs_hold(modes: dict[str, bool], group_size: int, table: ProfileTable) -> None:
+    check_env_specs(ConfigBandit(table, batch_size=4, group_size=group_size, **modes), seed=0)
+
+
+def test_shapes_of_everything() -> None:
+    table = small_table()
+    out = ConfigBandit(table, batch_size=4, group_size=3, full_information=True).rollout(1).squeeze(-1)
+    found = {key: tuple(value.shape) for key, value in out.items() if key != "next"}
+    assert found == {
+        "row": (4,),
+        "budget_ms": (4,),
+        "mask": (4, 12),
+        "image_features": (4, 4),
+        "language_features": (4, 4),
+        "reward_per_configuration": (4, 12),
+        "accuracy": (4, 3),
+        "latency_ms": (4, 3),
+        "action": (4, 3, 3),
+        "done": (4, 1),
+        "terminated": (4, 1),
+    }
+    assert out["next", "reward"].shape == (4, 3)
+
+
+def test_lean_carries_row_and_budget_alone() -> None:
+    reset = ConfigBandit(small_table(), batch_size=4, lean=True).reset()
+    assert set(reset.keys()) == {"row", "budget_ms", "done", "terminated"}
+
+
+def test_every_episode_is_one_decision_on_one_context() -> None:
+    env = ConfigBandit(small_table(), batch_size=4, group_size=2)
+    out = env.rollout(5, break_when_any_done=False)
+    assert out["next", "done"].all()
+    assert torch.equal(out["next", "row"], out["row"])
+    assert torch.equal(out["next", "budget_ms"], out["budget_ms"])
+    assert len(out["budget_ms"].unique()) == 20  # and the next one is another
+
+
+@pytest.mark.parametrize("kind", ["shaped", "utility"])
+def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind: str) -> None:
+    table, config = small_table(holes=0.3), RewardConfig(kind=kind)
+    env = ConfigBandit(table, batch_size=30, group_size=4, full_information=True, reward=config)
+    out = env.rollout(1).squeeze(-1)
+    chosen = table.find(out["action"])
+    cells = out["row"][:, None], chosen
+    assert torch.equal(out["next", "accuracy"], table.accuracy[cells])
+    assert torch.equal(out["next", "latency_ms"], table.latency_ms[cells])
+    # where a number stands in a tensor decides whether torch's sigmoid rounds its last bit up or down
+    last_bit = 1e-7 if kind == "shaped" else 0
+    wanted = out["reward_per_configuration"].gather(1, chosen)
+    torch.testing.assert_close(out["next", "reward"], wanted, rtol=0, atol=last_bit)
+    assert torch.equal(out["mask"], table.mask[out["row"]])
+    assert torch.equal(out["image_features"], table.features["image_features"][out["row"]])
+    assert (out["reward_per_configuration"].isnan() == ~out["mask"]).all()
+    rewards = RewardTable(table, config).of(out["row"], chosen, out["budget_ms"])
+    assert torch.equal(out["next", "reward"], rewards)
+
+
+def test_a_step_and_the_contexts_after_it_are_what_stepping_and_resetting_gives() -> None:
+    table = small_table(holes=0.3)
+    one, two = (ConfigBandit(table, batch_size=5, group_size=2, full_information=True) for _ in range(2))
+    context = one.rand_action(one.reset())
+    two.reset()
+    stepped, following = one.step_and_maybe_reset(context.clone())
+    wanted = two.step(context.clone())
+    assert set(stepped.keys(True, True)) == set(wanted.keys(True, True))
+    for key, value in wanted.items(True, True):
+        torch.testing.assert_close(stepped[key], value, rtol=0, atol=0, equal_nan=True)
+    after = two.reset()
+    assert set(following.keys()) == set(after.keys())
+    for key, value in after.items():
+        torch.testing.assert_close(following[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_seed_gives_the_same_on_a_device_that_is_named() -> None:
+    table = small_table(holes=0.3)
+    here, there = (ConfigBandit(table, batch_size=6, group_size=2, seed=3, device=device) for device in (None, "cpu"))
+    context = here.rand_action(here.reset())
+    assert torch.equal(there.reset()["budget_ms"], context["budget_ms"])
+    rewards = [env.step(context.clone())["next", "reward"] for env in (here, there)]
+    assert torch.equal(*rewards)
+
+
+def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
+    table = small_table(holes=0.5)
+    env = ConfigBandit(table, batch_size=1, group_size=60_000)
+    torch.manual_seed(0)
+    for row in range(3):
+        context = env.reset().set("row", torch.tensor([row]))
+        share = torch.bincount(table.find(env.rand_action(context)["action"]).flatten(), minlength=12) / 60_000
+        torch.testing.assert_close(share, table.mask[row] / table.mask[row].sum(), rtol=0, atol=0.02)
+
+
+def test_the_reward_of_a_draw_depends_on_this_draw_alone() -> None:
+    table = small_table()
+    env = ConfigBandit(table, batch_size=8, group_size=4)
+    context = env.reset()
+    action = env.rand_action(context.clone())["action"]
+    first = env.step(context.clone().set("action", action))["next", "reward"]
+    for changed in range(4):
+        other = action.clone()
+        other[:, changed] = (action[:, changed] + 1) % torch.tensor(table.knob_sizes)
+        reward = env.step(context.clone().set("action", other))["next", "reward"]
+        same = torch.arange(4) != changed
+        assert torch.equal(reward[:, same], first[:, same])
+        assert (reward[:, changed] != first[:, changed]).all()
+
+
+def test_a_group_is_the_same_as_flat_rows_with_repeated_contexts() -> None:
+    table = small_table()
+    grouped, flat = ConfigBandit(table, batch_size=5, group_size=3), ConfigBandit(table, batch_size=15)
+    context = grouped.rand_action(grouped.reset())
+    repeated = TensorDict({k: context[k].repeat_interleave(3) for k in ("row", "budget_ms")}, [15])
+    repeated["action"] = context["action"].reshape(15, 1, 3)
+    reward = grouped.step(context)["next", "reward"]
+    assert torch.equal(flat.step(repeated)["next", "reward"].reshape(5, 3), reward)
+
+
+@pytest.mark.parametrize("strategy", ["relative", "quantiles"])
+def test_one_seed_gives_one_sequence_of_contexts(strategy: str) -> None:
+    table, budget = small_table(), BudgetConfig(strategy=strategy)
+    one, same, other = (ConfigBandit(table, batch_size=6, budget=budget, seed=seed, lean=True) for seed in (3, 3, 4))
+    for _ in range(3):
+        context = one.reset()
+        assert torch.equal(context["budget_ms"], same.reset()["budget_ms"])
+        assert not torch.equal(context["budget_ms"], other.reset()["budget_ms"])
+    one.set_seed(4)
+    other.set_seed(4)
+    assert torch.equal(one.reset()["row"], other.reset()["row"])
+
+
+def test_contexts_do_not_depend_on_the_random_numbers_of_others() -> None:
+    table = small_table()
+    one, same = (ConfigBandit(table, batch_size=6, seed=0) for _ in range(2))
+    one.reset()
+    torch.rand(100)
+    one.rollout(1)
+    same.reset()
+    same.rollout(1)
+    assert torch.equal(one.reset()["budget_ms"], same.reset()["budget_ms"])
+
+
+def test_samples_come_evenly_from_the_rows_given_and_from_nowhere_else() -> None:
+    rows = torch.tensor([3, 7, 20])
+    drawn = ConfigBandit(small_table(), batch_size=3000, rows=rows).reset()["row"]
+    counts = drawn.bincount(minlength=60)
+    assert counts.sum() == counts[rows].sum()
+    assert ((counts[rows] - 1000).abs() < 120).all()
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(InputError, match="no samples"):
+        ContextSampler(small_table(), BudgetConfig(), torch.tensor([], dtype=torch.int64), seed=0)
+
+
+def test_random_actions_never_leave_the_mask_and_reach_all_of_it() -> None:
+    table = small_table(holes=0.6)
+    env = ConfigBandit(table, batch_size=60, group_size=200)
+    context = env.reset().update({"row": torch.arange(60)})
+    chosen = table.find(env.rand_action(context)["action"])
+    hit = torch.zeros(60, 12).scatter_(1, chosen, 1.0).bool()
+    assert torch.equal(hit, table.mask)
+
+
+def test_what_was_never_profiled_is_refused_and_never_rewarded() -> None:
+    table = one_knob()
+    env = ConfigBandit(table, batch_size=2, group_size=2)
+    context = env.reset().update({"row": torch.tensor([0, 1]), "action": torch.tensor([[[1], [0]], [[0], [1]]])})
+    with pytest.raises(InputError, match=r"1 of the actions.*'second'.*'one'"):
+        env.step(context)
+
+
+def test_an_action_that_does_not_exist_is_refused() -> None:
+    for action in (-1, 3):
+        with pytest.raises(InputError, match="'first'"):
+            check_profiled(one_knob(), torch.tensor([0]), one_knob().find(torch.tensor([[[action]]])))
+
+
+def test_the_collector_gives_one_decision_for_each_context() -> None:
+    env = ConfigBandit(small_table(), batch_size=8, group_size=2, lean=True)
+    collector = Collector(env, frames_per_batch=8, total_frames=24, reset_at_each_iter=True)
+    batches = list(collector)
+    collector.shutdown()
+    assert [tuple(batch["next", "reward"].shape) for batch in batches] == [(8, 1, 2)] * 3
+    assert len(torch.cat([batch["budget_ms"] for batch in batches]).unique()) == 24

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import small_table
+
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import BudgetConfig
+from knobwise.envs.configurations.contexts import BalanceConfig, ContextSampler, row_weights
+from knobwise.envs.tables.profile_table import ProfileTable
+
+FIRST_ROWS, FIRST_OF_LISTS = [44, 39, 53, 0, 43, 39], [3, 0, 4, 7, 0, 2]
+LISTS = [torch.tensor([3, 5, 7, 9, 11]), torch.tensor([0]), torch.tensor([2, 4])]
+
+
+def sampler(rows: torch.Tensor | list[torch.Tensor] | None, seed: int = 0, **budget: object) -> ContextSampler:
+    return ContextSampler(small_table(), BudgetConfig(**budget), rows, seed)  # type: ignore[arg-type]
+
+
+def test_rows_are_drawn_evenly_from_those_given() -> None:
+    rows, budgets = sampler(torch.tensor([4, 8, 15, 16]))(8000)
+    shares = rows.bincount(minlength=17)[[4, 8, 15, 16]] / 8000
+    torch.testing.assert_close(shares, torch.full((4,), 0.25), atol=0.02, rtol=0)
+    assert budgets.shape == (8000,)
+    assert budgets.min() > 0
+
+
+def test_of_several_lists_contexts_are_drawn_in_turn_and_evenly_from_each() -> None:
+    rows, _ = sampler(LISTS)(9000)
+    for number, own in enumerate(LISTS):
+        drawn = rows[number::3]
+        assert set(drawn.tolist()) == set(own.tolist())
+        shares = drawn.bincount(minlength=60)[own] / 3000
+        torch.testing.assert_close(shares, torch.full((len(own),), 1 / len(own)), atol=0.03, rtol=0)
+
+
+def test_whose_turn_it_is_does_not_depend_on_what_was_drawn_before() -> None:
+    contexts = sampler(LISTS)
+    contexts(4)  # no whole round
+    assert set(contexts(9)[0][1::3].tolist()) == {0}
+
+
+def test_budgets_are_those_of_the_rows_of_all_lists_together() -> None:
+    table = small_table()
+    table.latency_ms[[0, 2, 4]] = 5.0
+    table.latency_ms[[3, 5, 7, 9, 11]] = 7.0
+    budgets = ContextSampler(table, BudgetConfig(low=0.0, high=1.0), LISTS, seed=0)(3000)[1]
+    assert budgets.min() == 5.0  # whichever list the row came from
+    assert budgets.max() == 7.0
+    # 3 of the 8 rows
+    assert (budgets < 6).float().mean().item() == pytest.approx(3 / 8, abs=0.03)
+
+
+@pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
+def test_set_back_to_where_it_was_it_draws_the_same_again(rows: torch.Tensor | list[torch.Tensor]) -> None:
+    contexts = sampler(rows)
+    contexts(12)
+    first = contexts(12)
+    contexts.generator.set_state(contexts.before)
+    again = contexts(12)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_under_a_mean_budget_worths_are_drawn() -> None:
+    table = small_table()
+    worths = sampler(LISTS, sense="mean")(3000)[1]
+    measured = table.latency_ms[torch.cat(LISTS)]
+    assert worths.min() >= measured.min()
+    assert measured.max() < worths.max() <= 30 * measured.max()
+
+
+def test_nothing_to_draw_from() -> None:
+    for rows in (torch.tensor([], dtype=torch.int64), [], [torch.arange(3), torch.tensor([], dtype=torch.int64)]):
+        with pytest.raises(InputError, match="no samples to draw from"):
+            sampler(rows)
+
+
+def unbalanced() -> ProfileTable:
+    """Data set a has 48 rows and b 12; configuration 0 was profiled for rows 0 to 5 only, of two samples each."""
+    table = small_table()
+    types = tuple("rare" if row % 20 == 0 else "common" for row in range(60))
+    table = replace(table, datasets=("a",) * 48 + ("b",) * 12, question_types=types)
+    mask = table.mask.clone()
+    mask[6:, 0] = False
+    return replace(
+        table,
+        mask=mask,
+        accuracy=table.accuracy.masked_fill(~mask, torch.nan),
+        latency_ms=table.latency_ms.masked_fill(~mask, torch.nan),
+    )
+
+
+@pytest.mark.parametrize(
+    ("balance", "share_of_b"),
+    [
+        (BalanceConfig(by="dataset"), 0.5),
+        (BalanceConfig(by="dataset", power=0.5), 12**0.5 / (12**0.5 + 48**0.5)),
+    ],
+)
+def test_small_data_sets_are_drawn_more_often(balance: BalanceConfig, share_of_b: float) -> None:
+    table = unbalanced()
+    weights = row_weights(table, balance, torch.arange(60))
+    rows, budgets = ContextSampler(table, BudgetConfig(), None, 0, weights)(20_000)
+    assert (rows >= 48).float().mean().item() == pytest.approx(share_of_b, abs=0.015)
+    shares = rows.bincount(minlength=60)[48:] / (rows >= 48).sum()
+    torch.testing.assert_close(shares, torch.full((12,), 1 / 12), atol=0.015, rtol=0)
+    assert budgets.min() > 0
+
+
+def test_question_types_and_configurations() -> None:
+    table, everything = unbalanced(), torch.arange(60)
+    weights = row_weights(table, BalanceConfig(by="question_type"), everything)
+    assert weights is not None
+    assert weights[[0, 20, 40]].tolist() == pytest.approx([1 / 3] * 3)
+    assert float(weights.sum()) == pytest.approx(2)
+    weights = row_weights(table, BalanceConfig(by="configuration"), everything)
+    assert weights is not None
+    # 11 configurations were profiled for all 60 rows, one for six of them; then among rows 3 to 12 for three of ten
+    assert weights[0].item() == pytest.approx(11 / 60 + 1 / 6)
+    assert weights[6].item() == pytest.approx(11 / 60)
+    assert float(weights.sum()) == pytest.approx(12)
+    some = row_weights(table, BalanceConfig(by="configuration", power=0.5), torch.arange(3, 13))
+    assert some is not None
+    assert some[[0, 3, 6]].tolist() == pytest.approx([0, 11 / 10**0.5 + 1 / 3**0.5, 11 / 10**0.5])
+
+
+def test_what_is_not_drawn_from_does_not_count() -> None:
+    weights = row_weights(unbalanced(), BalanceConfig(by="dataset"), torch.arange(40, 60))
+    assert weights is not None
+    assert weights[:40].sum() == 0
+    assert weights[40].item() == pytest.approx(1 / 8)
+    assert weights[59].item() == pytest.approx(1 / 12)
+
+
+def test_weights_hold_in_each_of_several_lists() -> None:
+    weights = torch.arange(60.0)
+    rows, _ = ContextSampler(small_table(), BudgetConfig(), [torch.tensor([0, 10, 30]), torch.tensor([5])], 0, weights)(
+        20_000
+    )
+    assert set(rows[1::2].tolist()) == {5}
+    shares = rows[::2].bincount(minlength=60)[[0, 10, 30]] / 10_000
+    torch.testing.assert_close(shares, torch.tensor([0, 0.25, 0.75]), atol=0.015, rtol=0)
+
+
+def test_weighted_contexts_come_from_the_seed_and_come_again() -> None:
+    weights = torch.rand(60)
+    one, same, other = (ContextSampler(small_table(), BudgetConfig(), LISTS, seed, weights) for seed in (0, 0, 1))
+    first = one(40)
+    assert all(map(torch.equal, first, same(40)))
+    assert not torch.equal(first[0], other(40)[0])
+    one.set_back(one.before)
+    assert all(map(torch.equal, first, one(40)))
+
+
+def test_what_was_never_weighed_is_never_drawn() -> None:
+    weights = torch.zeros(60)
+    weights[[4, 9]] = 1
+    rows, _ = ContextSampler(small_table(), BudgetConfig(), torch.tensor([9, 2, 4, 3]), 0, weights)(500)
+    assert set(rows.tolist()) == {4, 9}
+
+
+def test_equal_seeds_without_weights_draw_what_they_always_drew() -> None:
+    """Written down before there were weights."""
+    assert sampler(None)(6)[0].tolist() == FIRST_ROWS
+    assert sampler(LISTS)(6)[0].tolist() == FIRST_OF_LISTS
+    assert row_weights(small_table(), BalanceConfig(), torch.arange(60)) is None
+
+
+def test_a_balance_that_cannot_be() -> None:
+    with pytest.raises(InputError, match=r"balance\.by='colour'"):
+        BalanceConfig(by="colour")
+    with pytest.raises(InputError, match=r"balance\.power=0"):
+        BalanceConfig(power=0)
+    with pytest.raises(InputError, match="has no question types"):
+        row_weights(small_table(), BalanceConfig(by="question_type"), torch.arange(3))
+    with pytest.raises(InputError, match="are of one, 'small'"):
+        row_weights(small_table(), BalanceConfig(by="dataset"), torch.arange(3))
+    with pytest.raises(InputError, match="are of one, 'a'"):
+        row_weights(unbalanced(), BalanceConfig(by="dataset"), torch.arange(40))
+    with pytest.raises(ValueError, match="not all 0"):
+        ContextSampler(small_table(), BudgetConfig(), None, 0, torch.zeros(60))

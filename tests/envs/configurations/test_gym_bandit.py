@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from helpers import small_table
+from torchrl.envs import GymWrapper, check_env_specs
+
+import knobwise  # noqa: F401  (registers the environment)
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import BudgetConfig
+from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv, oracle
+from knobwise.envs.configurations.reward import RewardConfig
+from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+
+ID = "knobwise/ConfigBandit-v0"
+
+
+def profiled_action(table: ProfileTable, info: dict, number: int = 0) -> np.ndarray:
+    return table.configurations[torch.from_numpy(info["mask"])][number].numpy()
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_gymnasium_finds_nothing_to_complain_of(features: bool) -> None:
+    env = gymnasium.make(ID, table=small_table(features=features), render_mode="ansi")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env.unwrapped)
+        env.reset(seed=0)  # and the checker that wraps it agrees
+        env.step(env.action_space.sample())
+
+
+def test_torchrl_wraps_it() -> None:
+    wrapped = GymWrapper(gymnasium.make(ID, table=small_table()), categorical_action_encoding=True)
+    check_env_specs(wrapped)
+    played = wrapped.rollout(5, break_when_any_done=False)
+    assert played["action"].shape == (5, 3)
+    assert played["next", "reward"].shape == (5, 1)
+    assert played["image_features"].shape == (5, 4)
+
+
+@pytest.mark.parametrize("strategy", ["relative", "uniform", "quantiles"])
+def test_all_three_environments_give_the_same_contexts_and_rewards(strategy: str) -> None:
+    table, reward = small_table(holes=0.3), RewardConfig(alpha=2.0, miss=0.5, kind="utility")
+    budget = BudgetConfig(strategy=strategy)
+    one = ConfigBanditEnv(table, budget, reward)
+    many = ConfigBanditVectorEnv(1, table, budget, reward)
+    native = ConfigBandit(table, budget=budget, reward=reward, lean=False)
+    _, info = one.reset(seed=5)
+    _, infos = many.reset(seed=5)
+    native.set_seed(5)
+    for step in range(6):
+        context = native.reset()
+        action = profiled_action(table, info, step % int(info["mask"].sum()))
+        assert info["sample_id"] == infos["sample_id"][0] == table.sample_ids[int(context["row"])]
+        assert info["budget_ms"] == infos["budget_ms"][0] == context["budget_ms"].item()
+        out = native.step(context.set("action", torch.from_numpy(action)[None, None]))["next"]
+        _, got, _, _, told = one.step(action)
+        _, rewards, _, _, infos = many.step(action[None])
+        assert got == rewards[0] == out["reward"].item()
+        assert told["latency_ms"] == infos["final_info"]["latency_ms"][0] == out["latency_ms"].item()
+        _, info = one.reset()
+
+
+def test_a_batch_of_contexts_is_that_of_the_native_environment() -> None:
+    table = small_table()
+    _, infos = ConfigBanditVectorEnv(7, table).reset(seed=3)
+    context = ConfigBandit(table, batch_size=7, seed=3).reset()
+    assert infos["budget_ms"].tolist() == context["budget_ms"].tolist()
+    assert infos["sample_id"].tolist() == [table.sample_ids[row] for row in context["row"]]
+
+
+def test_without_a_seed_no_two_environments_draw_the_same() -> None:
+    table = small_table()
+    drawn = [env.reset()[1]["budget_ms"] for env in (ConfigBanditEnv(table), ConfigBanditEnv(table))]
+    assert drawn[0] != drawn[1]
+
+
+def test_infos_tell_the_outcome_by_hand() -> None:
+    table = small_table()
+    env = ConfigBanditEnv(table, BudgetConfig(strategy="fixed", values_ms=(12.0,)))
+    _, before = env.reset(seed=0)
+    row, action = int(before["sample_id"]), np.array([2, 1, 0])
+    _, _, terminated, truncated, info = env.step(action)
+    assert (terminated, truncated) == (True, False)
+    assert before["budget_ms"] == info["budget_ms"] == 12
+    assert before["mask"].all()
+    assert info["configuration"] == {"max_crops": 10, "top_k": 8, "num_active_blocks": 12}
+    assert info["accuracy"] == table.accuracy[row, 10]
+    assert info["latency_ms"] == table.latency_ms[row, 10]
+    assert info["violation"] == (table.latency_ms[row, 10] > 12)
+    best = int(oracle(table, torch.tensor([row]), torch.tensor([12.0])))
+    assert info["oracle_configuration"] == table.configuration(best)
+    assert info["oracle_accuracy"] == table.accuracy[row, best]
+
+
+@pytest.mark.parametrize("holes", [0.0, 0.7])
+def test_the_oracle_is_the_best_by_brute_force(holes: float) -> None:
+    table = small_table(holes=holes)
+    budgets = torch.linspace(2, 30, 60)[torch.randperm(60, generator=torch.Generator().manual_seed(0))]
+    found = oracle(table, torch.arange(60), budgets)
+    for row in range(60):
+        candidates = []
+        for c in table.mask[row].nonzero().squeeze(1).tolist():
+            latency = table.latency_ms[row, c].item()
+            gain = table.accuracy[row, c].item() if latency <= budgets[row].item() else 0.0
+            candidates.append((-gain, latency, c))
+        assert found[row].item() == min(candidates)[2]
+
+
+def test_what_was_never_profiled_is_refused_by_name_and_never_rewarded() -> None:
+    table = small_table(holes=0.6)
+    env = ConfigBanditEnv(table)
+    _, info = env.reset(seed=0)
+    hole = table.configurations[torch.from_numpy(~info["mask"])][0].numpy()
+    with pytest.raises(InputError, match=f"sample {info['sample_id']!r} of 'small'"):
+        env.step(hole)
+    many = ConfigBanditVectorEnv(2, table)
+    _, infos = many.reset(seed=0)
+    actions = np.stack([profiled_action(table, {"mask": mask}) for mask in infos["mask"]])
+    actions[1] = table.configurations[torch.from_numpy(~infos["mask"][1])][0].numpy()
+    with pytest.raises(InputError, match=f"1 of the actions.*sample {infos['sample_id'][1]!r}"):
+        many.step(actions)
+
+
+def test_an_action_of_another_width_is_refused() -> None:
+    env = ConfigBanditEnv(small_table())
+    env.reset(seed=0)
+    with pytest.raises(RuntimeError, match="shape"):
+        env.step(np.array([1]))
+
+
+def test_a_step_needs_a_reset_every_time() -> None:
+    env = ConfigBanditEnv(small_table())
+    many = ConfigBanditVectorEnv(2, small_table())
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(np.zeros(3, dtype=np.int64))
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        many.step(np.zeros((2, 3), dtype=np.int64))
+    env.reset(seed=0)
+    env.step(np.zeros(3, dtype=np.int64))
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(np.zeros(3, dtype=np.int64))
+
+
+def test_observations_share_no_memory() -> None:
+    table = small_table()
+    env = ConfigBanditEnv(table)
+    first, info = env.reset(seed=0)
+    second, *_ = env.step(np.zeros(3, dtype=np.int64))
+    for key, value in first.items():
+        assert not np.shares_memory(value, second[key])
+        value[:] = 7.0
+    info["mask"][:] = False
+    assert table.mask.all()
+    assert not (table.features["image_features"] == 7).any()
+    many = ConfigBanditVectorEnv(3, table)
+    before, _ = many.reset(seed=0)
+    after, _, _, _, infos = many.step(np.zeros((3, 3), dtype=np.int64))
+    for key, value in before.items():
+        assert not np.shares_memory(value, after[key])
+        assert not any(np.shares_memory(value, last[key]) for last in infos["final_obs"])
+
+
+def test_a_missing_feature_shows_as_the_median_of_its_column() -> None:
+    table = small_table()
+    block = table.features["image_features"]
+    block[:, 0] = torch.arange(60.0)
+    block[:10, 0] = torch.nan  # of 10 … 59 the lower median is 34
+    env = ConfigBanditEnv(table, rows=torch.arange(10))
+    assert env.reset(seed=0)[0]["image_features"][0] == 34
+    assert block[:10, 0].isnan().all()
+
+
+def test_render_tells_in_words_what_happened() -> None:
+    env = ConfigBanditEnv(small_table(), BudgetConfig(strategy="fixed", values_ms=(12.0,)), render_mode="ansi")
+    assert env.render() == "Nothing yet: call reset()."
+    _, info = env.reset(seed=0)
+    assert env.render() == f"Sample {info['sample_id']}, budget 12.00 ms: what will you set?"
+    _, reward, _, _, info = env.step(np.array([2, 1, 0]))
+    first, chosen, best = env.render().splitlines()
+    assert first == f"Sample {info['sample_id']}, budget 12.00 ms."
+    assert chosen == (
+        f"Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy {info['accuracy']:.2f}, "
+        f"{info['latency_ms']:.2f} ms, {'over' if info['violation'] else 'within'} budget; reward {reward:+.3f}."
+    )
+    assert best.startswith("Oracle: max_crops = ")
+    assert ConfigBanditEnv(small_table()).render() is None
+
+
+def test_under_a_mean_budget_all_three_environments_give_the_same_worths_and_rewards() -> None:
+    table, budget = small_table(holes=0.3), BudgetConfig(sense="mean")
+    one, many = ConfigBanditEnv(table, budget), ConfigBanditVectorEnv(1, table, budget)
+    native = ConfigBandit(table, budget=budget)
+    _, info = one.reset(seed=5)
+    _, infos = many.reset(seed=5)
+    native.set_seed(5)
+    for step in range(6):
+        context = native.reset()
+        action = profiled_action(table, info, step % int(info["mask"].sum()))
+        assert info["sample_id"] == infos["sample_id"][0] == table.sample_ids[int(context["row"])]
+        assert info["worth_ms"] == infos["worth_ms"][0] == context["worth_ms"].item()
+        assert not {"budget_ms", "violation"} & {*info, *infos, *context.keys()}
+        out = native.step(context.set("action", torch.from_numpy(action)[None, None]))["next"]
+        _, got, _, _, told = one.step(action)
+        _, rewards, _, _, infos = many.step(action[None])
+        assert got == rewards[0] == out["reward"].item()
+        assert got == pytest.approx(told["accuracy"] - told["latency_ms"] / told["worth_ms"], rel=1e-6)
+        assert "violation" not in told
+        _, info = one.reset()
+
+
+def test_under_a_mean_budget_the_spaces_stay_and_gymnasium_is_content() -> None:
+    table = small_table()
+    priced = gymnasium.make(ID, table=table, budget=BudgetConfig(sense="mean"))
+    assert priced.observation_space == gymnasium.make(ID, table=table).observation_space
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(priced.unwrapped)
+    check_env_specs(GymWrapper(priced, categorical_action_encoding=True))
+    # worths are told apart over their whole range, which reaches far beyond the latencies
+    env = ConfigBanditVectorEnv(200, table, BudgetConfig(sense="mean"))
+    observations, infos = env.reset(seed=0)
+    ordered = observations["budget"][infos["worth_ms"].argsort(), 0]
+    assert (np.diff(ordered) >= 0).all()
+    assert len(np.unique(ordered)) == 200
+    assert abs(ordered).max() <= 1.01
+
+
+def test_under_a_mean_budget_the_oracle_weighs_accuracy_against_latency_by_hand() -> None:
+    table = ProfileTable(
+        name="by hand",
+        knobs=(Knob("size", (1, 2, 3)),),
+        configurations=torch.arange(3).unsqueeze(1),
+        accuracy=torch.tensor([[0.25, 0.75, 1.0], [0.5, 0.5, torch.nan]]),
+        latency_ms=torch.tensor([[1.0, 2.0, 4.0], [3.0, 2.0, torch.nan]]),
+        mask=torch.tensor([[True, True, True], [True, True, False]]),
+        sample_ids=("a", "b"),
+    )
+    # the first gains .5 for one ms more, .25 for two more; the second loses nothing by the faster
+    worths = torch.tensor([1.0, 3.0, 7.9, 8.1])
+    assert oracle(table, torch.zeros(4, dtype=torch.int64), worths, priced=True).tolist() == [0, 1, 1, 2]
+    assert oracle(table, torch.ones(4, dtype=torch.int64), worths, priced=True).tolist() == [1, 1, 1, 1]
+
+
+def test_render_under_a_mean_budget() -> None:
+    env = ConfigBanditEnv(small_table(), BudgetConfig(sense="mean"), render_mode="ansi")
+    _, info = env.reset(seed=0)
+    first = f"Sample {info['sample_id']}, a right answer is worth {info['worth_ms']:.2f} ms"
+    assert env.render() == f"{first}: what will you set?"
+    _, reward, _, _, info = env.step(np.array([2, 1, 0]))
+    assert env.render().splitlines()[:2] == [
+        f"{first}.",
+        f"Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy {info['accuracy']:.2f}, "
+        f"{info['latency_ms']:.2f} ms; reward {reward:+.3f}.",
+    ]
+
+
+@pytest.mark.parametrize("make", [ConfigBanditEnv, ConfigBandit])
+def test_a_reward_of_another_sense_is_refused(make: type) -> None:
+    with pytest.raises(InputError, match=r"reward\.kind=utility.*budget\.sense=mean"):
+        make(small_table(), budget=BudgetConfig(sense="mean"), reward=RewardConfig(kind="utility"))
+    with pytest.raises(InputError, match=r"reward\.kind=priced.*budget\.sense=deadline"):
+        make(small_table(), reward=RewardConfig(kind="priced"))
+
+
+# -- the vector environment --------------------------------------------------------------------------------------------
+
+
+def test_make_vec_gives_the_vector_environment() -> None:
+    many = gymnasium.make_vec(ID, num_envs=3, vectorization_mode="vector_entry_point", table=small_table())
+    assert isinstance(many, ConfigBanditVectorEnv)
+    observations, _ = many.reset(seed=0)
+    assert many.observation_space.contains(observations)
+    assert many.action_space.shape == (3, 3)
+    assert many.metadata["autoreset_mode"] == many.autoreset_mode == AutoresetMode.SAME_STEP
+
+
+def test_it_resets_in_the_same_step() -> None:
+    table = small_table()
+    many, ahead = ConfigBanditVectorEnv(4, table), ConfigBanditVectorEnv(4, table)
+    first, told = many.reset(seed=0)
+    ahead.reset(seed=0)
+    observations, _, terminated, truncated, infos = many.step(np.zeros((4, 3), dtype=np.int64))
+    next_observations, next_told = ahead.reset()
+    assert terminated.all()
+    assert not truncated.any()
+    for key, value in first.items():
+        assert np.array_equal(np.stack([last[key] for last in infos["final_obs"]]), value)
+        assert np.array_equal(observations[key], next_observations[key])
+    assert infos["final_info"]["sample_id"].tolist() == told["sample_id"].tolist()
+    assert infos["budget_ms"].tolist() == next_told["budget_ms"].tolist()
+
+
+def shape_of(infos: dict) -> dict:
+    """Names, types and shapes of vector infos, for comparison. What a configuration looks like may differ."""
+    return {
+        name: shape_of(value) if isinstance(value, dict) else (value.shape, value.dtype.kind)
+        for name, value in infos.items()
+        if "configuration" not in name and "violation" not in name
+    }
+
+
+def test_infos_are_laid_out_as_gymnasium_lays_them_out() -> None:
+    table = small_table()
+    stock: VectorEnv = SyncVectorEnv([lambda: ConfigBanditEnv(table)] * 4, autoreset_mode=AutoresetMode.SAME_STEP)
+    ours = ConfigBanditVectorEnv(4, table)
+    assert shape_of(ours.reset(seed=0)[1]) == shape_of(stock.reset(seed=0)[1])
+    actions = np.zeros((4, 3), dtype=np.int64)
+    (_, rewards, ended, cut, infos), (_, _, stock_ended, stock_cut, stock_infos) = (
+        ours.step(actions),
+        stock.step(actions),
+    )
+    assert shape_of(infos) == shape_of(stock_infos)
+    assert infos["final_obs"][0].keys() == stock_infos["final_obs"][0].keys()
+    assert infos["_final_info"].tolist() == stock_infos["_final_info"].tolist() == [True] * 4
+    assert (ended.dtype, cut.dtype) == (stock_ended.dtype, stock_cut.dtype)
+    assert rewards.shape == (4,)
+
+
+def test_a_vector_wrapper_of_gymnasium_works_on_it() -> None:
+    many = gymnasium.wrappers.vector.RecordEpisodeStatistics(ConfigBanditVectorEnv(3, small_table()))
+    many.reset(seed=0)
+    for _ in range(2):
+        _, rewards, _, _, infos = many.step(np.zeros((3, 3), dtype=np.int64))
+        assert infos["episode"]["r"].tolist() == pytest.approx(rewards.tolist())
+        assert infos["episode"]["l"].tolist() == [1, 1, 1]

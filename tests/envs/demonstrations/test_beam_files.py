@@ -1,0 +1,481 @@
+"""Recorded beams from files: both formats by hand, everything that is dropped or refused, and the way back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_files import (
+    read_beam_data,
+    read_beams,
+    read_embeddings,
+    read_rl_data,
+    write_rl_data,
+)
+from knobwise.envs.demonstrations.beam_table import FIELDS, BeamTable
+
+NAN = float("nan")
+X = -1
+BANK = torch.arange(40.0).reshape(20, 2)
+ASKED = -torch.arange(1.0, 21.0).reshape(10, 2)
+
+
+def written(folder: Path, content: Any, name: str = "beams.json") -> Path:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def rl(*rows: dict[str, Any], **record: Any) -> dict[str, Any]:
+    """RL data of one query, 3, with a pool of three."""
+    return {"3": {"candidate_pool_ids": [7, 9, 5], "pointer_candidates": list(rows)} | record}
+
+
+def row(pointer: list[int], **changes: Any) -> dict[str, Any]:
+    return {"pointer": pointer, "gen_method": "beam", "beam_score": 0.5} | changes
+
+
+# -- legacy beams ------------------------------------------------------------------------------------------------------
+
+
+def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
+    content = {
+        "3": {"id_list": [[7, 9, 3], ["5", 7]], "score_list": [0.5, 0.25]},
+        "1": {"id_list": [[8, 2, 4, 1]], "score_list": [1e-7]},
+        "0": {"id_list": [], "score_list": []},
+    }
+    path = written(tmp_path, content)
+    table = read_beams(path, BANK, ASKED)
+    assert (table.name, table.query_ids) == ("beams", ("3", "1", "0"))
+    assert table.pool.tolist() == [[7, 9, 5], [8, 2, 4], [X, X, X]]
+    assert table.sequences.tolist() == [[[0, 1, X], [2, 0, X]], [[0, 1, 2], [X, X, X]], [[X, X, X], [X, X, X]]]
+    assert table.found_by.tolist() == [[0, 0], [0, X], [X, X]]
+    assert list(table.fields) == ["beam_score"]
+    assert table.fields["beam_score"].nan_to_num(-9).tolist() == [[0.5, 0.25], [np.float32(1e-7), -9], [-9, -9]]
+    assert table.queries.tolist() == ASKED[[3, 1, 0]].tolist()
+    assert torch.equal(table.candidates, BANK)
+    assert table.notes == (
+        "2 rows end with the query's own id, which is no demonstration",
+        "3 queries without a pool of their own: it is the ids seen in their rows",
+        "1 queries without any beam",
+        "1 queries with one beam only, which nothing is compared with",
+    )
+    assert read_beam_data(path, BANK, ASKED, name="other").digest == table.digest
+
+
+def test_a_trailing_id_may_be_a_candidate_of_another_bank(tmp_path) -> None:
+    path = written(tmp_path, {"3": {"id_list": [[7, 3], [3]], "score_list": [1, 2]}})
+    table = read_beams(path, BANK, ASKED, trailing_query="never")
+    assert table.pool.tolist() == [[7, 3]]
+    assert table.sequences.tolist() == [[[0, 1], [1, X]]]
+    auto = read_beams(path, BANK, ASKED)
+    assert auto.sequences.tolist() == [[[0]]]
+    assert "1 rows dropped: no demonstration in them" in auto.notes
+    with pytest.raises(InputError, match="trailing_query='often' is unknown"):
+        read_beams(path, BANK, ASKED, trailing_query="often")  # type: ignore[arg-type]
+
+
+def test_a_query_is_no_candidate_of_its_own(tmp_path) -> None:
+    """One bank for both: beams that use the query drop out, and places in the pool move up."""
+    path = written(tmp_path, {"3": {"id_list": [[7, 9], [3, 9], [5, 9]], "score_list": [3, 2, 1]}})
+    for table in (read_beams(path, BANK), read_beams(path, BANK, BANK.clone())):
+        assert table.pool.tolist() == [[7, 9, 5]]
+        assert table.sequences.tolist() == [[[0, 1], [2, 1]]]
+        assert table.fields["beam_score"].tolist() == [[3, 1]]
+        assert table.notes[1:] == (
+            "1 candidates dropped from pools: they are the query itself or show its image",
+            "1 rows dropped: they use such candidates",
+        )
+    assert read_beams(path, BANK, ASKED).pool.tolist() == [[7, 9, 3, 5]]
+
+
+def test_more_than_64_ids_for_one_query(tmp_path) -> None:
+    rows = torch.randperm(300, generator=torch.Generator().manual_seed(0)).reshape(100, 3).tolist()
+    path = written(tmp_path, {"0": {"id_list": rows, "score_list": [0.0] * 100}})
+    table = read_beams(path, torch.zeros(300, 2), ASKED)
+    assert table.pool[0][table.sequences[0]].tolist() == rows
+
+
+# -- RL data -----------------------------------------------------------------------------------------------------------
+
+
+def test_rl_data_by_hand(tmp_path) -> None:
+    content = {
+        "_meta": {"created_at": "2025-01-01", "vqa_model": "some"},
+        "3": {
+            "query": {"question_id": 77, "image_id": 12, "question": "?", "gt_answers_raw": ["a"]},
+            "candidate_pool_ids": [7, 9, 5],
+            "pointer_candidates": [
+                {"pointer": [2, 0], "pointer_global": [5, 7], "gen_method": "beam", "beam_score": 0.5,
+                 "logprob_score": -5.25, "vqa_correct": 1, "vqa_acc_score": 1, "vqa_gt_prob": 0.0,
+                 "vqa_rel_score": None, "vqa_eval_mode": "vqaEval", "eval_failed": False},
+                {"pointer": ["9"], "gen_method": "sample", "vqa_correct": False},
+                {"pointer_pos": [9, 5], "gen_method": "retrieval"},
+                {"pointer_global": [9], "gen_method": "random"},
+            ],
+        },
+        "0": {
+            "query": {"image_id": "b.jpg"},
+            "pointer_candidates": [
+                {"pointer": [8, 2], "gen_method": "policy"},
+                {"pointer": [0], "pointer_global": [4], "gen_method": "policy-3"},
+                {"pointer": [4, 8], "gen_method": "policy", "round": 2},
+            ],
+        },
+    }  # fmt: skip
+    table = read_rl_data(written(tmp_path, content), BANK, ASKED)
+    assert table.query_ids == ("3", "0")
+    assert table.query_images == ("12", "b.jpg")
+    assert table.pool.tolist() == [[7, 9, 5], [8, 2, 4]]
+    assert table.sequences.tolist() == [[[2, 0], [1, X], [1, 2], [1, X]], [[0, 1], [2, X], [2, 0], [X, X]]]
+    assert table.found_by.tolist() == [[0, 1, 2, 3], [4, 4, 4, X]]
+    assert table.round.tolist() == [[0, 0, 0, 0], [1, 3, 2, 0]]
+    assert list(table.fields) == ["beam_score", "logprob_score", "vqa_correct", "vqa_acc_score", "vqa_gt_prob"]
+    assert table.fields["vqa_correct"][0].nan_to_num(-9).tolist() == [1, 0, -9, -9]
+    assert table.fields["logprob_score"][0].nan_to_num(-9).tolist() == [-5.25, -9, -9, -9]
+    assert table.fields["vqa_gt_prob"].isnan().sum() == 7
+    assert table.notes[0] == "1 queries without a pool of their own: it is the ids seen in their rows"
+    assert table.notes[1].startswith("2 queries name their image, candidates do not")
+
+
+def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path) -> None:
+    rows = [
+        row([7], eval_failed=True, gen_method=None, beam_score=None),
+        row([9], vqa_eval_mode="error"),
+        row([5], vqa_eval_mode="fallback"),
+        row([], vqa_eval_mode="vqaEval"),
+        row([7, 9], vqa_eval_mode="vqaEval", eval_failed=False),
+    ]
+    path = written(tmp_path, rl(*rows) | {"4": {"pointer_candidates": [row([8], eval_failed=True)]}})
+    table = read_rl_data(path, BANK, ASKED)
+    assert table.sequences.tolist() == [[[0, 1]], [[X, X]]]
+    assert table.pool.tolist() == [[7, 9, 5], [8, X, X]]  # a query without a beam keeps its pool: it can be judged
+    assert table.notes == (
+        "2 rows dropped: eval_failed",
+        "1 rows dropped: vqa_eval_mode error",
+        "1 rows dropped: vqa_eval_mode fallback (see keep_fallback)",
+        "1 rows dropped: no demonstration in them",
+        "1 queries without a pool of their own: it is the ids seen in their rows",
+        "1 queries without any beam",
+        "1 queries with one beam only, which nothing is compared with",
+    )
+    assert read_beam_data(path, BANK, ASKED, keep_fallback=True).sequences.tolist() == [
+        [[2, X], [0, 1]], [[X, X], [X, X]],
+    ]  # fmt: skip
+
+
+def test_nothing_left_says_why(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"beams\.json: no beam is left. 1 rows dropped: vqa_eval_mode fallback \(see"):
+        read_rl_data(written(tmp_path, rl(row([7], vqa_eval_mode="fallback"))), BANK, ASKED)
+    with pytest.raises(InputError, match=r"no beam is left. 1 queries without any beam"):
+        read_rl_data(written(tmp_path, rl(candidate_pool_ids=[])), BANK, ASKED)
+
+
+IMAGES = ["same" if i == 9 else f"i{i}" for i in range(20)]
+
+
+@pytest.mark.parametrize("form", ["sequence", "list.json", "object.json", "table.csv", "table.parquet"])
+def test_candidates_that_show_the_querys_image_are_dropped(tmp_path, form: str) -> None:
+    given: Any = tmp_path / form
+    if form == "sequence":
+        given = IMAGES
+    elif form.endswith("json"):
+        written(tmp_path, IMAGES if form == "list.json" else {"9": "same", "4": None}, form)
+    else:
+        frame = pl.DataFrame({"id": range(20), "image_id": IMAGES}).sample(fraction=1, shuffle=True, seed=0)
+        frame.write_csv(given) if form.endswith("csv") else frame.write_parquet(given)
+    rows = (row([7, 5]), row([9, 5], gen_method="sample"), row([5, 7], gen_method="policy-2", beam_score=0.25))
+    path = written(tmp_path, rl(*rows, query={"image_id": "same"}))
+    table = read_rl_data(path, BANK, ASKED, candidate_images=given)
+    assert table.pool.tolist() == [[7, 5]]
+    assert table.sequences.tolist() == [[[0, 1], [1, 0]]]
+    assert (table.found_by.tolist(), table.round.tolist()) == ([[0, 4]], [[0, 2]])
+    assert table.fields["beam_score"].tolist() == [[0.5, 0.25]]
+    assert table.notes == (
+        "1 candidates dropped from pools: they are the query itself or show its image",
+        "1 rows dropped: they use such candidates",
+    )
+    assert table.candidate_images[9] == "same"
+
+
+def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path) -> None:
+    """Items 3 and 7 show one image: said of the queries in one file, of the candidates in the other."""
+    content = {
+        key: {"query": {"image_id": image}, "pointer_candidates": [row([7, 9]), row([3, 9]), row([9])]}
+        for key, image in (("3", "a"), ("7", "a"), ("5", None))
+    }
+    table = read_rl_data(written(tmp_path, content), BANK)
+    assert table.pool.tolist() == [[9, X, X], [9, X, X], [7, 9, 3]]
+    assert table.candidate_images == tuple("a" if i in (3, 7) else "" for i in range(20))
+    assert "1 queries of unknown image" in table.notes
+    legacy = {"3": {"id_list": [[7, 9, 3], [9, 3]], "score_list": [2, 1]}}
+    table = read_beams(
+        written(tmp_path, legacy), BANK, candidate_images=["a" if i in (3, 7) else "b" for i in range(20)]
+    )
+    assert table.pool.tolist() == [[9]]
+    assert table.query_images == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        (["a"] * 19, "names the images of 19 candidates, but there are 20 embeddings"),
+        ({"20": "a"}, "names the image of candidate 20, but there are 20"),
+        ({"x": "a"}, "id holds 'x'"),
+        ([1.5] * 20, "expected the image of each candidate"),
+    ],
+)
+def test_images_that_do_not_fit(tmp_path, images: Any, said: str) -> None:
+    path = written(tmp_path, rl(row([7])))
+    with pytest.raises(InputError, match=rf"i\.json: {said}"):
+        read_rl_data(path, BANK, ASKED, candidate_images=written(tmp_path, images, "i.json"))
+
+
+def test_tables_of_images_that_do_not_fit(tmp_path) -> None:
+    path = written(tmp_path, rl(row([7])))
+    with pytest.raises(InputError, match=r"i\.csv: expected the image of each candidate: columns id"):
+        read_rl_data(path, BANK, ASKED, candidate_images=written(tmp_path, "id,image_id\n1,a\n1,b\n", "i.csv"))
+    with pytest.raises(InputError, match=r"i\.csv: expected the image of each candidate"):
+        read_rl_data(path, BANK, ASKED, candidate_images=written(tmp_path, "id,picture\n1,a\n", "i.csv"))
+
+
+@given(data=st.data(), shared=st.booleans(), images=st.lists(st.sampled_from("abc"), min_size=20, max_size=20))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_left_is_what_a_slow_reading_leaves(
+    tmp_path, data: st.DataObject, shared: bool, images: list[str]
+) -> None:
+    """Ids in, ids out: no candidate of a query's own image, no beam that uses one, the rest in its order."""
+    ids = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)
+    asked = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
+    beams = {str(q): data.draw(st.lists(ids, max_size=4)) for q in asked}
+    left = {q: [beam for beam in beams[q] if all(images[i] != images[int(q)] for i in beam)] for q in beams}
+    content = {
+        q: {"query": {"image_id": images[int(q)]}, "pointer_candidates": [row(beam) for beam in beams[q]]}
+        for q in beams
+    }
+    path, bank = written(tmp_path, content), ASKED
+    words: Any = {"query_embeddings": None if shared else BANK[:10], "candidate_images": images[:10]}
+    if not any(left.values()):
+        with pytest.raises(InputError, match="no beam is left"):
+            read_rl_data(path, bank, **words)
+        return
+    table = read_rl_data(path, bank, **words)
+    for q, (query, pool) in enumerate(zip(table.query_ids, table.pool.tolist(), strict=True)):
+        found = [[pool[place] for place in beam if place >= 0] for beam in table.sequences[q].tolist()]
+        assert [beam for beam in found if beam] == left[query]
+        seen = dict.fromkeys(i for beam in beams[query] for i in beam)
+        assert [i for i in pool if i >= 0] == [i for i in seen if images[i] != images[int(query)]]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"3": {"id_list": [[1, 99], [98, 20]], "score_list": [1, 1]}},
+         "3 candidate ids are beyond the 20 rows of the candidate embeddings, such as 99 of query 3; an id is a row"),
+        ({"10": {"id_list": [[1]], "score_list": [1]}},
+         "1 query ids are beyond the 10 rows of the query embeddings, such as 10 of query 10"),
+    ],
+)  # fmt: skip
+def test_ids_beyond_the_embeddings(tmp_path, content: Any, said: str) -> None:
+    with pytest.raises(InputError, match=rf"beams\.json: {said}"):
+        read_beams(written(tmp_path, content), BANK, ASKED)
+
+
+def test_no_such_width(tmp_path) -> None:
+    with pytest.raises(
+        InputError, match="query embeddings are 3 wide, candidates 2; both must come from the same space"
+    ):
+        read_rl_data(written(tmp_path, rl(row([7]))), BANK, torch.ones(10, 3))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        ([0, 2], r"beams\.json: blocks holds \[0, 2\], expected columns"),
+        ({"image": 2}, r"beams\.json: blocks holds {'image': 2}, expected columns"),
+        ({"image": [0, "x"]}, r"beams\.json: block 'image' holds 'x', expected"),
+        ({"image": [0, 3]}, "block 'image' is columns 0 to 3, but embeddings are 2 wide"),
+    ],
+)
+def test_blocks_that_do_not_fit(tmp_path, blocks: Any, said: str) -> None:
+    content = {"_meta": {"knobwise": {"blocks": blocks}}} | rl(row([7]))
+    with pytest.raises(InputError, match=said):
+        read_rl_data(written(tmp_path, content), BANK, ASKED)
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> BeamTable:
+    """Any table with at least one beam, whose queries are rows of ASKED and candidates rows of BANK."""
+    images = draw(st.booleans())
+    records = []
+    for _ in range(draw(st.integers(1, 4))):
+        pool = draw(st.lists(st.integers(0, 19), min_size=1, max_size=6, unique=True))
+        places = st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=3, unique=True)
+        outcome = st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda x: abs(x) < 3e38)
+        beam = st.tuples(places, st.tuples(*[outcome] * 5), st.integers(0, 6), st.sampled_from([None, 0.0, 1.0]))
+        records.append((pool, draw(st.lists(beam, min_size=not records, max_size=3))))
+    ids = draw(st.permutations(range(10)))[: len(records)]
+    b, t, n = (max(1, *sizes) for sizes in (
+        [0, *(len(beams) for _, beams in records)],
+        [0, *(len(beam[0]) for _, beams in records for beam in beams)],
+        [0, *(len(pool) for pool, _ in records)],
+    ))  # fmt: skip
+    q = len(records)
+    pools, sequences = torch.full((q, n), X), torch.full((q, b, t), X)
+    fields = {name: torch.full((q, b), NAN) for name in FIELDS}
+    found_by, rounds = torch.full((q, b), X), torch.zeros(q, b, dtype=torch.int64)
+    for i, (pool, beams) in enumerate(records):
+        pools[i, : len(pool)] = torch.tensor(pool)
+        for j, (places, outcomes, method, correct) in enumerate(beams):
+            sequences[i, j, : len(places)] = torch.tensor(places)
+            values = [*outcomes[:2], correct, *outcomes[2:]]
+            for name, value in zip(FIELDS, values, strict=True):
+                fields[name][i, j] = NAN if value is None else value
+            found_by[i, j], rounds[i, j] = min(method, 4), max(method - 3, 0)
+    return BeamTable(
+        name=draw(st.text(max_size=5)) or "t",
+        query_ids=tuple(map(str, ids)),
+        pool=pools,
+        sequences=sequences,
+        fields=fields,
+        found_by=found_by,
+        round=rounds,
+        queries=ASKED[list(ids)],
+        candidates=BANK,
+        query_images=tuple(draw(st.text(max_size=3)) and f"q{i}" for i in range(q)) if images else (),
+        candidate_images=tuple(f"c{i % 7}" for i in range(20)) if images else (),
+        blocks={"image": (0, 1), "question": (1, 2)} if images else {},
+        notes=tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
+    )
+
+
+@given(table=tables())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_was_written_reads_the_same(tmp_path, table: BeamTable) -> None:
+    write_rl_data(table, tmp_path / "t.json", {"vqa_model": "some"})
+    again = read_beam_data(tmp_path / "t.json", BANK, ASKED)
+    assert again.digest == table.digest
+    assert again.name == table.name
+    assert again.notes[: len(table.notes)] == table.notes
+    write_rl_data(again, tmp_path / "u.json", {"vqa_model": "some"})
+    assert read_rl_data(tmp_path / "u.json", BANK, ASKED).digest == table.digest
+
+
+def test_what_is_written_by_hand(tmp_path) -> None:
+    record = rl(row([7, 5], vqa_correct=1), {"pointer": [9], "gen_method": "policy-2"}, query={"image_id": 12})
+    table = read_rl_data(written(tmp_path, record), BANK, ASKED, name="okvqa")
+    write_rl_data(table, tmp_path / "t.json", {"vqa_model": "some"})
+    assert json.loads((tmp_path / "t.json").read_text()) == {
+        "_meta": {
+            "vqa_model": "some",
+            "knobwise": {"name": "okvqa", "notes": list(table.notes), "candidate_images": []},
+        },
+        "3": {
+            "query": {"question_id": 3, "image_id": "12"},
+            "candidate_pool_ids": [7, 9, 5],
+            "pointer_candidates": [
+                {
+                    "pointer": [0, 2],
+                    "pointer_global": [7, 5],
+                    "gen_method": "beam",
+                    "beam_score": 0.5,
+                    "vqa_correct": 1,
+                },
+                {"pointer": [1], "pointer_global": [9], "gen_method": "policy", "round": 2},
+            ],
+        },
+    }
+
+
+def test_what_cannot_be_written(tmp_path) -> None:
+    table = read_rl_data(written(tmp_path, rl(row([7]))), BANK, ASKED)
+    with pytest.raises(InputError, match=r"1 query ids of beam table 'beams' are no row numbers \('a7'\)"):
+        write_rl_data(replace(table, query_ids=("a7",)), tmp_path / "t.json")
+    with pytest.raises(InputError, match=r"t\.json: metadata that JSON cannot hold"):
+        write_rl_data(table, tmp_path / "t.json", {"when": NAN})
+    assert not (tmp_path / "t.json").exists()
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".npy", ".pt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_embeddings_of_every_kind(tmp_path, suffix: str, dtype: torch.dtype) -> None:
+    path, matrix = tmp_path / f"e{suffix}", BANK.to(dtype)
+    if suffix == ".safetensors":
+        save_file({"anything": matrix}, path)
+    elif suffix == ".npz":
+        np.savez(path, embeddings=matrix.numpy(), other=np.zeros(3), names=np.array(["a"]))
+    elif suffix == ".npy":
+        np.save(path, matrix.numpy())
+    else:
+        torch.save(matrix, path)
+    read = read_embeddings(path)
+    assert read.dtype == torch.float32
+    assert torch.equal(read, BANK)
+    beams = written(tmp_path, {"3": {"id_list": [[7, 9], [3]], "score_list": [1, 1]}})
+    assert torch.equal(read_beams(beams, path, path).pool, torch.tensor([[7, 9]]))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "expected one matrix, or one called embeddings; found none"),
+        ({"a": BANK, "b": BANK}, r"expected one matrix, or one called embeddings; found \['a', 'b'\]"),
+        (torch.zeros(3), r"embeddings have shape \(3,\) of torch.float32"),
+        (torch.zeros(0, 3), r"embeddings have shape \(0, 3\)"),
+        (torch.ones(3, 2) > 0, r"embeddings have shape \(3, 2\) of torch.bool"),
+        (torch.tensor([[NAN], [1.0], [torch.inf]]), "2 of 3 embeddings hold NaN or infinite"),
+        (torch.tensor([[1e300]], dtype=torch.float64), "1 of 1 embeddings hold NaN or infinite"),
+        ([1, 2], "cannot be read as embeddings without executing code"),
+        (Path("x"), "cannot be read as embeddings without executing code"),
+    ],
+)
+def test_embeddings_that_are_none(tmp_path, content: Any, said: str) -> None:
+    torch.save(content, tmp_path / "e.pt")
+    with pytest.raises(InputError, match=rf"e\.pt: {said}"):
+        read_embeddings(tmp_path / "e.pt")
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_embeddings_with_code_in_them_or_of_an_unknown_kind(tmp_path) -> None:
+    torch.save({"embeddings": BANK, "more": Touch(tmp_path / "touched")}, tmp_path / "e.pt")
+    with pytest.raises(InputError, match=r"e\.pt: cannot be read as embeddings without executing code"):
+        read_embeddings(tmp_path / "e.pt")
+    assert not (tmp_path / "touched").exists()
+    np.savez(tmp_path / "e.npz", embeddings=np.array([[Path("x")]], dtype=object))
+    with pytest.raises(InputError, match=r"e\.npz: cannot be read as embeddings without executing code"):
+        read_embeddings(tmp_path / "e.npz")
+    (tmp_path / "e.safetensors").write_text("hello")
+    with pytest.raises(InputError, match=r"e\.safetensors: cannot be read"):
+        read_embeddings(tmp_path / "e.safetensors")
+    for name in ("e.csv", "none.pt"):
+        with pytest.raises(InputError, match="no such file, or none of"):
+            read_embeddings(tmp_path / name)

@@ -1,0 +1,328 @@
+"""BeamTable: what it refuses, what it makes of itself, how it splits, what its digest depends on, and the disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import METHODS, BeamTable, shows_own_image
+from knobwise.envs.tables.profile_table import Split
+
+NAN = float("nan")
+X = -1
+
+
+def tiny(**changes: Any) -> BeamTable:
+    """Three queries with two beams, one, and none; pools of three, two and no candidates out of five."""
+    parts = {
+        "name": "tiny",
+        "query_ids": ("10", "11", "12"),
+        "pool": torch.tensor([[4, 0, 2], [1, 3, X], [X, X, X]]),
+        "sequences": torch.tensor([[[2, 0], [1, X]], [[1, 0], [X, X]], [[X, X], [X, X]]]),
+        "fields": {
+            "beam_score": torch.tensor([[0.5, 0.25], [NAN, NAN], [NAN, NAN]]),
+            "vqa_correct": torch.tensor([[1.0, 0.0], [1.0, NAN], [NAN, NAN]]),
+        },
+        "found_by": torch.tensor([[0, 4], [3, X], [X, X]]),
+        "round": torch.tensor([[0, 2], [0, 0], [0, 0]]),
+        "queries": torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
+        "candidates": torch.arange(10.0).reshape(5, 2),
+    }
+    return BeamTable(**(parts | changes))
+
+
+def many(queries: int, images: int | None = None) -> BeamTable:
+    """Queries with one beam of one demonstration each; `images` of them, shared in turn."""
+    return BeamTable(
+        name="many",
+        query_ids=tuple(map(str, range(queries))),
+        pool=torch.zeros(queries, 1, dtype=torch.int64),
+        sequences=torch.zeros(queries, 1, 1, dtype=torch.int64),
+        fields={},
+        found_by=torch.zeros(queries, 1, dtype=torch.int64),
+        round=torch.zeros(queries, 1, dtype=torch.int64),
+        queries=torch.zeros(queries, 2),
+        candidates=torch.zeros(1, 2),
+        query_images=() if images is None else tuple(str(q % images) for q in range(queries)),
+    )
+
+
+def test_sizes_and_masks() -> None:
+    table = tiny()
+    assert (table.num_queries, table.num_beams, table.shots) == (3, 2, 2)
+    assert table.pool_mask.tolist() == [[True] * 3, [True, True, False], [False] * 3]
+    assert table.beam_mask.tolist() == [[True, True], [True, False], [False, False]]
+    assert table.lengths.tolist() == [[2, 1], [2, 0], [0, 0]]
+    assert METHODS == ("beam", "sample", "retrieval", "random", "policy")
+
+
+def test_a_table_tells_in_one_line_what_it_is() -> None:
+    assert repr(tiny()) == (
+        "BeamTable 'tiny': 3 queries, 3 beams of up to 2 out of 5 candidates (pools of up to 3); "
+        "fields: beam_score, vqa_correct"
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0)])
+def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
+    none = torch.full((3, shape[0]), X)
+    table = tiny(sequences=torch.full((3, *shape), X), fields={}, found_by=none, round=0 * none)
+    assert not table.beam_mask.any()
+    none = torch.full((3, 0), X)
+    assert table.digest == tiny(sequences=none[..., None], fields={}, found_by=none, round=none).digest
+    again = table.with_beams(tiny().sequences, tiny().fields, tiny().found_by, tiny().round)
+    assert again.digest == tiny().digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pool": torch.zeros(3)}, r"pool has shape \(3,\), expected \[Q, N\]"),
+        ({"sequences": torch.zeros(3, 2)}, r"sequences has shape \(3, 2\), expected \[Q, B, T\]"),
+        ({"candidates": torch.zeros(5)}, r"candidates has shape \(5,\), expected \[M, d\]"),
+        ({"candidates": torch.zeros(5, 3)}, r"candidates has shape \(5, 3\), expected \(5, 2\)"),
+        ({"queries": torch.zeros(2, 2)}, r"queries has shape \(2, 2\), expected \(3, 2\)"),
+        ({"query_ids": ("1",)}, r"query_ids has shape \(1,\), expected \(3,\)"),
+        ({"query_ids": ("1", "1", "2")}, "query ids are not unique"),
+        ({"round": torch.zeros(3, 1)}, r"round has shape \(3, 1\), expected \(3, 2\)"),
+        ({"fields": {"beam_score": torch.zeros(3)}}, r"fields\[beam_score\] has shape \(3,\)"),
+        ({"fields": {"beam_score": torch.zeros(3, 2).double()}}, r"fields\[beam_score\] holds torch.float64"),
+        ({"fields": {"luck": torch.full((3, 2), NAN)}}, "unknown fields luck; known are beam_score, logprob_score"),
+        ({"round": torch.zeros(3, 2)}, "round holds torch.float32, expected torch.int64"),
+        ({"query_images": ("a",)}, r"query_images has shape \(1,\), expected \(3,\)"),
+        ({"blocks": {"image": (0, 3)}}, "block 'image' is columns 0 to 3, but embeddings are 2 wide"),
+        ({"blocks": {"image": (1, 1)}}, "block 'image' is columns 1 to 1"),
+        ({"blocks": {"image": (-1, 1)}}, "block 'image' is columns -1 to 1"),
+        ({"candidate_images": ("a",)}, r"candidate_images has shape \(1,\), expected \(5,\)"),
+        ({"pool": torch.tensor([[4, 0, 5], [1, 3, X], [X, X, X]])}, "1 × pool entries beyond the 5 candidates"),
+        ({"pool": torch.tensor([[4, 0, 4], [1, 3, X], [X, X, X]])}, "1 × candidates that stand twice in a pool"),
+        ({"pool": torch.tensor([[4, 0, 2], [1, 3, -2], [X, X, X]])}, "1 × numbers below −1"),
+        ({"pool": torch.tensor([[4, 0, 2], [1, X, 3], [X, X, X]])}, "1 × padding inside a pool"),
+        ({"sequences": torch.tensor([[[2, 0], [X, 1]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "padding inside a seq"),
+        ({"sequences": torch.tensor([[[2, 0], [1, X]], [[X, X], [1, 0]], [[X, X], [X, X]]])}, "padding between the"),
+        ({"sequences": torch.tensor([[[2, 0], [1, X]], [[2, 0], [X, X]], [[X, X], [X, X]]])}, "places outside the"),
+        ({"sequences": torch.tensor([[[0, 0], [1, X]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "places that stand tw"),
+        ({"found_by": torch.tensor([[0, 5], [3, X], [X, X]])}, "1 × found_by that is no index into"),
+        ({"found_by": torch.tensor([[0, 4], [X, X], [X, X]])}, "1 × found_by that is no index into"),
+        ({"found_by": torch.tensor([[0, 4], [3, 3], [X, X]])}, "1 × outcomes, found_by or round where"),
+        ({"round": torch.tensor([[0, 0], [0, 0], [0, 0]])}, "1 × rounds that do not fit found_by"),
+        ({"round": torch.tensor([[1, 2], [0, 0], [0, 0]])}, "1 × rounds that do not fit found_by"),
+        ({"round": torch.tensor([[0, 2], [0, 1], [0, 0]])}, "1 × outcomes, found_by or round where"),
+        ({"fields": {"beam_score": torch.tensor([[1, 2], [3, 4], [NAN, NAN]])}}, "1 × outcomes, found_by"),
+        ({"fields": {"beam_score": torch.tensor([[torch.inf, 2], [3, NAN], [NAN, NAN]])}}, r"1 × infinite fields\[b"),
+        ({"queries": torch.tensor([[NAN, 0], [0, 1], [NAN, NAN]])}, "2 × query embeddings that are NaN"),
+        ({"candidates": torch.full((5, 2), torch.inf)}, "5 × candidate embeddings that are NaN or infinite"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=f"beam table 'tiny'.*{said}"):
+        tiny(**changes)
+
+
+def test_no_query_at_all_is_refused() -> None:
+    with pytest.raises(InputError, match="is empty: it has no queries"):
+        many(0)
+
+
+def test_a_candidate_that_shows_the_querys_own_image_is_refused() -> None:
+    seen = ("x", "a", "b", "", "b")
+    assert tiny(query_images=("a", "b", ""), candidate_images=seen)
+    with pytest.raises(InputError, match="2 candidates show their query's own image"):
+        tiny(query_images=("b", "b", ""), candidate_images=seen)
+
+
+def test_unknown_images_are_nobodys() -> None:
+    own = shows_own_image(torch.tensor([[0, 1, 2], [2, 1, X]]), ("a", ""), ("a", "", "a"))
+    assert own.tolist() == [[True, False, True], [False, False, False]]
+    assert not shows_own_image(torch.tensor([[0]]), (), ("a",)).any()
+
+
+def test_more_than_64_candidates_and_sequences_of_any_length() -> None:
+    table = replace(
+        many(1),
+        pool=torch.arange(500).flip(0)[None],
+        candidates=torch.zeros(500, 2),
+        sequences=torch.arange(499, 399, -1)[None, None],
+    )
+    assert (table.shots, int(table.pool[0, table.sequences[0, 0, 99]])) == (100, 99)
+
+
+# -- other tables out of one -------------------------------------------------------------------------------------------
+
+
+def test_select_keeps_order_shape_and_candidates() -> None:
+    table = tiny(query_images=("a", "b", "c"))
+    chosen = table.select(torch.tensor([2, 0]))
+    assert chosen.query_ids == ("12", "10")
+    assert chosen.query_images == ("c", "a")
+    assert chosen.sequences.tolist() == [[[X, X], [X, X]], [[2, 0], [1, X]]]
+    assert chosen.fields["beam_score"][1].tolist() == [0.5, 0.25]
+    assert chosen.queries.tolist() == [[1, 1], [1, 0]]
+    assert chosen.candidates is table.candidates
+    assert table.select(torch.tensor([True, False, False])).query_ids == ("10",)
+
+
+def test_beams_are_added_and_closed_up() -> None:
+    added = tiny().with_beams(
+        torch.tensor([[[X, X, X], [0, 1, 2]], [[0, X, X], [1, X, X]], [[X, X, X], [X, X, X]]]),
+        {"vqa_correct": torch.tensor([[9, 1], [0, 1], [9, 9]]), "vqa_rel_score": torch.full((3, 2), 0.5)},
+        found_by=4,
+        round=torch.tensor([[9, 3], [3, 3], [9, 9]]),
+    )
+    assert added.sequences.tolist() == [
+        [[2, 0, X], [1, X, X], [0, 1, 2]],
+        [[1, 0, X], [0, X, X], [1, X, X]],
+        [[X, X, X], [X, X, X], [X, X, X]],
+    ]
+    assert added.found_by.tolist() == [[0, 4, 4], [3, 4, 4], [X, X, X]]
+    assert added.round.tolist() == [[0, 2, 3], [0, 3, 3], [0, 0, 0]]
+    assert added.fields["vqa_correct"].nan_to_num(-9).tolist() == [[1, 0, 1], [1, 0, 1], [-9, -9, -9]]
+    assert added.fields["beam_score"].nan_to_num(-9).tolist() == [[0.5, 0.25, -9], [-9, -9, -9], [-9, -9, -9]]
+    assert added.fields["vqa_rel_score"].nan_to_num(-9).tolist() == [[-9, -9, 0.5], [-9, 0.5, 0.5], [-9, -9, -9]]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "words", "said"),
+    [
+        (torch.zeros(2, 1, 1, dtype=torch.int64), {}, r"shape \(2, 1, 1\), expected \[3, B, T\]"),
+        (torch.tensor([[[0]], [[0]], [[0]]]), {}, "places outside the query's own pool"),
+        (torch.tensor([[[0]], [[0]], [[X]]]), {"round": torch.zeros(3, 2)}, r"has shape \(3, 2\), expected \(3, 1\)"),
+        (torch.tensor([[[0]], [[0]], [[X]]]), {"fields": {"luck": torch.zeros(3, 1)}}, "unknown fields luck"),
+    ],
+)
+def test_beams_that_do_not_fit_are_not_added(sequences: torch.Tensor, words: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        tiny().with_beams(sequences, **({"fields": {}, "found_by": 1} | words))
+
+
+# -- splitting ---------------------------------------------------------------------------------------------------------
+
+
+@given(queries=st.integers(12, 60), seed=st.integers(0, 99), images=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_split_keeps_images_together_and_queries_apart(queries: int, seed: int, images: bool) -> None:
+    table = many(queries, queries // 2 if images else None)
+    split = table.split(seed=seed)
+    assert isinstance(split, Split)
+    assert torch.cat(list(split)).sort().values.tolist() == list(range(queries))
+    assert all(len(part) for part in split)
+    if images:
+        groups = [{table.query_images[i] for i in part.tolist()} for part in split]
+        assert sum(map(len, groups)) == len(set.union(*groups)) == queries // 2
+    again = table.split(seed=seed)
+    assert all(torch.equal(a, b) for a, b in zip(split, again, strict=True))
+
+
+def test_split_follows_shares_and_seed() -> None:
+    assert [len(part) for part in many(50).split()] == [30, 10, 10]
+    assert [len(part) for part in many(50).split(0.1, 0.1)] == [5, 5, 40]
+    assert many(50).split(seed=0).test.tolist() != many(50).split(seed=1).test.tolist()
+
+
+def test_queries_of_unknown_image_are_split_one_by_one() -> None:
+    table = replace(many(10), query_images=("",) * 10)
+    assert [len(part) for part in table.split()] == [6, 2, 2]
+
+
+@pytest.mark.parametrize("shares", [(0.99, 0.005), (0.0, 0.5), (0.5, 0.0), (1.0, 0.0)])
+def test_shares_that_leave_a_part_empty(shares: tuple[float, float]) -> None:
+    with pytest.raises(InputError, match="leave a part of its 20 queries"):
+        many(20).split(*shares)
+    with pytest.raises(InputError, match="leave a part of its 1 queries"):
+        many(20, images=1).split()
+
+
+# -- digest and disk ---------------------------------------------------------------------------------------------------
+
+
+def test_digest_tells_content_apart_and_nothing_else() -> None:
+    table = tiny()
+    same = [
+        replace(table, notes=("read on a Monday",), name="other"),
+        replace(table, fields=dict(reversed(table.fields.items()))),
+        replace(table, fields=table.fields | {"vqa_rel_score": torch.full((3, 2), NAN)}),
+        replace(table, pool=torch.cat([table.pool, torch.full((3, 2), X)], 1)),
+        replace(table, sequences=torch.cat([table.sequences, torch.full((3, 2, 1), X)], 2)),
+        table.with_beams(torch.full((3, 4, 5), X), {}, 0),
+    ]
+    assert {other.digest for other in same} == {table.digest}
+    changed = [
+        replace(table, query_ids=("10", "11", "13")),
+        replace(table, pool=torch.tensor([[4, 0, 1], [1, 3, X], [X, X, X]])),
+        replace(table, sequences=torch.tensor([[[2, 0], [0, X]], [[1, 0], [X, X]], [[X, X], [X, X]]])),
+        replace(table, fields={"beam_score": table.fields["beam_score"]}),
+        replace(table, fields={"beam_score": table.fields["beam_score"], "logprob_score": table.fields["vqa_correct"]}),
+        replace(table, found_by=torch.tensor([[1, 4], [3, X], [X, X]])),
+        replace(table, round=torch.tensor([[0, 3], [0, 0], [0, 0]])),
+        replace(table, queries=table.queries + 1),
+        replace(table, candidates=table.candidates + 1),
+        replace(table, query_images=("a", "b", "c")),
+        replace(table, candidate_images=tuple("abcde")),
+        replace(table, blocks={"image": (0, 1)}),
+        replace(table, blocks={"image": (0, 2)}),
+    ]
+    assert len({table.digest, *(other.digest for other in changed)}) == 14
+    blocks = {"image": (0, 1), "question": (1, 2)}
+    reversed_blocks = dict(reversed(blocks.items()))
+    assert replace(table, blocks=blocks).digest == replace(table, blocks=reversed_blocks).digest
+    assert table.digest.startswith("sha256:")
+
+
+def test_a_saved_table_loads_the_same(tmp_path) -> None:
+    images = {"query_images": ("a", "b", ""), "candidate_images": ("x", "", "", "", "")}
+    table = tiny(**images, blocks={"image": (0, 1), "question": (1, 2)}, notes=("2 rows dropped",))
+    table.save(tmp_path / "deep" / "t.safetensors")
+    again = BeamTable.load(tmp_path / "deep" / "t.safetensors")
+    assert again.digest == table.digest
+    assert (again.name, again.notes, again.blocks) == (table.name, table.notes, table.blocks)
+    assert again.select(torch.tensor([0])).blocks == table.blocks
+    assert again.pool.dtype == torch.int64
+    with safe_open(str(tmp_path / "deep" / "t.safetensors"), framework="pt") as file:
+        assert {file.get_tensor(k).dtype for k in ("pool", "sequences", "found_by", "round")} == {torch.int8}
+
+
+def test_integers_take_the_smallest_type_that_holds_them(tmp_path) -> None:
+    table = replace(
+        many(1), candidates=torch.zeros(40_000, 1), queries=torch.zeros(1, 1), pool=torch.tensor([[39_999]])
+    )
+    table.save(tmp_path / "t.safetensors")
+    with safe_open(str(tmp_path / "t.safetensors"), framework="pt") as file:
+        assert file.get_tensor("pool").dtype == torch.int32
+    assert BeamTable.load(tmp_path / "t.safetensors").pool.tolist() == [[39_999]]
+
+
+def test_embeddings_in_half_the_space(tmp_path) -> None:
+    tiny(queries=torch.full((3, 2), 0.1)).save(tmp_path / "t.safetensors", float16=True)
+    loaded = BeamTable.load(tmp_path / "t.safetensors")
+    assert loaded.queries.dtype == torch.float32
+    assert loaded.queries[0, 0].item() == 0.0999755859375  # the float16 nearest to 0.1
+    assert torch.equal(loaded.candidates, tiny().candidates)
+    with pytest.raises(InputError, match="too large for float16"):
+        tiny(queries=torch.full((3, 2), 1e5)).save(tmp_path / "u.safetensors", float16=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
+
+
+def test_files_that_are_no_saved_beam_table(tmp_path) -> None:
+    path = tmp_path / "t.safetensors"
+    with pytest.raises(InputError, match=r"t\.safetensors: no such file"):
+        BeamTable.load(path)
+    path.write_text("hello")
+    with pytest.raises(InputError, match=r"t\.safetensors: not a beam table that knobwise saved"):
+        BeamTable.load(path)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(InputError, match=r"t\.safetensors: not a beam table that knobwise saved"):
+        BeamTable.load(path)
+    tiny().save(path)
+    with safe_open(str(path), framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    save_file(tensors | {"pool": tensors["pool"] + 1}, path)
+    with pytest.raises(InputError, match=r"t\.safetensors: not a beam table.*beyond the 5 candidates"):
+        BeamTable.load(path)

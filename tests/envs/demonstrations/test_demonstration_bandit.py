@@ -1,0 +1,452 @@
+"""The selector's bandit: groups of recorded sequences, rewards looked up and scored, contexts in passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.collectors import Collector
+from torchrl.envs import check_env_specs
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import FIELDS, METHODS, BeamTable
+from knobwise.envs.demonstrations.reward import MODES, DemonstrationRewardConfig, demonstration_reward
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, GroupConfig, Passes, recorded_groups
+
+X = -1
+SEQUENCES = torch.tensor(
+    [
+        [[0, 1, X], [2, X, X], [3, 1, 0], [1, 0, X]],
+        [[0, X, X], [X, X, X], [X, X, X], [X, X, X]],  # one candidate
+        [[X, X, X], [X, X, X], [X, X, X], [X, X, X]],  # no candidate
+        [[X, X, X], [X, X, X], [X, X, X], [X, X, X]],  # candidates, no sequence
+        [[2, 1, X], [0, 2, X], [X, X, X], [X, X, X]],
+    ]
+)
+
+
+def beams(**changes: Any) -> BeamTable:
+    """Five queries; the outcomes count up, so that each reward tells which sequence it belongs to."""
+    there = SEQUENCES[..., 0] >= 0
+    fields = {
+        name: torch.arange(1.0, 21.0).reshape(5, 4).add(20 * number).div(200).masked_fill(~there, torch.nan)
+        for number, name in enumerate(FIELDS)
+    }
+    fields["vqa_correct"] = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(5, 4).masked_fill(~there, torch.nan)
+    parts: dict[str, Any] = {
+        "name": "five",
+        "query_ids": tuple("abcde"),
+        "pool": torch.tensor([[4, 0, 2, 6], [1, X, X, X], [X, X, X, X], [3, 5, X, X], [6, 1, 0, X]]),
+        "sequences": SEQUENCES,
+        "fields": fields,
+        "found_by": torch.tensor([[0, 2, 4, 4], [3, X, X, X], [X] * 4, [X] * 4, [0, 4, X, X]]),
+        "round": torch.tensor([[0, 0, 1, 2], [0] * 4, [0] * 4, [0] * 4, [0, 2, 0, 0]]),
+        "queries": torch.eye(5),
+        "candidates": torch.arange(35.0).reshape(7, 5).cos(),
+    }
+    return BeamTable(**(parts | changes))
+
+
+class CountingScorer:
+    """P(true answer) from the rows alone, order included; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        self.asked += [tuple(row) for row in torch.cat([queries[:, None], demonstrations], 1).tolist()]
+        scale = torch.tensor([1.0, 3.0, 7.0])[: demonstrations.shape[1]]
+        probability = torch.sigmoid(((demonstrations + 1) * scale).sum(1).sin() + queries)
+        return {
+            "logprob_score": probability.log(),
+            "vqa_gt_prob": probability,
+            "vqa_correct": (probability > 0.7).float(),
+            "vqa_acc_score": probability.square(),
+            "vqa_rel_score": probability / 2,
+        }
+
+
+def replayed(env: DemonstrationBandit) -> TensorDictBase:
+    context = env.reset()
+    return env.step(context.set("action", context["sequences"]))
+
+
+# -- both kinds --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("control", [False, True])
+def test_specs_hold_and_rewards_are_finite_in_every_mode(mode: str, live: bool, control: bool) -> None:
+    reward = DemonstrationRewardConfig(mode, adaptive=control, shuffled=control)
+    scorer = CountingScorer() if live else None
+    env = DemonstrationBandit(beams(), batch_size=4, group_size=3, reward=reward, scorer=scorer)
+    check_env_specs(env, seed=0)
+    out = env.rollout(5, break_when_any_done=False)
+    assert out["next", "reward"].isfinite().all()
+    empty = (out["action"] < 0).all(-1)
+    assert empty.any()
+    assert not out["next", "reward"][empty].any()
+    assert out["next", "vqa_correct"][empty].isnan().all()
+    assert out["next", "done"].all()
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_shapes_of_everything(live: bool) -> None:
+    env = DemonstrationBandit(beams(), batch_size=2, group_size=6, scorer=CountingScorer() if live else None)
+    found = {key: tuple(value.shape) for key, value in env.rollout(1).squeeze(-1).items() if key != "next"}
+    g = 6 if live else 4
+    wanted: dict[str, tuple[int, ...]] = {"row": (2,), "vqa_correct": (2, g), "action": (2, g, 3)}
+    wanted |= {} if live else {"sequences": (2, g, 3), "group_mask": (2, g)}
+    assert found == wanted | {"done": (2, 1), "terminated": (2, 1)}
+    assert env.group_size == g
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_step_and_the_contexts_after_it_are_what_stepping_and_resetting_gives(live: bool) -> None:
+    reward = DemonstrationRewardConfig(shuffled=True)
+    one, two = (
+        DemonstrationBandit(
+            beams(), batch_size=3, group_size=4, reward=reward, scorer=CountingScorer() if live else None
+        )
+        for _ in range(2)
+    )
+    context = one.rand_action(one.reset())
+    two.reset()
+    stepped, following = one.step_and_maybe_reset(context.clone())
+    for mine, theirs in ((stepped, two.step(context.clone())), (following, two.reset())):
+        assert set(mine.keys(True, True)) == set(theirs.keys(True, True))
+        for key, value in theirs.items(True, True):
+            torch.testing.assert_close(mine[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_the_collector_passes_over_the_queries(live: bool) -> None:
+    env = DemonstrationBandit(beams(), batch_size=5, group_size=2, scorer=CountingScorer() if live else None)
+    collector = Collector(env, env.rand_action, frames_per_batch=5, total_frames=15, reset_at_each_iter=True)
+    rows = [batch["row"].flatten().sort().values.tolist() for batch in collector]
+    collector.shutdown()
+    assert rows == [[0, 1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_seed_gives_the_same_on_a_device_that_is_named(live: bool) -> None:
+    reward = DemonstrationRewardConfig("multi_level", shuffled=True)
+    here, there = (
+        DemonstrationBandit(
+            beams(), batch_size=5, group_size=3, seed=3, reward=reward, device=device,
+            scorer=CountingScorer() if live else None,
+        )
+        for device in (None, "cpu")
+    )  # fmt: skip
+    context = here.rand_action(here.reset())
+    assert torch.equal(there.reset()["row"], context["row"])
+    assert torch.equal(*(env.step(context.clone())["next", "reward"] for env in (here, there)))
+
+
+# -- recorded sequences ------------------------------------------------------------------------------------------------
+
+
+def test_recorded_sequences_give_their_recorded_rewards() -> None:
+    out = replayed(DemonstrationBandit(beams(), batch_size=5))
+    rows = out["row"]
+    table = beams()
+    wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()
+    assert torch.equal(out["next", "reward"], wanted[rows])
+    assert torch.equal(out["group_mask"], table.beam_mask[rows])
+    assert torch.equal(out["sequences"], table.sequences[rows])
+    torch.testing.assert_close(out["next", "vqa_correct"], table.fields["vqa_correct"][rows], equal_nan=True)
+    assert torch.equal(out["next", "row"], rows)
+
+
+def test_any_recorded_sequence_is_found_wherever_it_stands() -> None:
+    env = DemonstrationBandit(beams(), batch_size=5)
+    context = env.reset()
+    order = torch.tensor([2, 0, 3, 3])
+    action = context["sequences"][:, order]
+    out = env.step(context.clone().set("action", action))
+    table, rows = beams(), context["row"]
+    wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()[rows][:, order]
+    assert torch.equal(out["next", "reward"], wanted)
+    correct = table.fields["vqa_correct"][rows][:, order]
+    torch.testing.assert_close(out["next", "vqa_correct"], correct, equal_nan=True)
+
+
+def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
+    env = DemonstrationBandit(beams(), batch_size=1, rows=torch.tensor([4]))
+    context = env.reset()
+    for wrong in ([1, 2, X], [2, 1, 0], [2, X, X]):
+        action = context["sequences"].clone()
+        action[0, 1] = torch.tensor(wrong)
+        with pytest.raises(InputError, match=r"1 of the sequences were never recorded.*query e of 'five', places \["):
+            env.step(context.clone().set("action", action))
+
+
+def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
+    table = beams().with_beams(SEQUENCES[:, :1], {n: torch.full((5, 1), 0.5) for n in FIELDS}, 4, 3)
+    env = DemonstrationBandit(table, batch_size=1, rows=torch.tensor([0]))
+    rewards = env.rewards[0]
+    context = env.reset()
+    assert torch.equal(context["sequences"][0, 0], context["sequences"][0, 4])
+    assert torch.equal(env.step(context.clone().set("action", context["sequences"]))["next", "reward"][0], rewards)
+    action = context["sequences"][:, [0, 2, 1, 3, 4]]
+    assert torch.equal(env.step(context.set("action", action))["next", "reward"][0], rewards[[0, 2, 1, 3, 4]])
+
+
+def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
+    env = DemonstrationBandit(beams(), batch_size=400, rows=torch.tensor([0]))
+    drawn = env.rand_action(env.reset())["action"].reshape(-1, 3)
+    sequences, counts = drawn.unique(dim=0, return_counts=True)
+    assert sorted(sequences.tolist()) == sorted(SEQUENCES[0].tolist())
+    assert ((counts - 400).abs() < 80).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -> None:
+    config = DemonstrationRewardConfig(mode)
+    for name in config.needs:
+        table = beams()
+        absent = replace(table, fields={k: v for k, v in table.fields.items() if k != name})
+        with pytest.raises(InputError, match=rf"reward.mode={mode} is made of {name}, which 7 of 7 .*'five'.*query a"):
+            DemonstrationBandit(absent, reward=config)
+        hole = table.fields[name].clone()
+        hole[4, 1] = torch.nan
+        with pytest.raises(InputError, match=rf"{name}, which 1 of 7 sequences .*\(the first: query e\)"):
+            DemonstrationBandit(replace(table, fields=table.fields | {name: hole}), reward=config)
+
+
+def test_legacy_beams_have_a_reward_and_an_unknown_correctness() -> None:
+    table = beams()
+    legacy = replace(table, fields={"beam_score": table.fields["beam_score"]})
+    out = replayed(DemonstrationBandit(legacy, batch_size=5, reward=DemonstrationRewardConfig("legacy")))
+    assert torch.equal(out["next", "reward"], table.fields["beam_score"].nan_to_num()[out["row"]])
+    assert out["next", "vqa_correct"].isnan().all()
+
+
+def test_shuffled_rewards_stay_in_their_group_and_as_they_are() -> None:
+    plain = DemonstrationBandit(beams())
+    one, same, other = (
+        DemonstrationBandit(beams(), seed=seed, reward=DemonstrationRewardConfig(shuffled=True)) for seed in (1, 1, 2)
+    )
+    assert torch.equal(one.rewards.sort(1).values, plain.rewards.sort(1).values)
+    assert torch.equal(one.rewards[1], plain.rewards[1])
+    assert torch.equal(one.rewards, same.rewards)
+    assert not torch.equal(one.rewards, other.rewards)
+    assert not one.rewards[~beams().beam_mask].any()
+
+
+def test_the_level_of_the_sequence_is_that_of_the_demonstrations_shown() -> None:
+    weights = {"beam_weight": 0.0, "task_weight": 0.0, "sequence_weight": 1.0, "diversity_weight": 0.0}
+    reward = DemonstrationRewardConfig("multi_level", coherence_weight=1.0, **weights)
+    shown = beams().candidates[[6, 0, 4]]  # what stands at places 3, 1, 0 of query a
+    cosines = torch.cosine_similarity(shown[1:], shown[:-1])
+    recorded = DemonstrationBandit(beams(), batch_size=1, rows=torch.tensor([0]), reward=reward)
+    torch.testing.assert_close(recorded.rewards[0, 2], cosines.mean())
+    env = DemonstrationBandit(beams(), rows=torch.tensor([0]), reward=reward, scorer=CountingScorer())
+    out = env.step(env.reset().set("action", torch.tensor([[[3, 1, 0]]])))
+    torch.testing.assert_close(out["next", "reward"][0, 0], cosines.mean())
+
+
+# -- which sequences form a group --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "shots", "wanted"),
+    [
+        ({}, None, [[[0, 1], [2], [3, 1, 0], [1, 0]], [[0]], [], [], [[2, 1], [0, 2]]]),
+        ({}, 2, [[[0, 1], [1, 0]], [], [], [], [[2, 1], [0, 2]]]),
+        ({"methods": "beams"}, None, [[[0, 1]], [], [], [], [[2, 1]]]),
+        ({"methods": "without_beams"}, None, [[[2], [3, 1, 0], [1, 0]], [[0]], [], [], [[0, 2]]]),
+        ({"methods": "own"}, None, [[[3, 1, 0], [1, 0]], [], [], [], [[0, 2]]]),
+        ({"methods": "own", "rounds": 1}, None, [[[1, 0]], [], [], [], [[0, 2]]]),
+        ({"rounds": 1}, None, [[[0, 1], [2], [1, 0]], [[0]], [], [], [[2, 1], [0, 2]]]),
+        ({"methods": ["random", "retrieval"]}, None, [[[2]], [[0]], [], [], []]),
+    ],
+)
+def test_groups(groups: dict[str, Any], shots: int | None, wanted: list[list[list[int]]]) -> None:
+    table = recorded_groups(beams(), GroupConfig(**groups), shots)
+    found = [[[p for p in beam if p >= 0] for beam in query if beam[0] >= 0] for query in table.sequences.tolist()]
+    assert found == wanted
+    assert table.num_beams == max(map(len, wanted))
+    assert table.shots == max(len(beam) for query in wanted for beam in query)
+    before = {(q, tuple(s)): i for q, row in enumerate(SEQUENCES.tolist()) for i, s in enumerate(row)}
+    for q, b in table.beam_mask.nonzero().tolist():
+        places = [p for p in table.sequences[q, b].tolist() if p >= 0]
+        i = before[q, tuple(places + [X] * (3 - len(places)))]
+        assert all(field[q, b] == beams().fields[name][q, i] for name, field in table.fields.items())
+        assert (table.found_by[q, b], table.round[q, b]) == (beams().found_by[q, i], beams().round[q, i])
+    env = DemonstrationBandit(beams(), batch_size=5, groups=GroupConfig(**groups), shots=shots)
+    assert torch.equal(env.sequences, table.sequences)
+
+
+def test_rewards_adapt_to_the_group_and_not_to_what_is_left_out() -> None:
+    config = DemonstrationRewardConfig("hard_plus_soft", adaptive=True)
+    env = DemonstrationBandit(beams(), groups=GroupConfig("own"), reward=config)
+    group = {name: field[:1, 2:] for name, field in beams().fields.items()}
+    everywhere = torch.ones(1, 2, dtype=torch.bool)
+    wanted = demonstration_reward(group, torch.tensor([[3, 2]]), everywhere, config)
+    assert torch.equal(env.rewards[:1], wanted)
+
+
+def test_settings_that_make_no_sense() -> None:
+    for methods in ("magic", (), ["beam", "magic"], "beam"):
+        with pytest.raises(InputError, match=r"groups.methods=.*must be all, without_beams, own, beams, or a list of"):
+            GroupConfig(methods)
+    with pytest.raises(InputError, match=r"groups.rounds=0: must be"):
+        GroupConfig(rounds=0)
+    with pytest.raises(
+        InputError, match=r"'five' has no sequence for groups.methods=policy and shots=4; it has .*\[1, 2, 3\]"
+    ):
+        DemonstrationBandit(beams(), groups=GroupConfig("own"), shots=4)
+    with pytest.raises(InputError, match="no queries to draw from"):
+        DemonstrationBandit(beams(), rows=torch.tensor([], dtype=torch.int64))
+    with pytest.raises(InputError, match="shots=0, group_size=1"):
+        DemonstrationBandit(beams(), shots=0, scorer=CountingScorer())
+    none = torch.full((5, 4), X)
+    empty = beams(pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none)
+    with pytest.raises(InputError, match="the pools of all queries are empty"):
+        DemonstrationBandit(empty, shots=2, scorer=CountingScorer())
+
+
+# -- sequences scored as they are drawn --------------------------------------------------------------------------------
+
+
+def test_a_scorer_is_given_the_rows_behind_the_places_once_each() -> None:
+    scorer = CountingScorer()
+    env = DemonstrationBandit(beams(), batch_size=2, group_size=3, shots=2, rows=torch.tensor([0, 4]), scorer=scorer)
+    context = env.reset()
+    context["row"] = torch.tensor([0, 4])
+    action = torch.tensor([[[0, 2], [2, 0], [0, 2]], [[2, X], [X, X], [0, 2]]])
+    out = env.step(context.set("action", action))
+    assert sorted(scorer.asked) == [(0, 2, 4), (0, 4, 2), (4, 0, X), (4, 6, 0)]
+    rows, bank = torch.tensor([0, 0, 0, 4, 4]), torch.tensor([[4, 2], [2, 4], [4, 2], [0, X], [6, 0]])
+    scored = CountingScorer()(rows, bank)
+    there = torch.tensor([[True, True, True], [True, False, True]])
+    torch.testing.assert_close(
+        out["next", "reward"][there], 2 * scored["vqa_correct"] + scored["vqa_acc_score"], rtol=0, atol=1e-6
+    )
+    assert torch.equal(out["next", "vqa_correct"][there], scored["vqa_correct"])
+    assert out["next", "reward"][1, 1] == 0
+    assert out["next", "vqa_correct"][1, 1].isnan()
+
+
+def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
+    scorer, config = CountingScorer(), DemonstrationRewardConfig("legacy")
+    env = DemonstrationBandit(beams(), batch_size=5, group_size=2, scorer=scorer, reward=config)
+    for _ in range(3):
+        context = env.rand_action(env.reset())
+        out = env.step(context)
+        rows, action = context["row"], context["action"]
+        bank = beams().pool[rows][:, None].expand(5, 2, 4).gather(2, action.clamp_min(0)).masked_fill(action < 0, X)
+        for g in range(2):
+            gain = CountingScorer()(rows, bank[:, g])["vqa_gt_prob"]
+            gain = gain - CountingScorer()(rows, torch.full((5, 3), X))["vqa_gt_prob"]
+            torch.testing.assert_close(out["next", "reward"][:, g], gain.where(action[:, g, 0] >= 0, 0.0))
+    zero_shot = [asked for asked in scorer.asked if asked[1:] == (X, X, X)]
+    assert sorted(zero_shot) == [(q, X, X, X) for q in range(5)]
+
+
+@pytest.mark.parametrize("wrong", [[0, 4], [2, 2], [X, 1], [-2, 0], [3, 0]])
+def test_sequences_that_do_not_exist_are_refused(wrong: list[int]) -> None:
+    env = DemonstrationBandit(
+        beams(), batch_size=1, group_size=2, shots=2, rows=torch.tensor([4]), scorer=CountingScorer()
+    )
+    with pytest.raises(InputError, match=r"1 of the sequences do not exist.*query e of 'five'"):
+        env.step(env.reset().set("action", torch.tensor([[[0, 1], wrong]])))
+
+
+def test_random_actions_are_drawn_without_replacement_from_the_pool() -> None:
+    env = DemonstrationBandit(beams(), batch_size=5, group_size=2000, shots=3, scorer=CountingScorer())
+    context = env.rand_action(env.reset())
+    action = dict(zip(context["row"].tolist(), context["action"], strict=True))
+    lengths = {row: (places >= 0).sum(1).unique().tolist() for row, places in action.items()}
+    assert lengths == {0: [3], 1: [1], 2: [0], 3: [2], 4: [3]}
+    sequences, counts = action[4].unique(dim=0, return_counts=True)
+    assert len(sequences) == 6  # every order of three
+    assert ((counts - 2000 / 6).abs() < 70).all()
+    assert len(action[0].unique(dim=0)) == 24
+    assert sorted(action[3].unique(dim=0).tolist()) == [[0, 1, X], [1, 0, X]]
+    env.step(context)  # none of them is refused
+
+
+def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
+    def without(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        return {"vqa_gt_prob": torch.ones(len(queries)), "vqa_acc_score": torch.full((len(queries),), torch.nan)}
+
+    for mode, said in (("hard_only", "vqa_correct, which is not recorded"), ("soft_only", "vqa_acc_score.*gave NaN")):
+        env = DemonstrationBandit(
+            beams(), rows=torch.tensor([0]), scorer=without, reward=DemonstrationRewardConfig(mode)
+        )
+        with pytest.raises(InputError, match=f"reward.mode={mode} is made of {said}"):
+            env.rollout(1)
+    env = DemonstrationBandit(
+        beams(), rows=torch.tensor([0]), scorer=without, reward=DemonstrationRewardConfig("legacy")
+    )
+    assert env.rollout(1)["next", "vqa_correct"].isnan().all()
+
+
+def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts() -> None:
+    config = DemonstrationRewardConfig("soft_only", shuffled=True)
+    env = DemonstrationBandit(
+        beams(), batch_size=1, group_size=6, rows=torch.tensor([4]), shots=3, scorer=CountingScorer(), reward=config
+    )
+    action = torch.tensor([[[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]]])
+    found = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(4)]
+    assert len({tuple(reward[0].tolist()) for reward in found}) > 2
+    assert all(torch.equal(reward.sort().values, found[0].sort().values) for reward in found)
+    env.contexts.drawn = 2
+    again = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(2)]
+    assert torch.equal(torch.cat(again), torch.cat(found[2:]))
+
+
+def test_the_table_needs_no_recorded_sequence_when_there_is_a_scorer() -> None:
+    none = torch.full((5, 0), X)
+    table = beams(sequences=torch.full((5, 0, 0), X), fields={}, found_by=none, round=none)
+    check_env_specs(DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()), seed=0)
+
+
+# -- contexts ----------------------------------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(1, 12), count=st.integers(1, 30), seed=st.integers(0, 2**62), batches=st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_every_pass_has_each_row_once(rows: int, count: int, seed: int, batches: int) -> None:
+    numbers = torch.arange(rows) * 3 + 1
+    passes = Passes(numbers, count, seed)
+    drawn = torch.cat([passes() for _ in range(batches)])
+    assert len(drawn) == count * batches
+    for one in drawn.split(rows):
+        whole = len(one) == rows
+        assert one.sort().values.tolist() == numbers.tolist() if whole else len(one.unique()) == len(one)
+    assert passes.before == batches - 1
+    passes.set_back(batches - 1)
+    assert torch.equal(passes(), drawn[-count:])
+
+
+def test_passes_come_in_other_orders() -> None:
+    passes = Passes(torch.arange(50), 50, seed=0)
+    orders = [tuple(passes().tolist()) for _ in range(3)]
+    assert len({*orders, tuple(Passes(torch.arange(50), 50, seed=1)().tolist())}) == 4
+    assert tuple(Passes(torch.arange(50), 50, seed=0)().tolist()) == orders[0]
+
+
+def test_setting_the_seed_starts_the_contexts_anew() -> None:
+    env, other = (DemonstrationBandit(beams(), batch_size=4, seed=seed) for seed in (0, 5))
+    env.reset()
+    env.set_seed(5)
+    assert torch.equal(env.reset()["row"], other.reset()["row"])
+
+
+def test_contexts_come_from_the_rows_given_and_from_nowhere_else() -> None:
+    env = DemonstrationBandit(beams(), batch_size=4, rows=torch.tensor([1, 4]))
+    assert env.reset()["row"].sort().values.tolist() == [1, 1, 4, 4]
+
+
+def test_methods_are_those_that_groups_speak_of() -> None:
+    assert GroupConfig("without_beams").methods == METHODS[1:]

@@ -1,0 +1,257 @@
+"""Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and the control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import FIELDS
+from knobwise.envs.demonstrations.reward import (
+    MODES,
+    DemonstrationRewardConfig,
+    coherence_and_diversity,
+    demonstration_reward,
+    shuffle,
+)
+
+NAN = float("nan")
+RECORDED = {
+    "beam_score": torch.tensor([0.05, -0.02, 0.3, NAN]),
+    "logprob_score": torch.tensor([-0.2, -2.3, -0.7, NAN]),
+    "vqa_correct": torch.tensor([1.0, 0.0, 1.0, NAN]),
+    "vqa_acc_score": torch.tensor([0.9, 0.3, 0.6, NAN]),
+    "vqa_gt_prob": torch.tensor([0.8, 0.1, 0.5, NAN]),
+    "vqa_rel_score": torch.tensor([0.7, 0.4, 0.2, NAN]),
+}
+COHERENCE, DIVERSITY = torch.tensor([0.5, 1.0, 0.0, NAN]), torch.tensor([0.5, 0.0, 1.0, NAN])
+MASK = torch.tensor([True, True, True, False])
+LENGTHS = torch.tensor([1, 2, 2, 0])
+
+
+def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **settings: Any) -> Tensor:
+    fields = RECORDED if fields is None else fields
+    lengths = LENGTHS[: mask.shape[-1]]
+    extra = (x[: mask.shape[-1]] for x in (COHERENCE, DIVERSITY))
+    return demonstration_reward(fields, lengths, mask, DemonstrationRewardConfig(**settings), *extra)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, [2.9, 0.3, 2.6]),
+        ({"mode": "legacy"}, [0.05, -0.02, 0.3]),
+        ({"mode": "legacy", "alpha": 0.5, "beta": 2.0}, [2.025, -0.01, 2.15]),
+        ({"mode": "legacy", "alpha": 0.5, "beta": 2.0, "correctness": "pm1"}, [2.025, -2.01, 2.15]),
+        ({"mode": "legacy", "information": "logprob_score"}, [-0.2, -2.3, -0.7]),
+        ({"mode": "hard_plus_soft"}, [1.9, 0.3, 1.6]),
+        ({"mode": "hard_plus_soft", "hard_weight": 2, "soft_weight": 0.5}, [2.45, 0.15, 2.3]),
+        ({"mode": "hard_plus_soft_v2", "hard_weight": 3.0}, [3.9, 0.3, 3.6]),
+        ({"mode": "separated"}, [2.9, 0.3, 2.6]),
+        ({"mode": "separated", "hard_weight": 1.5, "soft_weight": 2.0}, [4.8, 0.6, 4.2]),
+        ({"mode": "hard_only"}, [1.0, 0.0, 1.0]),
+        ({"mode": "hard_only", "hard_weight": 3.0}, [3.0, 0.0, 3.0]),
+        ({"mode": "soft_only"}, [0.9, 0.3, 0.6]),
+        ({"mode": "soft_only", "soft_weight": 0.5}, [0.45, 0.15, 0.3]),
+        ({"mode": "gtprob"}, [1.8, 0.1, 1.5]),
+        ({"mode": "gtprob_separated"}, [2.8, 0.1, 2.5]),
+        ({"mode": "gtprob_rel"}, [1.8, 0.14, 1.5]),
+        ({"mode": "gtprob_rel", "rel_weight": 0.5}, [1.8, 0.3, 1.5]),
+        ({"mode": "hybrid"}, [0.975, -0.025, 1.15]),
+        ({"mode": "hybrid", "alpha": 0.25, "information_scale": 2.0}, [1.1125, 0.1025, 1.125]),
+        ({"mode": "hybrid", "alpha": 0.0, "hard_weight": 2.0, "soft_weight": 1.0}, [2.9, 0.3, 2.6]),
+        ({"mode": "hybrid", "alpha": 1.0}, [0.5, -0.2, 1.0]),
+        ({"mode": "multi_level"}, [1.325, 0.53, 1.4]),
+        (
+            {"mode": "multi_level", "beam_weight": 0.0, "task_weight": 2.0, "sequence_weight": 1.0}
+            | {"coherence_weight": 1.0, "diversity_weight": 0.0},
+            [2.3, 1.6, 1.2],
+        ),
+        ({"mode": "hard_plus_soft", "by_shots": {2: {"hard_weight": 3.0}}}, [1.9, 0.3, 3.6]),
+        ({"mode": "hard_plus_soft", "by_shots": {"1": {"hard_weight": 0, "soft_weight": 2.0}, 9: {}}}, [1.8, 0.3, 1.6]),
+        ({"mode": "soft_only", "soft_weight": 2.0, "by_shots": {2: {"soft_weight": 1.0}}}, [1.8, 0.3, 0.6]),
+        ({"mode": "hybrid", "by_shots": {2: {"alpha": 1.0}}}, [0.975, -0.2, 1.0]),
+    ],
+)
+def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None:
+    reward = rewards(**config)
+    assert reward.dtype == torch.float32
+    torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
+
+
+def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
+    accuracy = torch.linspace(0, 1, 11)
+    for correct, low, high in ((1.0, 2.0, 3.0), (0.0, 0.0, 1.0)):
+        fields = {"vqa_correct": torch.full((11,), correct), "vqa_acc_score": accuracy}
+        mask, lengths = torch.ones(11, dtype=torch.bool), torch.ones(11, dtype=torch.int64)
+        reward = demonstration_reward(fields, lengths, mask, DemonstrationRewardConfig())
+        assert (float(reward.min()), float(reward.max())) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("config", "needs"),
+    [
+        ({}, ("vqa_correct", "vqa_acc_score")),
+        ({"mode": "legacy"}, ("beam_score",)),
+        ({"mode": "legacy", "information": "logprob_score", "beta": 1.0}, ("logprob_score", "vqa_correct")),
+        ({"mode": "legacy", "by_shots": {3: {"beta": 1.0}}}, ("beam_score", "vqa_correct")),
+        ({"mode": "hard_only"}, ("vqa_correct",)),
+        ({"mode": "soft_only"}, ("vqa_acc_score",)),
+        ({"mode": "separated", "soft_weight": 0.0}, ("vqa_correct",)),
+        ({"mode": "gtprob_separated"}, ("vqa_correct", "vqa_gt_prob")),
+        ({"mode": "gtprob_rel"}, ("vqa_correct", "vqa_gt_prob", "vqa_rel_score")),
+        ({"mode": "hybrid"}, ("beam_score", "vqa_correct", "vqa_acc_score")),
+        ({"mode": "multi_level", "task_weight": 0.0}, ("beam_score",)),
+    ],
+)
+def test_a_mode_needs_what_it_is_made_of_and_nothing_else(config: dict[str, Any], needs: tuple[str, ...]) -> None:
+    assert DemonstrationRewardConfig(**config).needs == needs
+    rewards({name: RECORDED[name] for name in needs}, **config)
+    for missing in needs:
+        left = {name: RECORDED[name] for name in FIELDS if name != missing}
+        with pytest.raises(InputError, match=f"reward.mode={config.get('mode', 'hard_plus_soft_v2')}.*{missing}"):
+            rewards(left, **config)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive: bool) -> None:
+    fields = {name: torch.stack([x, x]) for name, x in RECORDED.items()}
+    mask = torch.tensor([[True, False, False, False], [False] * 4])
+    config = DemonstrationRewardConfig(mode, adaptive=adaptive)
+    both = (torch.stack([x, x]) for x in (COHERENCE, DIVERSITY))
+    reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config, *both)
+    torch.testing.assert_close(reward[0, 0], rewards(mode=mode)[0])  # nothing to compare with: the weights stay
+    assert not reward[:, 1:].any()
+    assert not reward[1].any()
+
+
+# -- weights that follow what separates a group ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("correct", "accuracy", "config", "wanted"),
+    [
+        # all right: the soft accuracy gets both weights
+        ([1.0, 1.0, 1.0], [0.9, 0.3, 0.6], {}, [1.8, 0.6, 1.2]),
+        # all wrong, all alike: nothing separates, nothing moves
+        ([0.0, 0.0, 0.0], [0.4, 0.4, 0.4], {}, [0.4, 0.4, 0.4]),
+        # deviations .5 and .2 share 2 as 10/7 and 4/7
+        ([1.0, 0.0], [0.6, 0.2], {}, [12.4 / 7, 0.8 / 7]),
+        # weighted 2·.5 and 1·.2 share 3 as 2.5 and .5
+        ([1.0, 0.0], [0.6, 0.2], {"hard_weight": 2.0}, [2.8, 0.1]),
+        # the soft accuracy is the same everywhere
+        ([1.0, 0.0], [0.5, 0.5], {"hard_weight": 2.0}, [3.0, 0.0]),
+        # a weight of 0 stays 0
+        ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),
+        # of one demonstration hard weighs 1·.5 beside .2, of two 3·.5 beside .2 of a sum of 4
+        ([1.0, 0.0], [0.6, 0.2], {"by_shots": {2: {"hard_weight": 3.0}}}, [12.4 / 7, 0.2 * 4 * 0.2 / 1.7]),
+    ],
+)
+def test_adaptive_weights_by_hand(
+    correct: list[float], accuracy: list[float], config: dict[str, Any], wanted: list[float]
+) -> None:
+    fields = {"vqa_correct": torch.tensor([*correct, NAN]), "vqa_acc_score": torch.tensor([*accuracy, 7.0])}
+    mask = torch.tensor([True] * len(correct) + [False])
+    reward = rewards(fields, mask, mode="hard_plus_soft", adaptive=True, **config)
+    torch.testing.assert_close(reward, torch.tensor([*wanted, 0.0]))
+
+
+def test_adaptive_weights_are_those_of_each_group() -> None:
+    fields = {
+        "vqa_correct": torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
+        "vqa_acc_score": torch.tensor([[0.5, 0.25], [0.5, 0.5]]),
+    }
+    config = DemonstrationRewardConfig("hard_plus_soft", adaptive=True)
+    everywhere = torch.ones(2, 2, dtype=torch.bool)
+    reward = demonstration_reward(fields, torch.ones(2, 2, dtype=torch.int64), everywhere, config)
+    torch.testing.assert_close(reward, torch.tensor([[1.0, 0.5], [2.0, 0.0]]))
+
+
+# -- the sequence's level ----------------------------------------------------------------------------------------------
+
+
+def test_coherence_and_diversity_by_hand() -> None:
+    embeddings = torch.tensor(
+        [
+            [[1.0, 0.0], [0.0, 2.0], [5.0, 0.0]],  # cosines 0 and 0 in a row; 0, 0 and 1 of all pairs
+            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # two: .6
+            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # one
+            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # none
+            [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]],  # zeros are like nothing
+        ]
+    )
+    coherence, diversity = coherence_and_diversity(embeddings, torch.tensor([3, 2, 1, 0, 3]))
+    torch.testing.assert_close(coherence, torch.tensor([0.0, 0.6, 0.0, 0.0, 0.5]))
+    torch.testing.assert_close(diversity, torch.tensor([2 / 3, 0.4, 0.0, 0.0, 2 / 3]))
+
+
+@given(length=st.integers(2, 5), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_coherence_and_diversity_are_those_of_the_pairs(length: int, seed: int) -> None:
+    embeddings = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+    coherence, diversity = coherence_and_diversity(embeddings, torch.tensor(length))
+    shown = embeddings[:length]
+    cosines = cosine_similarity(shown[:, None], shown[None], dim=-1)
+    torch.testing.assert_close(coherence, cosines.diagonal(1).mean())
+    pairs = torch.triu_indices(length, length, 1)
+    torch.testing.assert_close(diversity, 1 - cosines[pairs[0], pairs[1]].mean())
+
+
+# -- the control -------------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 99), mask=st.lists(st.booleans(), min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_shuffling_permutes_what_exists(seed: int, mask: list[bool]) -> None:
+    there = torch.tensor([mask, mask])
+    reward = torch.arange(1.0, 2 * len(mask) + 1).reshape(2, -1) * there
+    found = shuffle(reward, there, torch.Generator().manual_seed(seed))
+    assert torch.equal(found.sort(1).values, reward.sort(1).values)
+    assert not found[~there].any()
+    assert torch.equal(found, shuffle(reward, there, torch.Generator().manual_seed(seed)))
+
+
+def test_every_permutation_is_as_likely() -> None:
+    reward, there = torch.tensor([1.0, 2.0, 0.0, 3.0]), torch.tensor([True, True, False, True])
+    found = shuffle(reward.expand(12_000, 4), there.expand(12_000, 4), torch.Generator().manual_seed(0))
+    permutations, counts = found.unique(dim=0, return_counts=True)
+    assert len(permutations) == 6
+    assert ((counts - 2000).abs() < 200).all()
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"mode": "hard"}, "reward.mode='hard': must be one of legacy, hard_plus_soft"),
+        ({"correctness": "yes"}, "reward.correctness='yes': must be one of 01, pm1"),
+        ({"information": "vqa_gt_prob"}, "reward.information='vqa_gt_prob': must be one of beam_score, logprob_score"),
+        ({"information_scale": 0.0}, "reward.information_scale=0.0: must be a number > 0"),
+        ({"hard_weight": -1.0}, "reward.hard_weight=-1.0: must be a number ≥ 0"),
+        ({"hard_weight": NAN}, "reward.hard_weight=nan: must be a number ≥ 0"),
+        ({"hard_weight": "2"}, "reward.hard_weight='2': must be a number ≥ 0"),
+        ({"alpha": 0.5}, "reward.alpha: mode hard_plus_soft_v2 has no such weight, it has hard_weight, soft_weight"),
+        ({"mode": "legacy", "hard_weight": 1.0}, "reward.hard_weight: mode legacy has no such weight"),
+        ({"mode": "legacy", "alpha": 0.0}, "reward: all weights of mode legacy are 0"),
+        ({"mode": "multi_level", "beam_weight": 0, "task_weight": 0, "sequence_weight": 0}, "all weights of mode mul"),
+        ({"mode": "hybrid", "alpha": 1.5}, r"reward.alpha=1.5: must be in \[0, 1\]"),
+        ({"mode": "hybrid", "by_shots": {2: {"alpha": 2}}}, r"reward.by_shots.2.alpha=2: must be in \[0, 1\]"),
+        ({"by_shots": {0: {}}}, "reward.by_shots.0: a sequence has at least one"),
+        ({"by_shots": {"two": {}}}, "reward.by_shots={'two': {}}: must give weights by name"),
+        ({"by_shots": {2: 3.0}}, "reward.by_shots={2: 3.0}: must give weights by name"),
+        ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode hard_plus_soft_v2 has no such weight"),
+        ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
+    ],
+)
+def test_settings_that_make_no_sense(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        DemonstrationRewardConfig(**config)

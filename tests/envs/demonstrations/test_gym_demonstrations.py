@@ -1,0 +1,197 @@
+"""The selector's bandit in gymnasium: what its checker says, and the same queries and rewards as in TorchRL."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from torch import Tensor
+from torchrl.envs import GymWrapper, check_env_specs
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv
+from knobwise.envs.demonstrations.reward import DemonstrationRewardConfig
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
+
+X = -1
+
+
+def beams(queries: int = 3) -> BeamTable:
+    """Pools of two; all of the four sequences are recorded, with soft accuracies .1, .2, .3, .4 in the first query,
+    and the last query has an empty pool."""
+    sequences = torch.tensor([[0, X], [1, X], [0, 1], [1, 0]]).expand(queries, 4, 2).clone()
+    pool = torch.stack([torch.arange(queries), torch.arange(queries) + 1], 1)
+    sequences[-1], pool[-1] = X, X
+    there = sequences[..., 0] >= 0
+    accuracy = torch.arange(1.0, 4 * queries + 1).reshape(queries, 4) / 10
+    found_by = torch.zeros(queries, 4, dtype=torch.int64).masked_fill(~there, X)
+    return BeamTable(
+        name="twos",
+        query_ids=tuple(f"q{i}" for i in range(queries)),
+        pool=pool,
+        sequences=sequences,
+        fields={
+            "vqa_correct": torch.tensor([0.0, 1.0, 0.0, 1.0]).expand(queries, 4).masked_fill(~there, torch.nan),
+            "vqa_acc_score": accuracy.masked_fill(~there, torch.nan),
+        },
+        found_by=found_by,
+        round=found_by.clamp_min(0),
+        queries=torch.eye(queries) - 0.5,
+        candidates=torch.arange(queries * (queries + 1.0)).reshape(queries + 1, queries),
+    )
+
+
+def scorer(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    value = (demonstrations + 1).float() @ torch.tensor([1.0, 3.0])
+    return {"vqa_correct": (queries == 0).float(), "vqa_acc_score": value / 100}
+
+
+def made(**words: Any) -> DemonstrationBanditEnv:
+    return DemonstrationBanditEnv(beams(), **words)
+
+
+@pytest.mark.parametrize("words", [{}, {"scorer": scorer}])
+def test_gymnasium_finds_nothing_to_complain_of(words: dict[str, Any]) -> None:
+    check_env(made(**words), skip_render_check=True)
+
+
+def test_torchrl_wraps_it() -> None:
+    check_env_specs(GymWrapper(made(scorer=scorer), categorical_action_encoding=True))
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
+    words: dict[str, Any] = {"reward": DemonstrationRewardConfig("hard_plus_soft"), "scorer": scorer if live else None}
+    env, native = made(**words), DemonstrationBandit(beams(), **words)
+    native.set_seed(7)
+    rows = []
+    for number in range(6):
+        observation, info = env.reset(seed=7 if number == 0 else None)
+        context = native.reset()
+        row = int(context["row"])
+        rows.append(row)
+        table = beams()
+        assert info["query_id"] == table.query_ids[row]
+        assert np.array_equal(observation["query"], table.queries[row].numpy())
+        for place, candidate in enumerate(table.pool[row].tolist()):
+            shown = table.candidates[candidate] if candidate >= 0 else torch.zeros(3)
+            assert np.array_equal(observation["pool"][place], shown.numpy())
+        assert observation["mask"].tolist() == table.pool_mask[row].int().tolist()
+        action = torch.full(native.action_spec.shape, X)
+        if row < 2:
+            action[0, 0] = torch.tensor([1, 0])
+        stepped = native.step(context.set("action", action))["next"]
+        _, reward, terminated, truncated, info = env.step(np.array([1, 0]))
+        assert (terminated, truncated) == (True, False)
+        assert reward == float(stepped["reward"][0, 0])
+        assert info["vqa_correct"] == float(stepped["vqa_correct"][0, 0]) or row == 2
+    assert sorted(rows[:3]) == sorted(rows[3:]) == [0, 1, 2]
+
+
+def test_infos_tell_the_outcome_by_hand() -> None:
+    env = made(rows=torch.tensor([0]))
+    _, info = env.reset()
+    assert (info["query_id"], info["sequences"].tolist()) == ("q0", [[0, X], [1, X], [0, 1], [1, 0]])
+    _, reward, _, _, info = env.step(np.array([0, 1]))
+    assert reward == pytest.approx(0.3)
+    assert (info["sequence"].tolist(), info["vqa_correct"]) == ([0, 1], 0.0)
+    assert (info["oracle_sequence"].tolist(), info["oracle_reward"]) == ([1, 0], pytest.approx(2.4))
+
+
+@pytest.mark.parametrize(
+    ("action", "shown"), [([1, 1], [1]), ([0, 5], [0]), ([X, 1], [1]), ([1, 0], [1, 0]), ([7, X], [])]
+)
+def test_a_place_chosen_before_or_without_candidate_shows_nothing(action: list[int], shown: list[int]) -> None:
+    env = made(rows=torch.tensor([0]))
+    env.reset()
+    _, reward, _, _, info = env.step(np.array(action))
+    assert info["sequence"].tolist() == shown
+    wanted = {(1,): 2.2, (0,): 0.1, (1, 0): 2.4, (): 0.0}
+    assert reward == pytest.approx(wanted[tuple(shown)])
+
+
+def test_a_query_without_candidates_has_reward_0() -> None:
+    env = made(rows=torch.tensor([2]))
+    observation, info = env.reset()
+    assert not observation["pool"].any()
+    assert info["sequences"].shape == (0, 2)
+    _, reward, _, _, info = env.step(np.array([0, 1]))
+    assert (reward, info["sequence"].tolist()) == (0.0, [])
+    assert np.isnan(info["vqa_correct"])
+    assert "oracle_reward" not in info
+
+
+def test_what_was_never_recorded_is_refused_by_name() -> None:
+    table = beams()
+    kept = BeamTable(
+        **{k: getattr(table, k) for k in ("name", "query_ids", "pool", "queries", "candidates")},
+        sequences=table.sequences[:, :3],
+        fields={name: field[:, :3] for name, field in table.fields.items()},
+        found_by=table.found_by[:, :3],
+        round=table.round[:, :3],
+    )
+    env = DemonstrationBanditEnv(kept, rows=torch.tensor([1]))
+    env.reset()
+    with pytest.raises(InputError, match=r"never recorded.*query q1 of 'twos', places \[1, 0\]"):
+        env.step(np.array([1, 0]))
+
+
+def test_every_episode_is_one_decision_of_the_right_shape() -> None:
+    env = made()
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(np.array([0, 1]))
+    env.reset()
+    with pytest.raises(InputError, match=r"the action has shape \(3,\), expected \(2,\)"):
+        env.step(np.array([0, 1, 1]))
+    env.step(np.array([0, 1]))
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(np.array([0, 1]))
+
+
+def test_without_a_seed_no_two_environments_draw_the_same() -> None:
+    table = beams(40)
+    orders = []
+    for _ in range(2):
+        env = DemonstrationBanditEnv(table)
+        orders.append([env.reset()[1]["query_id"] for _ in range(40)])
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_observations_share_no_memory() -> None:
+    env = made()
+    one, _ = env.reset()
+    two, *_ = env.step(np.array([0, 1]))
+    for mine in one.values():
+        assert not any(np.shares_memory(mine, theirs) for theirs in two.values())
+    one["query"][:] = 9
+    assert not (env.table.queries == 9).any()
+
+
+def test_render_tells_in_words_what_happened() -> None:
+    env = made(rows=torch.tensor([0]), render_mode="ansi")
+    assert env.render() == "Nothing yet: call reset()."
+    env.reset()
+    assert env.render() == "Query q0: which demonstrations will you show?"
+    env.step(np.array([1, X]))
+    assert env.render() == "Query q0.\nShown: [1]; answer right, reward +2.200.\nBest recorded: [1, 0]; reward +2.400."
+    live = made(rows=torch.tensor([1]), render_mode="ansi", scorer=scorer)
+    live.reset()
+    live.step(np.array([1, 0]))
+    assert live.render() == "Query q1.\nShown: [1, 0]; answer wrong, reward +0.090."
+    assert made().render() is None
+
+
+def test_every_order_of_the_pool_can_be_shown() -> None:
+    env = made(scorer=scorer, rows=torch.tensor([0]))
+    found = set()
+    for order in permutations(range(2)):
+        env.reset()
+        found.add(tuple(env.step(np.array(order))[4]["sequence"].tolist()))
+    assert found == {(0, 1), (1, 0)}

@@ -1,0 +1,682 @@
+"""Reading and writing exp5/exp6 and core_exp folders: round trips, both spellings, the traps known from the field."""
+
+import gc
+import json
+import re
+from contextlib import contextmanager
+
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
+from knobwise.envs.readers.long_table import long_frame, table_from_frame, write_features
+
+SMALL, LARGE = (2, 4, 12), (10, 12, 16)
+
+
+def put(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def named(setting):
+    return dict(zip(("max_crops", "top_k", "num_active_blocks"), setting, strict=True))
+
+
+def stem(setting, rank=None):
+    crops, k, blocks = setting
+    return f"crops{crops}_topk{k}_blocks{blocks}" + ("" if rank is None else f"_rank{rank}") + ".json"
+
+
+def put_exp5(root, setting, scores, rank=None, dataset="text-vqa", **changes):
+    """scores: id → score, or rows."""
+    rows = [{"sample_id": i, "score": s} for i, s in scores.items()] if isinstance(scores, dict) else scores
+    summary = {**named(setting), "num_total_blocks": 16, "active_block_indices": [0, 1], "num_samples": len(rows)}
+    content = {"summary": [summary], "all_samples": rows, "config": {"split": "validation"}} | changes
+    folder = root / "exp5" / (f"exp5_accuracy_{dataset}" if dataset else "")
+    return put(folder / f"exp5_accuracy_results_{stem(setting, rank)}", content)
+
+
+def put_exp6(root, setting, times, rank=None, dataset="text-vqa", **changes):
+    """times: id → total ms, or rows, in the profiler's spelling."""
+    rows = times
+    if isinstance(times, dict):
+        rows = [
+            {
+                "sample_id": i,
+                **named(setting),
+                "T_total_ms": t,
+                "T_prefill_ms": t / 4,
+                "T_decode_ms": t / 2,
+                "accuracy": 0.25,
+            }
+            for i, t in times.items()
+        ]
+    summary = {**named(setting), "num_samples": len(rows), "latency_total_ms": {"mean": 50.0, "P50": 1.0}}
+    content = {"summary": [summary], "per_sample_latencies": rows, "config": {"batch_size": 1}} | changes
+    folder = root / "exp6" / (f"exp6_latency_{dataset}" if dataset else "")
+    return put(folder / f"exp6_latency_{stem(setting, rank)}", content)
+
+
+def read(root, dataset="text_vqa", **choices):
+    return read_exp5_exp6(root / "exp5", root / "exp6", dataset, **choices)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two samples under two configurations, complete."""
+    for setting, score, time in ((SMALL, 0.5, 100.0), (LARGE, 1.0, 300.0)):
+        put_exp5(tmp_path, setting, {0: score, 1: 0.0})
+        put_exp6(tmp_path, setting, {0: time, 1: time + 8})
+    return tmp_path
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+def test_joins_scores_and_times(pair):
+    table = read(pair)
+    assert table.name == "text_vqa"
+    assert table.sample_ids == ("0", "1")
+    assert [table.configuration(c) for c in range(2)] == [named(SMALL), named(LARGE)]
+    assert table.accuracy.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+    assert table.latency_ms.tolist() == [[100.0, 300.0], [108.0, 308.0]]
+    assert table.notes == ()
+    assert table.datasets == ()
+    assert table.parts == ()
+
+
+@pytest.mark.parametrize(("stage", "first"), [("total", 100.0), ("prefill", 25.0), ("decode", 50.0)])
+def test_latency_is_a_choice(pair, stage, first):
+    assert read(pair, latency=stage).latency_ms[0, 0] == first
+
+
+def test_unknown_latency_is_refused(pair):
+    with pytest.raises(InputError, match="total, prefill, decode"):
+        read(pair, latency="vision")
+
+
+def test_older_spelling_reads_the_same(pair, tmp_path_factory):
+    old = tmp_path_factory.mktemp("old")
+    for setting, score, time in ((SMALL, 0.5, 100.0), (LARGE, 1.0, 300.0)):
+        put_exp5(old, setting, {0: score, 1: 0.0})
+        rows = [
+            {"sample_id": i, "score": 0.25, "latency_total": t, "latency_prefill": t / 4, "latency_decode": t / 2}
+            for i, t in ((0, time), (1, time + 8))
+        ]
+        summary = {**named(setting), "latency_mean": time, "latency_p50": time}
+        put(
+            old / "exp6" / "exp6_latency_text-vqa" / f"exp6_latency_{stem(setting)}",
+            {"summary": [summary], "all_samples": rows},
+        )
+    for stage in ("total", "prefill", "decode"):
+        assert read(old, latency=stage).digest == read(pair, latency=stage).digest
+    assert read(old, exp6_accuracy=True).digest == read(pair, exp6_accuracy=True).digest
+
+
+def test_exp5_is_the_truth_unless_asked_otherwise(pair):
+    assert read(pair).accuracy[0, 0] == 0.5
+    asked = read_exp5_exp6(None, pair / "exp6", "text_vqa", exp6_accuracy=True)
+    assert (asked.accuracy == 0.25).all()
+    with pytest.raises(InputError, match="exp5_dir"):
+        read_exp5_exp6(None, pair / "exp6", "text_vqa")
+
+
+def test_accuracy_is_a_choice(tmp_path):
+    put_exp5(tmp_path, SMALL, [{"sample_id": 0, "score": 1.0, "soft_score": 0.75}])
+    put_exp6(tmp_path, SMALL, {0: 10.0})
+    assert read(tmp_path, accuracy="soft_score").accuracy.item() == 0.75
+    with pytest.raises(InputError, match=r"blocks12\.json.*no fluency.*soft_score"):
+        read(tmp_path, accuracy="fluency")
+
+
+def test_files_may_lie_in_the_directory_itself(tmp_path):
+    put_exp5(tmp_path, SMALL, {0: 1.0}, dataset="", config={"dataset_name": "text_vqa"})
+    put_exp5(tmp_path, LARGE, {0: 0.0}, dataset="", config={"dataset_name": "doc_qa"})
+    put_exp6(tmp_path, SMALL, {0: 10.0}, dataset="")
+    table = read(tmp_path)
+    assert table.num_configurations == 1
+    assert "1 files that say they are of doc_qa: not read" in table.notes[0]
+    with pytest.raises(InputError, match=r"no files of 'ok_vqa'.*doc_qa, text_vqa"):
+        read_exp5_exp6(tmp_path / "exp5", tmp_path / "exp6", "ok_vqa")
+
+
+def test_several_data_sets_keep_their_ids_apart(pair):
+    put_exp5(pair, SMALL, {0: 0.25, 7: 0.75}, dataset="doc-qa")
+    put_exp6(pair, SMALL, {0: 30.0, 7: 40.0}, dataset="doc-qa")
+    table = read(pair, ["text_vqa", "doc_qa"])
+    assert table.name == "text_vqa+doc_qa"
+    assert list(zip(table.datasets, table.sample_ids, strict=True)) == [
+        ("doc_qa", "0"), ("doc_qa", "7"), ("text_vqa", "0"), ("text_vqa", "1")
+    ]  # fmt: skip
+    assert table.accuracy[:, 0].tolist() == [0.25, 0.75, 0.5, 0.0]
+
+
+def test_image_ids_travel_with_the_samples(tmp_path):
+    put_exp5(tmp_path, SMALL, [{"sample_id": i, "score": 1.0, "metadata": {"image_id": 70 + i // 2}} for i in range(3)])
+    put_exp6(tmp_path, SMALL, dict.fromkeys(range(3), 10.0))
+    assert read(tmp_path).image_ids == ("70", "70", "71")
+
+
+def test_features_are_attached(pair):
+    table = read(pair)
+    table.features["language_features"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    write_features(table, pair / "f.npz")
+    assert read(pair, features=pair / "f.npz").digest == table.digest
+
+
+# -- known traps -------------------------------------------------------------------------------------------------------
+
+
+def test_summaries_of_the_whole_run_are_no_configuration(pair):
+    put(pair / "exp5" / "exp5_accuracy_text-vqa" / "exp5_accuracy_results.json", {"summary": [1, 2], "all_samples": []})
+    put(pair / "exp6" / "exp6_latency_text-vqa" / "exp6_latency_results.json", "{")
+    assert read(pair).notes == ()
+
+
+def test_a_merge_replaces_its_rank_files(pair):
+    digest = read(pair).digest
+    for rank in (0, 1):
+        put_exp5(pair, SMALL, {rank: 0.125}, rank=rank)
+        put_exp6(pair, SMALL, {rank: 1.0}, rank=rank)
+    table = read(pair)
+    assert table.digest == digest
+    assert [note.split(": ")[1] for note in table.notes] == ["2 rank files not read, since their merges are there"] * 2
+
+
+def test_rank_files_without_a_merge_are_all_read(tmp_path):
+    for rank, scores in enumerate(({0: 1.0, 2: 0.0}, {1: 0.5})):
+        put_exp5(tmp_path, SMALL, scores, rank=rank)
+        put_exp6(tmp_path, SMALL, {i: 10.0 + i for i in scores}, rank=rank)
+    table = read(tmp_path)
+    assert table.sample_ids == ("0", "1", "2")
+    assert table.accuracy[:, 0].tolist() == [1.0, 0.5, 0.0]
+    assert table.latency_ms[:, 0].tolist() == [10.0, 11.0, 12.0]
+
+
+def test_a_merge_that_lost_samples_is_refused(tmp_path):
+    for rank in (0, 1):
+        put_exp5(tmp_path, SMALL, dict.fromkeys(range(10), 1.0), rank=rank)
+    put_exp5(tmp_path, SMALL, dict.fromkeys(range(10), 1.0))
+    put_exp6(tmp_path, SMALL, dict.fromkeys(range(10), 1.0))
+    with pytest.raises(InputError, match=r"blocks12\.json: holds 10 of the 20 rows of its 2 rank files"):
+        read(tmp_path)
+
+
+def test_a_merge_without_the_padding_of_a_distributed_sampler_is_fine(tmp_path):
+    for rank, ids in enumerate(((0, 2), (1, 0))):
+        put_exp5(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
+    put_exp5(tmp_path, SMALL, dict.fromkeys(range(3), 1.0))
+    put_exp6(tmp_path, SMALL, dict.fromkeys(range(3), 1.0))
+    assert read(tmp_path).num_samples == 3
+
+
+@pytest.mark.parametrize("side", ["exp5", "exp6"])
+def test_ids_that_restart_on_every_rank_are_refused(tmp_path, side):
+    for rank in (0, 1):
+        ids = range(3) if side == "exp5" else (2 * rank, 2 * rank + 1)
+        put_exp5(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
+        ids = range(3) if side == "exp6" else (2 * rank, 2 * rank + 1)
+        put_exp6(tmp_path, SMALL, dict.fromkeys(ids, 9.0), rank=rank)
+    said = rf"{side}.*rank0\.json.*rank1\.json: in data set text_vqa, 3 .*pairs in 1 config.*2 × sample_id 0"
+    with pytest.raises(InputError, match=said):
+        read(tmp_path)
+
+
+def test_ids_that_restart_in_every_batch_are_refused(pair):
+    put_exp5(pair, SMALL, [{"sample_id": i % 2, "score": 1.0} for i in range(5)])
+    with pytest.raises(InputError, match=r"exp5.*blocks12\.json: .* 2 .*pairs in 1 configurations .* 3 × sample_id 0"):
+        read(pair)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_question_id_is_the_key_where_every_row_has_it(tmp_path, inside):
+    """With it, ids that restart do no harm."""
+
+    def row(number, **values):
+        extra = {"question_id": 900 + number}
+        return {"sample_id": number % 2, **values, **({"metadata": extra} if inside else extra)}
+
+    put_exp5(tmp_path, SMALL, [row(i, score=i / 4) for i in range(4)])
+    put_exp6(tmp_path, SMALL, [row(i, T_total_ms=float(i)) for i in reversed(range(4))])
+    table = read(tmp_path)
+    assert table.sample_ids == ("900", "901", "902", "903")
+    assert table.accuracy[:, 0].tolist() == [0, 0.25, 0.5, 0.75]
+    assert table.latency_ms[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_question_id_on_one_side_only_is_not_the_key(tmp_path):
+    put_exp5(tmp_path, SMALL, [{"sample_id": 0, "question_id": 900, "score": 1.0}])
+    put_exp6(tmp_path, SMALL, {0: 10.0})
+    table = read(tmp_path)
+    assert table.sample_ids == ("0",)
+    assert "not every row has a question_id" in table.notes[0]
+
+
+@pytest.mark.parametrize("where", ["summary", "rows"])
+def test_knobs_that_disagree_with_the_file_name_are_refused(pair, where):
+    if where == "summary":
+        put_exp5(pair, SMALL, {0: 1.0}, summary=[named((2, 8, 12))])
+    else:
+        put_exp6(pair, SMALL, [{"sample_id": 0, "T_total_ms": 1.0, "top_k": 8}])
+    with pytest.raises(InputError, match=r"crops2_topk4_blocks12\.json: .* says top_k=8, the file name says 4"):
+        read(pair)
+
+
+def test_what_does_not_join_is_counted(pair):
+    put_exp5(pair, (4, 4, 12), {0: 1.0, 1: 1.0})
+    put_exp6(pair, (6, 4, 12), {0: 1.0, 1: 1.0})
+    put_exp5(pair, SMALL, {0: 0.5, 1: 0.0, 5: 1.0, 6: 1.0})
+    put_exp6(pair, LARGE, {0: 300.0, 1: 308.0, 8: 1.0})
+    table = read(pair)
+    assert table.num_configurations == 2
+    assert table.num_samples == 2
+    assert table.notes == (
+        "text_vqa: 1 configurations are in exp5 only (4/4/12)",
+        "text_vqa: 2 cells of 2 samples have no partner in exp6: not profiled",
+        "text_vqa: 1 configurations are in exp6 only (6/4/12)",
+        "text_vqa: 1 cells of 1 samples have no partner in exp5: not profiled",
+    )
+
+
+def test_sparse_sampling_leaves_holes_in_the_mask(pair):
+    put_exp5(pair, LARGE, {1: 1.0})
+    put_exp6(pair, LARGE, {1: 7.0})
+    table = read(pair)
+    assert table.mask.tolist() == [[True, False], [True, True]]
+    assert table.accuracy[0, 1].isnan()
+    assert table.latency_ms[0, 1].isnan()
+
+
+def test_mean_latency_of_a_configuration_is_given_to_its_samples_when_asked_for(pair):
+    for rank, (mean, count) in enumerate(((40.0, 3), (80.0, 1))):
+        summary = {**named(LARGE), "latency_total_ms": {"mean": mean}, "num_samples": count}
+        path = put_exp6(pair, LARGE, [], rank=rank, summary=[summary])
+        path.with_name(f"exp6_latency_{stem(LARGE)}").unlink(missing_ok=True)
+    table = read(pair)
+    assert table.num_configurations == 1
+    assert "1 configurations have a mean latency only: left out" in table.notes[0]
+    table = read(pair, broadcast_latency=True)
+    assert table.latency_ms.tolist() == [[100.0, 50.0], [108.0, 50.0]]
+    assert "given to all their samples" in table.notes[0]
+
+
+# -- bad files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: put_exp5(r, SMALL, {0: 1.5}), r"blocks12\.json: accuracy must be between 0 and 1, is 1\.5"),
+        (lambda r: put_exp5(r, SMALL, {0: float("nan")}), r"blocks12\.json: accuracy must .* is nan"),
+        (lambda r: put_exp6(r, SMALL, {0: float("nan")}), r"blocks12\.json: latency_ms must .* is nan"),
+        (lambda r: put_exp6(r, SMALL, {0: -1.0}), r"blocks12\.json: latency_ms must .* is -1"),
+        (lambda r: put_exp6(r, SMALL, {0: float("inf")}), r"blocks12\.json: latency_ms must .* is inf"),
+        (lambda r: put_exp5(r, SMALL, {0: "good"}), r"blocks12\.json: score must be a number"),
+        (lambda r: put_exp5(r, SMALL, [{"sample_id": [0], "score": 1}]), r"blocks12\.json: sample_id must be"),
+        (lambda r: put_exp5(r, SMALL, [{"score": 1}]), r"blocks12\.json: 1 rows without sample_id"),
+        (lambda r: put_exp6(r, SMALL, [{"sample_id": 0}]), r"no T_total_ms or latency_total; they have sample_id"),
+        (lambda r: put_exp5(r, SMALL, {0: 1}, all_samples={"0": 1}), r"blocks12\.json: all_samples must hold objects"),
+        (lambda r: put(put_exp5(r, SMALL, {}), ""), r"blocks12\.json: is not readable JSON"),
+        (lambda r: put(put_exp5(r, SMALL, {}), '{"all_samples": ['), r"blocks12\.json: is not readable JSON"),
+        (lambda r: put(put_exp5(r, SMALL, {}), "[]"), r"blocks12\.json: must hold a JSON object with all_samples"),
+        (lambda r: put(put_exp5(r, SMALL, {}), '{"rows": []}'), r"blocks12\.json: has none of all_samples; .* rows"),
+        (lambda r: put(put_exp5(r, SMALL, {}), '{"all_samples": [], "config": 3}'), r"config must hold objects"),
+    ],
+)
+def test_bad_files_are_named(pair, change, said):
+    change(pair)
+    with pytest.raises(InputError, match=said):
+        read(pair)
+
+
+def test_missing_directory(tmp_path):
+    with pytest.raises(InputError, match=rf"{tmp_path / 'exp6'}: no such directory"):
+        read(tmp_path)
+
+
+def test_nothing_that_matches(pair):
+    put(pair / "exp6" / "notes.txt", "")
+    with pytest.raises(
+        InputError, match=r"no exp6_latency files of 'ok_vqa'.*exp6_latency_ok-vqa.*holds: exp6_lat.*notes\.txt"
+    ):
+        read(pair, "ok_vqa")
+
+
+def test_files_whose_names_do_not_fit_are_counted(pair):
+    put(pair / "exp5" / "exp5_accuracy_text-vqa" / "crops2.json", {})
+    assert "1 JSON files not read" in read(pair).notes[0]
+
+
+def test_nothing_in_common(tmp_path):
+    put_exp5(tmp_path, SMALL, {0: 1.0})
+    put_exp6(tmp_path, SMALL, {"q7": 1.0})
+    with pytest.raises(InputError, match=r"text_vqa: .*no .*pair in common.*\['0'\].*\['q7'\]"):
+        read(tmp_path)
+
+
+def test_features_of_other_samples(pair):
+    table = read(pair)
+    table.features["x"] = torch.zeros(2, 1)
+    write_features(table, pair / "f.npz")
+    put_exp5(pair, SMALL, {0: 1.0, 1: 1.0, 2: 1.0})
+    put_exp6(pair, SMALL, {0: 1.0, 1: 1.0, 2: 1.0})
+    with pytest.raises(InputError, match=r"f\.npz: no features for 1 of 3 samples"):
+        read(pair, features=pair / "f.npz")
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+SETTINGS = st.tuples(st.sampled_from([2, 6, 10]), st.sampled_from([4, 8]), st.sampled_from([12, 16]))
+
+
+@st.composite
+def cells(draw):
+    """A long frame with holes: any subset of the cells of a few samples and configurations."""
+    ids = draw(st.one_of(
+        st.lists(st.integers(0, 10**9), min_size=1, max_size=4, unique=True),
+        st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
+    ))  # fmt: skip
+    pairs = st.tuples(st.sampled_from(ids), SETTINGS)
+    keys = draw(st.lists(pairs, min_size=1, max_size=10, unique=True))
+    share = st.floats(0, 1, width=32)
+    time = st.floats(0, 1e6, width=32)
+    rows = [
+        {"sample_id": i, **named(s), "accuracy": draw(share), "soft_score": draw(share), "latency_ms": draw(time),
+         "prefill_ms": draw(time), "decode_ms": draw(time)}
+        for i, s in keys
+    ]  # fmt: skip
+    return pl.DataFrame(rows)
+
+
+@given(frame=cells())
+@settings(max_examples=15, deadline=None)
+def test_reading_gives_back_what_was_written(tmp_path_factory, frame):
+    root = tmp_path_factory.mktemp("exp")
+    knobs = ["max_crops", "top_k", "num_active_blocks"]
+    write_exp5_exp6(frame, root / "exp5", root / "exp6", "text_vqa", {"machine": "a lathe"})
+    for latency, stage in (("latency_ms", "total"), ("prefill_ms", "prefill"), ("decode_ms", "decode")):
+        for accuracy, score in (("accuracy", "score"), ("soft_score", "soft_score")):
+            wanted = table_from_frame(frame, name="text_vqa", knobs=knobs, accuracy=accuracy, latency=latency)
+            assert read(root, latency=stage, accuracy=score).digest == wanted.digest
+    again = root / "again"
+    write_exp5_exp6(long_frame(wanted), again / "exp5", again / "exp6", "text_vqa")
+    assert read(again).digest == wanted.digest
+
+
+def test_written_files_follow_the_profilers_spelling(tmp_path):
+    frame = pl.DataFrame(
+        {
+            "sample_id": [0, 1, 2],
+            "question_id": [5, 6, 7],
+            "max_crops": [2, 2, 2],
+            "top_k": [4, 4, 4],
+            "num_active_blocks": [12, 12, 12],
+            "accuracy": [1.0, 0.0, None],
+            "latency_ms": [100.0, 300.0, 5.0],
+            "prefill_ms": [25.0, float("nan"), 1.0],
+            "num_vision_tokens": [400, 300, 1],
+        }
+    )
+    write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa", {"machine": "x", "batch_size": 2})
+    exp5 = json.loads(
+        (tmp_path / "exp5/exp5_accuracy_text-vqa/exp5_accuracy_results_crops2_topk4_blocks12.json").read_text()
+    )
+    exp6 = json.loads((tmp_path / "exp6/exp6_latency_text-vqa/exp6_latency_crops2_topk4_blocks12.json").read_text())
+    assert exp5 == {
+        "summary": [{**named(SMALL), "accuracy": 0.5, "num_samples": 2}],
+        "all_samples": [
+            {"sample_id": 0, "question_id": 5, "score": 1.0},
+            {"sample_id": 1, "question_id": 6, "score": 0.0},
+        ],
+        "config": {"machine": "x", "batch_size": 2, "dataset_name": "text_vqa"},
+    }
+    assert exp6["config"] == exp5["config"]
+    assert exp6["per_sample_latencies"][1] == {
+        "sample_id": 1, "question_id": 6, **named(SMALL), "T_total_ms": 300.0, "T_prefill_ms": None,
+        "num_vision_tokens": 300, "accuracy": 0.0,
+    }  # fmt: skip
+    total = exp6["summary"][0]["latency_total_ms"]
+    assert total == {"mean": 200.0, "std": 100.0, "P50": 200.0, "P95": pytest.approx(290), "P99": pytest.approx(298)}
+    assert read(tmp_path).sample_ids == ("5", "6")
+    prefill = read(tmp_path, latency="prefill")
+    assert prefill.sample_ids == ("5",)
+    assert "1 rows without accuracy or latency" in prefill.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "said"),
+    [
+        ({"latency_ms": -1.0}, {}, "latency_ms negative"),
+        ({"max_crops": 2.5}, {}, "max_crops must be whole numbers"),
+        ({"top_k": "many"}, {}, "top_k must be whole numbers"),
+        ({"dataset": "doc_qa"}, {}, "holds 2 data sets"),
+        ({}, {"when": object()}, "metadata that JSON cannot hold"),
+        ({}, {"rate": float("nan")}, "metadata that JSON cannot hold"),
+    ],
+)
+def test_what_cannot_be_written_leaves_nothing(tmp_path, change, metadata, said):
+    row = {"sample_id": 0, "dataset": "text_vqa", **named(SMALL), "accuracy": 1.0, "latency_ms": 1.0}
+    frame = pl.DataFrame([row, {**row, **named(LARGE), **change}], strict=False)
+    with pytest.raises(InputError, match=said):
+        write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa", metadata)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- core_exp ----------------------------------------------------------------------------------------------------------
+
+
+def put_core(root, level, scores, rank="", folder="text-vqa", dataset="text_vqa", **changes):
+    crops = {"low": 3, "medium": 8, "high": 15}[level]
+    rows = [
+        {"sample_id": i, "accuracy": s, "T_vision_total": 20.0, "T_LLM_prefill": 70.0 + i, "T_LLM_decode": 40.0,
+         "T_total": 130.0 + i, "metadata": {"image_id": 5}}
+        for i, s in scores.items()
+    ]  # fmt: skip
+    content = {
+        "tier": level, "max_crops": crops, "top_k": 8, "num_active_blocks": 16, "num_samples": len(rows),
+        "tier_range": {"min_crops": 1, "max_crops": crops}, "active_block_indices": [0], "per_sample_results": rows,
+    } | changes  # fmt: skip
+    return put(root / folder / f"{dataset}_imgsizetier-{level}_crops{crops}_topk8_blocks16{rank}.json", content)
+
+
+@pytest.mark.parametrize("spelling", [{}, {"folder": ""}, {"dataset": "text-vqa"}])
+def test_core_exp_tiers_go_from_low_to_high(tmp_path, spelling):
+    for tier, score in (("high", 1.0), ("low", 0.0), ("medium", 0.5)):
+        put_core(tmp_path, tier, {0: score, 1: score}, **spelling)
+    table = read_core_exp(tmp_path, "text_vqa")
+    assert [(k.name, k.values) for k in table.knobs] == [
+        ("tier", ("low", "medium", "high")), ("top_k", (8,)), ("num_active_blocks", (16,))
+    ]  # fmt: skip
+    assert table.accuracy.tolist() == [[0, 0.5, 1]] * 2
+    assert table.latency_ms.tolist() == [[130.0] * 3, [131.0] * 3]
+    assert table.image_ids == ("5", "5")
+    assert table.notes == ()
+
+
+@pytest.mark.parametrize(("stage", "time"), [("total", 130.0), ("prefill", 70.0), ("vision_prefill", 90.0)])
+def test_core_exp_latency_is_a_choice(tmp_path, stage, time):
+    put_core(tmp_path, "low", {0: 1.0})
+    assert read_core_exp(tmp_path, "text_vqa", latency=stage).latency_ms.item() == time
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: put_core(r, "low", {0: 1.0}, tier="high"), r"the file says tier=high, the file name says low"),
+        (lambda r: put_core(r, "low", {0: 1.0}, max_crops=2), r"the file says max_crops=2, the file name says 3"),
+        (lambda r: put_core(r, "low", {0: 3.0}), r"blocks16\.json: accuracy must be between 0 and 1, is 3"),
+        (lambda r: [put_core(r, "low", {0: 1.0}, rank=f"_rank{i}") for i in (0, 1)], r"rank0.*rank1.* 2 × sample_id 0"),
+        (lambda r: put(r / "text-vqa" / "x.json", {}), r"no core_exp files of 'text_vqa'.*text-vqa"),
+    ],
+)
+def test_bad_core_exp_files_are_named(tmp_path, change, said):
+    change(tmp_path)
+    with pytest.raises(InputError, match=re.compile(said, re.DOTALL)):
+        read_core_exp(tmp_path, "text_vqa")
+
+
+def test_unknown_core_exp_latency(tmp_path):
+    with pytest.raises(InputError, match="total, prefill, vision_prefill"):
+        read_core_exp(tmp_path, "text_vqa", latency="decode")
+
+
+@st.composite
+def core_cells(draw):
+    ids = draw(st.lists(st.integers(0, 10**9), min_size=1, max_size=4, unique=True))
+    keys = st.tuples(st.sampled_from(ids), st.sampled_from(["low", "medium", "high"]), st.sampled_from([4, 8]))
+    time = st.floats(0, 1e6, width=32)
+    rows = [
+        {"sample_id": i, "tier": tier, "top_k": k, "num_active_blocks": 12, "accuracy": draw(st.floats(0, 1, width=32)),
+         "latency_ms": draw(time), "vision_ms": draw(time), "prefill_ms": draw(time), "decode_ms": draw(time)}
+        for i, tier, k in draw(st.lists(keys, min_size=1, max_size=8, unique=True))
+    ]  # fmt: skip
+    return pl.DataFrame(rows)
+
+
+CROPS = {"low": (1, 3), "medium": (4, 8), "high": (9, 15)}
+
+
+@given(frame=core_cells())
+@settings(max_examples=10, deadline=None)
+def test_reading_core_exp_gives_back_what_was_written(tmp_path_factory, frame):
+    root = tmp_path_factory.mktemp("core")
+    write_core_exp(frame, root, "text_vqa", CROPS)
+    for latency, column in (("total", "latency_ms"), ("prefill", "prefill_ms")):
+        wanted = table_from_frame(frame, name="text_vqa", knobs=["tier", "top_k", "num_active_blocks"], latency=column)
+        assert read_core_exp(root, "text_vqa", latency=latency).digest == wanted.digest
+
+
+def test_written_core_exp_files_follow_the_profilers_spelling(tmp_path):
+    row = {"sample_id": 7, "tier": "low", "top_k": 4, "num_active_blocks": 12, "accuracy": 1.0, "latency_ms": 90.0,
+           "vision_ms": 10.0, "prefill_ms": 50.0, "decode_ms": 30.0, "num_vision_tokens": 400, "num_output_tokens": 2,
+           "metadata": {"image_id": 5}}  # fmt: skip
+    frame = pl.DataFrame([row, row | {"sample_id": 8, "accuracy": 0.0, "latency_ms": 110.0}])
+    write_core_exp(frame, tmp_path, "text_vqa", CROPS, {"machine": "x"})
+    content = json.loads((tmp_path / "text-vqa" / "text_vqa_imgsizetier-low_crops3_topk4_blocks12.json").read_text())
+    stats, rows = content.pop("latency_stats"), content.pop("per_sample_results")
+    assert content == {
+        "tier": "low", "top_k": 4, "num_active_blocks": 12, "tier_range": {"min_crops": 1, "max_crops": 3},
+        "max_crops": 3, "num_samples": 2, "accuracy": 0.5, "accuracy_std": 0.5,
+        "config": {"machine": "x", "dataset_name": "text_vqa"},
+    }  # fmt: skip
+    assert rows[0] == {
+        "sample_id": 7, "output_tokens": 2, "actual_vision_tokens": 400, "T_vision_total": 10.0, "T_LLM_prefill": 50.0,
+        "T_LLM_decode": 30.0, "T_total": 90.0, "accuracy": 1.0, "metadata": {"image_id": 5},
+    }  # fmt: skip
+    assert stats["T_total_mean"] == 100
+    assert stats["T_total_std"] == 10
+    assert len(stats) == 4 * 5
+    assert read_core_exp(tmp_path, "text_vqa").image_ids == ("5", "5")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tier": "huge"}, "how many crops huge has"),
+        ({"top_k": 4.5}, "top_k must be whole numbers"),
+        ({"vision_ms": ...}, "has no column vision_ms"),
+    ],
+)
+def test_core_exp_files_that_could_not_be_read_are_not_written(tmp_path, change, said):
+    row = {"sample_id": 7, "tier": "low", "top_k": 4, "num_active_blocks": 12, "accuracy": 1.0, "latency_ms": 90.0,
+           "vision_ms": 10.0, "prefill_ms": 50.0, "decode_ms": 30.0} | change  # fmt: skip
+    frame = pl.DataFrame([{k: v for k, v in row.items() if v is not ...}])
+    with pytest.raises(InputError, match=said):
+        write_core_exp(frame, tmp_path, "text_vqa", CROPS)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- at scale ----------------------------------------------------------------------------------------------------------
+
+
+def test_ids_are_exact_or_refused(pair):
+    put_exp5(pair, SMALL, [{"sample_id": 2**64 - 1, "score": 1.0}])
+    put_exp6(pair, SMALL, {2**64 - 1: 1.0})
+    assert str(2**64 - 1) in read(pair).sample_ids
+    put_exp5(pair, SMALL, [{"sample_id": 2**64, "score": 1.0}])
+    with pytest.raises(InputError, match=r"blocks12\.json: sample_id .* too large to be exact"):
+        read(pair)
+
+
+def test_reading_a_file_leaves_the_garbage_collector_as_it_was(pair):
+    put(pair / "exp5" / "exp5_accuracy_text-vqa" / f"exp5_accuracy_results_{stem((4, 4, 12))}", "{")
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with pytest.raises(InputError, match="not readable JSON"):
+                read(pair)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+
+
+def test_a_long_read_says_how_far_it_is_and_a_short_one_nothing(pair, capsys, monkeypatch):
+    read(pair)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("knobwise.common.progress.time.monotonic", iter(range(0, 1000, 20)).__next__)
+    read(pair)
+    assert re.search(r"reading exp6_latency_text-vqa: 1/2, \d+ s left\n", capsys.readouterr().err)
+
+
+def test_a_progress_bar_ends_where_reading_fails(pair, monkeypatch):
+    """Also while somebody holds on to the error, as a notebook does."""
+    put_exp5(pair, LARGE, [{"sample_id": 0, "score": "good"}])
+    open_bars = []
+
+    @contextmanager
+    def counted(*args, **more):
+        open_bars.append(1)
+        try:
+            yield lambda done, note: None
+        finally:
+            open_bars.pop()
+
+    monkeypatch.setattr("knobwise.envs.readers.configuration_files.progress", counted)
+    with pytest.raises(InputError, match="score must be a number") as kept:
+        read(pair)
+    assert kept.value.__traceback__ is not None
+    assert open_bars == []
+
+
+# -- several data sets -------------------------------------------------------------------------------------------------
+
+
+def test_question_types_are_read_from_rows_or_their_metadata(pair, tmp_path):
+    typed = [{"sample_id": 0, "score": 1.0, "question_type": "yes/no"}, {"sample_id": 1, "score": 0.0}]
+    put_exp5(pair, SMALL, typed)
+    assert read(pair).question_types == ("yes/no", "unknown")  # of the other file nothing but the sample is known
+    rows = [{"sample_id": i, "score": 1.0, "metadata": {"question_type": kind}} for i, kind in enumerate("ab")]
+    for setting in (SMALL, LARGE):
+        put_exp5(pair, setting, rows)
+    assert read(pair).question_types == ("a", "b")
+    rows[0]["metadata"]["question_type"] = "c"
+    put_exp5(pair, LARGE, rows)
+    with pytest.raises(InputError, match="question_type must be the same in all rows of a sample"):
+        read(pair)
+
+
+def test_question_types_are_written(tmp_path):
+    frame = pl.DataFrame({"sample_id": [0, 1], **{k: [v] * 2 for k, v in named(SMALL).items()}, "accuracy": [0.5, 1],
+                          "latency_ms": [3.0, 4], "question_type": ["number", "other"]})  # fmt: skip
+    write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa")
+    assert read(tmp_path).question_types == ("number", "other")
+    tiers = frame.drop("max_crops").with_columns(tier=pl.lit("low"))
+    stages = {name: pl.lit(1.0) for name in ("vision_ms", "prefill_ms", "decode_ms")}
+    write_core_exp(tiers.with_columns(**stages), tmp_path, "text_vqa", CROPS)
+    assert read_core_exp(tmp_path, "text_vqa").question_types == ("number", "other")
+
+
+def test_images_may_be_known_of_one_data_set_only(pair):
+    put_exp5(pair, SMALL, [{"sample_id": 7, "score": 1.0, "image_id": 3, "question_type": "a"}], dataset="okvqa")
+    put_exp6(pair, SMALL, {7: 5.0}, dataset="okvqa")
+    both = read(pair, ["text_vqa", "okvqa"])
+    assert both.dataset_names == ("okvqa", "text_vqa", "text_vqa")
+    assert both.image_ids == ("3", "0", "1")
+    assert both.question_types == ("a", "unknown", "unknown")
+    assert read(pair).image_ids == read(pair).question_types == ()

@@ -1,0 +1,419 @@
+"""Long tables: what becomes a knob, what a hole, what an error; and that writing and reading give the table back."""
+
+import gzip
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.long_table import long_frame, read_long_table, table_from_frame, write_long_table
+
+from helpers import small_table  # isort: skip
+
+
+def frame(**columns):
+    """Two samples under two configurations, changed or extended by columns."""
+    return pl.DataFrame(
+        {
+            "sample_id": ["a", "a", "b", "b"],
+            "top_k": [8, 4, 8, 4],
+            "accuracy": [1.0, 0.5, 0.25, 0.0],
+            "latency_ms": [20.0, 10.0, 40.0, 30.0],
+        }
+        | columns
+    )
+
+
+def table(data=None, **choices):
+    return table_from_frame(frame() if data is None else data, name="t", **choices)
+
+
+# -- the dense table ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_become_cells():
+    made = table()
+    assert made.sample_ids == ("a", "b")
+    assert [made.configuration(c) for c in range(2)] == [{"top_k": 4}, {"top_k": 8}]
+    assert made.accuracy.tolist() == [[0.5, 1.0], [0.0, 0.25]]
+    assert made.latency_ms.tolist() == [[10.0, 20.0], [30.0, 40.0]]
+    assert made.accuracy.dtype == made.latency_ms.dtype == torch.float32
+    assert made.configurations.dtype == torch.int64
+    assert made.notes == ()
+
+
+def test_the_order_of_the_rows_does_not_matter():
+    data = frame(dataset=["y", "x", "x", "y"])
+    assert table(data.reverse()).digest == table(data).digest
+
+
+@pytest.mark.parametrize(
+    ("ids", "order"),
+    [
+        ([10, 9, 100], ("9", "10", "100")),
+        (["b", "10", "9", "007"], ("007", "9", "10", "b")),
+        ([2.0, 1.0], ("1", "2")),
+    ],
+)
+def test_samples_are_sorted(ids, order):
+    n = len(ids)
+    data = pl.DataFrame({"sample_id": ids, "k": [1] * n, "accuracy": [1.0] * n, "latency_ms": [1.0] * n})
+    assert table(data).sample_ids == order
+
+
+def test_same_id_in_two_data_sets_is_two_samples():
+    made = table(frame(sample_id=["a"] * 4, dataset=["x", "x", "y", "y"]))
+    assert made.datasets == ("x", "y")
+    assert made.sample_ids == ("a", "a")
+
+
+def test_missing_rows_and_empty_cells_are_holes():
+    data = frame(accuracy=[1.0, 0.5, None, 0.0], latency_ms=[20.0, None, 40.0, 30.0])
+    made = table(data)
+    assert made.mask.tolist() == [[False, True], [True, False]]
+    assert made.accuracy[0, 0].isnan()
+    assert made.latency_ms[1, 1].isnan()
+    assert made.notes == ("2 rows without accuracy or latency: not profiled",)
+    assert table(data[[0, 3]]).digest == made.digest
+
+
+def test_a_configuration_that_was_never_profiled_is_not_there():
+    made = table(frame(latency_ms=[20.0, None, 40.0, None]))
+    assert [(k.name, k.values) for k in made.knobs] == [("top_k", (8,))]
+
+
+def test_a_latency_of_zero_is_kept():
+    assert table(frame(latency_ms=[0, 0, 0, 1])).latency_ms.tolist() == [[0, 0], [1, 0]]
+
+
+def test_rounding_errors_above_one_are_clipped():
+    assert table(frame(accuracy=[1 + 1e-9, -1e-9, 0.25, 0.0])).accuracy.tolist() == [[0, 1], [0, 0.25]]
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ([10, 9, 10, 9], (9, 10)),
+        ([10.0, 2.5, 10.0, 2.5], (2.5, 10)),
+        (["10", "9", "10.0", "9"], (9, 10)),
+        (["01", "1", "01", "1"], ("01", "1")),
+        (["8", "all", "8", "all"], ("8", "all")),
+        (["-O2", "-O1", "-O2", "-O1"], ("-O1", "-O2")),
+        (["low", "high", "low", "high"], ("low", "high")),
+        (["medium", "low", "medium", "low"], ("low", "medium")),
+        (["low", "huge", "low", "huge"], ("huge", "low")),
+        ([True, False, True, False], ("false", "true")),
+        (pl.Series(["z", "y", "z", "y"], dtype=pl.Categorical), ("y", "z")),
+        (["", "-g", "", "-g"], ("", "-g")),
+    ],
+)
+def test_knob_values(column, values):
+    (knob,) = table(frame(top_k=column)).knobs
+    assert knob.values == values
+    assert [type(v) for v in knob.values] == [type(v) for v in values]
+
+
+def test_any_number_of_knobs_in_the_order_of_the_columns():
+    data = frame(preset=["slow", "fast"] * 2, codec=["x", "y"] * 2)
+    made = table(data)
+    assert [k.name for k in made.knobs] == ["top_k", "preset", "codec"]
+    assert made.configurations.tolist() == [[0, 0, 1], [1, 1, 0]]
+    chosen = table(data, knobs=["codec", "top_k"])
+    assert [k.name for k in chosen.knobs] == ["codec", "top_k"]
+    assert chosen.configurations.tolist() == [[0, 1], [1, 0]]
+    assert chosen.accuracy.tolist() == [[1.0, 0.5], [0.25, 0.0]]
+
+
+def test_without_knobs_a_column_names_the_configuration():
+    made = table(frame().rename({"top_k": "configuration"}).with_columns(configuration=pl.Series(["x", "y", "x", "y"])))
+    assert [made.label(c) for c in range(2)] == ["configuration=x", "configuration=y"]
+
+
+def test_measurements_and_keys_are_not_knobs():
+    known = ("fold", "score", "soft_score", "prefill_ms", "pred", "question_id", "image_id", "split")
+    data = frame().with_columns([pl.lit("train" if c == "split" else 1).alias(c) for c in known])
+    assert [k.name for k in table(data).knobs] == ["top_k"]
+
+
+def test_columns_that_cannot_be_knobs_are_named_in_the_notes():
+    data = frame(
+        width=[640, 640, 800, 800],
+        boxes=[[1], [2], [3], [4]],
+        config_id=[1, 0, 1, 0],
+        device=["gpu"] * 4,
+    )
+    made = table(data)
+    assert [k.name for k in made.knobs] == ["top_k", "device"]
+    assert made.notes == (
+        "not knobs, since they hold lists: boxes",
+        "not knobs, since they never vary inside a sample: width",
+        "not knobs, since they only repeat the other knobs: config_id",
+    )
+
+
+def test_a_config_column_that_tells_more_than_the_knobs_is_one():
+    data = frame(top_k=[8, 8, 8, 8], config_id=[1, 0, 1, 0])
+    assert [k.name for k in table(data).knobs] == ["top_k", "config_id"]
+
+
+def test_a_property_of_the_samples_is_told_from_a_knob_in_a_sparse_table():
+    data = frame(sample_id=["a", "a", "b", "a"], top_k=[8, 4, 8, 2], width=[640, 640, 800, 640])
+    assert [k.name for k in table(data).knobs] == ["top_k"]
+
+
+def test_one_row_for_each_sample_tells_nothing_about_knobs():
+    assert [k.name for k in table(frame()[[0, 3]]).knobs] == ["top_k"]
+
+
+def test_a_measurement_taken_for_a_knob_is_refused():
+    n = 60
+    data = pl.DataFrame({"sample_id": [i // 2 for i in range(n)], "k": [0, 1] * (n // 2), "energy": range(n)})
+    data = data.with_columns(accuracy=1.0, latency_ms=2.0)
+    with pytest.raises(InputError, match=r"60 configurations in 60 rows.*energy \(60 values\).*knobs="):
+        table(data)
+    assert table(data, knobs=["k"]).num_configurations == 2
+
+
+def test_accuracy_and_latency_are_a_choice():
+    data = frame(soft_score=[0.1, 0.2, 0.3, 0.4], cost=[4, 3, 2, 1])
+    made = table(data, accuracy="soft_score", latency="cost", knobs=["top_k"])
+    assert made.accuracy[0].tolist() == pytest.approx([0.2, 0.1])
+    assert made.latency_ms.tolist() == [[3, 4], [1, 2]]
+    assert [k.name for k in table(data.drop("cost"), accuracy="soft_score").knobs] == ["top_k"]
+
+
+def test_score_serves_as_accuracy():
+    assert table(frame().rename({"accuracy": "score"})).digest == table().digest
+    both = frame(score=[0.0] * 4)
+    assert table(both).accuracy[0, 1] == 1
+
+
+@pytest.mark.parametrize("column", [[True, True, False, False], ["true", "TRUE", "false", "0"], [1, 1, 0, 0]])
+def test_right_and_wrong_are_one_and_zero(column):
+    assert table(frame(accuracy=column)).accuracy.tolist() == [[1, 1], [0, 0]]
+
+
+# -- splits and images -------------------------------------------------------------------------------------------------
+
+
+def six(words):
+    n = len(words)
+    data = pl.DataFrame({"sample_id": range(n), "split": words, "image_id": [i // 2 for i in range(n)]})
+    return data.with_columns(k=1, accuracy=1.0, latency_ms=1.0)
+
+
+def test_split_words():
+    made = table(six(["train", "Training", "val", "valid", "test", "test"]))
+    assert made.parts == ("train", "train", "validation", "validation", "test", "test")
+    assert [part.tolist() for part in made.split()] == [[0, 1], [2, 3], [4, 5]]
+    assert made.image_ids == ("0", "0", "1", "1", "2", "2")
+    assert table(six(["train", "train", "dev", "validation", "test", "test"])).parts == made.parts
+
+
+def test_a_split_that_tears_an_image_apart_is_refused():
+    with pytest.raises(InputError, match="1 images stand in several parts"):
+        table(six(["train", "train", "val", "val", "val", "test"])).split()
+
+
+def test_an_unknown_split_word_is_refused():
+    with pytest.raises(InputError, match=r"split minival is unknown; known are train, .*val.*test"):
+        table(six(["train", "minival", "test"]))
+
+
+def test_one_split_for_all_is_where_they_come_from():
+    made = table(six(["validation"] * 6))
+    assert made.parts == ()
+    assert made.notes == ("every sample is in split 'validation': the samples are divided anew",)
+
+
+def test_split_must_be_the_same_in_all_rows_of_a_sample():
+    with pytest.raises(InputError, match="split must be the same in all rows of a sample; 1 times"):
+        table(frame(split=["train", "test", "test", "test"]))
+
+
+def test_empty_image_ids_are_no_image_ids():
+    assert table(frame(image_id=[None] * 4)).image_ids == ()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"latency_ms": [20.0, 10.0, float("nan"), 30.0]}, r"1 rows with latency_ms negative, NaN .* sample_id b"),
+        ({"latency_ms": [20.0, -10.0, -1.0, 30.0]}, r"2 rows with latency_ms negative.* sample_id a"),
+        ({"latency_ms": [20.0, 10.0, 40.0, float("inf")]}, "1 rows with latency_ms negative, NaN or infinite"),
+        ({"latency_ms": ["20", "10", "fast", "30"]}, "'latency_ms' has 1 values that are no numbers: 'fast'"),
+        ({"latency_ms": [[20.0]] * 4}, "'latency_ms' holds List"),
+        ({"latency_ms": [None] * 4}, "no row with both accuracy and latency_ms"),
+        ({"accuracy": [50.0, 100.0, 0.0, 0.0]}, r"2 rows with accuracy outside \[0, 1\]"),
+        ({"accuracy": [1.0, float("nan"), 0.0, 0.0]}, r"1 rows with accuracy outside \[0, 1\]"),
+        ({"sample_id": ["a"] * 4}, r"2 \(sample, configuration\) pairs occur more than once.* a top_k=4.* 2 times"),
+        ({"sample_id": ["a", None, "b", "b"]}, "'sample_id' is empty in 1 rows"),
+        ({"sample_id": [[1]] * 4}, "'sample_id' holds List"),
+        ({"top_k": [8, None, 8, 4]}, "knob 'top_k' must be a number or a name in every row; 1 are empty"),
+        ({"top_k": [8.0, float("nan"), 8.0, 4.0]}, "knob 'top_k' has values that are not finite"),
+    ],
+)
+def test_bad_values(change, said):
+    with pytest.raises(InputError, match=rf"^t\.csv: .*{said}"):
+        table(frame(**change), source="t.csv")
+
+
+@pytest.mark.parametrize(
+    ("data", "choices", "said"),
+    [
+        (frame().drop("latency_ms"), {}, r"no column latency_ms; its columns are sample_id, top_k, accuracy"),
+        (frame().drop("accuracy"), {}, "no column accuracy;"),
+        (frame(), {"accuracy": "fluency"}, "no column fluency"),
+        (frame().drop("sample_id"), {}, "no column sample_id"),
+        (frame().drop("top_k"), {}, "no column for a knob"),
+        (frame(), {"knobs": ["blocks"]}, "blocks for a knob; its columns are"),
+        (frame(), {"knobs": ["top_k", "sample_id"]}, "sample_id for a knob"),
+        (frame(), {"knobs": []}, "no column for a knob"),
+        (frame().clear(), {}, "no row with both"),
+        (pl.DataFrame(), {}, "its columns are none"),
+    ],
+)
+def test_bad_columns(data, choices, said):
+    with pytest.raises(InputError, match=rf"^t\.csv: .*{said}"):
+        table(data, source="t.csv", **choices)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
+def test_a_written_table_reads_the_same(tmp_path, suffix):
+    made = small_table(samples=9, holes=0.4, features=False)
+    write_long_table(made, tmp_path / f"small{suffix}")
+    again = read_long_table(tmp_path / f"small{suffix}")
+    assert again.digest == made.digest
+    assert again.name == "small"
+    assert [p.name for p in tmp_path.iterdir()] == [f"small{suffix}"]
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
+VALUES = st.one_of(
+    st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6, width=32).filter(lambda v: v % 1 != 0), st.just("x"), NAMES
+)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from(["x", "y"]),
+            st.one_of(NAMES, st.integers(0, 99).map(str)),
+            st.tuples(VALUES, st.sampled_from(["low", "high", "medium"])),
+            st.floats(0, 1, width=32),
+            st.floats(0, 1e6, width=32),
+        ),
+        min_size=1,
+        max_size=12,
+        unique_by=lambda row: (row[0], row[1], str(row[2])),
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_any_table_survives_every_format(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("round")
+    data = pl.DataFrame(
+        {
+            "dataset": [r[0] for r in rows],
+            "sample_id": [r[1] for r in rows],
+            "knob, one": pl.Series([str(r[2][0]) for r in rows]),
+            "tier": [r[2][1] for r in rows],
+            "accuracy": [r[3] for r in rows],
+            "latency_ms": [r[4] for r in rows],
+        }
+    )  # fmt: skip
+    knobs = data.columns[2:4]
+    made = table_from_frame(data, name="t", knobs=knobs)
+    assert int(made.mask.sum()) == len(rows)
+    assert table_from_frame(long_frame(made), name="t", knobs=knobs).digest == made.digest
+    for suffix in (".csv", ".parquet", ".jsonl"):
+        write_long_table(made, folder / f"t{suffix}")
+        assert read_long_table(folder / f"t{suffix}", knobs=knobs).digest == made.digest
+
+
+def test_split_and_images_survive(tmp_path):
+    made = table(six(["train", "train", "val", "val", "test", "test"]))
+    write_long_table(made, tmp_path / "t.csv")
+    assert read_long_table(tmp_path / "t.csv").digest == made.digest
+
+
+def test_zipped_texts(tmp_path):
+    data = frame()
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(data.write_csv().encode()))
+    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(data.write_ndjson().encode()))
+    assert read_long_table(tmp_path / "t.csv.gz").digest == table().digest
+    assert read_long_table(tmp_path / "t.jsonl.gz").digest == table().digest
+
+
+def test_ids_of_a_csv_stay_text(tmp_path):
+    (tmp_path / "t.csv").write_text("\ufeffsample_id,k,accuracy,latency_ms\n007,1,1,2\n7,1,0,3\n")
+    assert read_long_table(tmp_path / "t.csv").sample_ids == ("007", "7")
+
+
+def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
+    rows = [{**row, "prefill_ms": float("nan")} for row in frame().to_dicts()]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_long_table(tmp_path / "t.jsonl").digest == table().digest
+    with pytest.raises(InputError, match=r"t\.jsonl: 4 rows with prefill_ms negative, NaN"):
+        read_long_table(tmp_path / "t.jsonl", latency="prefill_ms")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.csv", "", "cannot be read as csv"),
+        ("t.csv", "sample_id,k,accuracy,latency_ms\n", "no row"),
+        ("t.csv", "sample_id,k,accuracy,latency_ms\n1,2,3,4,5\n", "cannot be read as csv"),
+        ("t.parquet", "sample_id", "cannot be read as parquet"),
+        ("t.jsonl", "", "its columns are none"),
+        ("t.jsonl", '{"sample_id": ', "cannot be read as jsonl"),
+        ("t.csv.gz", "sample_id", ""),
+        ("t.xlsx", "", r"not a table; known are \.csv"),
+    ],
+)
+def test_bad_table_files(tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=rf"{name}: .*{said}"):
+        read_long_table(tmp_path / name)
+
+
+def test_no_such_table(tmp_path):
+    with pytest.raises(InputError, match=r"t\.csv: no such file"):
+        read_long_table(tmp_path / "t.csv")
+
+
+def test_unknown_suffix_is_not_written(tmp_path):
+    with pytest.raises(InputError, match=r"\.csv, \.parquet or \.jsonl"):
+        write_long_table(table(), tmp_path / "t.xlsx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_table_is_made_in_seconds():
+    """1.6 million cells, as in the largest grid in use. It takes a second or two; the limit is for slow machines."""
+    n, c = 6800, 240
+    data = pl.DataFrame(
+        {
+            "sample_id": np.repeat(np.arange(n), c),
+            "max_crops": np.tile(np.repeat([2, 4, 6, 8, 10, 12], 40), n),
+            "top_k": np.tile(np.repeat(np.arange(4, 36, 4), 5), 6 * n),
+            "num_active_blocks": np.tile([8, 10, 12, 14, 16], 48 * n),
+            "accuracy": np.linspace(0, 1, n * c),
+            "latency_ms": np.arange(n * c),
+        }
+    )
+    made = table(data)
+    assert made.accuracy.shape == (n, c)
+    assert made.latency_ms[3, 5] == 3 * c + 5

@@ -1,0 +1,128 @@
+"""The profile that comes with knobwise keeps what it promises."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, PredictThenChoose
+from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.predictors.experts import Measured, fit_experts
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.reward import RewardConfig, RewardTable
+from knobwise.envs.readers.builtin import builtin_profile
+from knobwise.profiling.elastic.model import Configuration
+from knobwise.profiling.elastic.profile import ElasticProfileConfig, shipped_model
+from knobwise.profiling.elastic.scenes import END, draw_samples
+from knobwise.profiling.measuring.figures import profile_figures
+
+FOLDER = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
+KNOBS = list(Configuration._fields)
+
+
+@pytest.fixture(scope="module")
+def table() -> pl.DataFrame:
+    return pl.read_parquet(FOLDER / "table.parquet").sort("sample_id", *KNOBS)
+
+
+@pytest.fixture(scope="module")
+def arrays(table: pl.DataFrame) -> dict[str, Any]:
+    samples = table["sample_id"].n_unique()
+    columns = {c: table[c].to_numpy().reshape(samples, -1) for c in ("accuracy", "soft_score", "latency_ms", "cpu_ms")}
+    return {**columns, "configurations": table.select(KNOBS).unique().sort(KNOBS).to_numpy()}
+
+
+@pytest.fixture(scope="module")
+def figures(arrays: dict[str, Any]) -> dict[str, Any]:
+    return profile_figures(arrays["accuracy"], arrays["latency_ms"], arrays["configurations"], Configuration._fields)
+
+
+@pytest.fixture(scope="module")
+def about() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((FOLDER / "profile.json").read_text(encoding="utf-8"))
+    return content
+
+
+def test_it_is_small_and_whole(about: dict[str, Any]) -> None:
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 4e6
+    for name, digest in about["sha256"].items():
+        assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == digest
+
+
+def test_every_sample_was_measured_at_every_configuration(table: pl.DataFrame, about: dict[str, Any]) -> None:
+    samples, configurations = about["samples"], about["configurations"]
+    assert samples >= 2000
+    assert configurations >= 64
+    assert table.height == table.select("sample_id", *KNOBS).unique().height == samples * configurations
+
+
+def test_each_knob_moves_accuracy_and_latency(figures: dict[str, Any]) -> None:
+    for effect in figures["knobs"].values():
+        assert effect["accuracy_range"] >= 0.05
+        assert effect["latency_range"] >= 0.20
+
+
+def test_the_configuration_matters_to_most_samples(figures: dict[str, Any], about: dict[str, Any]) -> None:
+    assert figures["config_dependent_share"] >= 0.60
+    for question in about["questions"].values():
+        assert max(question["accuracy_range"].values()) >= 0.05
+
+
+def test_latency_varies_with_the_input(figures: dict[str, Any]) -> None:
+    assert figures["latency_cv_within_configuration"] >= 0.25
+
+
+def test_there_is_something_to_gain(figures: dict[str, Any]) -> None:
+    assert figures["headroom"]["oracle_minus_static"] >= 0.15
+
+
+def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) -> None:
+    with np.load(FOLDER / "features.npz", allow_pickle=False) as file:
+        assert file["sample_id"].tolist() == list(range(len(arrays["accuracy"])))
+        assert all(np.isfinite(file[name]).all() for name in ("image_features", "language_features"))
+    profile = builtin_profile()
+    split, budgets_ms = profile.split(), default_budgets(profile)
+    rewards = RewardTable(profile, RewardConfig(kind="utility"))
+    rows = split.train
+    normaliser = FeatureNormaliser.fit(profile, rows)
+    (fitted,) = fit_experts(profile, Measured.of(profile, rows, budgets_ms, 0), normaliser, ("ridge",), 0)
+    ridge = PredictThenChoose("ridge", fitted.expert, normaliser)
+    choosers = [BudgetAwareStatic(profile, rows), ridge, Oracle(profile, split.test)]
+    static, learned, best = (
+        float(judge(chooser, profile, split.test, budgets_ms, rewards).utility.mean()) for chooser in choosers
+    )
+    assert (learned - static) / (best - static) > 0.15
+
+
+def test_the_description_of_the_run_is_the_default_configuration(about: dict[str, Any]) -> None:
+    assert about["command"] == "knobwise profile model=elastic out=DIR"
+    config = ElasticProfileConfig()
+    assert (config.samples, config.repeats, config.seed) == tuple(
+        about["config"][k] for k in ("samples", "repeats", "seed")
+    )
+
+
+def test_the_shipped_model_still_gives_the_recorded_answers_and_features(arrays: dict[str, Any]) -> None:
+    config, model = ElasticProfileConfig(), shipped_model()
+    samples = draw_samples(12, config.seed)
+    agree = []
+    for i, sample in enumerate(samples):
+        image, prompt = torch.from_numpy(sample.images), torch.from_numpy(sample.prompts)
+        answer = sample.answers[0].tolist()
+        for j in range(i % 7, len(arrays["configurations"]), 7):
+            said = model.generate(image, prompt, Configuration(*map(int, arrays["configurations"][j]))).tokens
+            agree.append((said == answer[: answer.index(END) + 1]) == bool(arrays["accuracy"][i, j]))
+        with np.load(FOLDER / "features.npz", allow_pickle=False) as file:
+            for name, block in zip(("image_features", "language_features"), model.features(image, prompt), strict=True):
+                assert np.allclose(file[name][i], block[0].numpy(), atol=5e-3, rtol=5e-3)
+    # other processors round differently, which may turn a close call
+    assert np.mean(agree) > 0.95

@@ -1,0 +1,260 @@
+"""ProfileTable: what it refuses, how it splits, what its digest depends on, and that it survives the disk."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
+
+from helpers import small_table  # isort: skip
+
+NAN = float("nan")
+
+
+def tiny(**changes):
+    """Two samples, two configurations, one hole."""
+    parts = {
+        "name": "tiny",
+        "knobs": (Knob("top_k", (4, 8)),),
+        "configurations": torch.tensor([[0], [1]]),
+        "accuracy": torch.tensor([[0.5, 1.0], [0.0, NAN]]),
+        "latency_ms": torch.tensor([[10.0, 20.0], [0.0, NAN]]),
+        "mask": torch.tensor([[True, True], [True, False]]),
+        "sample_ids": ("a", "b"),
+    }
+    return ProfileTable(**(parts | changes))
+
+
+def test_names_and_sizes():
+    table = small_table(samples=5)
+    assert (table.num_samples, table.num_configurations, table.knob_sizes) == (5, 12, [3, 2, 2])
+    assert table.configuration(5) == {"max_crops": 6, "top_k": 4, "num_active_blocks": 16}
+    assert table.label(5) == "max_crops=6 top_k=4 num_active_blocks=16"
+    assert table.dataset_names == ("small",) * 5
+    assert replace(table, datasets=tuple("xyxyx")).dataset_names == tuple("xyxyx")
+
+
+def test_a_table_tells_in_one_line_what_it_is():
+    said = "ProfileTable 'tiny': 2 samples × 2 configurations of top_k; 75.0% profiled; features: "
+    assert repr(tiny()) == said + "none"
+    assert repr(tiny(features={"x": torch.zeros(2, 3)})) == said + "x 3 wide"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"latency_ms": torch.zeros(2, 3)}, r"latency_ms has shape \(2, 3\), expected \(2, 2\)"),
+        ({"mask": torch.ones(1, 2) > 0}, r"mask has shape \(1, 2\)"),
+        ({"configurations": torch.zeros(2, 2)}, r"configurations has shape \(2, 2\), expected \(2, 1\)"),
+        ({"sample_ids": ("a",)}, r"sample_ids has shape \(1,\)"),
+        ({"features": {"x": torch.zeros(3, 1)}}, r"features\[x\] has shape \(3, 2\)"),
+        ({"features": {"x": torch.zeros(2)}}, r"features\[x\] has shape"),
+        ({"parts": ("train",)}, r"parts has shape \(1,\)"),
+        ({"accuracy": torch.zeros(2)}, r"accuracy has shape \(2,\), expected \[N, C\]"),
+        ({"accuracy": torch.tensor([[NAN, 1.0], [0.0, 0.0]])}, "1 × accuracy that is NaN"),
+        ({"accuracy": torch.tensor([[0.5, 2.0], [-1.0, 0.0]])}, r"2 × accuracy outside \[0, 1\]"),
+        ({"latency_ms": torch.tensor([[10.0, torch.inf], [1.0, 1.0]])}, "1 × latency_ms that is NaN or infinite"),
+        ({"latency_ms": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, "1 × negative latency_ms"),
+        ({"mask": torch.tensor([[True, True], [False, False]])}, "1 × samples without any profiled configuration"),
+        ({"mask": torch.tensor([[True, False], [True, False]])}, "1 × configurations without any profiled sample"),
+        ({"sample_ids": ("a", "a")}, "sample ids are not unique"),
+        ({"configurations": torch.zeros(2, 1, dtype=torch.int64)}, "the same configuration stands in it twice"),
+        (
+            dict.fromkeys(("accuracy", "latency_ms", "mask"), torch.zeros(0, 2)) | {"sample_ids": ()},
+            "is empty: 0 samples",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(changes, said):
+    with pytest.raises(InputError, match=f"'tiny'.*{said}"):
+        tiny(**changes)
+
+
+def test_one_id_in_two_data_sets_is_fine():
+    assert tiny(sample_ids=("a", "a"), datasets=("x", "y")).num_samples == 2
+
+
+# -- finding configurations --------------------------------------------------------------------------------------------
+
+
+@given(
+    chosen=st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=20, unique=True),
+    asked=st.lists(st.tuples(*[st.integers(-1, 4)] * 3), min_size=1, max_size=20),
+)
+@settings(max_examples=30, deadline=None)
+def test_find_is_the_inverse_of_configurations(chosen, asked):
+    c = len(chosen)
+    table = tiny(
+        knobs=tuple(Knob(name, (1, 2, 3)) for name in "xyz"),
+        configurations=torch.tensor(chosen),
+        accuracy=torch.zeros(2, c),
+        latency_ms=torch.zeros(2, c),
+        mask=torch.ones(2, c, dtype=torch.bool),
+    )
+    assert table.find(table.configurations).tolist() == list(range(c))
+    expected = [chosen.index(a) if a in chosen else -1 for a in asked]
+    assert table.find(torch.tensor([asked])).tolist() == [expected]
+
+
+def test_find_with_more_combinations_than_int64_can_number():
+    """70 flags, none or one of them set."""
+    flags = torch.cat([torch.zeros(1, 70), torch.eye(70)]).long()
+    measured = torch.zeros(1, 71)
+    table = tiny(
+        knobs=tuple(Knob(f"f{i}", (0, 1)) for i in range(70)),
+        configurations=flags,
+        accuracy=measured,
+        latency_ms=measured,
+        mask=measured == 0,
+        sample_ids=("a",),
+    )
+    assert table.find(flags).tolist() == list(range(71))
+    assert table.find(1 - flags).tolist() == [-1] * 71
+
+
+# -- splitting ---------------------------------------------------------------------------------------------------------
+
+
+@given(samples=st.integers(12, 60), seed=st.integers(0, 99), images=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_split_keeps_images_together_and_samples_apart(samples, seed, images):
+    table = small_table(samples=samples)
+    if images:
+        table = replace(table, image_ids=tuple(str(i // 2) for i in range(samples)))
+    split = table.split(seed=seed)
+    rows = torch.cat(list(split))
+    assert rows.sort().values.tolist() == list(range(samples))
+    assert all(len(part) for part in split)
+    if images:
+        groups = [{table.image_ids[i] for i in part.tolist()} for part in split]
+        assert sum(map(len, groups)) == len(set.union(*groups))
+    again = table.split(seed=seed)
+    assert all(torch.equal(a, b) for a, b in zip(split, again, strict=True))
+
+
+def test_split_follows_shares_and_seed():
+    table = small_table(samples=50)
+    assert [len(part) for part in table.split()] == [30, 10, 10]
+    assert [len(part) for part in table.split(train=0.1, validation=0.1)] == [5, 5, 40]
+    assert table.split(seed=0).test.tolist() != table.split(seed=1).test.tolist()
+
+
+def test_images_of_different_data_sets_are_different():
+    table = replace(small_table(samples=6), image_ids=("1",) * 6, datasets=tuple("uvwxyz"))
+    assert sum(len(part) for part in table.split()) == 6
+    with pytest.raises(InputError, match="leave a part of its 1 samples"):
+        replace(table, datasets=()).split()
+
+
+@pytest.mark.parametrize(("train", "validation"), [(0.9, 0.1), (0.0, 0.5), (0.5, 0.0), (0.6, 0.6)])
+def test_shares_that_leave_a_part_empty(train, validation):
+    with pytest.raises(InputError, match="leave a part of its 20"):
+        small_table(samples=20).split(train, validation)
+
+
+def test_a_fixed_split_is_used_as_it_is():
+    table = replace(small_table(samples=5), parts=("test", "train", "validation", "train", "test"))
+    assert [part.tolist() for part in table.split(seed=3)] == [[1, 3], [2], [0, 4]]
+
+
+def test_a_fixed_split_without_validation_takes_it_out_of_train():
+    table = replace(
+        small_table(samples=12),
+        parts=("train",) * 8 + ("test",) * 4,
+        image_ids=tuple(str(i // 2) for i in range(12)),
+    )
+    split = table.split()
+    assert split.test.tolist() == [8, 9, 10, 11]
+    assert len(split.train) == 6
+    assert torch.cat([split.train, split.validation]).sort().values.tolist() == list(range(8))
+    assert split.validation[0] % 2 == 0
+    assert split.validation[1] == split.validation[0] + 1
+    assert isinstance(split, Split)
+
+
+def test_a_fixed_split_without_test_is_refused():
+    with pytest.raises(InputError, match=r"no sample is in: test\. Name the parts"):
+        replace(small_table(samples=4), parts=("train", "train", "validation", "train")).split()
+
+
+# -- digest and disk ---------------------------------------------------------------------------------------------------
+
+
+def test_digest_tells_content_apart_and_nothing_else():
+    table = tiny()
+    assert table.digest.startswith("sha256:")
+    assert replace(table, notes=("read on a Monday",)).digest == table.digest
+    changed = [
+        replace(table, accuracy=torch.tensor([[0.5, 1.0], [0.25, NAN]])),
+        replace(table, latency_ms=torch.tensor([[10.0, 20.0], [0.5, NAN]])),
+        replace(table, knobs=(Knob("top_k", (4, 9)),)),
+        replace(table, sample_ids=("a", "c")),
+        replace(table, datasets=("x", "y")),
+        replace(table, image_ids=("1", "2")),
+        replace(table, parts=("train", "test")),
+        replace(table, features={"x": torch.zeros(2, 1)}),
+        replace(table, features={"y": torch.zeros(2, 1)}),
+    ]
+    assert len({table.digest, *(c.digest for c in changed)}) == 10
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_a_saved_table_loads_the_same(tmp_path, features):
+    table = replace(
+        small_table(samples=7, holes=0.3, features=features),
+        datasets=tuple("xyxyxyx"),
+        image_ids=tuple("1122334"),
+        parts=("train",) * 3 + ("validation", "test") * 2,
+        notes=("2 rows skipped",),
+        knobs=(Knob("tier", ("low", "medium", "high")), Knob("top_k", (4, 8.5)), Knob("num_active_blocks", (12, 16))),
+    )
+    table.save(tmp_path / "deep" / "t.safetensors")
+    again = ProfileTable.load(tmp_path / "deep" / "t.safetensors")
+    assert again.digest == table.digest
+    assert again.notes == table.notes
+    assert again.knobs == table.knobs
+    assert list(again.features) == list(table.features)
+
+
+def test_files_that_are_no_saved_table(tmp_path):
+    with pytest.raises(InputError, match=r"t\.safetensors: no such file"):
+        ProfileTable.load(tmp_path / "t.safetensors")
+    (tmp_path / "t.safetensors").write_text("hello")
+    with pytest.raises(InputError, match=r"t\.safetensors: not a table that knobwise saved"):
+        ProfileTable.load(tmp_path / "t.safetensors")
+    for head in (b"", b"{}", b'{"name": "t", "sample_ids": ["a"]}'):
+        tensors = {"head": torch.tensor(list(head), dtype=torch.uint8)} if head else {"x": torch.zeros(1)}
+        save_file(tensors, tmp_path / "t.safetensors")
+        with pytest.raises(InputError, match=r"t\.safetensors: not a table that knobwise saved"):
+            ProfileTable.load(tmp_path / "t.safetensors")
+
+
+def test_the_digest_is_of_the_content_not_of_the_name() -> None:
+    assert replace(small_table(10), name="another").digest == small_table(10).digest
+    assert small_table(10, seed=1).digest != small_table(10).digest
+
+
+def test_a_number_in_a_cell_that_was_not_profiled_is_refused() -> None:
+    table = small_table(10, holes=0.5)
+    with pytest.raises(InputError, match="not NaN"):
+        replace(table, accuracy=table.accuracy.nan_to_num())
+
+
+def test_an_image_in_two_parts_of_a_fixed_split_is_refused() -> None:
+    images = ("a", "a", "b", "c", "d", "e")
+    parts = ("train", "test", "train", "validation", "test", "train")
+    with pytest.raises(InputError, match="several parts"):
+        replace(small_table(6), image_ids=images, parts=parts).split()
+
+
+def test_fingerprints_know_an_input_again_by_its_features() -> None:
+    table, rows = small_table(10), torch.arange(10)
+    renamed = replace(table, sample_ids=tuple(f"s{i}" for i in range(10)))
+    assert renamed.fingerprints(rows) == table.fingerprints(rows)
+    assert len(set(table.fingerprints(rows))) == 10
+    assert small_table(10, features=False).fingerprints(rows[:2]) == ["/0", "/1"]

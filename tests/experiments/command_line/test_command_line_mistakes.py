@@ -1,0 +1,216 @@
+"""What a person may get wrong on the command line: one line that says what and where, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from knobwise.__main__ import main
+from knobwise.experiments.command_line import sweep_jobs
+from knobwise.experiments.command_line.settings import CONF, read_settings
+
+SMALL = ["profile=simulated", "profile.samples=40"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder; no key, none of the developer's own W&B variables."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that was printed."""
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("knobwise: ")
+    assert list(folder.iterdir()) == []
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seeds=[-1]"], "seeds=-1: a seed is a whole number from 0"),
+        (["seeds=[4294967296]"], "from 0 to 4294967295"),
+        (["experiment=selector", "seeds=[-1]"], "seeds=-1"),
+        (["-m", "seeds=[0],[-1]"], "seeds=-1"),
+        (["split.seed=-1"], "split.seed=-1"),
+        (["profile=simulated", "profile.seed=-1"], "profile.seed=-1"),
+        (["profile=calibrated", "profile.seed=-1"], "profile.seed=-1"),
+        (["seeds=[]"], "such as seeds=[0,1,2]"),
+        (["seeds="], "seeds=[…]"),
+        (["seeds=3"], "seeds=[3]"),
+        (["seeds=0,1"], "seeds=0,1: a list is seeds=[0,1]; -m makes a run for each: knobwise train -m seeds=0,1"),
+        (["policy.hidden=8,16"], "policy.hidden=8,16: takes one value; -m makes a run for each"),
+        (["name='a','b'"], "a comma inside a text is quoted twice: 'name="),
+        (["seeds=null"], "seeds=null: must have a value"),
+        (["reward.miss=-1"], "reward.miss=-1.0: is what a missed budget costs"),
+        (["reward.miss=inf"], "reward.miss=inf"),
+        (["experiment=mean_budget", "policy.members=1"], "policy.members=1: policy.experts (ridge, "),
+        (["policy.structure=joint"], "policy.structure=joint: policy.experts (ridge, "),
+        (["policy.hidden"], "'policy.hidden': is not of the form key=value"),
+        (["policy hidden=3"], "'policy hidden=3': is not of the form key=value"),
+        (["policy.hidden=(1"], "'policy.hidden=(1': this value cannot be read; one with blanks or brackets is quoted"),
+        (["-m", "policy.hidden=(1,2"], "'policy.hidden=(1,2': this value cannot be read"),
+        (["=3"], "'=3'"),
+        (
+            ["hydra/launcher=joblib"],
+            "hydra/launcher=joblib: launchers and Hydra's other settings are for sweeps; add -m",
+        ),
+        (["hydra.launcher.n_jobs=2"], "add -m"),
+        (["+hydra.verbose=true"], "add -m"),
+        (["tracking=online"], "use tracking=offline"),
+        (["tracking.mode=nonsense"], "tracking.mode=nonsense"),
+        (["tracking.project=a/b"], "tracking.project=a/b: W&B takes"),
+        (["tracking.project='a?'"], "tracking.project=a?"),
+        ([f"tracking.project={'a' * 129}"], "at most 128 characters"),
+        (["tracking.tags=['']"], "tracking.tags: ''"),
+        (["-m", "seeds=[0],[1]", "tracking.project=a/b"], "tracking.project=a/b"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_mistake_in_the_settings_of_a_training(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [] if {"experiment=selector", "profile=simulated", "profile=calibrated"} & set(words) else SMALL
+    line = refused(["train", *own, *words], folder, capsys)
+    assert said in line
+    assert "expecting" not in line
+    assert "hydra.cc" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluate", "split.seed=-1"], "split.seed=-1"),
+        (["evaluate", "stream.seed=-1"], "stream.seed=-1"),
+        (["evaluate", "reward.miss=-1"], "reward.miss"),
+        (["evaluate", "beams=files", "beams.path=b.json", "beams.split_seed=-1"], "beams.split_seed=-1"),
+        (["evaluate", "judged_shots=1,2"], "judged_shots=[1,2] ("),
+        (["inspect", "hydra/launcher=joblib"], "are for sweeps"),
+    ],
+)
+def test_a_mistake_in_the_settings_of_another_verb(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(words, folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WANDB_MODE", "nonsense", "WANDB_MODE=nonsense: is no mode of W&B"),
+        ("WANDB_MODE", "online", "WANDB_MODE=online: needs a key"),
+        ("WANDB_PROJECT", "a:b", "WANDB_PROJECT=a:b"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_said_by_its_name(
+    name: str, value: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert said in refused(["train", *SMALL], folder, capsys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", *SMALL],
+        ["train", "-m", "seeds=[0],[1]", *SMALL],
+        ["train", "experiment=selector"],
+        ["profile", "out=there"],
+        ["evaluate", "json=there.json"],
+        ["export", "out=there"],
+        ["inspect", "html=there.html", *SMALL],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_that_cannot_be_written_is_refused_first(
+    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everywhere
+    assert "nothing can be written in .; choose another place" in refused(words, folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (errno.ENOSPC, 1, "knobwise: last.pt: No space left on device; make room, then give the same command again\n"),
+        (errno.EROFS, 2, "knobwise: last.pt: Read-only file system; choose a place that can be read and written\n"),
+        (errno.EACCES, 2, "knobwise: last.pt: Permission denied; choose a place that can be read and written\n"),
+    ],
+)
+def test_what_the_system_refuses_later_is_one_line_too(
+    number: int,
+    status: int,
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train(config: Any, words: list[str]) -> None:
+        raise OSError(number, os.strerror(number), "last.pt")
+
+    monkeypatch.setattr(sweep_jobs, "train", train)
+    assert main(["train"]) == status
+    assert capsys.readouterr().err == said
+
+
+def test_an_error_of_the_program_is_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(config: Any, words: list[str]) -> None:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    monkeypatch.setattr(sweep_jobs, "train", train)
+    with pytest.raises(FileNotFoundError):
+        main(["train"])
+
+
+@pytest.mark.parametrize(
+    ("words", "variants"),
+    [
+        (["experiment=group_size"], 4),
+        (["experiment=reward_coefficients"], 6),
+        (["experiment=reward_coefficients", "reward.beta=1"], 3),
+        (["experiment=group_size", "loss.group_size=4"], None),
+        (["experiment=lean"], None),
+        (["experiment=selector"], None),
+        ([], None),
+    ],
+)
+def test_a_file_with_variants_says_that_one_run_is_not_all_of_them(
+    words: list[str],
+    variants: int | None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sweep_jobs, "train", lambda config, words: None)
+    assert main(["train", *words]) == 0
+    said = (
+        f"{words[0]}: one run, by the defaults of its file; with -m it runs its {variants} variants\n" if words else ""
+    )
+    assert capsys.readouterr().err == (said if variants else "")
+
+
+def test_one_member_alone_goes_without_experts() -> None:
+    """What the message on experts advises."""
+    assert read_settings("train", ["policy.members=1", "policy.experts=[]"]).policy.members == 1
+
+
+def test_help_lists_the_experiments_and_how_to_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for path in (CONF / "experiment").glob("*.yaml"):
+        assert f"experiment={path.stem} " in printed
+    assert "How many draws does a context need?" in printed
+    for words in ("train -m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=", "hydra/launcher=ray"):
+        assert words in printed
+    assert main(["inspect", "--help"]) == 0
+    assert "Sweeps" not in capsys.readouterr().out

@@ -1,0 +1,379 @@
+"""End to end, through the command line: exported files, live runs, real models, several data sets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from helpers import small_table
+from PIL import Image
+from tiny_models import tiny_model
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
+
+QUICK = [
+    *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
+    *("policy=utility", "policy.hidden=16", "policy.members=2", "tracking=disabled", "seeds=[0]", "budgets_ms=[8,12]"),
+]
+LIVE = ["evaluate", "live=true", "stream.requests=25", "stream.calibration=10", "stream.warm_up=2"]
+KNOBS = ["knobs.top_k=[1,2]", "knobs.num_active_blocks=[2,4]", "knobs.max_new_tokens=2", "device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two long tables and their features, a tiny model and questions for it, and what is no good."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, seed in (("first", 0), ("second", 1)):
+        table = small_table(60, seed)
+        write_long_table(table, folder / f"{name}.parquet")
+        write_features(table, folder / f"{name}.npz")
+    first = pl.read_parquet(folder / "first.parquet")
+    first.rename({"top_k": "experts"}).write_parquet(folder / "experts.parquet")
+    first.filter(pl.col("max_crops") < 10).write_parquet(folder / "fewer.parquet")
+    for part in tiny_model("llava_next"):
+        part.save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    Image.fromarray(rng.integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(folder / "image.png")
+    row = {"image": "image.png", "question": "What?", "answers": ["a", "a", "b"]}
+    rows = [{"id": f"q{n}", **row, "question": f"What {n}?"} for n in range(4)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (folder / "no_answer.jsonl").write_text(json.dumps({"id": "q0", "image": "image.png", "question": "What?"}))
+    (folder / "no_image.jsonl").write_text(json.dumps({"id": "q0", **row, "image": "gone.png"}))
+    (folder / "twice.jsonl").write_text(2 * (json.dumps(rows[0]) + "\n"))
+    (folder / "importance.json").write_text('{"first": 0.1}')
+    (folder / "occupied").write_text("a file where a folder is wanted")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(files: Path) -> Callable[..., Path]:
+    """Trains once for all tests that ask for the same; gives the folder of the run."""
+
+    def trained(name: str, *words: str) -> Path:
+        run = files / "runs" / "controller" / name
+        if not run.exists():
+            assert main(["train", *QUICK, *words, f"runs={files / 'runs'}", f"name={name}"]) == 0
+        return run
+
+    return trained
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Path) -> Path:
+    """An empty folder, where paths that begin with `files/` are those of `files`."""
+    monkeypatch.chdir(tmp_path)
+    Path("files").symlink_to(files)
+    return tmp_path
+
+
+FIRST = ["profile=table", "profile.path=files/first.parquet", "profile.features=files/first.npz"]
+SECOND = ["profile=table", "profile.path=files/second.parquet", "profile.features=files/second.npz"]
+JOINT = ["profile=joint", "profile.paths=[files/first.parquet,files/second.parquet]"]
+JOINT += ["profile.features=[files/first.npz,files/second.npz]"]
+CALIBRATED = ["profile=calibrated", "profile.samples=40", "profile.grid=27", "profile.image_width=6"]
+CALIBRATED += ["profile.language_width=6", "budgets_ms=[250]"]
+BUILTIN = ["split.train=0.06", "split.validation=0.04", "policy.members=1", "budgets_ms=[2.0]"]
+BEST = "checkpoints/best.pt"
+
+
+def of_first(train: Callable[..., Path]) -> str:
+    return f"checkpoint={train('first', *FIRST, 'policy.experts=[ridge]') / BEST}"
+
+
+def of_builtin(train: Callable[..., Path]) -> str:
+    return f"checkpoint={train('builtin', *BUILTIN) / BEST}"
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None  # an import of it fails
+import numpy as np
+from numpy_controller import NumpyController
+controller = NumpyController.load("controller.npz")
+asked = np.load("asked.npz")
+features = {name: asked[name] for name in controller.feature_sizes}
+print(json.dumps([controller.configuration(int(i)) for i in controller.choose(features, asked["budgets_ms"])]))
+"""
+
+
+def test_an_exported_file_decides_alone_as_the_checkpoint(
+    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = of_first(train)
+    assert main(["export", *FIRST, checkpoint, "int8=true", "student=true", "out=light"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("exported: light") == 1
+    assert "student: decides as its teacher in " in printed
+    assert main(["export", *FIRST, checkpoint, "onnx=false"]) == 0
+    names = {"controller.npz", "numpy_controller.py", "export.json"}
+    assert {path.name for path in Path("exported").iterdir()} == names
+    light = {path.name for path in Path("light").iterdir()}
+    assert light == names | {"controller.onnx", "controller.int8.onnx", "student.pt"}
+
+    table = read_long_table("files/first.parquet", features="files/first.npz")
+    budgets_ms = torch.linspace(5, 20, table.num_samples)
+    asked = {name: block.numpy() for name, block in table.features.items()} | {"budgets_ms": budgets_ms.numpy()}
+    for out, path in (("exported", checkpoint.removeprefix("checkpoint=")), ("light", "light/student.pt")):
+        np.savez(f"{out}/asked.npz", **asked)  # type: ignore[arg-type]
+        ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=out, capture_output=True, text=True, check=True)
+        chosen = load_checkpoint(path).controller.choose(table.features, budgets_ms)
+        assert json.loads(ran.stdout) == [table.configuration(index) for index in chosen.tolist()]
+        said = json.loads(Path(out, "export.json").read_text())
+        assert said["forms"]["NumPy"]["different"] == 0
+        assert said["trained_on"] == {"name": "first", "digest": table.digest}
+        assert said["compared_on"]["digest"] == table.digest
+    forms = json.loads(Path("light/export.json").read_text())["forms"]
+    assert forms["ONNX float32"]["different"] == 0
+    assert forms["ONNX int8"]["same"] + forms["ONNX int8"]["rounding"] + forms["ONNX int8"]["different"] > 0
+    assert all(form["decision_us_p50"] > 0 for form in forms.values())
+
+
+def test_export_compares_on_another_profile_but_fits_no_student_to_it(
+    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = of_first(train)
+    assert main(["export", *SECOND, checkpoint, "onnx=false"]) == 0
+    said = json.loads(Path("exported/export.json").read_text())
+    assert (said["trained_on"]["name"], said["compared_on"]["name"]) == ("first", "second")
+    assert said["forms"]["NumPy"]["different"] == 0
+    assert main(["export", *SECOND, checkpoint, "student=true", "out=light"]) == 2
+    assert "needs the profile that the controller was trained on ('first')" in capsys.readouterr().err
+    assert not Path("light").exists()
+
+
+# -- live --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_live_run_on_the_elastic_model(
+    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*LIVE, of_builtin(train), "json=live.json", "stream.html=live.html", "budgets_ms=[2,4]"]) == 0
+    results = json.loads(Path("live.json").read_text())
+    policies = ["controller", "budget_aware_static", "best_static", "cheapest", "most_accurate"]
+    assert sorted(row["policy"] for row in results["rows"]) == sorted(policies)
+    for row in results["rows"]:
+        assert 0 <= row["utility"] <= row["accuracy"] <= 1
+        assert row["latency_ms"] > 0
+    assert results["overhead"]["share"] > 0
+    speed = results["speed"]["before"]
+    assert results["budgets_ms"] == pytest.approx([2 * speed, 4 * speed])
+    accuracy = [row for row in results["agreement"] if row["what"] == "accuracy"]
+    assert len(accuracy) == len(policies)
+    for row in accuracy:  # every answer of the model that runs is that of the profile
+        assert row["agrees"]
+        assert row["live"] == row["replay"]
+    assert "simulated request stream, served live" in Path("live.html").read_text()
+    printed = capsys.readouterr().out
+    assert "learned controller" in printed
+    assert "to the model's mean inference" in printed
+
+
+# -- several data sets -------------------------------------------------------------------------------------------------
+
+
+def test_two_files_as_one_profile_that_knows_the_data_set(
+    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("joint", *JOINT, "profile.dataset_input=true", "balance.by=dataset", "augmentation.noise=0.1")
+    results = json.loads((run / "results.json").read_text())
+    assert results["profile"]["samples"] == 120
+    assert {row["dataset"] for row in results["by_dataset"]} == {"first", "second"}
+    assert "static_per_dataset" in {row["policy"] for row in results["rows"]}
+    words = ["evaluate", *JOINT, "profile.dataset_input=true", f"checkpoint={run / BEST}", "budgets_ms=[8,12]"]
+    assert main([*words, "baselines=false", "json=again.json"]) == 0
+    again = json.loads(Path("again.json").read_text())
+    own = [[row for row in found["rows"] if row["policy"] == "controller"] for found in (results, again)]
+    assert [row["utility"] for row in own[0]] == [row["utility"] for row in own[1]]
+    capsys.readouterr()
+    assert main(["evaluate", *JOINT, f"checkpoint={run / BEST}"]) == 2
+    assert "'dataset'" in capsys.readouterr().err
+
+
+def test_a_data_set_is_left_out(folder: Path, train: Callable[..., Path]) -> None:
+    run = train("left_out", *JOINT, "split.leave_out=second")
+    results = json.loads((run / "results.json").read_text())
+    assert results["test_samples"] == 60
+    seen = load_checkpoint(run / BEST).extra
+    assert max(seen["train_rows"].max(), seen["validation_rows"].max()) < 60 <= seen["test_rows"].min()
+
+
+def test_a_calibrated_profile_in_folds(folder: Path, train: Callable[..., Path]) -> None:
+    judged = []
+    for fold in (0, 1):
+        run = train(f"fold{fold}", *CALIBRATED, "split.folds=2", f"split.fold={fold}")
+        results = json.loads((run / "results.json").read_text())
+        assert results["profile"]["name"].startswith("simulated-")
+        assert {row["dataset"] for row in results["by_dataset"]} == {"text_vqa", "coco_vqa", "okvqa"}
+        judged.append(load_checkpoint(run / BEST).extra["test_rows"])
+    assert torch.cat(judged).sort().values.tolist() == list(range(120))
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["elastic.quick=true", "elastic.samples=6", "elastic.model=shipped", "elastic.max_crops=[2,12]"]
+    words += ["elastic.top_k=[1,4]", "elastic.num_active_blocks=[6]"]
+    assert main(["profile", "model=elastic", "out=measured", *words]) == 0
+    assert "profile: measured" in capsys.readouterr().out
+    read = ["profile=exp5_exp6", "profile.exp5_dir=measured/exp5", "profile.exp6_dir=measured/exp6"]
+    read += ["profile.dataset_name=elastic-scenes", "profile.features=measured/features.npz"]
+    assert main(["inspect", *read, "json=facts.json", "html=page.html"]) == 0
+    facts = json.loads(Path("facts.json").read_text())
+    assert (facts["samples"], facts["configurations"], facts["coverage"]) == (6, 4, 1)
+    assert [facts["knobs"][name]["values"] for name in ("max_crops", "top_k")] == [[2, 12], [1, 4]]
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "knobwise", "profile", "model=files/model", "data=files/questions.jsonl", *words]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def measured(out: str) -> list[tuple[object, ...]]:
+    """What each whole line of the logs names: sample, configuration, repeat."""
+    lines = [line for path in Path(out, "state").glob("measured-*.jsonl") for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines]
+    return [
+        tuple(row[key] for key in ("sample_id", "max_crops", "top_k", "num_active_blocks", "repeat")) for row in rows
+    ]
+
+
+def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> None:
+    words = [*KNOBS, "knobs.repeats=12", "out=out"]
+    killed = started(*words)
+    log, limit = Path("out/state/measured-0.jsonl"), time.monotonic() + 60
+    while time.monotonic() < limit and killed.poll() is None:
+        if log.exists() and log.read_bytes().count(b"\n") >= 20:
+            break
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    before = log.read_bytes()
+    count = before.count(b"\n")
+    assert 20 <= count < 192
+    assert not Path("out/table.parquet").exists()
+    assert main(["profile", "model=files/model", "data=files/questions.jsonl", *words]) == 0
+    assert log.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+    found = measured("out")
+    assert len(found) == len(set(found)) == 4 * 4 * 12
+    assert len(pl.read_parquet("out/table.parquet")) == 16
+
+
+def test_two_processes_share_a_profile(folder: Path) -> None:
+    words = [*KNOBS, "knobs.repeats=1", "knobs.shards=2", "out=out"]
+    both = [started(*words, f"knobs.shard={shard}") for shard in (0, 1)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    found = measured("out")
+    assert len(found) == len(set(found)) == 4 * 4
+    table = pl.read_parquet("out/table.parquet")
+    assert len(table) == 16
+    assert table.select("sample_id", "top_k", "num_active_blocks").is_unique().all()
+    read = ["profile=exp5_exp6", "profile.exp5_dir=out/exp5", "profile.exp6_dir=out/exp6"]
+    read += ["profile.dataset_name=questions", "profile.features=out/features.safetensors", "json=facts.json"]
+    assert main(["inspect", *read]) == 0
+    assert json.loads(Path("facts.json").read_text())["coverage"] == 1
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+PROFILE = ["profile", "model=files/model", "device=cpu", "out=out"]
+ASKED = [*PROFILE, "data=files/questions.jsonl"]
+TRAIN = ["train", *QUICK]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", *FIRST, "checkpoint=gone.pt"], "gone.pt: no such checkpoint"),
+        (["export", "FIRST"], "profile 'builtin' has others"),
+        (["export", *FIRST[:2], "FIRST"], "give the features that the policy was trained with"),
+        (["export", "profile=table", "profile.path=files/fewer.parquet", "FIRST"], "profile 'fewer' has others"),
+        (["export", *FIRST, "FIRST", "out=files/occupied"], "files/occupied is a file and no folder"),
+        (["export", *FIRST, "FIRST", "onnx=maybe"], "onnx=maybe: must be true or false"),
+        (["export", *FIRST, "FIRST", "threads=0"], "threads=0: must be at least 1"),
+        (["export", *FIRST, "FIRST", "studnet=true"], "did you mean 'student'?"),
+        (["export", "BUILTIN", "student=true"], "this one is light already"),
+        ([*LIVE, "FIRST"], "live needs the best.pt of a training on profile 'builtin'"),
+        ([*LIVE, *FIRST, "FIRST", "stream.student=false"], "live needs profile=builtin"),
+        ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs the best.pt"),
+        ([*LIVE, "BUILTIN", "stream.requests=0"], "stream.requests=0: must be at least 1"),
+        ([*LIVE, "BUILTIN", "stream.clock=sun"], "stream.clock='sun': must be one of wall, cpu"),
+        ([*LIVE, "BUILTIN", "stream.rate=0"], "stream.rate=0.0: must be positive"),
+        ([*LIVE, "BUILTIN", "stream.fixed=4"], "stream.fixed=4: must be 1, 2 or 3"),
+        ([*LIVE, "BUILTIN", "stream.budgets_ms=[]"], "budgets_ms=[]"),
+        ([*LIVE, "BUILTIN", "stream.html=files/occupied/live.html"], "files/occupied is a file and no folder"),
+        ([*LIVE, "BUILTIN", "json=files"], "json=files: is a folder"),
+        (["evaluate", "BUILTIN", "stream.requests=5"], "stream: is for live=true"),
+        ([*PROFILE, "data=gone.jsonl"], "gone.jsonl: no such file"),
+        ([*PROFILE, "data=files/no_answer.jsonl"], "row 1: has no answers"),
+        ([*PROFILE, "data=files/no_image.jsonl"], "no image file"),
+        ([*PROFILE, "data=files/twice.jsonl"], "the id 'q0' occurs twice"),
+        (["profile", "data=files/questions.jsonl", "out=out"], "model=NAME_OR_FOLDER"),
+        (["profile", "out=out", "knobs.top_k=[1]"], "the knobs of the elastic model are elastic.max_crops"),
+        (["profile", "out=out", "importance=measure"], "importance: is for a Hugging Face model"),
+        ([*ASKED, "elastic.quick=true"], "elastic: is for model=elastic"),
+        ([*ASKED, "importance=files/importance.json"], "'first' is not the number of a block"),
+        ([*ASKED, "device=tpu"], "device=tpu: must be cpu or cuda"),
+        ([*ASKED, "knobs.top_k=2"], "knobs.top_k=2: must be a list, knobs.top_k=[2]"),
+        ([*ASKED, "knobs.top_k=[9]"], "top_k=9: this model takes 1 to 4"),
+        ([*ASKED, "knobs.samples=5"], "samples=5: the data hold 4 only"),
+        ([*ASKED, "knobs.shards=2"], "shards=2: there are 1 configurations only"),
+        ([*ASKED, "knobs.strategy=balanced"], "count=0"),
+        ([*TRAIN, "profile=joint"], "profile.paths must be given"),
+        ([*TRAIN, "profile=joint", "profile.paths=a.csv"], "must be a list, profile.paths=[a.csv]"),
+        ([*TRAIN, *JOINT[:2], "profile.features=[files/first.npz]"], "1 files for 2 paths"),
+        ([*TRAIN, *JOINT[:2], "profile.features=[files/first.npz,null]"], "missing_blocks=true"),
+        (
+            [*TRAIN, "profile=joint", "profile.paths=[files/first.parquet,files/experts.parquet]"],
+            "profiles that are joined must have the same",
+        ),
+        ([*TRAIN, *JOINT, "split.leave_out=third"], "split.leave_out='third': must be one of first, second"),
+        ([*TRAIN, *JOINT, "split.leave_out=first", "split.folds=2"], "give one of them"),
+        ([*TRAIN, *FIRST, "split.leave_out=first"], "leaving one out needs two at least"),
+        ([*TRAIN, *FIRST, "split.folds=0"], "split.folds=0: must be at least 2"),
+        ([*TRAIN, *FIRST, "split.folds=2", "split.fold=2"], "split.fold=2: must be in 0 … 1"),
+        ([*TRAIN, *FIRST, "split.fold=2"], "split.fold=2: give split.folds too"),
+        ([*TRAIN, *FIRST, "split.folds=2", "split.seed=-1"], "split.seed=-1: a seed is a whole number from 0"),
+        ([*TRAIN, "profile=calibrated", "profile.datasets=[gqa]"], "must be some of text_vqa, coco_vqa, okvqa"),
+        ([*TRAIN, "profile=calibrated", "profile.grid=99"], "profile.grid='99': must be one of 240, 27, tiers"),
+        ([*TRAIN, "profile=calibrated", "profile.signal=2"], "profile.signal=2.0"),
+        ([*TRAIN, *FIRST, "balance=dataset"], "they are called balance.…"),
+        ([*TRAIN, *FIRST, "balance.by=colour"], "balance.by='colour': must be none, dataset"),
+        ([*TRAIN, *FIRST, "balance.by=question_type"], "profile 'first' has no question types"),
+        ([*TRAIN, *FIRST, "balance.by=dataset", "balance.power=0"], "balance.power=0.0"),
+        ([*TRAIN, *FIRST, "augmentation.drop=1"], "augmentation.drop=1.0: must be in [0, 1)"),
+        ([*TRAIN, *FIRST, "augmentation.noise=lots"], "augmentation.noise=lots: must be a number"),
+        ([*TRAIN, *FIRST, "augmentation.mix=0.2", "policy.retrieval=4"], "does not go with policy.retrieval"),
+        ([*TRAIN, *FIRST, "runs=files/occupied"], "files/occupied is a file and no folder"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(
+    words: list[str], said: str, folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {"FIRST": of_first, "BUILTIN": of_builtin}
+    words = [named[word](train) if word in named else word for word in words]
+    capsys.readouterr()
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.rstrip("\n").split("\n") if "Loading weights" not in line]
+    assert line.startswith("knobwise: ")
+    assert said in line
+    assert not printed.out
+    assert sorted(path.name for path in folder.iterdir()) == ["files"]

@@ -1,0 +1,463 @@
+"""Sweeps: which jobs there are, what is refused, and all three launchers through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from helpers import small_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.__main__ import main
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.common import interruption
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.long_table import write_features, write_long_table
+from knobwise.experiments.command_line.settings import CONF, read_settings, schema_of
+from knobwise.experiments.command_line.sweep_jobs import Outcome, read_outcome, result_line
+from knobwise.experiments.command_line.sweeps import jobs_of
+from knobwise.experiments.results.run_folder import UNFINISHED
+from knobwise.experiments.train import controller
+
+SWEPT = {
+    "group_size": [["loss.group_size=5"], ["loss.group_size=8"], ["loss.group_size=16"], ["loss.group_size=64"]],
+    "objective": [["loss=exact"], ["loss=sampled"]],
+    "advantages": [[f"loss.advantage={name}"] for name in ("zscore", "centred", "rank", "unnormalised")],
+    "heads": [[f"policy={name}"] for name in ("utility", "additive", "autoregressive", "independent", "joint")],
+    "reward_coefficients": [[f"reward.beta={b}", f"reward.gamma={g}"] for b in ("0", "0.5") for g in (0, 1, 10)],
+    "miss": [["reward.miss=0"], ["reward.miss=0.2"], ["reward.miss=0.5"]],
+    "budget_strategies": [["budget=quantiles"], ["budget=relative"], ["budget=uniform"]],
+    "budget_encodings": [["policy.budget_encoding=sinusoidal"], ["policy.budget_encoding=linear"]],
+    "kl": [[f"loss.kl_to_ref_coeff={weight}"] for weight in ("0", "0.02", "0.1", "0.5")],
+    "clip": [[f"loss.clip_epsilon={width}"] for width in ("0.1", "0.2", "0.4")],
+    "joint_data_sets": [["profile.dataset_input=True"], ["profile.dataset_input=False"]],
+    "leave_one_out": [[f"split.leave_out={name}"] for name in ("text_vqa", "coco_vqa", "okvqa")],
+}
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
+QUICK = [
+    *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
+    *("policy.hidden=16", "policy.members=2", "tracking=disabled", "seeds=[0]", "baselines=false"),
+]
+OBJECTIVE = ["train", "-m", "experiment=objective", *TABLE, *QUICK]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a long table and its features."""
+    monkeypatch.chdir(tmp_path)
+    table = small_table(60)
+    write_long_table(table, "t.parquet")
+    write_features(table, "f.npz")
+    return tmp_path
+
+
+def outcomes(runs: str = "runs") -> list[Outcome]:
+    """How the jobs of the only sweep fare."""
+    (sweep,) = (path.parent for path in Path(runs).glob("multirun/*/*/jobs.yaml"))
+    found = [read_outcome(sweep, number) for number in range(1, 10)]
+    return [outcome for outcome in found if outcome is not None]
+
+
+# -- which jobs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_job_of_every_experiment_file_is_understood(name: str) -> None:
+    words = [f"experiment={name}", *(["beams.path=beams.json"] if name == "selector_replay" else [])]
+    schema = schema_of("train", words)
+    jobs = jobs_of(schema, ["-m", *words])
+    assert [[word for word in job if word not in words] for job in jobs] == SWEPT.get(name, [[]])
+    configs = [read_settings(schema, job) for job in jobs]
+    assert all(one.experiment == name for one in configs)
+    assert all(configs.count(one) == 1 for one in configs), "two jobs are the same"
+    # without -m it is one run, which is one of the sweep's where there is a sweep
+    assert read_settings(schema, words) in configs
+
+
+def test_the_command_line_holds_where_the_file_says_otherwise() -> None:
+    words = ["-m", "experiment=group_size", "loss.group_size=4", "policy.hidden=8,16", "hydra/launcher=joblib"]
+    jobs = jobs_of("train", words)
+    assert [set(job) for job in jobs] == [
+        {"experiment=group_size", "loss.group_size=4", f"policy.hidden={width}"} for width in (8, 16)
+    ]
+
+
+def test_several_experiments_each_with_its_own_sweep() -> None:
+    jobs = jobs_of("train", ["-m", "experiment=objective,lean", "seeds=[0],[1,2]"])
+    assert [set(job) for job in jobs] == [
+        *(
+            {"experiment=objective", f"loss={loss}", s}
+            for loss in ("exact", "sampled")
+            for s in ("seeds=[0]", "seeds=[1,2]")
+        ),
+        *({"experiment=lean", s} for s in ("seeds=[0]", "seeds=[1,2]")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["policy.hidden=range(8,24,8)"], [["policy.hidden=8"], ["policy.hidden=16"]]),
+        (["policy.hidden=choice(8,16)"], [["policy.hidden=8"], ["policy.hidden=16"]]),
+        (["loss=glob(*)"], [["loss=exact"], ["loss=sampled"]]),
+        (["seeds=[0],[1]", "loss=exact"], [["seeds=[0]", "loss=exact"], ["seeds=[1]", "loss=exact"]]),
+        (["profile.path='a,b.csv','c d.csv'"], [["profile.path='a,b.csv'"], ["profile.path='c d.csv'"]]),
+        (["+hydra.sweeper.params.seeds='[0],[1]'"], [["seeds=[0]"], ["seeds=[1]"]]),
+        (["experiment=glob([lean*,see*])"], [["experiment=lean"], ["experiment=seeds"]]),
+    ],
+)
+def test_hydras_ways_to_list_values(words: list[str], wanted: list[list[str]]) -> None:
+    assert jobs_of("train", words) == wanted
+
+
+@pytest.mark.parametrize("words", ["selector,selector_v1", "choice(selector,selector_v1)", "glob(selector_v*)"])
+def test_several_experiments_of_selectors(words: str) -> None:
+    jobs = jobs_of(schema_of("train", [f"experiment={words}"]), [f"experiment={words}"])
+    assert len(jobs) == 2
+    assert ["experiment=selector_v1"] in jobs
+
+
+def test_words_are_passed_on_as_they_were_given() -> None:
+    words = ['profile.path="a (1).csv"', "baselines=false", "variants.mine={live: true}", "x=1e-3"]
+    assert jobs_of("train", words) == [words]
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True),
+    st.lists(st.sampled_from(["exact", "sampled"]), min_size=1, max_size=2, unique=True),
+)
+def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], losses: list[str]) -> None:
+    words = [f"policy.hidden={','.join(map(str, sizes))}", f"loss={','.join(losses)}"]
+    assert jobs_of("train", words) == [[f"policy.hidden={size}", f"loss={loss}"] for size in sizes for loss in losses]
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["experiment=nothing"], "experiment/nothing"),
+        (["experiment=lean,selector"], "two commands"),
+        (["experiment=glob(*_seeds)"], "two commands"),
+        (["loss=glob(nothing*)"], "has no job"),
+        (["policy=utility,utility"], "twice"),
+        (["hydra/launcher=slurm"], "hydra/launcher/slurm"),
+        (["policy.hidden=8,16,wide"], "policy.hidden=wide"),
+        (["policy.hidden=8,0"], "policy.hidden"),
+        (["polici.hidden=8,16"], "did you mean 'policy.hidden'"),
+        (["policy.hidden=range(1)"], "policy.hidden"),
+        (["policy.hidden"], "policy.hidden"),
+        (["policy.hidden=interval(1,3)"], "interval"),
+        (["profile.path=t.parquet,gone.parquet"], "gone.parquet"),
+        (["seeds=[0],[1,1]"], "none twice"),
+        (["split.train=0.5,0.9"], "train=0.9"),
+        (["tracking=disabled,online"], "WANDB_API_KEY"),
+        (["runs=t.parquet", "loss=exact,sampled"], "t.parquet"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
+    launcher: str,
+    words: list[str],
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(folder / "none"))
+    before = sorted(folder.rglob("*"))
+    given_first = [word for word in TABLE + QUICK if word.split("=")[0] not in {one.split("=")[0] for one in words}]
+    assert main(["train", "-m", *given_first, f"hydra/launcher={launcher}", *words]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert re.sub("\n`knobwise .* lists every key", "", printed).count("\n") == 1
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"pip install 'knobwise\[ray\]'"):
+        jobs_of("train", ["hydra/launcher=ray", "loss=exact,sampled"])
+
+
+# -- in turn -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A folder in which the sweep over objectives ran, one job after the other, and what it printed."""
+    there = tmp_path_factory.mktemp("swept")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.chdir(there)
+        write_long_table(small_table(60), "t.parquet")
+        write_features(small_table(60), "f.npz")
+        assert main(OBJECTIVE) == 0
+    return there, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def in_turn(swept: tuple[Path, str, str], folder: Path) -> tuple[str, str]:
+    """What that sweep printed, in a copy of its folder."""
+    shutil.copytree(swept[0], folder, symlinks=True, dirs_exist_ok=True)
+    return swept[1:]
+
+
+def numbers(runs: str) -> dict[str, Any]:
+    """All that jobs found, by objective, without what differs from time to time."""
+    found: dict[str, Any] = {}
+    for run in Path(runs).glob("objective/*/results.json"):
+        results = json.loads(run.read_text())
+        for row in results["rows"]:
+            row.pop("decision_us_p50")
+        objective = next(name for name in ("exact", "sampled") if f"loss={name}" in results["command"])
+        metrics = pl.read_csv(run.with_name("metrics.csv")).rows()
+        decisions = pl.read_parquet(run.with_name("decisions.parquet")).rows()
+        found[objective] = (results["rows"], results["validation_utility"], metrics, decisions)
+    return found
+
+
+def test_jobs_in_turn_say_how_they_fare(in_turn: tuple[str, str]) -> None:
+    table, said = in_turn
+    lines = [line for line in said.splitlines() if line.startswith(("sweep", "job"))]
+    result = r"utility 0\.\d{3} \[0\.\d{3}, 0\.\d{3}\]"
+    utility = rf"{result}, \d+ s"
+    for line, wanted in zip(
+        lines,
+        [
+            "sweep: 2 jobs",
+            r"job 1 of 2 \(loss=exact\) …",
+            rf"job 1 of 2 \(loss=exact\): {utility}; \d+ s left",
+            r"job 2 of 2 \(loss=sampled\) …",
+            rf"job 2 of 2 \(loss=sampled\): {utility}",
+            r"jobs: 2/2, done in \d+ s",
+        ],
+        strict=True,
+    ):
+        assert re.fullmatch(wanted, line)
+    assert re.search(rf"^1 +loss=exact +{result} +\d+ s +runs/objective/", table, re.MULTILINE)
+    assert "compare them: knobwise compare runs/objective\n" in table
+    assert [outcome.state for outcome in outcomes()] == ["finished"] * 2
+    assert {Path(str(outcome.folder)).parent.name for outcome in outcomes()} == {"objective"}
+    assert "\x1b" not in said
+
+
+def test_a_finished_sweep_is_left_alone_and_run_anew(in_turn: tuple[str, str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in Path("runs/objective").rglob("*")}
+    assert main(OBJECTIVE) == 0
+    assert len(list(Path("runs/objective").iterdir())) == 4
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_job_that_fails_does_not_keep_the_others_from_running(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Augmentation is for policies that predict outcomes, which shows when the trainer is made."""
+    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
+    line = printed.err.splitlines()[-1]
+    assert line.startswith("knobwise: job 1 of 2 (policy=additive): augmentation: is for policy.structure=utility")
+    assert "policy=utility" in printed.out
+    assert "Traceback" not in printed.err
+    runs = sorted(path.name for path in Path("runs/controller").iterdir())
+    # the same command runs again what failed, and nothing else
+    assert main(words) == 2
+    assert "1 of them finished before, not run again" in capsys.readouterr().err
+    assert sorted(path.name for path in Path("runs/controller").iterdir()) == runs
+
+
+def test_an_error_of_the_program_is_told_from_a_mistake(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learn = ControllerTrainer._learn
+
+    def broken(self: ControllerTrainer, data: Any) -> dict[str, float]:
+        if self.loss.objective == "exact":
+            raise RuntimeError("out of memory\nand more")
+        return learn(self, data)
+
+    monkeypatch.setattr(ControllerTrainer, "_learn", broken)
+    assert main(OBJECTIVE) == 1
+    printed = capsys.readouterr().err
+    assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
+    assert printed.splitlines()[-1].startswith(
+        "knobwise: job 1 of 2 (loss=exact): RuntimeError: out of memory; the same"
+    )
+    assert "Traceback" in printed  # where it happened, above
+
+
+def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
+    folder: Path, swept: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        learn = ControllerTrainer._learn
+
+        def pressed(self: ControllerTrainer, data: Any) -> dict[str, float]:
+            if self.loss.objective == "sampled" and self.iteration == 9:
+                raise KeyboardInterrupt
+            return learn(self, data)
+
+        patch.setattr(ControllerTrainer, "_learn", pressed)
+        assert main(OBJECTIVE) == 130
+    printed = capsys.readouterr().err
+    assert "1 of 2 jobs are finished" in printed
+    assert "the same command goes on" in printed
+    assert [outcome.state for outcome in outcomes()] == ["finished", "stopped"]
+    assert main([*OBJECTIVE, "hydra/launcher=basic"]) == 0  # by whichever launcher
+    assert "1 of them finished before, not run again" in capsys.readouterr().err
+    assert [outcome.state for outcome in outcomes()] == ["finished", "finished"]
+    assert len(list(Path("runs/objective").iterdir())) == 2
+    assert numbers("runs") == numbers(str(swept[0] / "runs"))
+
+
+def test_a_run_that_was_removed_is_run_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
+    assert main(words) == 2
+    Path(str(outcomes()[1].folder), "results.json").unlink()
+    assert main(words) == 2
+    assert "finished before" not in capsys.readouterr().err
+    assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
+
+
+def test_other_data_under_the_same_name_is_another_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What finished on the data of before says nothing of these."""
+    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
+    assert main(words) == 2
+    write_long_table(small_table(60, seed=1), "t.parquet")
+    assert main(words) == 2
+    assert "finished before" not in capsys.readouterr().err
+    assert len(list(Path("runs").glob("multirun/controller/*"))) == 2
+
+
+def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As behind `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert main(OBJECTIVE) == 0
+    assert "jobs: 2/2" in capsys.readouterr().err
+    assert [outcome.state for outcome in outcomes()] == ["finished", "finished"]
+
+
+def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One job at a time needs no process of its own; a signal while one is judged does not let the next begin."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(interruption, "_latest_s", -10.0)
+
+    def pressed(results: Any, console: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(controller, "print_results", pressed)
+    try:
+        assert main([*OBJECTIVE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [outcome.state for outcome in outcomes()] == ["stopped"]
+    assert "at the same time" not in capsys.readouterr().err
+
+
+def test_hydras_own_flags_show_what_is_composed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--cfg", "job", "policy=joint"], ["policy=joint", "--cfg", "job"]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["knobwise"])
+            assert main(["train", *words]) == 0
+        assert "structure: joint" in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
+def test_the_line_of_a_selectors_run(tmp_path: Path) -> None:
+    rows = [
+        {"policy": policy, "shots": shots, "accuracy": accuracy}
+        for policy, shots, accuracy in [("sft", 2, 0.5), ("grpo_live", 1, 0.25), ("grpo_live", 2, 0.75)]
+    ]
+    results = {"system": "selector", "trained_shots": 2, "rows": rows, "variants": ["grpo_live", "shuffled"]}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert result_line(tmp_path) == "accuracy grpo_live 0.750"
+
+
+# -- at the same time --------------------------------------------------------------------------------------------------
+
+COMMAND = [sys.executable, "-m", "knobwise", *OBJECTIVE]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "ray"])
+def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) -> None:
+    command = [*COMMAND, f"runs={launcher}", f"hydra/launcher={launcher}"]
+    command += ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else []
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(numbers(launcher)) == {"exact", "sampled"}
+    assert numbers(launcher) == numbers("runs")
+    assert "compare them: knobwise compare" in done.stdout
+    for number, loss in ((1, "exact"), (2, "sampled")):
+        assert re.search(
+            rf"^job {number} of 2 \(loss={loss}\): utility 0\.\d+ \[.*\], \d+ s", done.stderr, re.MULTILINE
+        )
+        (log,) = Path(launcher).glob(f"multirun/objective/*/{number}.log")
+        assert "learned controller" in log.read_text()
+    assert "learned controller" not in done.stdout + done.stderr
+
+
+def test_a_job_that_fails_in_another_process(folder: Path) -> None:
+    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
+    command = [sys.executable, "-m", "knobwise", *words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
+    assert done.stderr.splitlines()[-1].startswith("knobwise: job 1 of 2 (policy=additive): augmentation: is for")
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder: Path) -> None:
+    long = ["optimiser.iterations=1200", "optimiser.patience=0"]  # seconds: a job looks every 0.3 s whether to stop
+    sweep = subprocess.Popen(
+        [*COMMAND, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell has what it starts in the background ignore the signal, these tests perhaps
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    limit = time.monotonic() + 300
+    while time.monotonic() < limit and sweep.poll() is None:
+        if list(Path("runs/objective").glob("*/checkpoints/seed0/last.pt")):
+            break
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGINT)
+    _, said = sweep.communicate()
+    assert sweep.returncode == 130, said
+    states = [outcome.state for outcome in outcomes()]  # the second may not have begun
+    assert states
+    assert set(states) == {"stopped"}
+    assert "0 of 2 jobs are finished" in said
+    assert "Traceback" not in said
+    assert len(list(Path("runs").glob(f"multirun/*/*/{UNFINISHED}"))) == 1
+    assert main([*OBJECTIVE, *long]) == 0
+    assert len(list(Path("runs/objective").iterdir())) == 2
+    assert main([*OBJECTIVE, *long, "runs=whole"]) == 0
+    assert numbers("runs") == numbers("whole")

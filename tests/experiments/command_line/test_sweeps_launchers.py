@@ -1,0 +1,287 @@
+"""Launchers of sweeps: which cannot be used, which Ray cluster is joined, where jobs stand; and one sweep for the same
+words in any order."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from omegaconf import DictConfig, OmegaConf
+
+from knobwise.__main__ import main
+from knobwise.common.errors import InputError
+from knobwise.experiments.command_line import sweep_jobs
+from knobwise.experiments.command_line.settings import composed
+from knobwise.experiments.command_line.sweep_jobs import Outcome, check_launcher, here
+from knobwise.experiments.command_line.sweeps import _in_order, _Sweep
+
+ADDRESS = "hydra.launcher.ray.init.address="
+SWEEP = ["train", "-m", "profile=simulated", "profile.samples=40", "loss=exact,sampled", "tracking=disabled"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, and no address of a cluster around."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path
+
+
+def launcher(*words: str) -> DictConfig:
+    return composed("train", list(words), with_hydra=True).hydra.launcher
+
+
+# -- what cannot be used -----------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """Of this machine, at which nobody answers."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("protocol", ["", "ray://"])
+@pytest.mark.parametrize("way", ["setting", "variable", "auto"])
+def test_a_cluster_that_does_not_answer_is_one_line_before_anything_is_made(
+    protocol: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"{protocol}127.0.0.1:{free_port()}"
+    words = {"setting": [ADDRESS + address], "variable": [], "auto": [f"{ADDRESS}auto"]}[way]
+    if way != "setting":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main([*SWEEP, "hydra/launcher=ray", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    key = ADDRESS if way == "setting" else "RAY_ADDRESS="
+    assert line == f"knobwise: {key}{address}: no Ray cluster answers at {address} (Connection refused)"
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("Could not find any running Ray instance.\nPlease"), RuntimeError("Version mismatch")]
+)
+def test_what_ray_says_of_a_cluster_is_one_line(
+    error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init(**given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    assert main([*SWEEP, "hydra/launcher=ray", f"{ADDRESS}auto"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"knobwise: {ADDRESS}auto: no Ray cluster answers at auto as it should (")
+    assert str(error).splitlines()[0] in line
+    assert list(folder.iterdir()) == []
+
+
+def test_no_process_at_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SWEEP, "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"]) == 2
+    assert "hydra.launcher.n_jobs=0: must be at least 1, or -1" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", ["6379", "a..b:6379"])
+def test_an_address_that_is_none(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**given: Any) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(InputError, match=re.escape(f"{ADDRESS}{address}: no Ray cluster answers")):
+        check_launcher(launcher("hydra/launcher=ray", ADDRESS + address))
+
+
+# -- which Ray ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """The address of somebody who accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("way", ["setting", "variable"])
+def test_a_cluster_is_joined_without_a_word_on_its_memory(
+    way: str, folder: Path, listening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray.init` refuses `object_store_memory`, which Hydra's launcher sets where it is the one that calls it."""
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray, "init", lambda **words: given.append(words))
+    if way == "variable":
+        monkeypatch.setenv("RAY_ADDRESS", listening)
+        check_launcher(launcher("hydra/launcher=ray"))
+        assert given == [{"address": None}]
+        return
+    check_launcher(launcher("hydra/launcher=ray", ADDRESS + listening, "+hydra.launcher.ray.init.namespace=mine"))
+    assert given == [{"address": listening, "namespace": "mine"}]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    check_launcher(launcher("hydra/launcher=ray", ADDRESS + listening))
+    assert len(given) == 1
+
+
+@pytest.mark.parametrize("words", [[], [f"{ADDRESS}local"]])
+def test_without_an_address_ray_is_our_own(words: list[str], folder: Path) -> None:
+    found = launcher("hydra/launcher=ray", *words)
+    check_launcher(found)
+    assert found.ray.init.address == "local"
+
+
+@pytest.mark.parametrize("words", [["hydra/launcher=basic"], ["hydra/launcher=joblib"], ["hydra.launcher.n_jobs=-2"]])
+def test_other_launchers_are_left_as_they_are(words: list[str]) -> None:
+    words = words if "/" in words[0] else ["hydra/launcher=joblib", *words]
+    found = launcher(*words)
+    check_launcher(found)
+    assert found == launcher(*words)
+
+
+# -- the order of words ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "ordered"),
+    [
+        (["-m", "policy.hidden=8,16", "loss=exact"], ["-m", "loss=exact", "policy.hidden=8,16"]),
+        (["policy.hidden=8", "policy=utility"], ["policy=utility", "policy.hidden=8"]),
+        (["b=2", "a=1", "b=1"], ["a=1", "b=2", "b=1"]),
+        (["b.c=1", "b={c: 2}", "a=1"], ["b.c=1", "b={c: 2}", "a=1"]),
+    ],
+)
+def test_words_are_put_in_order_where_none_depends_on_it(words: list[str], ordered: list[str]) -> None:
+    assert _in_order(words) == ordered
+
+
+def trained(config: Any, words: list[str]) -> Path:
+    """In the place of a training."""
+    if config.loss.objective == "sampled":
+        raise InputError("not today")
+    return finished(Path(config.runs) / "trained")
+
+
+def finished(folder: Path) -> Path:
+    """A folder with results that a sweep can read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {"policy": "controller", "budget_ms": None, "utility": 0.5, "utility_ci95": [0.4, 0.6]}
+    (folder / "results.json").write_text(json.dumps({"rows": [row]}))
+    return folder
+
+
+def test_the_same_words_in_another_order_are_the_same_sweep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep_jobs, "train", trained)
+    for words in (SWEEP[2:], SWEEP[:1:-1]):
+        assert main(["train", *words, "-m"]) == 2
+    assert "1 of them finished before, not run again" in capsys.readouterr().err
+    assert len(list(Path("runs/multirun/controller").iterdir())) == 1
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) -> _Sweep:
+    """A sweep whose jobs fare as it is said."""
+    jobs = [["loss=exact", f"policy.hidden={number}"] for number in range(len(outcomes))]
+    target = "RayLauncher" if at_once else "BasicLauncher"
+    sweep = _Sweep(folder, jobs, OmegaConf.create({"hydra": {"launcher": {"_target_": target}}}))
+    for number, outcome in enumerate(outcomes, 1):
+        if outcome is not None:
+            outcome.write(folder, number)
+    return sweep
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_stopped_sweep_says_where_its_jobs_stand(at_once: bool, folder: Path) -> None:
+    outcomes = [Outcome("finished", "r"), Outcome("failed", error="x"), Outcome("stopped", error="at 3 of 4"), None]
+    sweep = swept(folder, [*outcomes, Outcome("stopped")], at_once)
+    stop = KeyboardInterrupt()
+    sweep._tell_where(stop)
+    first, *others = stop.__notes__
+    assert first == "1 of 5 jobs are finished, 1 failed, 2 stopped"
+    assert others == (
+        ["job 3 of 5 (policy.hidden=2): at 3 of 4", "job 5 of 5 (policy.hidden=4): stopped"] if at_once else []
+    )
+
+
+def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(config: Any, words: list[str]) -> None:
+        stop = KeyboardInterrupt()
+        stop.add_note("last.pt holds iteration 3 of 4")
+        stop.add_note("it is in runs/x")
+        raise stop
+
+    monkeypatch.setattr(sweep_jobs, "train", stopped)
+    monkeypatch.setattr(sweep_jobs, "settings_of", lambda config: config)
+    sweep_jobs.Job(folder, [[]], os.getcwd(), ("elsewhere", 1))._run(OmegaConf.create(), 1)
+    outcome = sweep_jobs.read_outcome(folder, 1)
+    assert outcome is not None
+    assert (outcome.state, outcome.error) == ("stopped", "last.pt holds iteration 3 of 4; it is in runs/x")
+
+
+@pytest.mark.parametrize(("number", "crashed"), [(errno.ENOSPC, True), (errno.EACCES, False)])
+def test_a_disk_that_refuses_a_job_is_a_line(
+    number: int, crashed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(config: Any, words: list[str]) -> None:
+        raise OSError(number, os.strerror(number), "last.pt")
+
+    monkeypatch.setattr(sweep_jobs, "train", refused)
+    monkeypatch.setattr(sweep_jobs, "settings_of", lambda config: config)
+    sweep_jobs.Job(folder, [[]], os.getcwd(), here())._run(OmegaConf.create(), 1)
+    outcome = sweep_jobs.read_outcome(folder, 1)
+    assert outcome is not None
+    assert (outcome.state, outcome.crashed) == ("failed", crashed)
+    assert str(outcome.error).startswith(f"last.pt: {os.strerror(number)}; ")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running_for_s", "said"),
+    [
+        (0, [40.0], ""),
+        (0, [10.0], "; 20 s left"),
+        (2, [40.0, 40.0], "; 30 s left"),
+        (0, [], ""),
+        (1, [], "; 30 s left"),
+    ],
+)
+def test_the_time_left_is_not_said_where_all_run_for_longer_than_others_took(
+    waiting: int, running_for_s: list[float], said: str, folder: Path
+) -> None:
+    """Jobs take half a minute on average; what takes longer ends nobody knows when."""
+    done = [Outcome("finished", "r", seconds=30.0)]
+    sweep = swept(folder, [*done, *(Outcome("running") for _ in running_for_s), *[None] * waiting])
+    sweep.begun = {number: time.monotonic() - seconds for number, seconds in enumerate(running_for_s, 2)}
+    assert sweep._left() == said
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("columns", [80, 400])
+def test_paths_are_whole_however_narrow_the_terminal(
+    columns: int,
+    terminal: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    runs = [finished(folder / "runs" / ("a-long-name_" * 8 + str(number))) for number in range(2)]
+    swept(folder, [Outcome("finished", str(run.absolute()), 3.0) for run in runs])._report()
+    printed = capsys.readouterr().out
+    for number, run in enumerate(runs, 1):
+        path = os.path.relpath(run)
+        alone = f"job {number}: {path}"
+        assert (alone in printed.splitlines()) == (terminal and columns == 80)
+        assert path in printed.partition("compare")[0]

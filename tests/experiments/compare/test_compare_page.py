@@ -1,0 +1,188 @@
+"""The page of a comparison: every number of every run, charts that can be drawn, nothing from a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vl_convert
+from run_folders import BUDGETS, write_run, write_selector_run
+
+from knobwise.experiments.compare.compare import comparison_of
+from knobwise.experiments.compare.compare_charts import COLOURED, comparison_charts, order
+from knobwise.experiments.compare.compare_page import write_comparison
+from knobwise.experiments.report import charts, page
+
+
+def runs(folder: Path, count: int, **more: Any) -> list[str]:
+    return [
+        str(
+            write_run(
+                folder / "lean" / f"loss.group_size-{n}", gain=n / 20, settings={"loss": {"group_size": n}}, **more
+            )
+        )
+        for n in range(count)
+    ]
+
+
+def data_of(spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    return list(spec["datasets"].values())
+
+
+def drawn(folders: list[str]) -> dict[str, dict[str, Any]]:
+    found = comparison_charts(comparison_of(folders))
+    return {name: page.specification(chart) for name, (_, chart) in found.items()}
+
+
+def test_the_page_is_one_file_and_holds_every_number(tmp_path: Path) -> None:
+    comparison = comparison_of(runs(tmp_path, 3))
+    path = write_comparison(comparison, tmp_path / "page.html")
+    text = path.read_text()
+    assert "default-src 'none'" in text
+    assert not re.search(r"<(link|img|iframe|script[^>]* src)", text.replace(page._vega(), ""))
+    assert "<script>" not in text.split("<main>")[1].split("<script")[0]
+    assert "train &lt;script&gt;" in text
+    settings, means, per_budget = (
+        re.findall(r"<tr.*?</tr>", t, re.S) for t in re.findall(r"<tbody>(.*?)</tbody>", text, re.S)
+    )
+    assert "loss.group_size</td><td>0</td><td>1</td><td>2" in settings[0]
+    for i, run in enumerate(comparison.runs):
+        assert f"{run.label}</td>" in means[i]
+        assert f"<td>{run.row('controller', None)['utility']:.3f}" in means[i]
+        for budget in BUDGETS:
+            assert f"<td>{run.row('controller', budget)['utility']:.3f}" in per_budget[i]
+    for one in comparison.found:
+        row = next(line for line in means if f"{one.run}</td>" in line)
+        assert f"<td>{one.difference:+.3f}<small>[{one.ci95[0]:+.3f}, {one.ci95[1]:+.3f}]" in row
+    for one in comparison.in_detail:
+        row = next(line for line in per_budget if f"{one.run}</td>" in line)
+        assert f"{one.difference:+.3f}" in row
+        assert f"[{one.ci95[0]:+.3f}, {one.ci95[1]:+.3f}]" in row
+
+
+def test_every_chart_can_be_drawn_in_both_themes(tmp_path: Path) -> None:
+    text = write_comparison(comparison_of(runs(tmp_path, 2)), tmp_path / "page.html").read_text()
+    specs = [json.loads(one) for one in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
+    assert len(specs) == 6
+    for spec in specs:
+        for theme in page.THEMES.values():
+            assert "<svg" in vl_convert.vegalite_to_svg(spec, config=theme)
+
+
+def test_charts_hold_the_numbers_under_the_names_of_the_runs(tmp_path: Path) -> None:
+    folders = runs(tmp_path, 2)
+    comparison, specs = comparison_of(folders), drawn(folders)
+    lines = [row for rows in data_of(specs["Utility against budget"]) for row in rows]
+    for run in comparison.runs:
+        found = {row["budget_ms"]: row["utility"] for row in lines if row.get("name") == run.label}
+        assert found == {budget: run.row("controller", budget)["utility"] for budget in BUDGETS}
+    quiet = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines if "name" not in row}
+    oracle = {("oracle (upper bound)", b): comparison.runs[0].row("oracle", b)["utility"] for b in BUDGETS}
+    assert quiet.items() >= oracle.items()
+    (usage,) = (rows for rows in data_of(specs["Which settings are used"]))
+    assert {row["policy"] for row in usage} == {"group_size=0", "group_size=1"}
+    plane = [row for rows in data_of(specs["Accuracy and latency"]) for row in rows]
+    assert {row["name"] for row in plane if "name" in row} == {"group_size=0", "group_size=1"}
+    assert {row["label"] for row in plane if "label" in row} == {"crops=1", "crops=2", "crops=4"}
+
+
+def test_curves_are_means_over_seeds_with_the_lowest_and_highest(tmp_path: Path) -> None:
+    folders = runs(tmp_path, 2)
+    with (Path(folders[0]) / "metrics.csv").open("a") as file:
+        file.write("0,30,0.9,2.0,\n")  # one seed that went on is no mean over seeds
+    (points,) = data_of(drawn(folders)["Training, on validation samples"])
+    curve = [p for p in points if p["name"] == "group_size=0" and p["panel"] == "utility (0 to 1)"]
+    assert [(p["step"], p["mean"], p["low"], p["high"]) for p in curve] == [
+        *((0, 0.51, 0.5, 0.52), (10, 0.61, 0.6, 0.62), (20, 0.71, 0.7, 0.72))
+    ]
+    assert {p["panel"] for p in points} == {"utility (0 to 1)", "latency, mean (ms)"}
+
+
+def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path) -> None:
+    warm_ups = {"a": 10, "b": None}
+    folders = []
+    for name, begins in warm_ups.items():  # that of b is all of its training
+        settings = {"optimiser": {"warmup_iterations": 10, "iterations": 0 if begins is None else 20}}
+        folders.append(write_run(tmp_path / name, settings=settings))
+    (folders[1] / "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
+    caption, chart = comparison_charts(comparison_of(list(map(str, folders))))["Training, on validation samples"]
+    assert "Dashed: where GRPO begins." in caption
+    (points,) = data_of(page.specification(chart))
+    names = [run.label for run in comparison_of(list(map(str, folders))).runs]
+    assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {(names[0], 10, False), (names[1], None, True)}
+    svg = vl_convert.vegalite_to_svg(page.specification(chart), config=page.THEMES["light"])
+    assert svg.count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
+
+
+def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Path) -> None:
+    folders = runs(tmp_path, 12)
+    comparison = comparison_of(folders)
+    named = order(comparison)
+    assert named == ["group_size=0", "group_size=9", "group_size=10", "group_size=11", charts.OTHER]
+    assert len(named) == COLOURED + 1
+    lines = [row for rows in data_of(drawn(folders)["Utility against budget"]) for row in rows if "name" in row]
+    assert {row["name"] for row in lines} == {run.label for run in comparison.runs}
+    assert {row["policy"] for row in lines} == set(named)
+    (usage,) = data_of(drawn(folders)["Which settings are used"])
+    assert {row["policy"] for row in usage} == set(named) - {charts.OTHER}
+    text = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert "<h1>lean: 12 runs</h1>" in text
+    assert "the first run and the 3 best others; grey: 8 more" in text
+    assert all(f"{run.label}</td>" in text for run in comparison.runs)
+    assert "<details><summary>Per budget" in text
+    (forest,) = (
+        spec
+        for one in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)
+        if "shown" in str(spec := json.loads(one))
+    )
+    rows = next(rows for rows in data_of(forest) if "run" in rows[0])
+    assert [(r["run"], r["difference"], r["low"], r["high"]) for r in rows] == [
+        (one.run, one.difference, *one.ci95) for one in comparison.found
+    ]
+
+
+def test_runs_that_cannot_be_tested_are_shown(tmp_path: Path) -> None:
+    comparison = comparison_of(runs(tmp_path, 2, decisions=False))
+    text = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert "it is shown and not tested." in text
+    assert "not tested</td>" in text
+    assert "Utility against budget" in text
+    assert "sign-flip" not in text
+
+
+@pytest.mark.parametrize("missing", ["metrics.csv", "config.yaml"])
+def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str) -> None:
+    folders = runs(tmp_path, 2)
+    for folder in folders:
+        (Path(folder) / missing).unlink()
+    text = write_comparison(comparison_of(folders), tmp_path / "page.html").read_text()
+    assert ("Training, on validation" in text) == (missing != "metrics.csv")
+    assert ("<p>Nothing that is known.</p>" in text) == (missing == "config.yaml")
+
+
+def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> None:
+    mean = runs(tmp_path / "m", 2, sense="mean")
+    assert set(drawn(mean)) == {
+        *("Accuracy and latency", "Accuracy over the static mix of equal mean latency"),
+        "Training, on validation samples",
+    }
+    folders = [str(write_selector_run(tmp_path / "s" / name, wrong=wrong)) for name, wrong in (("a", 0.6), ("b", 0.3))]
+    specs = drawn(folders)
+    assert set(specs) == {"Accuracy against shots", "Training, on validation queries"}
+    lines = [row for rows in data_of(specs["Accuracy against shots"]) for row in rows if "name" in row]
+    comparison = comparison_of(folders)
+    for run in comparison.runs:
+        found = {row["shots"]: row["accuracy"] for row in lines if row["name"] == run.label}
+        assert found == {n: run.row("grpo_recorded", n)["accuracy"] for n in (1, 2)}
+    assert {p["panel"] for p in data_of(specs["Training, on validation queries"])[0]} == {
+        "sft: accuracy, mean (0 to 1)"
+    }
+    text = write_comparison(comparison, tmp_path / "page.html").read_text()
+    for title in ("By number of demonstrations", "Stage by stage", "GRPO on recorded groups"):
+        assert title in text
+    assert "without experts or guard" not in text
+    for spec in specs.values():
+        assert "<svg" in vl_convert.vegalite_to_svg(spec, config=page.THEMES["dark"])

@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import small_table
+
+from knobwise.agents.checkpoint import save_checkpoint
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.distillation import StudentConfig, student_of
+from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.agents.training.settings import PolicyConfig
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.readers.builtin import builtin_profile
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.deploy import live
+from knobwise.experiments.deploy.live import (
+    LiveConfig,
+    Record,
+    Served,
+    Stream,
+    draw_stream,
+    fixed_configurations,
+    run_live,
+    score_of,
+    serve,
+)
+from knobwise.experiments.deploy.live_results import live_results
+from knobwise.experiments.report import live_report
+from knobwise.profiling.elastic.adapter import ElasticAdaptive
+from knobwise.profiling.elastic.scenes import TOKEN, draw_samples, to_words
+
+SHORT = LiveConfig(requests=10, calibration=6, warm_up=1)
+
+
+@pytest.fixture(scope="module")
+def table() -> ProfileTable:
+    return builtin_profile()
+
+
+@pytest.fixture(scope="module")
+def split(table: ProfileTable) -> Split:
+    return table.split()
+
+
+@pytest.fixture(scope="module")
+def controller(table: ProfileTable, split: Split) -> Controller:
+    config = PolicyConfig(structure="utility", hidden=8, layers=1)
+    return Controller.for_table(table, split.train[:200], config).eval()
+
+
+def saved(path: Path, controller: Controller | StackedController, table: ProfileTable, split: Split) -> Path:
+    save_checkpoint(path, controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(table: ProfileTable, split: Split, controller: Controller) -> tuple[Stream, Record]:
+    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
+    stream = draw_stream(table, split.test, fitted, budgets, SHORT)
+    fixed = fixed_configurations(table, fitted, budgets, 3)
+    model = AdaptiveModel(ElasticAdaptive(), to_numpy(controller))
+    return stream, serve(model, table, BudgetAwareStatic(table, fitted), fixed, stream, SHORT)
+
+
+def test_live_answers_are_those_that_the_profile_recorded(table: ProfileTable, served: tuple[Stream, Record]) -> None:
+    stream, record = served
+    choice = torch.from_numpy(record.served["choice"]).long()
+    recorded = table.accuracy[torch.from_numpy(stream.rows)[:, None].expand(choice.shape), choice]
+    assert torch.equal(torch.from_numpy(record.served["score"]).float(), recorded)
+
+
+def test_live_decisions_are_those_that_a_replay_makes(
+    table: ProfileTable, split: Split, controller: Controller, served: tuple[Stream, Record]
+) -> None:
+    stream, record = served
+    rows = torch.from_numpy(stream.rows)
+    features = {name: block[rows] for name, block in table.features.items()}
+    limits = torch.from_numpy(record.served["limit_ms"])[:, :, 0].float()
+    own, static = (record.policies.index(name) for name in ("controller", "budget_aware_static"))
+    assert record.served["choice"][own, :, 0].tolist() == controller.choose(features, limits[own]).tolist()
+    everything = torch.ones(len(rows), table.num_configurations, dtype=torch.bool)
+    fitted = torch.cat([split.train, split.validation])
+    by_static = BudgetAwareStatic(table, fitted).choose({}, limits[static], everything)
+    assert record.served["choice"][static, :, 0].tolist() == by_static.tolist()
+    assert (limits[own].double() < torch.from_numpy(stream.budgets_ms)).all()  # its own costs are taken off
+    assert torch.equal(limits[static].double(), torch.from_numpy(stream.budgets_ms).float().double())
+
+
+def test_a_run_prints_and_writes_what_it_found(
+    table: ProfileTable,
+    split: Split,
+    controller: Controller,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint = saved(tmp_path / "best.pt", controller, table, split)
+    config = replace(
+        SHORT, json=str(tmp_path / "live.json"), html=str(tmp_path / "live.html"), rate=20.0, repeats=2, clock="cpu"
+    )
+    results = run_live(checkpoint, table, config)
+    assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
+    page = (tmp_path / "live.html").read_text()
+    assert "simulated request stream" in page
+    assert "Live beside replay" in page
+    said = capsys.readouterr().out
+    assert "Simulated stream: 10 requests × 2, arriving 20 a second" in said
+    for words in ("learned controller", "budget-aware static", "cheapest", "most accurate", "It added", "replay"):
+        assert words in said
+    assert [row["policy"] for row in results["rows"]] == [
+        *("controller", "budget_aware_static", "best_static", "cheapest", "most_accurate")
+    ]
+    for row in results["rows"]:
+        for what in ("accuracy", "satisfaction", "utility"):
+            low, high = row[f"{what}_ci95"]
+            assert 0 <= low <= row[what] <= high <= 1
+        assert row["utility"] <= min(row["accuracy"], row["satisfaction"])
+    assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
+    assert results["decisions"]["as_replayed_at_the_same_limit"] == 1
+    overhead = results["overhead"]
+    assert overhead["share"] == pytest.approx(overhead["overhead_us"] / 1e3 / overhead["inference_ms"])
+    parts = overhead["decision_us_p50"] + overhead["features_and_knobs_us_p50"]
+    assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
+
+
+def test_a_controller_with_experts_is_served_by_its_student(
+    table: ProfileTable,
+    split: Split,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = split.train[:120]
+    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
+    stack = fit_stack(table, rows, Controller.for_table(table, rows, config).eval(), config, default_budgets(table), 0)
+    checkpoint = saved(tmp_path / "best.pt", stack, table, split)
+    few = StudentConfig(hidden=8, requests=1700, steps=3)
+    monkeypatch.setattr(live, "student_of", partial(student_of, config=few))
+    for student, words in ((True, "A student of the controller answered"), (False, "The controller answered")):
+        assert run_live(checkpoint, table, replace(SHORT, student=student))["student"] == student
+        assert words in capsys.readouterr().out
+
+
+def test_the_controller_is_charged_all_that_its_way_takes_and_static_nothing(served: tuple[Stream, Record]) -> None:
+    _, record = served
+    overhead, decision = record.served["overhead_ms"], record.served["decision_us"]
+    assert (overhead[0] > decision[0] / 1e3).all()
+    assert (decision[0] > 0).all()
+    assert (overhead[1:] == 0).all()
+    assert (record.served["inference_ms"] > 0).all()
+
+
+def test_what_calls_take_beside_the_model_is_charged_too(
+    table: ProfileTable, split: Split, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
+    model = AdaptiveModel(ElasticAdaptive(), to_numpy(controller))
+    answer = model.answer
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02)
+        return answer(*given)
+
+    monkeypatch.setattr(model, "answer", slow)
+    config = replace(SHORT, requests=3, warm_up=0, rate=1e-3)
+    stream = draw_stream(table, split.test, fitted, budgets, config)
+    record = serve(model, table, BudgetAwareStatic(table, fitted), {}, stream, config)
+    assert (record.served["overhead_ms"][0] > 20).all()
+    assert (record.served["waited_ms"] == 0).all()
+
+
+def test_who_falls_behind_waits_for_itself_alone(table: ProfileTable, split: Split, controller: Controller) -> None:
+    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
+    config = replace(SHORT, rate=1e6, warm_up=0)  # all arrive at once
+    stream = draw_stream(table, split.test, fitted, budgets, config)
+    model = AdaptiveModel(ElasticAdaptive(), to_numpy(controller))
+    record = serve(model, table, BudgetAwareStatic(table, fitted), {"cheapest": 0}, stream, config)
+    served, arrivals = record.served, stream.arrivals_s
+    assert arrivals is not None
+    own = served["inference_ms"] + served["overhead_ms"]
+    before = np.pad(own.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    np.testing.assert_allclose(served["waited_ms"], before - (arrivals - arrivals[0])[None, :, None] * 1e3, atol=1e-6)
+    left = np.maximum(stream.budgets_ms - served["waited_ms"][1, :, 0], 1e-9)
+    np.testing.assert_allclose(served["limit_ms"][1, :, 0], left, rtol=1e-6)
+    limits = served["limit_ms"][0, :, 0]
+    assert (limits[1:] <= np.maximum(stream.budgets_ms - served["waited_ms"][0, :, 0], 1e-9)[1:] + 1e-9).all()
+
+
+def test_nothing_is_fitted_on_what_is_served(
+    table: ProfileTable, split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = split.train[:120]
+    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
+    stack = fit_stack(table, rows, Controller.for_table(table, rows, config).eval(), config, default_budgets(table), 0)
+    seen: dict[str, torch.Tensor] = {}
+
+    def noting(name: str, place: int, call: Any) -> Any:
+        def noted(*given: Any, **more: Any) -> Any:
+            seen[name] = given[place]
+            return call(*given, **more)
+
+        return noted
+
+    few = partial(student_of, config=StudentConfig(hidden=8, requests=100, steps=2))
+    monkeypatch.setattr(live, "student_of", noting("student", 2, few))
+    monkeypatch.setattr(live, "BudgetAwareStatic", noting("static", 1, BudgetAwareStatic))
+    monkeypatch.setattr(live, "fixed_configurations", noting("fixed", 1, fixed_configurations))
+    results = run_live(saved(tmp_path / "best.pt", stack, table, split), table, SHORT)
+    assert set(seen) == {"student", "static", "fixed"}
+    for fitted in seen.values():
+        assert sorted(fitted.tolist()) == sorted([*split.train.tolist(), *split.validation.tolist()])
+    scaled = default_budgets(table).double() * results["speed"]["before"]
+    assert all(min(abs(scaled - budget)) < 1e-9 for budget in results["budgets_ms"])
+
+
+def test_fixed_configurations_are_what_their_names_say(table: ProfileTable, split: Split) -> None:
+    found = fixed_configurations(table, split.train, default_budgets(table), 3)
+    accuracy, latency = table.accuracy[split.train].double().mean(0), table.latency_ms[split.train].double().mean(0)
+    assert (found["cheapest"], found["most_accurate"]) == (int(latency.argmin()), int(accuracy.argmax()))
+    assert list(fixed_configurations(table, split.train, default_budgets(table), 1)) == ["best_static"]
+
+
+def by_hand(table: ProfileTable, slower: float, waited: float = 0.0) -> tuple[Stream, Record]:
+    """Two requests of the first two samples, served as the profile says on a machine that is `slower`."""
+    rows, choices = np.array([0, 1]), {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
+    shape = (len(choices), 2, 1)
+    fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields}
+    for p, chosen in enumerate(choices.values()):
+        fields["choice"][p, :, 0] = chosen
+        fields["score"][p, :, 0] = table.accuracy[rows, chosen]
+        fields["inference_ms"][p, :, 0] = slower * table.latency_ms[rows, chosen].double()
+    fields["overhead_ms"][0] = 0.5
+    fields["waited_ms"][:] = waited
+    fields["limit_ms"][0, :, 0] = 30.0
+    cells = [(2, 1, slower * float(table.latency_ms[2, 1])), (3, 4, slower * float(table.latency_ms[3, 4]))]
+    return Stream(rows, np.array([1000.0, 1e-6]), None, {}), Record(list(choices), fields, cells)
+
+
+def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
+    table = small_table(60)
+    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+    results = live_results(table, *by_hand(table, slower=3.0), controller, speed=3.0)
+    assert results["speed"]["during"] == pytest.approx(3.0)
+    assert all(row["agrees"] for row in results["agreement"])
+    assert all(abs(row["difference"]) < 1e-5 for row in results["agreement"])
+    own = results["rows"][0]
+    assert own["satisfaction"] == 0.5  # one budget is ample and one is hopeless
+    assert own["satisfaction_feasible"] == 1.0
+    assert results["infeasible"] == 0.5
+    both = table.latency_ms[torch.tensor([0, 1]), torch.tensor([3, 5])].double()
+    assert own["latency_ms"] == pytest.approx(float(3 * both.mean()) + 0.5)
+    assert results["overhead"]["share"] == pytest.approx(0.5 / float(3 * both.mean()))
+
+
+def test_what_is_possible_and_what_a_replay_decides_are_in_the_time_of_this_machine() -> None:
+    table = small_table(60)
+    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+    stream, record = by_hand(table, slower=3.0)
+    stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())  # enough where it was measured, too little here
+    assert live_results(table, stream, record, controller, speed=3.0)["infeasible"] == 1
+    blocks = {name: block[:2].numpy() for name, block in table.features.items()}
+    stream.budgets_ms[:] = 3 * table.latency_ms.median()
+    chosen = controller.choose(blocks, stream.budgets_ms / 3)
+    assert chosen.tolist() != controller.choose(blocks, stream.budgets_ms).tolist()
+    record.served["choice"][0, :, 0] = chosen
+    whole = live_results(table, stream, record, controller, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"]
+    assert whole == 1
+
+
+def test_the_speed_is_known_as_well_as_its_cells_say() -> None:
+    table = small_table(60)
+    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+    stream, record = by_hand(table, slower=1.0)
+    ratios = [1.0, 1.2, 1.4, 1.6, 1.8]
+    record.cells = [(2, c, ratio * float(table.latency_ms[2, c])) for c, ratio in enumerate(ratios)]
+    speed = live_results(table, stream, record, controller, speed=1.0)["speed"]
+    off = 1.96 * 1.25 * 0.4 / (1.35 * 5**0.5)
+    assert speed["during"] == pytest.approx(1.4)
+    assert speed["during_ci95"] == pytest.approx([1.4 - off, 1.4 + off])
+
+
+def test_a_replay_that_is_wrong_is_found_out() -> None:
+    table = small_table(60)
+    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+    stream, record = by_hand(table, slower=1.0)
+    record.served["score"][0] = 1 - record.served["score"][0]
+    record.served["inference_ms"][1] *= 2
+    results = live_results(table, stream, record, controller, speed=1.0)
+    away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
+    assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
+    assert not any(policy == "cheapest" for policy, _ in away)
+    assert (
+        "not in these: "
+        in live_report.verdict(results | {"student": False, "repeats": 1, "rate": None, "clock": "wall"})[-1]
+    )
+
+
+def test_a_stream_goes_through_the_test_samples_before_it_repeats(table: ProfileTable, split: Split) -> None:
+    few, budgets = split.test[:6], torch.tensor([1.0, 2.0])
+    stream = draw_stream(table, few, split.train, budgets, LiveConfig(requests=15, calibration=4, rate=100.0))
+    assert sorted(stream.rows[:6].tolist()) == sorted(stream.rows[6:12].tolist()) == sorted(few.tolist())
+    assert set(stream.budgets_ms.tolist()) == {1.0, 2.0}
+    assert stream.arrivals_s is not None
+    assert (np.diff(stream.arrivals_s) > 0).all()
+    assert len(set(stream.scenes) - set(few.tolist())) == 4
+    again = draw_stream(table, few, split.train, budgets, LiveConfig(requests=15, calibration=4, rate=100.0))
+    assert stream.rows.tolist() == again.rows.tolist()
+
+
+def test_answers_are_scored_as_in_the_profile() -> None:
+    scene = next(s for s in draw_samples(60, seed=1) if s.questions == ("sum",))
+    right = to_words(scene.answers[0])
+    assert score_of(right, scene, soft=False) == score_of(right, scene, soft=True) == 1
+    assert score_of(right[:2], scene, soft=False) == 0
+    assert score_of(right[:2], scene, soft=True) == pytest.approx(2 / 3, abs=1e-4)
+    assert score_of([], scene, soft=False) == 0
+    assert all(word in TOKEN for word in right)
+
+
+def test_what_cannot_be_served_is_refused(
+    table: ProfileTable, split: Split, controller: Controller, tmp_path: Path
+) -> None:
+    small = small_table(40)
+    of_small = Controller.for_table(small, torch.arange(20), PolicyConfig(structure="utility", hidden=4)).eval()
+    with pytest.raises(InputError, match="on profile 'builtin' as it is now"):
+        run_live(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
+    with pytest.raises(InputError, match="not what the built-in model was measured on"):
+        run_live(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)
+    priced = Controller.for_table(table, split.train[:50], controller.config, priced=True).eval()
+    with pytest.raises(InputError, match="mean over requests"):
+        run_live(saved(tmp_path / "b.pt", priced, table, split), table, SHORT)
+    for wrong in ({"requests": 0}, {"fixed": 4}, {"rate": 0.0}, {"warm_up": -1}, {"clock": "sun"}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            LiveConfig(**wrong)  # type: ignore[arg-type]

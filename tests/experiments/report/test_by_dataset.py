@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import small_table, table_of
+from rich.console import Console
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, Random
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.training.settings import AugmentationConfig
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.contexts import BalanceConfig
+from knobwise.envs.configurations.reward import RewardConfig, RewardTable
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.command_line.settings import read_settings
+from knobwise.experiments.report.report import print_results, write_report
+from knobwise.experiments.results import by_dataset
+from knobwise.experiments.results.by_dataset import StaticPerDataset
+from knobwise.experiments.results.mean_results import mean_results_of
+from knobwise.experiments.results.results import results_of
+from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.train import controller
+
+
+def two_sets() -> ProfileTable:
+    """In data set a configuration 1 is right, in b configuration 0 in three of four; all take 1 ms."""
+    b = [[1.0, 0.0]] * 3 + [[0.0, 0.0]]
+    table = table_of([[0.0, 1.0]] * 6 + b, [[1.0, 1.0]] * 10)
+    return replace(table, datasets=("a",) * 6 + ("b",) * 4)
+
+
+class Worst:
+    """Named before `random` and never better: configuration 0 of a, 1 of b, never right."""
+
+    name = "knn"
+
+    def choose(self, features: dict[str, torch.Tensor], budgets_ms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (torch.arange(len(mask)) >= 6).long()
+
+
+def judged(table: ProfileTable, rows: torch.Tensor) -> dict[str, Any]:
+    everything = torch.arange(table.num_samples)
+    baselines = [
+        BudgetAwareStatic(table, everything),
+        StaticPerDataset(table, everything, rows),
+        Random(),
+        Worst(),
+        Oracle(table, rows),
+    ]
+    learned = [Random(1), Random(2)]
+    rewards = RewardTable(table, RewardConfig(kind="utility"))
+    return results_of(table, rows, torch.tensor([1.0, 2.0]), rewards, learned, [0, 1], baselines)
+
+
+def test_the_static_way_of_a_data_set_is_fitted_on_it_alone() -> None:
+    table = two_sets()
+    rows = torch.tensor([9, 0, 6])
+    static = StaticPerDataset(table, torch.arange(10), rows)
+    assert static.choose({}, torch.full((3,), 2.0), table.mask[rows]).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="knows 3 samples"):
+        static.choose({}, torch.ones(1), table.mask[:1])
+    # of a data set without samples to fit on nothing is known
+    other = StaticPerDataset(table, torch.arange(6), rows)
+    assert other.choose({}, torch.full((3,), 2.0), table.mask[rows]).tolist() == [1, 1, 1]
+
+
+def test_every_data_set_has_its_rows() -> None:
+    found = judged(two_sets(), torch.arange(10))
+    rows = {(row["dataset"], row["policy"]): row for row in found["by_dataset"]}
+    order = ["controller", "budget_aware_static", "static_per_dataset", "random", "oracle"]
+    assert list(rows) == [(name, policy) for name in "ab" for policy in order]
+    assert {(row["dataset"], row["samples"]) for row in found["by_dataset"]} == {("a", 6), ("b", 4)}
+    # over both data sets configuration 1 is right in 6 of 10, configuration 0 in 3
+    assert rows["a", "budget_aware_static"]["utility"] == 1.0
+    assert rows["b", "budget_aware_static"]["utility"] == 0.0
+    assert rows["b", "static_per_dataset"]["utility"] == rows["b", "oracle"]["utility"] == 0.75
+    assert rows["b", "static_per_dataset"]["gap_closed"] == 1.0
+    assert rows["b", "oracle"]["utility_ci95"][0] < 0.75 < rows["b", "oracle"]["utility_ci95"][1]
+    means = (row for row in found["rows"] if row["policy"] == "controller" and row["budget_ms"] is None)
+    together = next(means)
+    parts = [rows[name, "controller"]["utility"] * size for name, size in (("a", 0.6), ("b", 0.4))]
+    assert together["utility"] == pytest.approx(sum(parts))
+    missing = {"decision_us_p50"}
+    assert set(rows["a", "controller"]) - {"dataset", "samples"} == set(together) - missing
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_one_data_set_changes_nothing() -> None:
+    found = judged(replace(two_sets(), datasets=()), torch.arange(10))
+    assert "by_dataset" not in found
+    assert by_dataset.sections(found) == by_dataset.cells(found) == []
+    assert "by_dataset" not in judged(two_sets(), torch.arange(6))
+
+
+def test_the_report_shows_them(tmp_path: Path) -> None:
+    found = judged(two_sets(), torch.arange(10))
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    text = write_report(tmp_path).read_text()
+    assert "Data set by data set" in text
+    assert "static of its data set" in text
+    assert "4 samples" in text
+    section = text.split("Data set by data set")[1].split("<h2>")[0]
+    assert section.count("class=strong><td>") == 2
+    console = Console(file=io.StringIO(), width=200)
+    print_results(found, console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "static of its data set" in printed
+    assert printed.count("learned controller") >= 3
+    wide = by_dataset.cells(found)
+    assert [line[0].split("\n")[0] for line in wide] == ["a", "", "", "", "", "b", "", "", "", ""]
+
+
+def test_a_table_of_one_data_set_with_a_name_is_one_data_set() -> None:
+    table = replace(small_table(20), datasets=("only",) * 20)
+    assert "by_dataset" not in judged(table, torch.arange(20))
+
+
+# -- under mean budgets ------------------------------------------------------------------------------------------------
+
+
+class Always:
+    """The same configuration for every request."""
+
+    def __init__(self, configuration: int) -> None:
+        self.configuration = configuration
+
+    def choose(self, features: dict[str, torch.Tensor], worths: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(worths, self.configuration, dtype=torch.int64)
+
+
+def judged_at_means() -> dict[str, Any]:
+    """Configuration 0 takes 1 ms and is right for b only, 1 takes 3 ms, in b 5, and is right for a only. The controller
+    takes 1 for all, `knn` 0."""
+    table = table_of([[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 2, [[1.0, 3.0]] * 6 + [[1.0, 5.0]] * 2)
+    table = replace(table, datasets=("a",) * 6 + ("b",) * 2)
+    budgets, free = torch.tensor([2.0, 4.0]), torch.zeros(2)
+    learned, other = (PricedChooser(n, Always(c), budgets, free) for n, c in (("controller", 1), ("knn", 0)))
+    everything = torch.arange(8)
+    return mean_results_of(table, everything, everything, budgets, [learned] * 2, [0, 1], [other])
+
+
+def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it() -> None:
+    found = judged_at_means()
+    rows = {(row["dataset"], row["policy"]): row for row in found["by_dataset"]}
+    order = ["controller", "static_mix", "best_single", "knn", "oracle"]
+    assert list(rows) == [(name, policy) for name in "ab" for policy in order]
+    assert {(row["dataset"], row["samples"]) for row in found["by_dataset"]} == {("a", 6), ("b", 2)}
+    assert [rows[name, "controller"]["accuracy"] for name in "ab"] == [1, 0]
+    assert [rows[name, "knn"]["accuracy"] for name in "ab"] == [0, 1]
+    assert [rows[name, "controller"]["latency_ms_mean"] for name in "ab"] == [3, 5]
+    # over all, 1 is right for six of eight: at what it takes the static mix is it, and in b 0 would have been right
+    assert [rows[name, "controller"]["over_static_mix"] for name in "ab"] == [0, 0]
+    assert [rows[name, "controller"]["oracle_accuracy"] for name in "ab"] == [1, 1]
+    # over all 1 takes 3.5 ms: at a budget of 2 ms two fifths of the static mix are 1, at 4 ms all of it
+    assert [rows[name, "static_mix"]["latency_ms_mean"] for name in "ab"] == pytest.approx([2.4, 3.8])
+    assert [rows[name, "static_mix"]["accuracy"] for name in "ab"] == pytest.approx([0.7, 0.3])
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
+    found = judged_at_means() | {"guard": [], "chosen": []}
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    text = write_report(tmp_path).read_text()
+    assert "Data set by data set" in text
+    assert "A budget limits the mean over all data sets" in text
+    console = Console(file=io.StringIO(), width=200)
+    print_results(found, console)
+    assert "over best single" in console.file.getvalue().split("data set")[1]  # type: ignore[attr-defined]
+    assert {len(line) for line in by_dataset.cells(found)} == {len(by_dataset.columns(found)[0])}
+
+
+# -- through the command line ------------------------------------------------------------------------------------------
+
+QUICK = [
+    *("optimiser.warmup_iterations=4", "optimiser.iterations=2", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
+    *("policy=utility", "policy.hidden=8", "policy.members=2", "tracking=disabled", "seeds=[0]"),
+]
+
+
+@pytest.fixture
+def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Two data sets, the second three times as slow, and a third one; words for the first two."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate("abc"):
+        table = replace(small_table(40, seed=number), name=name)
+        replace(table, latency_ms=table.latency_ms * (1 + 2 * (name == "b"))).save(f"{name}.safetensors")
+    return "profile.paths=[a.safetensors,b.safetensors]"
+
+
+def last_results() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("runs/latest/results.json").read_text())
+    return found
+
+
+def test_joint_training_and_what_it_was_told(joint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile=joint", joint, "profile.dataset_input=true"]
+    assert main(["train", *words, *QUICK]) == 0
+    found = last_results()
+    assert {row["dataset"] for row in found["by_dataset"]} == {"a", "b"}
+    assert {row["policy"] for row in found["rows"]} >= {"static_per_dataset", "oracle"}
+    capsys.readouterr()
+    assert main(["evaluate", *words, "baselines=false"]) == 0
+    assert main(["evaluate", words[0], "profile.paths=[a.safetensors,c.safetensors]", words[2]]) == 2
+    assert "was told which of the data sets a, b a sample is from, and profile 'joint' has a, c" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_settings_of_balance_and_augmentation_reach_the_trainer(joint: str) -> None:
+    words = ["profile=joint", joint, *QUICK, "balance.by=dataset", "balance.power=0.5", "augmentation.noise=0.2"]
+    config = read_settings("train", words)
+    table = read_profile(config.profile)
+    (trainer,) = controller._trainers(config, table, table.split(), default_budgets(table))
+    assert trainer.balance == BalanceConfig("dataset", 0.5)
+    assert trainer.env.contexts.ends is not None
+    assert trainer.augments == AugmentationConfig(noise=0.2)
+
+
+def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: str) -> None:
+    assert main(["train", "profile=joint", joint, "split.leave_out=b", *QUICK]) == 0
+    found, own = last_results(), ProfileTable.load("a.safetensors")
+    assert found["test_samples"] == 40
+    assert found["budgets_ms"] == pytest.approx(default_budgets(own).tolist())
+    assert "by_dataset" not in found
+    loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
+    assert sorted(torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]).tolist()) == list(range(40))
+    normaliser = FeatureNormaliser.fit(own, torch.arange(40))
+    torch.testing.assert_close(loaded.controller.normaliser.mean, normaliser.mean)
+    assert main(["evaluate", "profile=joint", joint, "json=again.json"]) == 0
+    assert json.loads(Path("again.json").read_text())["budgets_ms"] == found["budgets_ms"]

@@ -1,0 +1,409 @@
+"""The report says what results.json says: in words, in tables, in charts, and without a network."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import vl_convert
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.report import charts, page
+from knobwise.experiments.report.report import print_results, result_charts, write_report
+from knobwise.experiments.report.verdict import on_decisions, policy_name, read_results, verdict
+
+BUDGETS = (120.0, 480.0)
+POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58, "ridge": 0.55, "oracle": 0.8}
+
+
+def row(policy: str, budget: float | None, utility: float) -> dict[str, Any]:
+    gap = (utility - 0.5) / 0.3
+    return {
+        "policy": policy,
+        "budget_ms": budget,
+        "accuracy": utility + 0.05,
+        "latency_ms_mean": 0.8 * (budget or 300.0),
+        "latency_ms_p95": 400.0,
+        "satisfaction": 0.9,
+        "satisfaction_feasible": 0.96,
+        "infeasible": 0.0 if budget == BUDGETS[1] else 0.04,
+        "utility": utility,
+        "utility_ci95": [utility - 0.015, utility + 0.015],
+        "reward": utility,
+        "gap_closed": gap,
+        "gap_closed_ci95": [gap - 0.1, gap + 0.1],
+        "decision_us_p50": 12.5,
+    }
+
+
+def results(**utilities: float) -> dict[str, Any]:
+    """Mean utilities by policy; at the tight budget .1 less, at the loose one .1 more."""
+    means = POLICIES | utilities
+    rows = [row(p, None, u) for p, u in means.items()]
+    rows += [row(p, b, u + d) for p, u in means.items() for b, d in zip(BUDGETS, (-0.1, 0.1), strict=True)]
+    settings_ = [{"crops": 2, "mode": "fast"}, {"crops": 10, "mode": "<slow>"}]
+    return {
+        "profile": {"name": "small", "digest": "sha256:0f", "samples": 60, "configurations": 2},
+        "split": "test",
+        "seeds": [0, 1],
+        "budgets_ms": list(BUDGETS),
+        "rows": rows,
+        "configurations": [
+            {"label": f"crops={k['crops']}", "knobs": k, "accuracy": a, "latency_ms": t}
+            for k, a, t in zip(settings_, (0.412, 0.733), (100.0, 400.0), strict=True)
+        ],
+        "knob_usage": [
+            {"policy": p, "budget_ms": b, "knob": name, "value": k[name], "share": share}
+            for p in ("controller", "budget_aware_static", "oracle")
+            for b in BUDGETS
+            for k, share in zip(settings_, (0.25, 0.75), strict=True)
+            for name in k
+        ],
+        "a key of tomorrow": 1,
+    }
+
+
+def guard_row(budget: float, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "budget_ms": budget,
+        "level": 0.95,
+        "miss_price": 0.5,
+        "unattainable": False,
+        "too_dear": False,
+        "better": True,
+        "deployed": True,
+        "reason": "deployed: better than <static> by +0.100 ± 0.010",
+        **{"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955},
+        **{"satisfaction_static": 0.981, "gain": 0.1, "gain_se": 0.01},
+    }
+    return found | more
+
+
+FELL_BACK = {"deployed": False, "better": False, "reason": "fell back to static: +0.000 is not above 0"}
+UNATTAINABLE: dict[str, Any] = {"unattainable": True, "miss_price": 0.0, "satisfaction_deployed": 0.713}
+UNATTAINABLE |= {"reason": "deployed: better by far; 95% is unattainable at this budget"}
+TOO_DEAR = {"too_dear": True, "miss_price": 0.0, "satisfaction_deployed": 0.9, "reason": "deployed; too dear"}
+
+
+def with_guard(*seeds: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """Results of so many seeds, each with what the guard found at the tight and at the loose budget."""
+    chosen = [
+        {
+            "weights": {"network": 0.25 + seed / 4, "kernel_ridge": 0.75 - seed / 4},
+            "settings": {"kernel_ridge": f"accuracy constant, latency ({seed}.0, 0.3)"},
+            "iteration": 40 + seed,
+        }
+        for seed in range(len(seeds))
+    ]
+    guard = [[guard_row(b, **more) for b, more in zip(BUDGETS, both, strict=True)] for both in seeds]
+    return results() | {"seeds": list(range(len(seeds))), "satisfaction_level": 0.95, "guard": guard, "chosen": chosen}
+
+
+def test_it_is_said_where_grpo_added_nothing() -> None:
+    found = with_guard(({}, {}), ({}, {}))  # of iterations 40 and 41
+    said = "The network that validation chose is from before GRPO"
+    assert not any(said in words for words in verdict(found))
+    for warm_up, where in ((40, " in 1 of 2 seeds"), (41, " in 2 of 2 seeds")):
+        training = {"training": {"warmup_iterations": warm_up, "iterations": 100}}
+        assert f"{said}{where}: GRPO added nothing there." in verdict(found | training)
+    assert not any(said in words for words in verdict(found | {"training": {"warmup_iterations": 50, "iterations": 0}}))
+
+
+METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
+    f"{seed},{step},{step / 100 + seed},0.01,{'' if step % 50 else step / 100}\n"
+    for seed in (0, 1)
+    for step in range(1000)
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "controller" / "first"
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(results()))
+    (folder / "metrics.csv").write_text(METRICS)
+    (folder / "config.yaml").write_text("policy:\n  head: <b>utility</b>\n")
+    return folder
+
+
+def test_training_curves_say_where_grpo_begins(run: Path) -> None:
+    assert "where GRPO begins" not in write_report(run).read_text()
+    training = {"warmup_iterations": 600, "iterations": 400}
+    (run / "results.json").write_text(json.dumps(results() | {"training": training}))
+    text = write_report(run).read_text()
+    assert "Dashed: where GRPO begins." in text
+    drawn = [spec for spec in charts_of(text) if "training step" in json.dumps(spec)]
+    panels = [{point["panel"] for points in data_of(spec) for point in points} for spec in drawn]
+    svgs = [vl_convert.vegalite_to_svg(spec, config=page.THEMES["light"]) for spec in drawn]
+    assert [svg.count('stroke-dasharray="5,4"') for svg in svgs] == list(map(len, panels)) == [1, 1]
+    (run / "results.json").write_text(json.dumps(results() | {"training": training | {"iterations": 0}}))
+    assert "where GRPO begins" not in write_report(run).read_text()
+
+
+def charts_of(text: str) -> list[dict]:
+    return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
+
+
+def data_of(spec: dict) -> list[list[dict]]:
+    return list(spec["datasets"].values())
+
+
+def test_report_is_one_file_that_asks_nothing_of_a_network(run: Path) -> None:
+    path = write_report(run)
+    text = path.read_text()
+    assert path == run / "report.html"
+    assert path.stat().st_size < 2_000_000
+    assert "default-src 'none'" in text  # the browser itself refuses to load anything
+    assert not re.search(r"<(link|img|iframe|script[^>]* src)", text.replace(page._vega(), ""))
+    assert "<b>utility</b>" not in text
+    assert "&lt;b&gt;utility" in text
+    assert "<slow>" not in re.sub(r"<script type.*?</script>", "", text, flags=re.S)
+    assert [p.name for p in run.iterdir() if p.name.startswith(".")] == []
+
+
+def test_report_tells_every_number_of_every_policy(run: Path) -> None:
+    text = write_report(run).read_text()
+    means, per_budget = (re.findall(r"<tr.*?</tr>", t, re.S) for t in re.findall(r"<tbody>(.*?)</tbody>", text, re.S))
+    order = sorted(POLICIES, key=lambda p: -POLICIES[p])
+    infeasible = per_budget.pop()
+    assert "infeasible" in infeasible
+    assert re.findall(r"<td>([\d.]+%)", infeasible) == ["4.0%", "0.0%"]
+    for policy, line, small in zip(order, means, per_budget, strict=True):
+        utility = POLICIES[policy]
+        assert policy_name(policy) in line
+        for cell in (f"{utility:.3f}", f"[{utility - 0.015:.3f}", f"{(utility - 0.5) / 0.3:.0%}", "240 ms", "12.5 µs"):
+            assert cell in line
+        for budget, difference in zip(BUDGETS, (-0.1, 0.1), strict=True):
+            assert f"<td>{utility + difference:.3f}" in small
+            assert page.quantity(0.8 * budget) in small
+
+
+def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
+    plane, utility, satisfaction, usage, training, rest = charts_of(write_report(run).read_text())
+    for spec in (plane, utility, satisfaction, usage, training, rest):
+        assert "<svg" in vl_convert.vegalite_to_svg(spec, config=page.THEMES["dark"])
+    dots = next(rows for rows in data_of(plane) if "label" in rows[0])
+    assert [(d["accuracy"], d["latency_ms"]) for d in dots] == [(0.412, 100.0), (0.733, 400.0)]
+    lines = max(data_of(utility), key=len)
+    found = {(r["name"], r["budget_ms"]): (r["utility"], r["low"], r["high"]) for r in lines}
+    expected = {
+        (policy_name(r["policy"]), r["budget_ms"]): (r["utility"], *r["utility_ci95"]) for r in results()["rows"]
+    }
+    assert found == {key: value for key, value in expected.items() if key[1] is not None}
+    # the strongest baseline is named, weaker ones are grey
+    assert {r["policy"] for r in lines} == {*map(policy_name, set(POLICIES) - {"ridge"}), charts.OTHER}
+    assert any(rows == [{"level": 0.95}] for rows in data_of(satisfaction))
+    shares = [r for rows in data_of(usage) for r in rows]
+    assert len(shares) == len(results()["knob_usage"])
+    assert {(r["value"], r["share"]) for r in shares} == {("2", 0.25), ("10", 0.75), ("fast", 0.25), ("<slow>", 0.75)}
+
+
+def test_training_curves_are_thinned_but_keep_their_means(run: Path) -> None:
+    training, rest = charts_of(write_report(run).read_text())[-2:]
+    (points,) = data_of(training)
+    train = [p for p in points if p["part"] == "train" and p["seed"] == "1"]
+    assert len(train) == 120
+    assert np.mean([p["value"] for p in train]) == pytest.approx(1 + 9.99 / 2, abs=0.01)
+    validation = [p for p in points if p["part"] == "validation" and p["seed"] == "0"]
+    assert [(p["step"], p["value"]) for p in validation] == [(s, s / 100) for s in range(0, 1000, 50)]
+    assert {p["panel"] for p in data_of(rest)[0]} == {"KL"}
+
+
+def test_report_is_written_from_the_bare_results(tmp_path: Path) -> None:
+    bare = {
+        "rows": [{"policy": "controller", "budget_ms": None, "utility": 0.5}, {"policy": "mine", "budget_ms": None}]
+    }
+    (tmp_path / "results.json").write_text(json.dumps(bare))
+    text = write_report(tmp_path).read_text()
+    assert "no static policy was judged" in text
+    assert charts_of(text) == []
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"rows": []}'])
+def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(InputError, match=r"results\.json"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("controller", "words"),
+    [
+        (0.6, "beats budget-aware static: mean utility 0.600 against 0.500. It closes 33% of the gap"),
+        (0.52, "It is not shown that the learned controller beats"),
+        (0.4, "is worse than budget-aware static"),
+    ],
+)
+def test_verdict_against_static_follows_the_interval(controller: float, words: str) -> None:
+    assert words in verdict(results(controller=controller))[0]
+
+
+def test_verdict_names_every_baseline_that_is_better() -> None:
+    good = verdict(results())[1]
+    assert good == (
+        "None of the 2 other baselines did better; "
+        "the strongest is random forest (0.580), 0.020 lower, intervals overlap."
+    )
+    bad = verdict(results(controller=0.5, random_forest=0.6, ridge=0.505))[1]
+    assert bad.startswith(
+        "2 of 2 other baselines did better than the controller: random forest (0.600), 0.100 higher, intervals apart; "
+    )
+    assert "ridge regression (0.505), 0.005 higher, intervals overlap" in bad
+
+
+def test_verdict_on_the_budget_and_without_numbers() -> None:
+    found = results()
+    assert verdict(found)[2].endswith("the controller met it in 96.0% of the requests (4.0% of all could not be met).")
+    assert "that meets the 95% asked for" in verdict(found | {"satisfaction_level": 0.95})[2]
+    assert "falls short of the 99% asked for" in verdict(found | {"satisfaction_level": 0.99})[2]
+    found["rows"][0] |= {"gap_closed": math.nan, "satisfaction_feasible": None}
+    assert verdict(found)[0].endswith("no interval is known.")
+    assert len(verdict(found)) == 2
+    assert verdict({"rows": found["rows"][1:]})[0].startswith("No learned policy was judged. Best: random forest")
+
+
+def test_verdict_says_where_the_guard_fell_back_and_why() -> None:
+    assert len(verdict(with_guard(({}, {})))) == 3
+    one = verdict(with_guard((FELL_BACK, {}), (FELL_BACK, {}), ({}, {})))[3:]
+    assert one == [
+        "The guard fell back to budget-aware static at 120 ms (2 of 3 seeds): on held-out samples the policy was not "
+        "shown to be better."
+    ]
+    assert "static at every budget: " in verdict(with_guard((FELL_BACK, FELL_BACK), (FELL_BACK, FELL_BACK)))[3]
+    safer = verdict(with_guard(({}, FELL_BACK | {"better": True})))[3:]
+    assert safer == ["The guard fell back to budget-aware static at 480 ms: only static keeps the level."]
+
+
+def test_verdict_says_what_cannot_be_kept() -> None:
+    found = verdict(with_guard((UNATTAINABLE, TOO_DEAR), (UNATTAINABLE | {"satisfaction_deployed": 0.733}, {})))[3:]
+    assert found == [
+        "95% in time is unattainable at 120 ms (kept: 72.3%); nothing is forced there.",
+        "95% in time is too dear at 480 ms (kept: 90.0%) (1 of 2 seeds); nothing is forced there.",
+    ]
+
+
+def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
+    assert "<h2>Guarantees" not in write_report(run).read_text()
+    assert "<h2>What was chosen" not in write_report(run).read_text()
+    content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, {"miss_price": 0.7, "satisfaction_deployed": 0.965}))
+    (run / "results.json").write_text(json.dumps(content))
+    text = write_report(run).read_text()
+    guarantees = text.split("<h2>Guarantees</h2>")[1].split("<h2>")[0]
+    assert "95% of the requests in time" in guarantees
+    _, tight, loose = re.findall(r"<tr.*?</tr>", guarantees, re.S)
+    for cell in ("120 ms", "91.0%", "71.3%", "98.1%", "<td>0<", "+0.100", "± 0.010", "95% is unattainable"):
+        assert cell in tight
+    for cell in ("480 ms", "96.0%", "<td>0.6<", "fell back: 1 of 2 seeds; deployed: 1 of 2 seeds"):
+        assert cell in loose
+    assert FELL_BACK["reason"] in loose
+    assert "deployed: better than &lt;static&gt;" in loose
+    chosen = text.split("<h2>What was chosen</h2>")[1].split("<h2>")[0]
+    assert "the network of iteration 40, 41 (seeds 0, 1)" in chosen
+    assert "accuracy constant, latency (0.0, 0.3)<small>accuracy constant, latency (1.0, 0.3)" in chosen
+    (weights,) = charts_of(chosen)
+    assert "<svg" in vl_convert.vegalite_to_svg(weights, config=page.THEMES["dark"])
+    bars, dots = sorted(data_of(weights), key=len)
+    assert [(r["member"], r["weight"]) for r in bars] == [("network", 0.375), ("kernel ridge", 0.625)]
+    assert {(r["member"], r["seed"], r["weight"]) for r in dots} >= {("network", "1", 0.5), ("kernel ridge", "0", 0.75)}
+
+
+def test_report_of_a_network_alone(run: Path) -> None:
+    content = with_guard(({}, {})) | {"chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 7}]}
+    (run / "results.json").write_text(json.dumps(content))
+    assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in write_report(run).read_text()
+
+
+def test_budgets_that_are_equal_are_shown_once() -> None:
+    content = with_guard((TOO_DEAR, TOO_DEAR))
+    for row in [*content["guard"][0], *content["knob_usage"]]:
+        row["budget_ms"] = 120.0
+    assert verdict(content)[3:] == ["95% in time is too dear at 120 ms (kept: 90.0%); nothing is forced there."]
+    usage = page.specification(result_charts(content)["Which settings are used"][1])
+    assert sum(r["share"] for rows in data_of(usage) for r in rows) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
+
+
+def test_results_are_printed_plainly_where_there_is_no_terminal() -> None:
+    plain = io.StringIO()
+    print_results(results(), Console(file=plain))
+    lines = plain.getvalue().splitlines()
+    assert "\x1b" not in plain.getvalue()
+    assert "…" not in plain.getvalue()
+    assert [line.split("  ")[0].strip() for line in lines[1:6]] == [
+        policy_name(p) for p in sorted(POLICIES, key=lambda p: -POLICIES[p])
+    ]
+    assert "0.600 [0.585, 0.615]" in lines[2]
+    assert lines[6:] == verdict(results())
+    for width in (80, 100, 160):
+        shown = io.StringIO()
+        print_results(results(), Console(file=shown, force_terminal=True, width=width))
+        assert "…" not in shown.getvalue()
+        assert "\x1b[1m" in shown.getvalue()
+
+
+def test_read_results_gives_what_was_written(run: Path) -> None:
+    assert read_results(run) == results()
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_pareto_front_is_what_nothing_else_beats(points: list[tuple[int, int]]) -> None:
+    accuracy, latency = np.array(points, dtype=float).T
+    front = charts.pareto_front(accuracy, latency)
+    for i, (a, t) in enumerate(points):
+        beaten = any((b >= a and s <= t) and (b, s) != (a, t) for b, s in points)
+        assert not (front[i] and beaten)
+        assert beaten or any(front[j] and points[j] == (a, t) for j in range(len(points)))
+
+
+def test_a_knob_with_many_values_keeps_its_most_used_ones() -> None:
+    shares = np.arange(1, 31) / np.arange(1, 31).sum()
+    usage = pl.DataFrame(
+        [{"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": f"{v}", "share": s} for v, s in enumerate(shares)]
+    )
+    spec = page.specification(charts.knob_usage(usage, ["p"]))
+    (rows,) = data_of(spec)
+    kept = {r["value"]: r["share"] for r in rows}
+    assert set(kept) == {*map(str, range(30 - charts.MOST_VALUES, 30)), "other"}
+    assert sum(kept.values()) == pytest.approx(1)
+    assert sorted(["10", "9", "b", "2.5", "a"], key=charts.in_order) == ["2.5", "9", "10", "a", "b"]
+
+
+def test_a_chart_becomes_a_picture() -> None:
+    dots = pl.DataFrame({"label": ["a", "b"], "accuracy": [0.5, 0.6], "latency_ms": [1.0, 2.0]})
+    assert page.png(charts.plane(dots)).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0123, "0.0123 ms"), (2.5, "2.50 ms"), (99.96, "100 ms"), (1234.5, "1,234 ms"), (None, "–"), (math.inf, "–")],
+)
+def test_quantity(value: float | None, words: str) -> None:
+    assert page.quantity(value) == words
+
+
+@pytest.mark.parametrize(
+    ("micros", "unit", "said"),
+    [
+        (40.0, "ms", "A decision takes 40.0 µs, 2.0% of the mean latency."),
+        (500.0, "ms", "A decision takes 500 µs, 25.0% of the mean latency; exported it takes less"),
+        (None, "ms", ""),
+        (40.0, "USD", ""),
+    ],
+)
+def test_what_deciding_takes_is_said_beside_the_latency(micros: float | None, unit: str, said: str) -> None:
+    row = {"policy": "controller", "budget_ms": None, "latency_ms_mean": 2.0, "decision_us_p50": micros}
+    found = on_decisions({"rows": [row], "unit": unit})
+    assert found.startswith(said)
+    assert bool(found) == bool(said)

@@ -1,0 +1,281 @@
+"""The selector's report says what results.json says, and is honest where intervals hold 0."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vl_convert
+from rich.console import Console
+from torch import Tensor
+
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.experiments.report import charts, page
+from knobwise.experiments.report.report import print_results, result_images, write_report
+from knobwise.experiments.report.selector_report import cells, facts, header, learned, result_charts, verdict
+from knobwise.experiments.results.selector_results import CONTROLS, LEARNED, selector_results
+
+SHOTS, SEEDS, QUERIES = (1, 2, 3, 4), (0, 1, 2), 600
+TWO = {
+    **{"random": 0.21, "image_similarity": 0.12, "question_similarity": 0.25, "similarity": 0.37},
+    **{"part_similarity": 0.44, "careful_rule": 0.55, "vote": 0.49, "best_recorded": 0.99, "oracle": 1.0},
+    **{"sft": 0.66, "rce": 0.675, "grpo_recorded": 0.7, "grpo_rounds": 0.86, "grpo_live": 0.92},
+    **{"shuffled_recorded": 0.65, "shuffled_live": 0.655, "hidden_sft": 0.6, "hidden_rce": 0.605, "hidden_live": 0.604},
+}
+"""Accuracy at two shots, about that of a real run."""
+MORE = {1: 0.55, 2: 1.0, 3: 0.99, 4: 0.98}
+"""What the number of shots multiplies it by."""
+
+
+def outcomes(accuracy: dict[str, float], queries: int = QUERIES) -> dict[str, dict[int, Tensor]]:
+    """A query is easy or hard for all policies alike, and a little differently in each seed."""
+    hard = torch.linspace(0, 1, queries, dtype=torch.float64)
+    tilt = torch.tensor([[-0.01], [0.0], [0.01]], dtype=torch.float64)
+    several = (*LEARNED, *CONTROLS, "random")
+    return {
+        name: {
+            shots: (
+                hard < share * (MORE[shots] if name not in ("vote", "oracle") else 1) + tilt * (name in several)
+            ).float()[: 3 if name in several else 1]
+            for shots in SHOTS
+        }
+        for name, share in accuracy.items()
+    }
+
+
+def table(queries: int = 40) -> BeamTable:
+    return BeamTable(
+        name="digits <careless>",
+        query_ids=tuple(map(str, range(queries))),
+        pool=torch.arange(6).expand(queries, 6),
+        sequences=torch.full((queries, 0, 2), -1),
+        fields={},
+        found_by=torch.full((queries, 0), -1),
+        round=torch.zeros(queries, 0, dtype=torch.int64),
+        queries=torch.zeros(queries, 3),
+        candidates=torch.zeros(6, 3),
+    )
+
+
+def results(**accuracy: float | None) -> dict[str, Any]:
+    """A run with these accuracies at two shots; None takes a policy out."""
+    kept = {name: share for name, share in (TWO | accuracy).items() if share is not None}
+    times = {name: dict.fromkeys(SHOTS, 640.0) for name in LEARNED}
+    return selector_results(
+        outcomes(kept), table(), seeds=SEEDS, trained_shots=2, test=table(41), decision_us=times, hidden=["annotator"]
+    )
+
+
+STAGES = ("sft", "rce", "grpo_live", "shuffled_live")
+METRICS = "seed,step," + ",".join(f"Train/{s}/Loss,Val/{s}/Reward_Mean" for s in STAGES) + "\n"
+METRICS += "".join(
+    f"{seed},{100 * number + step},"
+    + ",".join(f"{1 / (step + 1)},{step / 100}" if stage == logging else "," for logging in STAGES)
+    + "\n"
+    for seed in SEEDS
+    for number, stage in enumerate(STAGES)
+    for step in range(20)
+)
+"""Stages one after the other, each under its own name."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "selector" / "first"
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(results()))
+    (folder / "metrics.csv").write_text(METRICS)
+    (folder / "config.yaml").write_text("selector:\n  version: v2\n")
+    return folder
+
+
+def charts_of(text: str) -> list[dict]:
+    return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
+
+
+def data_of(spec: dict) -> list[list[dict]]:
+    return list(spec["datasets"].values())
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_written_like_that_of_every_run(run: Path) -> None:
+    path = write_report(run)
+    text = path.read_text()
+    assert path == run / "report.html"
+    assert path.stat().st_size < 2_000_000
+    headings = re.findall(r"<h2>(.*?)</h2>", text.replace(page._vega(), ""))
+    assert headings == [
+        *("Results", "Accuracy at 2 shots", "Accuracy against shots", "What differs", "Controls"),
+        *("Training", "How to reproduce"),
+    ]
+    assert "digits &lt;careless&gt;: 40 queries, 6 candidates" in text
+    assert "judged on 600 held-out queries, their own bank of 6 candidates · seeds 0, 1, 2" in text
+    assert "knobwise train experiment=selector" in text
+    assert results()["profile"]["digest"] in text
+    assert "version: v2" in text
+    for spec in charts_of(text):
+        assert "<svg" in vl_convert.vegalite_to_svg(spec, config=page.THEMES["dark"])
+
+
+def test_every_number_of_every_policy_stands_in_its_table(run: Path) -> None:
+    text, found = write_report(run).read_text(), results()
+    tables = re.findall(r"<tbody>(.*?)</tbody>", text, re.S)
+    policies, differences, simple, controls, apart = (re.findall(r"<tr.*?</tr>", t, re.S) for t in tables)
+    for lines, rows in ((policies, found["rows"]), (controls, found["controls"])):
+        assert len(lines) == len(rows) / len(SHOTS)
+        assert [float(re.findall(r"<td>([\d.]+)<", line)[1]) for line in lines] == sorted(
+            (round(row["accuracy"], 3) for row in rows if row["shots"] == 2), reverse=True
+        )
+        for row in rows:
+            low, high = row["accuracy_ci95"]
+            words = f"<td>{row['accuracy']:.3f}<small>[{low:.3f}, {high:.3f}]</small></td>"
+            assert sum(words in line for line in lines) >= 1
+    assert len(differences + simple + apart) == len(found["differences"]) / len(SHOTS)
+    rce = next(line for line in differences if "<td>RCE<small>over SFT" in line)
+    row = next(r for r in found["differences"] if (r["policy"], r["against"], r["shots"]) == ("rce", "sft", 2))
+    assert f"<td>{100 * row['difference']:+.1f}<small>[{100 * row['ci95'][0]:+.1f}, " in rce
+    assert rce.endswith("<td>better</td></tr>")
+    (strong,) = (line for line in policies if "class=strong" in line)
+    assert "GRPO on live draws" in strong
+    assert "640 µs" in strong
+
+
+def test_training_is_shown_stage_by_stage(run: Path) -> None:
+    training, rest = charts_of(write_report(run).read_text())[-2:]
+    assert {p["panel"] for p in data_of(training)[0]} == {f"{s}: reward, mean" for s in ("sft", "rce", "grpo live")}
+    assert [p["step"] for p in data_of(training)[0] if p["panel"][:3] == "rce" and p["seed"] == "0"] == [
+        *range(100, 120)
+    ]
+    folded = {"shuffled live: reward, mean", *(f"{stage.replace('_', ' ')}: loss" for stage in STAGES)}
+    assert {p["panel"] for p in data_of(rest)[0]} == folded
+
+
+def test_the_charts_hold_the_numbers() -> None:
+    found = results()
+    drawn = result_charts(found)
+    bars, lines = (page.specification(chart) for _, chart in drawn.values())
+    (bar,) = data_of(bars)
+    at_two = [row for row in [*found["rows"], *found["controls"]] if row["shots"] == 2]
+    assert sorted(b["accuracy"] for b in bar) == sorted(row["accuracy"] for row in at_two)
+    assert [b["accuracy"] for b in bar] == sorted((b["accuracy"] for b in bar), reverse=True)
+    assert {b["kind"] for b in bar} == {"learned", "simple way", "looks at the answer", "control"}
+    points = max(data_of(lines), key=len)
+    assert len(points) == len(found["rows"])  # no controls
+    named = {p["policy"]: p["name"] for p in points if p["policy"] != charts.OTHER}
+    assert set(named) == {"GRPO on live draws", "RCE", "SFT", "careful-annotator rule"}
+    assert any(rows == [{"shots": 2}] for rows in data_of(lines))
+    assert all(png.startswith(b"\x89PNG") for png in result_images(found).values())
+
+
+def test_with_one_number_of_shots_there_is_nothing_to_draw_against(tmp_path: Path) -> None:
+    found = results()
+    for key in ("rows", "controls", "differences"):
+        found[key] = [row for row in found[key] if row["shots"] == 4]
+    found["shots"] = [4]
+    assert list(result_charts(found)) == ["Accuracy at 4 shots"]
+    assert verdict(found)[0].startswith("At 4 shots GRPO on live draws gets")
+    assert header(found) == ["policy", "4 shots", "decision"]
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    assert write_report(tmp_path).exists()
+
+
+def test_baselines_alone_make_a_report(tmp_path: Path) -> None:
+    found = results(**dict.fromkeys((*LEARNED, *CONTROLS)))
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    text = write_report(tmp_path).read_text()
+    assert "No learned policy was judged. The best simple way is careful-annotator rule (0.550)." in text
+    assert learned(found) == ""
+    assert "<h2>Controls" not in text
+    assert "<h2>What differs" not in text
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_of_a_good_run() -> None:
+    says = verdict(results())
+    assert says[0].startswith("At 2 shots GRPO on live draws gets 92.0% of 600 held-out queries right (95% interval ")
+    gains = [re.sub(r" \(95% interval [^)]*\)", "", words) for words in says[1:6]]
+    assert gains == [
+        "GRPO on live draws adds 24.5 points to RCE; it adds 26.0 points to SFT.",
+        "GRPO on rounds of draws adds 18.5 points to RCE; it adds 20.0 points to SFT.",
+        "GRPO on recorded groups adds 2.5 points to RCE; it adds 4.0 points to SFT.",
+        "RCE adds 1.5 points to SFT.",
+        "GRPO on live draws beats all of the 7 simple ways; over the strongest, careful-annotator rule (0.550), it has "
+        "+37.0 points.",
+    ]
+    assert len([words for words in says if words.startswith("Control: shuffled") and "no gain" in words]) == 2
+    assert says[-1] == "Trained at 2 shots alone, GRPO on live draws has 0.507 at 1, 0.910 at 3 and 0.902 at 4."
+
+
+def test_where_intervals_hold_0_nothing_is_claimed() -> None:
+    found = results(grpo_live=0.675, careful_rule=0.675)
+    says = " ".join(verdict(found))
+    assert "GRPO on live draws is not shown to differ from RCE: +0.0 points (95% interval" in says
+    assert "It is not shown that GRPO on live draws beats careful-annotator rule (0.675); " in says
+    worse = " ".join(verdict(results(grpo_live=0.6)))
+    assert "GRPO on live draws is 7.5 points worse than RCE (95% interval " in worse
+
+
+def test_a_simple_way_that_wins_is_named() -> None:
+    says = verdict(results(careful_rule=0.97, vote=0.95))
+    assert (
+        "2 of the 7 simple ways did better than GRPO on live draws: careful-annotator rule (0.970), by 5.0 points; "
+        "vote without a model (0.950), by 3.0 points."
+    ) in says
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "words"),
+    [
+        ({"shuffled_live": 0.8}, r"shuffled rewards on live draws bring \+14.0 points to SFT .*a gain that should not"),
+        ({"shuffled_live": 0.67}, r"shuffled rewards on live draws bring \+1.0 .*but -0.5 to RCE, where it starts: no"),
+        ({"shuffled_live": 0.66}, r"bring \+0.0 points to SFT .*: no gain, as it should be"),
+        ({"hidden_live": 0.6}, "with the annotator hidden, GRPO has .0.0 points over SFT .*the gain vanishes"),
+        ({"hidden_live": 0.7}, r"GRPO has \+10.0 points .*with it, \+26.0: the gain shrinks, but part of it"),
+        ({"hidden_live": 0.86}, "the gain does not vanish, so it is not shown to come from the annotator"),
+        ({"grpo_live": 0.66, "hidden_live": 0.6}, "there was no gain that could vanish"),
+    ],
+)
+def test_controls_are_said_to_behave_only_where_they_do(accuracy: dict[str, float], words: str) -> None:
+    assert any(re.search(words, sentence) for sentence in verdict(results(**accuracy)) if "Control" in sentence)
+
+
+def test_what_was_judged_on_records_is_said_so() -> None:
+    found = results() | {"judged_by": "recorded"}
+    assert verdict(found)[0].startswith("No scorer was at hand: every policy was given the recorded sequence")
+
+
+def test_queries_that_were_left_out_are_counted(run: Path) -> None:
+    correct = outcomes(TWO)
+    for by_shots in correct.values():
+        by_shots[4][:, :10] = torch.nan
+    found = selector_results(correct, table(), seeds=SEEDS, trained_shots=2)
+    (run / "results.json").write_text(json.dumps(found))
+    assert "for want of a record: 590 at 4. Every policy was judged on the same ones." in write_report(run).read_text()
+    assert "own bank" not in " ".join(facts(found))
+
+
+def test_results_are_printed_without_cutting_anything_off() -> None:
+    found = results()
+    plain = io.StringIO()
+    print_results(found, Console(file=plain))
+    lines = plain.getvalue().splitlines()
+    assert "\x1b" not in plain.getvalue()
+    assert lines[0].split("  ")[0] == "policy"
+    assert lines[0].split()[-1] == "decision"
+    assert [line.split("  ")[0] for line in lines[1:15]] == [row[0] for row in cells(found)]
+    assert lines[15:] == verdict(found)
+    for width in (80, 100, 130):
+        shown = io.StringIO()
+        print_results(found, Console(file=shown, force_terminal=True, width=width))
+        assert "…" not in shown.getvalue()
+        assert "\x1b[1mGRPO on live draws" in shown.getvalue()
+        assert "2 shots (trained)" in shown.getvalue()

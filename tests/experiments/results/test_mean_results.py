@@ -1,0 +1,314 @@
+"""Judging under mean budgets: by hand, and end to end through the command line; then costs that are no times."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from helpers import small_table
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.predictors.experts import Measured, fit_experts
+from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.prices import StaticMix, mean_budgets
+from knobwise.agents.training.settings import PolicyConfig
+from knobwise.envs.configurations.budgets import default_budgets, judged_worths
+from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.experiments.report.mean_report import verdict
+from knobwise.experiments.results.mean_results import Reference, mean_results_of
+
+TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
+QUICK = [
+    *(
+        "optimiser.warmup_iterations=10",
+        "optimiser.iterations=4",
+        "optimiser.contexts=32",
+        "optimiser.evaluate_every=4",
+    ),
+    *("policy.hidden=16", "tracking=disabled", "seeds=[0,1]", "experiment=mean_budget", "policy.experts=[ridge,knn]"),
+]
+POLICIES = [
+    *("controller", "static_mix", "best_single", "latency_only", "ridge", "kernel_ridge", "knn", "random_forest"),
+    *("gradient_boosting", "oracle"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a long table and its features, holes in the grid."""
+    monkeypatch.chdir(tmp_path)
+    table = small_table(90, holes=0.1)
+    write_long_table(table, "t.parquet")
+    write_features(table, "f.npz")
+    return tmp_path
+
+
+def results_in(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(path).read_text(), parse_constant=lambda word: pytest.fail(word))
+    return found
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def by_hand() -> ProfileTable:
+    """Two samples to fit on, then two to judge on. On the first two the configurations cost 10, 20, 40 and get .25, .5,
+    1; on the last two they cost 12, 20, 44 and get .5, .5, .75."""
+    return ProfileTable(
+        name="by hand",
+        knobs=(Knob("size", (1, 2, 3)),),
+        configurations=torch.arange(3).unsqueeze(1),
+        accuracy=torch.tensor([[0.0, 0.5, 1.0], [0.5, 0.75, 1.0], [0.0, 0.25, 1.0], [1.0, 0.75, 0.5]]),
+        latency_ms=torch.tensor([[10.0, 20.0, 40.0], [10.0, 20.0, 40.0], [8.0, 16.0, 40.0], [16.0, 24.0, 48.0]]),
+        mask=torch.ones(4, 3, dtype=torch.bool),
+        sample_ids=("a", "b", "c", "d"),
+    )
+
+
+def test_references_spend_what_the_policy_spent_on_the_test_samples() -> None:
+    reference = Reference(by_hand(), torch.tensor([0, 1]), torch.tensor([2, 3]))
+    assert [corner["latency_ms"] for corner in reference.hull()] == [12, 20, 44]
+    assert [corner["accuracy"] for corner in reference.hull()] == [0.5, 0.5, 0.75]
+    spent = torch.tensor([8.0, 12.0, 16.0, 32.0, 50.0], dtype=torch.float64)
+    assert reference.static_mix(spent).T.tolist() == [[0, 1], [0, 1], [0.125, 0.875], [0.625, 0.625], [1, 0.5]]
+    assert reference.best_single(spent).T.tolist() == [[0, 1], [0, 1], [0, 1], [0.25, 0.75], [1, 0.5]]
+    # c gains .25 for 8 ms and .75 for 24 more: no less a ms, so both in one step; d gains nothing
+    oracle = reference.oracle(torch.tensor([12.0, 27.9, 28.0]))
+    assert oracle.accuracy[0].T.tolist() == [[0, 1], [0, 1], [1, 1]]
+    assert oracle.latency_ms[0].T.tolist() == [[8, 16], [8, 16], [40, 16]]
+
+
+class ByWorth:
+    """The dearest configuration for whom a right answer is worth 100 ms, else the middle one."""
+
+    def choose(self, features: dict[str, torch.Tensor], worths: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.where(worths >= 100, 2, 1)
+
+
+def test_rows_by_hand() -> None:
+    table, budgets = by_hand(), torch.tensor([20.0, 50.0])
+    fitted, test = torch.tensor([0, 1]), torch.tensor([2, 3])
+    chooser = PricedChooser("controller", ByWorth(), budgets, torch.tensor([0.125, 0.0]))
+    results = mean_results_of(table, fitted, test, budgets, [chooser, chooser], [4, 5], [])
+    rows = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
+    assert (results["sense"], results["unit"], results["seeds"]) == ("mean", "ms", [4, 5])
+    first, second = rows["controller", 20.0], rows["controller", 50.0]
+    assert (first["price"], first["worth_ms"], second["price"], second["worth_ms"]) == (0.125, 8, 0, None)
+    assert (first["latency_ms_mean"], second["latency_ms_mean"]) == (20, 44)
+    assert (first["accuracy"], second["accuracy"]) == (0.5, 0.75)
+    assert first["utility"] == first["accuracy"]
+    assert first["latency_ms_p95"] == pytest.approx(16 + 0.95 * 8)
+    # the middle one is what the static mix is at 20 ms; in hindsight one would give both the cheapest and gain nothing
+    assert (first["over_static_mix"], first["over_best_single"], first["oracle_accuracy"]) == (0, 0, 0.5)
+    assert (first["gap_closed"], second["gap_closed"]) == (0, 0)
+    assert second["oracle_accuracy"] == 1
+    whole = rows["controller", None]
+    assert (whole["accuracy"], whole["latency_ms_mean"], whole["price"]) == (0.625, 32, None)
+    assert whole["utility_per_seed"] == [0.625, 0.625]
+    used = {(u["policy"], u["budget_ms"]): [] for u in results["knob_usage"]}
+    for use in results["knob_usage"]:
+        used[use["policy"], use["budget_ms"]].append((use["knob"], use["value"], use["share"]))
+    sizes = [("size", value) for value in (1, 2, 3)]
+    for policy, budget, shares in (
+        *(("controller", 20.0, (0, 1, 0)), ("controller", 50.0, (0, 0, 1))),
+        *(("static_mix", 20.0, (0, 1, 0)), ("static_mix", 50.0, (0, 0, 1)), ("oracle", 50.0, (0.5, 0, 0.5))),
+    ):
+        assert used[policy, budget] == [(*size, share) for size, share in zip(sizes, shares, strict=True)]
+    assert rows["oracle", 50.0]["gap_closed"] == 1
+    assert rows["oracle", 50.0]["over_static_mix"] == pytest.approx(1 - (0.5 + 0.25 * 8 / 24))
+
+
+def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them() -> None:
+    table, budgets = by_hand(), torch.tensor([25.0])
+    fitted, test = torch.tensor([0, 1]), torch.tensor([2, 3])
+    mix = StaticMix(table, fitted, budgets)
+    found = {"budget_ms": 25.0, "gain": 0.0, "error": 0.0, "deployed": False, "reason": ""}
+    chooser = PricedChooser("controller", ByWorth(), budgets, torch.tensor([0.0]), mix, [found])
+    results = mean_results_of(table, fitted, test, budgets, [chooser], [0], [])
+    for policy in ("static_mix", "controller"):  # the guard has fallen back to it
+        shares = [use["share"] for use in results["knob_usage"] if use["policy"] == policy]
+        assert shares == pytest.approx([0, 0.75, 0.25])
+
+
+def results_of_words(**over: Any) -> dict[str, Any]:
+    def row(policy: str, budget: float | None, gain: float, single: float, accuracy: float) -> dict[str, Any]:
+        ends = [gain - 0.01, gain + 0.01]
+        return {
+            **{"policy": policy, "budget_ms": budget, "latency_ms_mean": budget, "accuracy": accuracy},
+            **{"over_static_mix": gain, "over_static_mix_ci95": ends, "over_best_single": single},
+            **{"oracle_accuracy": 0.9, "gap_closed": 0.25},
+        }
+
+    rows = [row("controller", b, 0.04, s, 0.6) for b, s in ((None, 0.05), (9.0, 0.03), (2.0, 0.12), (4.0, 0.06))]
+    return {"rows": [*rows, row("knn", None, 0.02, 0.0, 0.5)], **over}
+
+
+def test_the_verdict_in_words() -> None:
+    first, second, third = verdict(results_of_words())
+    assert first == (
+        "At the two tightest mean budgets the controller has +12.0 and +6.0 points of accuracy over the best single "
+        "configuration of equal mean latency (2.00 ms and 4.00 ms); the oracle has +42.0 and +36.0."
+    )
+    assert second.startswith("The learned controller beats the static mix: +4.0 points")
+    assert third.startswith("None of the 1 other ways of looking at the input did better")
+    guard = [[{"deployed": False}, {"deployed": True}]] * 2
+    assert "In 2 of 4 cases" in verdict(results_of_words(guard=guard))[-1]
+
+
+# -- end to end --------------------------------------------------------------------------------------------------------
+
+
+def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TABLE, *QUICK, "tracking=offline", "name=first"]) == 0
+    run = folder / "runs" / "mean_budget" / "first"
+    printed = capsys.readouterr().out
+    assert "tightest mean budgets" in printed
+    assert "static mix" in printed
+    page = (run / "report.html").read_text()
+    for words in ("Per mean budget", "mean latency really spent", "over the static mix", "held-out samples", "λ ="):
+        assert words in page
+    assert list((run / "wandb").rglob("*.wandb"))
+    assert "kind: priced" in (run / "config.yaml").read_text()
+    columns = pl.read_csv(run / "metrics.csv").columns
+    assert "Val/Reward_Mean" in columns
+    assert not [c for c in columns if "Violation" in c or "Utility" in c]
+
+    results = results_in(str(run / "results.json"))
+    assert (results["sense"], results["seeds"], len(results["budgets_ms"])) == ("mean", [0, 1], 5)
+    assert [row["policy"] for row in results["rows"] if row["budget_ms"] is None] == POLICIES
+    assert len(results["rows"]) == 6 * len(POLICIES)
+    for row in results["rows"]:
+        low, high = row["utility_ci95"]
+        assert low - 1e-9 <= row["utility"] == row["accuracy"] <= high + 1e-9
+        assert row["accuracy"] <= row["oracle_accuracy"] + 0.06  # one exchange of 18 samples
+        low, high = row["over_static_mix_ci95"]
+        assert low - 1e-9 <= row["over_static_mix"] <= high + 1e-9
+        if row["policy"] == "static_mix":
+            assert row["over_static_mix"] == pytest.approx(0, abs=0.05)  # holes let shares differ
+        if row["policy"] == "oracle":
+            assert row["gap_closed"] == pytest.approx(1)
+    assert [len(rows) for rows in results["guard"]] == [5, 5]
+    assert list(results["chosen"][0]["weights"]) == ["network", "ridge", "knn"]
+
+    loaded = load_checkpoint(run / "checkpoints" / "best.pt").controller
+    assert isinstance(loaded, PricedChooser)
+    assert loaded.budgets_ms.tolist() == results["budgets_ms"]
+
+
+@pytest.mark.parametrize("words", [["policy=additive"], ["policy=utility", "policy.members=3", "policy.guard=false"]])
+def test_other_policies_under_chosen_mean_budgets_and_evaluated_again(
+    folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = [word for word in QUICK if not word.startswith(("policy.experts", "seeds"))]
+    assert main(["train", *TABLE, *quick, *words, "seeds=[3]", "budgets_ms=[12.0,20.0]"]) == 0
+    results = results_in("runs/latest/results.json")
+    assert results["budgets_ms"] == [12, 20]
+    at = {row["budget_ms"]: row for row in results["rows"] if row["policy"] == "controller"}
+    assert at[12.0]["price"] >= at[20.0]["price"]
+    assert at[12.0]["latency_ms_mean"] <= at[20.0]["latency_ms_mean"]
+    assert len(results["guard"]) == ("policy.guard=false" not in words)
+    assert main(["evaluate", *TABLE, "baselines=false", "json=again.json"]) == 0
+    again = results_in("again.json")
+    before = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
+    assert {row["policy"] for row in again["rows"]} == {"controller", "static_mix", "best_single", "oracle"}
+    for row in again["rows"]:
+        for key in ("accuracy", "latency_ms_mean", "over_static_mix", "price", "gap_closed_ci95"):
+            assert row[key] == before[row["policy"], row["budget_ms"]][key], (row["policy"], key)
+    assert main(["evaluate", *TABLE, "baselines=false", "budgets_ms=[1.5]"]) == 2
+    assert "calibrated for 12, 20 only" in capsys.readouterr().err
+
+
+def test_a_priced_run_that_was_stopped_before_its_prices_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *TABLE, *QUICK, "seeds=[0]", "name=x"]
+    with monkeypatch.context() as patch:
+
+        def pressed(*arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("knobwise.experiments.train.controller.price_stack", pressed)
+        assert main(words) == 130
+    unpriced = "checkpoint=runs/mean_budget/x/checkpoints/seed0/best.pt"
+    assert main(["evaluate", *TABLE, unpriced]) == 2
+    assert "not calibrated yet" in capsys.readouterr().err
+    assert main(words) == 0
+    assert main(["evaluate", *TABLE, unpriced, "baselines=false"]) == 0
+    assert Path("runs/mean_budget/x/report.html").exists()
+
+
+# -- costs that are no times -------------------------------------------------------------------------------------------
+
+
+SCALE = 2.0**-20
+"""A millionth, and exact in floating point."""
+
+
+def in_two_units() -> tuple[ProfileTable, ProfileTable]:
+    """The same costs in ms and in USD; a sixth of the configurations is free."""
+    table = small_table(90)
+    cost = table.latency_ms.masked_fill((table.configurations[:, :2] == 0).all(1), 0.0)
+    return dataclasses.replace(table, latency_ms=cost), dataclasses.replace(table, latency_ms=SCALE * cost, unit="USD")
+
+
+def test_nothing_depends_on_the_unit() -> None:
+    ms, usd = in_two_units()
+    rows = torch.arange(90)
+    # the tightest is that of the free ones, as little as a budget can be
+    assert default_budgets(usd).tolist()[1:] == pytest.approx((SCALE * default_budgets(ms)).tolist()[1:])
+    assert mean_budgets(usd, rows).tolist() == pytest.approx((SCALE * mean_budgets(ms, rows)).tolist())
+    assert judged_worths(usd).tolist() == pytest.approx((SCALE * judged_worths(ms)).tolist())
+    said = []
+    for table, scale in ((ms, 1.0), (usd, SCALE)):
+        measured = Measured.of(table, rows, default_budgets(table), seed=0)
+        normaliser = FeatureNormaliser.fit(table, rows)
+        expert = fit_experts(table, measured, normaliser, ["ridge"], seed=0)[0].expert
+        prediction = expert(normaliser(table.features))
+        assert prediction.latency_ms[:, 0].max() < 0.3 * scale * ms.latency_ms[ms.latency_ms > 0].min()
+        controller = Controller.for_table(table, rows, PolicyConfig(structure="utility", hidden=8), priced=True)
+        worths = scale * torch.linspace(1, 900, 90)
+        encoded = controller.network.encoding(worths)
+        start = controller(controller.features(table.features), worths)
+        said.append((prediction.accuracy, prediction.log_latency - math.log(scale), encoded, start))
+    for one, other in zip(*said, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("sense", ["mean_budget", "controller"])
+def test_a_price_in_usd_takes_the_place_of_latency(folder: Path, sense: str) -> None:
+    _, table = in_two_units()
+    long_frame(table).rename({"latency_ms": "price_usd"}).write_parquet("usd.parquet")
+    words = ["profile=table", "profile.path=usd.parquet", "profile.features=f.npz"]
+    words += ["profile.latency=price_usd", "profile.unit=USD"]
+    assert main(["train", *words, *QUICK, f"experiment={sense}", "seeds=[0]"]) == 0
+    results = results_in("runs/latest/results.json")
+    assert results["unit"] == "USD"
+    assert max(results["budgets_ms"]) < 1e-4
+    paid = {row["policy"]: row["latency_ms_mean"] for row in results["rows"] if row["budget_ms"] is None}
+    assert all(0 <= spent < 1e-4 for spent in paid.values())  # some configurations are free
+    assert paid["controller"] > 0
+    page = Path("runs/latest/report.html").read_text()
+    assert "e-05 USD" in page
+    assert "mean latency (USD)" in page
+    assert "0 ms" not in page
+
+
+def test_the_unit_stays_with_a_saved_table(tmp_path: Path) -> None:
+    table = small_table(10)
+    assert ProfileTable.load(saved(table, tmp_path)).unit == "ms"
+    assert ProfileTable.load(saved(dataclasses.replace(table, unit="J"), tmp_path)).unit == "J"
+
+
+def saved(table: ProfileTable, folder: Path) -> Path:
+    table.save(folder / "t.safetensors")
+    return folder / "t.safetensors"

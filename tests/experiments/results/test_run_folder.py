@@ -1,0 +1,224 @@
+"""The folder of a run: whose it is, when one goes on, which is the latest; of both systems."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.results.run_folder import UNFINISHED, claim, run_name
+from knobwise.experiments.settings.options import TrainRun
+from knobwise.experiments.settings.selector_options import BeamFiles, SelectorRun
+
+CONFIGS = [TrainRun(profile={"format": "builtin"}), SelectorRun(beams=BeamFiles(path="b.safetensors"))]
+
+
+@pytest.fixture(params=CONFIGS, ids=["controller", "selector"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The settings of either system, with its runs in an empty folder."""
+    return replace(request.param, runs=str(tmp_path / "runs"))
+
+
+def latest(config: Any) -> Path:
+    return (Path(config.runs) / "latest").resolve()
+
+
+def test_a_finished_run_is_the_latest_and_is_left_alone(config: Any) -> None:
+    first = Path(config.runs).absolute() / config.experiment / "seeds--0"
+    with claim(config, ["seeds=[0]"]) as folder:
+        assert folder == first
+        assert (folder / UNFINISHED).exists()
+        assert OmegaConf.load(folder / "config.yaml").experiment == config.experiment
+        assert not (Path(config.runs) / "latest").exists()
+    assert latest(config) == first
+    assert not (first / UNFINISHED).exists()
+    with claim(config, ["seeds=[0]"]) as folder:
+        assert folder.name == "seeds--0-2"
+        assert latest(config) == first
+    assert latest(config).name == "seeds--0-2"
+
+
+def stopped(config: Any, overrides: list[str] | None = None) -> Path:
+    with pytest.raises(KeyboardInterrupt), claim(config, overrides or []) as folder:
+        raise KeyboardInterrupt
+    return folder
+
+
+def test_a_stopped_run_goes_on_with_the_same_settings_only(config: Any) -> None:
+    first = stopped(config)
+    assert first.name == "default"
+    assert not (Path(config.runs) / "latest").is_symlink()
+    assert stopped(config) == first
+    assert stopped(replace(config, seeds=[7])).name == "default-2"
+    with claim(config, []) as folder:
+        assert folder == first
+    with claim(replace(config, seeds=[7]), []) as folder:
+        assert folder.name == "default-2"
+    assert sorted(path.name for path in first.parent.iterdir()) == ["default", "default-2"]
+
+
+def test_a_run_stopped_before_its_settings_were_written_goes_on(config: Any) -> None:
+    first = stopped(config)
+    (first / "config.yaml").unlink()
+    with claim(config, []) as folder:
+        assert folder == first
+    assert (first / "config.yaml").exists()
+
+
+def test_a_run_has_one_process(config: Any) -> None:
+    with claim(config, []) as folder:
+        written = (folder / "config.yaml").read_bytes()
+        with pytest.raises(InputError, match="default: another process is training this run"):
+            claim(config, []).__enter__()
+        assert (folder / "config.yaml").read_bytes() == written
+        assert (folder / UNFINISHED).exists()
+        with claim(replace(config, name="other"), []) as other:
+            assert other.name == "other"
+    assert latest(config) == folder
+
+
+def test_a_lock_that_nobody_holds_any_more_is_no_hindrance(config: Any) -> None:
+    """What a killed process leaves: the file is there, its lock went with it."""
+    folder = stopped(config)
+    with (folder / UNFINISHED).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    with claim(config, []) as again:
+        assert again == folder
+
+
+def test_what_is_called_latest_and_is_no_link_is_not_touched(config: Any) -> None:
+    mine = Path(config.runs) / "latest" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(InputError, match=r"latest is not a link; move it away, or choose another runs="):
+        claim(config, []).__enter__()
+    assert mine.read_text() == "mine"
+    assert [path.name for path in Path(config.runs).iterdir()] == ["latest"]
+
+
+def test_a_link_to_a_run_that_is_gone_is_replaced(config: Any) -> None:
+    Path(config.runs).mkdir()
+    (Path(config.runs) / "latest").symlink_to("controller/gone")
+    with claim(config, []) as folder:
+        pass
+    assert latest(config) == folder
+
+
+def test_runs_may_be_moved_as_a_whole(config: Any) -> None:
+    """The link is relative."""
+    with claim(config, []) as folder:
+        pass
+    moved = Path(config.runs).rename(Path(config.runs).with_name("moved"))
+    assert (moved / "latest" / "config.yaml").exists()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([], "default"),
+        (["experiment=selector", "jobs=1", "runs=x", "tracking.mode=offline", "name=y", "device=cuda"], "default"),
+        (["beams.path=/data/okvqa/beams.json", "beams=files"], "beams.path-beams.json_beams-files"),
+        (["seeds=[0,1]", "+a=1", "~b"], "a-1_seeds--0,1_b"),
+        (["variants.grpo_live=null"], "variants.grpo_live-null"),
+        (["variants={mine: {live: true}}"], "variants--mine-live-true"),
+    ],
+)
+def test_names_say_what_was_changed(words: list[str], name: str) -> None:
+    assert run_name(words) == name
+    assert run_name(words[::-1]) == name
+
+
+def test_long_names_are_cut_and_stay_apart() -> None:
+    words = [f"key{i}=value" for i in range(50)]
+    assert len(run_name(words)) == 120
+    assert run_name(words[::-1]) == run_name(words)
+    assert len({run_name([*words, f"seeds=[{seed}]"]) for seed in range(20)}) == 20
+    assert run_name(["k=" + "v" * 118]) == "k-" + "v" * 118
+
+
+def test_runs_that_end_at_the_same_time_all_point_at_themselves(config: Any) -> None:
+    """The last one to point is the latest, whoever it is; nobody fails, and nothing is left over."""
+    start = threading.Barrier(8)
+
+    def run(number: int) -> None:
+        start.wait()
+        for again in range(5):
+            with claim(replace(config, name=f"{number}-{again}"), []):
+                pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(8)))
+    assert (latest(config) / "config.yaml").exists()
+    assert sorted(path.name for path in Path(config.runs).iterdir()) == sorted([config.experiment, "latest"])
+    assert len(list(latest(config).parent.iterdir())) == 40
+
+
+def test_runs_with_one_name_that_begin_at_the_same_time_have_a_folder_each(config: Any) -> None:
+    start, all_in = threading.Barrier(8), threading.Barrier(8)
+
+    def run(seed: int) -> tuple[str, list[int]]:
+        start.wait()
+        with claim(replace(config, name="x", seeds=[seed]), []) as folder:
+            all_in.wait()
+            return folder.name, list(OmegaConf.load(folder / "config.yaml").seeds)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(run, range(8)))
+    assert sorted(name for name, _ in found) == ["x", *(f"x-{number}" for number in range(2, 9))]
+    assert [seeds for _, seeds in found] == [[seed] for seed in range(8)]
+    assert sorted(path.name for path in latest(config).parent.iterdir()) == sorted(name for name, _ in found)
+
+
+def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any) -> None:
+    start, ended = threading.Barrier(2), threading.Barrier(2)
+
+    def run(_: int) -> str:
+        start.wait()
+        try:
+            with claim(config, []) as folder:
+                ended.wait()
+                return folder.name
+        except InputError as error:
+            ended.wait()
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = sorted(pool.map(run, range(2)), key=len)
+    assert found[0] == "default"
+    assert "another process is training this run" in found[1]
+
+
+def test_folders_are_as_readable_as_any_other(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "any other").mkdir()
+    with claim(config, []) as folder:
+        pass
+    assert folder.stat().st_mode == (tmp_path / "any other").stat().st_mode
+
+
+@pytest.mark.parametrize("changed", [{"name": "a/b"}, {"name": "../x"}, {"name": ".."}, {"experiment": "a/b"}])
+def test_a_name_is_that_of_one_folder(config: Any, changed: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="must be the name of one folder"), claim(replace(config, **changed), []):
+        raise AssertionError
+    assert not Path(config.runs).exists()
+
+
+@pytest.mark.parametrize("refusing", ["pathlib.Path.mkdir", "tempfile.mkdtemp"])
+def test_a_folder_that_cannot_be_written_is_said(refusing: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(refusing, refuse)
+    with (
+        pytest.raises(InputError, match=r"cannot be written \(Read-only file system\); choose another runs="),
+        claim(config, []),
+    ):
+        raise AssertionError

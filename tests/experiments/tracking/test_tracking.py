@@ -1,0 +1,438 @@
+"""One set of numbers, three places: everything is logged for real (W&B offline) and read back."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import wandb
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.tracking import tracker as tracking
+from knobwise.experiments.tracking import wandb_run
+from knobwise.experiments.tracking.tracker import Tracker, TrackingSettings, wandb_mode
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+CONFIG = {"optimiser": {"lr": 0.003}, "loss": {"ends": [math.inf, 1.0]}, "seeds": [0, 1]}
+STEPS = (0, 10, 20)
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+UTILITIES = {"controller": (0.5, 0.4, 0.6), "oracle": (0.7, 0.6, 0.8)}
+UTILITIES |= {f"baseline_{i}": (0.3, 0.2, 0.4) for i in range(8)}
+RESULTS = {
+    "profile": {"name": "small profile", "digest": DIGEST, "samples": 60, "configurations": 12},
+    "rows": [
+        {"policy": policy, "budget_ms": budget, "utility": utility, "utility_ci95": [utility - 0.1, utility + 0.1]}
+        | {f"number {i}": 0.5 for i in range(10)}
+        | {"gap_closed": 0.4, "utility_per_seed": [utility, utility, utility]}
+        for policy, utilities in UTILITIES.items()
+        for budget, utility in zip((None, 10.0, 20.0), utilities, strict=True)
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No key, no netrc, none of the developer's own W&B variables."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path_factory.mktemp("home") / "netrc"))
+
+
+def tracker(folder: Path, mode: str = "offline", **more: object) -> Tracker:
+    arguments = {"name": "lr-0.003", "experiment": "controller", "job_type": "train", "config": CONFIG}
+    arguments |= {"settings": TrackingSettings(mode=mode, tags=["nightly"]), "profile_digest": DIGEST}
+    return Tracker(folder, **arguments | more)  # type: ignore[arg-type]
+
+
+def numbers(seed: int, step: int) -> dict[str, float]:
+    validation = {"Val/Accuracy_Mean": 0.5 + step / 100} if step % 20 == 0 else {}
+    return {"Train/Loss": 1 / (3 + step + seed), "Train/Reward_Mean": 0.1 * seed - step / 7} | validation
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two seeds, and its results."""
+    folder = tmp_path_factory.mktemp("runs") / "lr-0.003"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_SILENT", "WANDB_QUIET"):
+            patch.setenv(name, "")  # each alone makes wandb.init raise
+        patch.setenv("NETRC", str(folder / "netrc"))
+        patch.setenv("WANDB_TAGS", "theirs,nightly")
+        patch.setenv("WANDB_SERVICE", "3-1-tcp-localhost-9")  # of a program that is gone
+        wandb.teardown()
+        for seed in (0, 1):
+            with tracker(folder, seed=seed, tags=["small"]) as log:
+                for step in STEPS:
+                    log.log(numbers(seed, step), step)
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "best.pt").write_bytes(b"the weights")
+        (folder / "report.html").write_text("<p>the report</p>")
+        with tracker(folder, job_type="evaluate") as log:
+            log.log_results(RESULTS, images={"Utility": PNG}, profile_files=[folder / "report.html"])
+        assert os.environ["WANDB_SILENT"] == ""
+        assert "WANDB_DATA_DIR" not in os.environ
+    return folder
+
+
+def records(run_folder: Path) -> dict[str, list[list[dict]]]:
+    """W&B's own reader over every offline run in a folder: run name → one list of records for each."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
+    folders = sorted((run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
+    readers = [subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, text=True) for folder in folders]
+    found: dict[str, list[list[dict]]] = {}
+    for reader in readers:
+        content = [json.loads(line) for line in reader.communicate()[0].splitlines()]
+        found.setdefault(of_kind(content, "run")[0]["display_name"], []).append(content)
+    return found
+
+
+def of_kind(content: list[dict], kind: str) -> list[dict]:
+    return [record[kind] for record in content if record["type"] == kind]
+
+
+def history(content: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r["item"].items() if not k.startswith("_")} for r in of_kind(content, "history")]
+
+
+def summary(content: list[dict]) -> dict:
+    whole: dict = {}
+    for record in of_kind(content, "summary"):
+        whole |= record["update"]
+    return whole
+
+
+@pytest.fixture(scope="module")
+def logged(run: Path) -> dict[str, list[list[dict]]]:
+    return records(run)
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def events(folder: Path) -> dict[tuple[str, int], float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder)).Reload()
+    return {(tag, e.step): e.value for tag in reader.Tags()["scalars"] for e in reader.Scalars(tag)}
+
+
+def test_metrics_csv_holds_every_number_exactly(run: Path) -> None:
+    rows = metrics(run)
+    assert list(rows[0]) == ["seed", "step", "Train/Loss", "Train/Reward_Mean", "Val/Accuracy_Mean"]
+    assert [(int(r["seed"]), int(r["step"])) for r in rows] == [(seed, step) for seed in (0, 1) for step in STEPS]
+    for row in rows:
+        seed, step = int(row.pop("seed")), int(row.pop("step"))
+        assert {name: float(value) for name, value in row.items() if value} == numbers(seed, step)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tensorboard_and_wandb_hold_the_numbers_of_metrics_csv(run: Path, logged: dict, seed: int) -> None:
+    expected = {(name, step): value for step in STEPS for name, value in numbers(seed, step).items()}
+    assert events(run / "tensorboard" / f"seed{seed}") == pytest.approx(expected, rel=1e-6)  # event files are float32
+    (content,) = logged[f"lr-0.003-seed{seed}"]
+    assert history(content) == [{"step": step, **numbers(seed, step)} for step in STEPS]
+
+
+def test_wandb_run_says_where_it_belongs_and_what_it_ran_on(logged: dict) -> None:
+    assert set(logged) == {"lr-0.003-seed0", "lr-0.003-seed1", "lr-0.003"}
+    (content,) = logged["lr-0.003-seed1"]
+    (about,) = of_kind(content, "run")
+    assert (about["run_group"], about["job_type"], about["project"]) == ("controller", "train", "knobwise")
+    assert about["tags"] == ["nightly", "theirs", "small"]
+    config = about["config"]["update"]
+    assert config["optimiser"] == {"lr": 0.003}
+    assert config["loss"] == {"ends": ["inf", 1.0]}  # as on the command line; JSON has no infinity
+    assert (config["seed"], config["profile_digest"]) == (1, DIGEST)
+    assert config["machine"]["cpus"] == os.cpu_count()
+    assert config["git_commit"] == tracking.git_commit()
+    assert [e["exit_code"] for e in of_kind(content, "exit")] == [0]
+    assert of_kind(logged["lr-0.003"][0], "run")[0]["job_type"] == "evaluate"
+
+
+def test_wandb_summaries_are_the_best_value_and_the_last(logged: dict) -> None:
+    (content,) = logged["lr-0.003-seed0"]
+    steps = {m.get("step_metric") for m in of_kind(content, "metric") if m.get("name", "").startswith("Train/")}
+    assert steps == {"step"}
+    losses, rewards = ([numbers(0, step)[name] for step in STEPS] for name in ("Train/Loss", "Train/Reward_Mean"))
+    assert summary(content)["Train/Loss"] == {"min": min(losses), "last": losses[-1]}
+    assert summary(content)["Train/Reward_Mean"] == {"max": max(rewards), "last": rewards[-1]}
+
+
+def test_results_become_summaries_curves_and_a_table(run: Path, logged: dict) -> None:
+    (content,) = logged["lr-0.003"]
+    found = summary(content)
+    assert found["Test/controller/utility"] == 0.5
+    assert found["Test/controller/gap_closed"] == 0.4
+    assert found["Test/controller/utility_ci95_low"] == pytest.approx(0.4)
+    # at which budget would it be?
+    assert not [name for name in found if name.startswith(("Budget/", "Knobs/", "budget_ms"))]
+    curve = [r for r in history(content) if "budget_ms" in r]
+    assert [(r["budget_ms"], r["Budget/oracle/utility"]) for r in curve] == [(10.0, 0.6), (20.0, 0.8)]
+    (table,) = (run / "wandb").glob("offline-run-*/files/media/table/**/*.table.json")
+    table = json.loads(table.read_text())
+    assert len(table["data"]) == len(RESULTS["rows"])
+    first = dict(zip(table["columns"], table["data"][1], strict=True))
+    assert (first["policy"], first["budget_ms"], first["utility"]) == ("controller", 10.0, 0.4)
+    assert events(run / "tensorboard" / "evaluate")["Test/controller/utility", 0] == 0.5
+    (page,) = (run / "wandb").glob("offline-run-*/files/media/html/*.html")
+    assert "the report" in page.read_text()
+    (picture,) = (run / "wandb").glob("offline-run-*/files/media/images/Charts/*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_of_a_selector_are_logged_by_shots(tmp_path: Path) -> None:
+    accuracies = {("sft", 1): 0.4, ("sft", 2): 0.6, ("grpo_live", 1): 0.5, ("grpo_live", 2): 0.9}
+    rows = [
+        {"policy": policy, "shots": shots, "accuracy": share, "accuracy_ci95": [share - 0.1, share + 0.1]}
+        | {"queries": 1500, "decision_us_p50": None, "accuracy_per_seed": [share, share]}
+        for (policy, shots), share in accuracies.items()
+    ]
+    controls = [{"policy": "shuffled_live", "shots": 2, "accuracy": 0.59, "accuracy_ci95": [0.5, 0.7]}]
+    pair = {"policy": "grpo_live", "against": "sft", "shots": 2, "difference": 0.3, "ci95": [0.25, 0.35]}
+    found = {"system": "selector", "trained_shots": 2, "shots": [1, 2], "rows": rows, "controls": controls}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.pt").write_bytes(b"the weights")
+    with tracker(tmp_path, experiment="selector", job_type="evaluate") as log:
+        log.log_results(found | {"profile": RESULTS["profile"], "differences": [pair]})
+    ((content,),) = records(tmp_path).values()
+    assert {k: v for k, v in summary(content).items() if k.endswith("/accuracy") and k.startswith("Test/")} == {
+        **{"Test/sft/accuracy": 0.6, "Test/grpo_live/accuracy": 0.9, "Test/shuffled_live/accuracy": 0.59}
+    }
+    curve = [
+        (r["shots"], r["Shots/sft/accuracy"], r["Shots/grpo_live/accuracy"]) for r in history(content) if "shots" in r
+    ]
+    assert curve == [(1, 0.4, 0.5), (2, 0.6, 0.9)]
+    assert {m.get("step_metric") for m in of_kind(content, "metric") if m.get("glob_name") == "Shots/*"} == {"shots"}
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.json")]
+    policies, differences = sorted(tables, key=lambda table: -len(table["data"]))
+    assert len(policies["data"]) == 5
+    assert dict(zip(differences["columns"], differences["data"][0], strict=True)) == {
+        **{"policy": "grpo_live", "against": "sft", "shots": 2, "difference": 0.3, "ci95_low": 0.25, "ci95_high": 0.35}
+    }
+    assert events(tmp_path / "tensorboard" / "evaluate")["Test/grpo_live/accuracy", 0] == pytest.approx(0.9)
+    (model,) = (a for a in of_kind(content, "artifact") if a["type"] == "model")
+    learned = model["metadata"] if isinstance(model["metadata"], dict) else json.loads(model["metadata"])
+    assert learned["Test/grpo_live/accuracy"] == 0.9
+    assert not any("shuffled" in key for key in learned)
+
+
+def test_artifacts_are_logged_with_their_bodies_inside_the_run(run: Path, logged: dict) -> None:
+    (content,) = logged["lr-0.003"]
+    artifacts = {a["type"]: a for a in of_kind(content, "artifact")}
+    assert artifacts["dataset"]["name"] == "profile-small-profile"
+    assert DIGEST in json.dumps(artifacts["dataset"]["metadata"])
+    assert artifacts["model"]["name"] == "controller-lr-0.003"
+    assert "report.html" in json.dumps(artifacts["dataset"]["manifest"])
+    assert "best.pt" in json.dumps(artifacts["model"]["manifest"])
+    bodies = [path.read_bytes() for path in (run / "wandb" / "artifacts").rglob("*") if path.is_file()]
+    assert b"the weights" in bodies
+
+
+def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
+    ends = {"crash": (ValueError("broken"), 1), "ctrl-c": (KeyboardInterrupt(), 130), "exit": (SystemExit(0), 0)}
+    for name, (error, _) in ends.items():
+        log = tracker(tmp_path, name=name)
+        with pytest.raises(type(error)), log:  # noqa: PT012 (what was logged before the end must survive it)
+            log.log({"Train/Loss": 1.0}, 0)
+            raise error
+    read = {name: content for name, (content,) in records(tmp_path).items()}
+    assert all(history(content) == [{"step": 0, "Train/Loss": 1.0}] for content in read.values())
+    found = {name: [e["exit_code"] for e in of_kind(content, "exit")] for name, content in read.items()}
+    assert found == {name: [status] for name, (_, status) in ends.items()}
+
+
+def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> None:
+    for seed, mode in ((0, "offline"), (1, "disabled")):
+        with tracker(tmp_path, mode, seed=seed) as log:
+            for step in range(4):
+                log.log({"Train/Loss": float(step)}, step)
+    with tracker(tmp_path, seed=0, resume_step=1) as log:
+        log.log({"Train/Loss": 20.0}, 2)
+    kept = [(r["seed"], r["step"], r["Train/Loss"]) for r in metrics(tmp_path) if r["seed"] == "0"]
+    assert kept == [("0", "0", "0.0"), ("0", "1", "1.0"), ("0", "2", "20.0")]
+    assert len([r for r in metrics(tmp_path) if r["seed"] == "1"]) == 4
+    assert events(tmp_path / "tensorboard" / "seed0") == {("Train/Loss", s): v for s, v in enumerate((0.0, 1.0, 20.0))}
+
+
+def stopped_and_gone_on(folder: Path) -> None:
+    """Stopped in the middle of step 3, whose checkpoint is the last; then, from it, to the end of step 5."""
+    with pytest.raises(KeyboardInterrupt), tracker(folder, seed=0) as log:  # noqa: PT012
+        for step in range(3):
+            log.log({"Val/Utility": 0.5 - step / 10}, step)
+            log.log({"Train/Loss": 1 / (step + 1)}, step)
+        log.log({"Val/Utility": 0.25}, 3)
+        raise KeyboardInterrupt
+    with tracker(folder, seed=0, resume_step=2) as log:
+        log.log({"Val/Utility": 0.25}, 3)
+        for step in range(3, 6):
+            log.log({"Train/Loss": 1 / (step + 1)}, step)
+
+
+WHOLE = {s: {"Train/Loss": 1 / (s + 1)} | ({"Val/Utility": 0.5 - s / 10} if s < 3 else {}) for s in range(6)}
+WHOLE[3]["Val/Utility"] = 0.25
+BEST = {"Train/Loss": {"min": 1 / 6, "last": 1 / 6}, "Val/Utility": {"max": 0.5, "last": 0.25}}
+
+
+def test_a_resumed_offline_run_is_one_run_in_which_every_step_is_once(tmp_path: Path) -> None:
+    stopped_and_gone_on(tmp_path)
+    first, second = records(tmp_path)["lr-0.003-seed0"]
+    assert of_kind(first, "run")[0]["run_id"] == of_kind(second, "run")[0]["run_id"]
+    rows = history(first) + history(second)
+    # of step 3, in which it was stopped, each file has what the other has not
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 3, 4, 5]
+    joined: dict[int, dict[str, float]] = {}
+    for row in rows:
+        step = row.pop("step")
+        assert not joined.setdefault(step, {}).keys() & row.keys()
+        joined[step] |= row
+    assert joined == WHOLE
+    assert {name: summary(second)[name] for name in BEST} == BEST
+    steps = [(int(r["step"]), name, float(r[name])) for r in metrics(tmp_path) for name in WHOLE[0] if r[name]]
+    assert sorted(steps) == sorted((step, name, v) for step, row in WHOLE.items() for name, v in row.items())
+
+
+def test_what_a_killed_run_had_not_written_is_made_up_for(tmp_path: Path) -> None:
+    with tracker(tmp_path, seed=0) as log:
+        for step in range(3):
+            log.log(WHOLE[step], step)
+    with tracker(tmp_path, "disabled", seed=0, resume_step=2) as log:  # all of it lost, but for metrics.csv
+        for step in range(3, 5):
+            log.log(WHOLE[step], step)
+    shutil.rmtree(tmp_path / "tensorboard")
+    with tracker(tmp_path, seed=0, resume_step=4) as log:
+        log.log(WHOLE[5], 5)
+    first, second = records(tmp_path)["lr-0.003-seed0"]
+    assert history(first) + history(second) == [{"step": step} | row for step, row in WHOLE.items()]
+    expected = {(name, step): value for step, row in WHOLE.items() for name, value in row.items()}
+    assert events(tmp_path / "tensorboard" / "seed0") == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [
+        *(("Val/Utility", "max"), ("Val/sft/Beam_Score_Mean", "max"), ("Val/rce/Accuracy_Mean", "max")),
+        *(("Val/Budget_Violation_Rate", "min"), ("Train/sft/Loss", "min"), ("Train/ESS", "max")),
+        *(("Train/KL", None), ("Train/Reward_Std", None)),
+    ],
+)
+def test_which_value_is_the_best_of_a_run(name: str, best: str | None) -> None:
+    assert bool(wandb_run.HIGHER_IS_BETTER.search(name)) == (best == "max")
+    assert bool(wandb_run.LOWER_IS_BETTER.search(name)) == (best == "min")
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_where_wandb_does_not_start_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], mode: str
+) -> None:
+    """Its service is a process of its own; on a busy machine, or with a full disk, it may not come up."""
+
+    def fails(**about: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(wandb, "init", fails)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    environment = dict(os.environ)
+    with tracker(tmp_path / "run", mode, seed=0) as log:
+        log.log({"Train/Loss": 1.0}, 0)
+        log.log_results(RESULTS)
+    said = capfd.readouterr().err
+    assert said == "W&B does not start (No space left on device), so lr-0.003-seed0 is not logged there\n"
+    assert (log.mode, log.url, log.settings.mode) == ("disabled", None, mode)
+    assert [row["Train/Loss"] for row in metrics(tmp_path / "run")] == ["1.0"]
+    assert os.environ == environment
+
+
+def test_disabled_tracker_still_writes_metrics_csv(tmp_path: Path) -> None:
+    quiet = TrackingSettings(mode="disabled", tensorboard=False)
+    with tracker(tmp_path, settings=quiet, seed=0) as log:
+        log.log({"Train/Loss": 1.0}, 0)
+        log.log_results(RESULTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_nothing_is_said_while_logging(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with tracker(tmp_path, mode="auto", seed=0) as log:  # no key and no terminal: offline
+        log.log({"Train/Loss": 1.0}, 0)
+    assert log.mode == "offline"
+    assert log.url is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_key_without_a_network_falls_back_to_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wandb_run, "PATIENCE_S", 1)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    settings = TrackingSettings()
+    with tracker(tmp_path, settings=settings, seed=0) as log:
+        log.log({"Train/Loss": 1.0}, 0)
+    assert settings.mode == log.mode == "offline"
+    assert "cannot be reached, so this run is logged offline" in capfd.readouterr().err
+    ((content,),) = records(tmp_path).values()
+    assert history(content) == [{"step": 0, "Train/Loss": 1.0}]
+    with pytest.raises(InputError, match="cannot be reached"):
+        tracker(tmp_path / "new", mode="online", seed=0).__enter__()
+    # what is trained already is not to be lost
+    with tracker(tmp_path, mode="online", seed=1) as log:
+        log.log({"Train/Loss": 2.0}, 0)
+    assert log.mode == "offline"
+    assert history(records(tmp_path)["lr-0.003-seed1"][0]) == [{"step": 0, "Train/Loss": 2.0}]
+
+
+def test_mode_follows_settings_then_environment_then_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wandb_mode(TrackingSettings()) == "offline"
+    Path(os.environ["NETRC"]).write_text("machine api.wandb.ai login user password 0\n")
+    assert wandb_mode(TrackingSettings()) == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode(TrackingSettings()) == "disabled"
+    assert wandb_mode(TrackingSettings(mode="offline")) == "offline"
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert wandb_mode(TrackingSettings()) == "offline"
+    monkeypatch.setenv("WANDB_MODE", "")
+    assert wandb_mode(TrackingSettings()) == "online"
+    Path(os.environ["NETRC"]).unlink()
+    with pytest.raises(InputError, match="WANDB_API_KEY"):
+        wandb_mode(TrackingSettings(mode="online"))
+    with pytest.raises(InputError, match="sometimes"):
+        wandb_mode(TrackingSettings(mode="sometimes"))
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(InputError, match="WANDB_MODE=sometimes"):
+        wandb_mode(TrackingSettings())
+
+
+def test_names_are_refused_exactly_where_wandb_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is logged there, any name will do."""
+    for name in ("knobwise", "a b", "a.b-c_d", "é", "a" * 128, "a" * 129, *(f"a{sign}b" for sign in "/\\#?%:,;@&")):
+        try:
+            wandb.Settings(project=name)
+        except wandb.UsageError:
+            with pytest.raises(InputError, match=r"tracking\.project"):
+                wandb_mode(TrackingSettings(mode="offline", project=name))
+        else:
+            wandb_mode(TrackingSettings(mode="offline", project=name))
+        assert wandb_mode(TrackingSettings(mode="disabled", project=name)) == "disabled"
+    for tag in ("", "a", "a" * 64, "a" * 65):
+        try:
+            wandb.Settings(run_tags=(tag,))
+        except ValueError:
+            with pytest.raises(InputError, match=r"tracking\.tags"):
+                wandb_mode(TrackingSettings(mode="offline", tags=[tag]))
+        else:
+            wandb_mode(TrackingSettings(mode="offline", tags=[tag]))
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")
+    with pytest.raises(InputError, match="WANDB_PROJECT=a/b"):
+        wandb_mode(TrackingSettings(mode="offline"))
+    assert wandb_mode(TrackingSettings(mode="offline", project="mine")) == "offline"

@@ -1,0 +1,176 @@
+"""knobwise workspace: the view is built and checked without a network, and saved to a small local server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from wandb_stub import ENTITY, WandbStub
+from wandb_workspaces.workspaces import Workspace
+from wandb_workspaces.workspaces.internal import View, WorkspaceViewspec
+
+from knobwise.__main__ import main
+from knobwise.common.errors import InputError
+from knobwise.experiments.command_line.settings import read_settings
+from knobwise.experiments.settings.options import WorkspaceRun
+from knobwise.experiments.tracking.workspace import view_of
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty folder, no key, none of the developer's own W&B variables."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+class ViewStub(WandbStub):
+    """The server, with views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: dict[str, dict[str, Any]] = {}
+        self.projects = {"knobwise", "other"}
+
+    def _GetDefaultEntity(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"viewer": {"id": "1", "entity": ENTITY}}
+
+    def _View(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if variables["projectName"] not in self.projects:
+            return {"project": None}
+        found = [view for view in self.views.values() if view["name"] == variables["viewName"]]
+        return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
+
+    def _UpsertView2(self, variables: dict[str, Any]) -> dict[str, Any]:
+        identity = variables.get("id") or f"view-{len(self.views)}"
+        self.views[identity] = {"id": identity, **variables}
+        return {"upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}}
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ViewStub]:
+    """With a key for it. wandb reads the environment once in the life of a process."""
+    with ViewStub() as server:
+        wandb.teardown()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server
+        wandb.teardown()
+
+
+def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for section in spec["section"]["panelBankConfig"]["sections"] for panel in section["panels"]]
+
+
+def test_without_a_key_it_is_built_and_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["workspace", "json=view.json", "knobs=[size]"]) == 0
+    out, err = capsys.readouterr()
+    assert "valid" in out
+    assert "not saved: there is no W&B key" in out
+    assert err == ""
+    content = json.loads((tmp_path / "view.json").read_text())
+    spec = WorkspaceViewspec.model_validate(content)
+    assert json.loads(spec.model_dump_json(by_alias=True, exclude_none=True)) == content
+    kinds = {panel["viewType"] for panel in panels(content)}
+    assert kinds == {
+        *("Scatter Plot", "Run History Line Plot", "Bar Chart", "Parallel Coordinates Plot", "Run Comparer"),
+        *("Weave", "Media Browser"),
+    }
+    (pareto,) = (panel["config"] for panel in panels(content) if panel["viewType"] == "Scatter Plot")
+    assert pareto["showMaxYAxisLine"]
+    shares = [panel["config"] for panel in panels(content) if panel["config"].get("plotType") == "pct-area"]
+    assert [one["metricRegex"] for one in shares] == ["^Knobs/controller/size=.*$", "^Knobs/oracle/size=.*$"]
+    grouping = content["section"]["runSets"][0]["grouping"]
+    assert grouping == [{"section": "run", "name": "group"}, {"section": "config", "name": "run.value"}]
+    named = {"entity": "e", "project": "p", "displayName": "n", "name": "nw-n-v", "id": "i", "spec": content}
+    read_back = Workspace._from_model(View.model_validate(named))
+    assert [len(section.panels) for section in read_back.sections] == [
+        len(s.panels) for s in view_of(WorkspaceRun(knobs=["size"])).sections
+    ]
+
+
+def test_every_setting_that_is_shown_exists() -> None:
+    content = json.loads(view_of(WorkspaceRun())._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+    shown = [
+        [one["accessor"].removeprefix("config:").replace(".value", "") for one in panel["config"]["columns"]]
+        for panel in panels(content)
+        if panel["viewType"] == "Parallel Coordinates Plot"
+    ]
+    assert len(shown) == 2
+    for columns, verb in zip(shown, ("train", "train_selector"), strict=True):
+        config = read_settings(verb, [])
+        assert any(column.startswith("summary:") for column in columns)
+        for column in columns:
+            value: Any = config
+            for part in column.split(".") if not column.startswith("summary:") else ():
+                value = getattr(value, part)
+
+
+def test_a_project_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    assert view_of(WorkspaceRun()).project == "theirs"
+    assert view_of(WorkspaceRun(project="mine")).project == "mine"
+
+
+def test_offline_by_wish(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert main(["workspace"]) == 0
+    assert "not saved: WANDB_MODE is offline" in capsys.readouterr().out
+
+
+def test_with_a_key_it_is_saved_and_replaced(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["workspace", "name='our runs'", "json=view.json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    ((identity, view),) = stub.views.items()
+    assert (view["entityName"], view["projectName"], view["displayName"]) == (ENTITY, "knobwise", "our runs")
+    assert view["type"] == "project-view"
+    assert json.loads(view["spec"]) == json.loads(Path("view.json").read_text())
+    address = f"{stub.url}/{ENTITY}/knobwise?nw={view['name'].removeprefix('nw-').removesuffix('-v')}"
+    assert f"saved: {address}" in out
+    assert main(["workspace", "name='our runs'", "knobs=[size]"]) == 0
+    assert f"saved: {address}" in capfd.readouterr().out
+    assert list(stub.views) == [identity]
+    assert "size=" in stub.views[identity]["spec"]
+    assert main(["workspace", "name=another", "project=other", "entity=team"]) == 0
+    assert "/team/other?nw=" in capfd.readouterr().out
+    assert len(stub.views) == 2
+    assert stub.unknown == []
+
+
+def test_what_goes_wrong_in_saving_is_said_in_a_line(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["workspace", "project=none"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert f"there is no project {ENTITY}/none yet" in said
+    stub.refuse = lambda what: what == "UpsertView2"
+    assert main(["workspace"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "did not take the view" in said
+    assert stub.views == {}
+
+
+def test_what_cannot_be_used_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="Emojis are not allowed"):
+        view_of(WorkspaceRun(name="fast 🚀"))
+    assert main(["workspace", f"json={tmp_path}"]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert main(["workspace", "json=view.json"]) == 2
+    assert "needs a key" in capsys.readouterr().err
+    assert not Path("view.json").exists()
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
+    assert main(["workspace", "json=view.json"]) == 2
+    assert "pip install 'knobwise[workspace]'" in capsys.readouterr().err

@@ -1,0 +1,413 @@
+"""The selector's experiment end to end, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from helpers import small_beams
+from omegaconf import OmegaConf
+from polars.testing import assert_frame_equal
+from safetensors.torch import save_file
+from tensordict import TensorDictBase
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_files import write_rl_data
+from knobwise.envs.demonstrations.beam_table import METHODS, BeamTable
+from knobwise.experiments.command_line.settings import read_settings
+from knobwise.experiments.train import selector
+
+SMALL = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
+SHORT = ["sft.epochs=2", "sft.queries=8", "rce.epochs=1", "rce.queries=8", "grpo.epochs=2", "grpo.queries=8"]
+QUICK = [*SMALL, *SHORT, "variants.grpo_recorded.epochs=2", "variants.shuffled_recorded.epochs=2"]
+SPLIT = ["beams.train=0.6", "beams.validation=0.2"]
+REPLAY = ["train", "experiment=selector_replay", "beams.path=b.safetensors", *SPLIT, *QUICK]
+FILES = ["train", "experiment=selector", "beams=files", "beams.path=b.safetensors", *SPLIT, *SMALL, *SHORT]
+EMBEDDINGS = ["beams.embeddings=c.safetensors", "beams.query_embeddings=q.safetensors"]
+RUN = Path("runs/selector_replay")
+STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with the same small beams as a table (b), in legacy JSON (e) and as RL data (f)."""
+    monkeypatch.chdir(tmp_path)
+    table, _ = small_beams(60)
+    table.save("b.safetensors")
+    write_rl_data(table, "f.json")
+    ids = table.pool.gather(1, table.sequences.flatten(1)).view(table.sequences.shape).tolist()
+    scores = table.fields["beam_score"].tolist()
+    legacy = {q: {"id_list": ids[i], "score_list": scores[i]} for i, q in enumerate(table.query_ids)}
+    Path("e.json").write_text(json.dumps(legacy))
+    save_file({"embeddings": table.candidates}, "c.safetensors")
+    save_file({"embeddings": table.queries}, "q.safetensors")
+    return tmp_path
+
+
+def results_of(run: Path | str = "runs/latest") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(run) / "results.json").read_text())
+    return found
+
+
+def numbers(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What is the same for the same settings: all but times and the words of the command line."""
+    rows = {kind: [{**row, "decision_us_p50": None} for row in results[kind]] for kind in ("rows", "controls")}
+    return {**results, **rows, "command": ""}
+
+
+def named(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(row["policy"], row["shots"]): row for row in rows}
+
+
+# -- what a run leaves -------------------------------------------------------------------------------------------------
+
+
+def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*REPLAY, *EMBEDDINGS, "beams.path=f.json", "tracking=offline", "name=first"]
+    assert main(words) == 0
+    run = folder / RUN / "first"
+    assert (folder / "runs" / "latest").resolve() == run
+    for name in ("config.yaml", "results.json", "report.html", "metrics.csv", "checkpoints/last.pt"):
+        assert (run / name).stat().st_size > 0
+    assert not (run / ".unfinished").exists()
+    assert list((run / "tensorboard").rglob("events.*"))
+    assert len(list((run / "wandb").rglob("*.wandb"))) == 2
+    for stage in STAGES:
+        kept = {path.name for path in (run / "checkpoints" / "seed0" / stage).iterdir()}
+        epochs = range(2 if stage == "rce" else 3)
+        assert kept == {"best.pt", "last.pt", *(f"epoch{i}.pt" for i in epochs)}
+        trained = load_checkpoint(run / "checkpoints" / "seed0" / stage / "best.pt").selector
+        assert trained.stage == ("grpo" if stage not in ("sft", "rce") else stage)
+
+    metrics = pl.read_csv(run / "metrics.csv")
+    assert metrics["step"].is_sorted()
+    for stage, steps in zip(STAGES, (11, 6, 11, 11), strict=True):  # 36 training queries, 8 in a step
+        column = metrics.filter(pl.col(f"Val/{stage}/Accuracy_Mean").is_not_null())["step"]
+        assert column.n_unique() == len(column)
+        assert column.max() - column.min() == steps - 1
+        assert metrics[f"Train/{stage}/Loss"].is_not_null().any()
+
+    results = results_of(run)
+    assert results["profile"]["samples"] == 60
+    assert (results["split"], results["seeds"], results["judged_by"]) == ("test", [0], "recorded")
+    assert (results["shots"], results["trained_shots"], results["test_queries"]) == ([2], 2, 12)
+    rows = named(results["rows"])
+    assert {"random", "image_similarity", "similarity", "sft", "rce", "grpo_recorded", "oracle"} <= {n for n, _ in rows}
+    assert [row["policy"] for row in results["controls"]] == ["shuffled_recorded"]
+    assert all(row["accuracy"] <= rows["oracle", 2]["accuracy"] for row in rows.values())
+    pairs = {(row["policy"], row["against"]) for row in results["differences"]}
+    assert {("grpo_recorded", "rce"), ("rce", "sft"), ("shuffled_recorded", "sft")} <= pairs
+    for row in results["differences"]:
+        assert row["ci95"][0] - 1e-9 <= row["difference"] <= row["ci95"][1] + 1e-9
+    assert "No scorer was at hand" in (run / "report.html").read_text()
+    assert "report.html" in capsys.readouterr().out
+    words = [word for word in words if word.startswith("beams.")]
+    assert main(["evaluate", "beams=files", *words, "json=again.json"]) == 0
+    again = named(json.loads(Path("again.json").read_text())["rows"])
+    assert ("grpo_recorded", 2) in again
+    assert all(row["accuracy"] == rows[key]["accuracy"] for key, row in again.items())
+
+
+def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")]
+    left_out = [f"variants.{name}=null" for name in ("grpo_rounds", "shuffled_live", "hidden_live")]
+    words = ["train", "experiment=selector", *SMALL, *short, *left_out, "variants.grpo_live.epochs=1", "name=x"]
+    assert main(words) == 0
+    results = results_of()
+    learned = ["sft", "rce", "grpo_recorded", "grpo_live"]
+    issue = ["random", "image_similarity", "similarity", "part_similarity", "vote", *learned, "oracle"]
+    rows = named(results["rows"])
+    assert {(name, shots) for name in issue for shots in (1, 2, 3, 4)} <= set(rows)
+    assert {row["policy"] for row in results["controls"]} == {"shuffled_recorded"}
+    assert (results["shots"], results["judged_by"], results["seeds"]) == ([1, 2, 3, 4], "scorer", [0])
+    assert results["test_queries"] == 1500
+    assert results["test_digest"] != results["profile"]["digest"]
+    for row in [*results["rows"], *results["controls"]]:
+        low, high = row["accuracy_ci95"]
+        assert 0 <= low - 1e-9 <= row["accuracy"] <= high + 1e-9
+        assert (row["decision_us_p50"] is not None) == (row["policy"] in (*learned, "shuffled_recorded"))
+    apart = {(row["policy"], row["against"], row["shots"]): row for row in results["differences"]}
+    for policy, against in (("grpo_live", "rce"), ("grpo_recorded", "rce"), ("shuffled_recorded", "sft")):
+        found = [[*results["rows"], *results["controls"]], apart[policy, against, 2]]
+        both = named(found[0])
+        assert found[1]["difference"] == pytest.approx(both[policy, 2]["accuracy"] - both[against, 2]["accuracy"])
+    assert sorted(path.name for path in Path("runs/latest/checkpoints/seed0").iterdir()) == sorted(
+        [*learned, "shuffled_recorded"]
+    )
+
+
+@pytest.mark.parametrize(
+    "network",
+    [["version=v0"], ["version=v1"], ["version=v2", "layers=2"], ["update=convex"], ["projection=linear"]],
+    ids=lambda words: words[0],
+)
+def test_every_network_through_the_command_line(folder: Path, network: list[str]) -> None:
+    words = [f"selector.{word}" for word in network]
+    assert main([*REPLAY, *words, "variants.shuffled_recorded=null"]) == 0
+    assert not results_of()["controls"]
+    config = load_checkpoint("runs/latest/checkpoints/seed0/grpo_recorded/best.pt").selector.config
+    for word in network:
+        key, value = word.split("=")
+        assert str(getattr(config, key)) == value
+
+
+def test_legacy_beams_train_and_are_judged_by_their_scores(folder: Path) -> None:
+    """Format E knows neither right answers nor sequences that were found without looking at the answer."""
+    groups = [f"variants.{name}.groups=all" for name in ("grpo_recorded", "shuffled_recorded")]
+    assert main([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy", *groups]) == 0
+    results = results_of()
+    assert results["judged_by"] == "best_beam"
+    assert {"sft", "rce", "grpo_recorded"} <= {row["policy"] for row in results["rows"]}
+    best = next(row for row in results["rows"] if row["policy"] == "best_recorded" and row["shots"] == 2)
+    assert best["accuracy"] == 1
+
+
+def test_the_command_in_the_results_gives_the_same_numbers(folder: Path) -> None:
+    assert main([*REPLAY, "reward.mode=legacy", "runs=some runs"]) == 0
+    first = results_of("some runs/latest")
+    knobwise, *words = shlex.split(first["command"])
+    assert knobwise == "knobwise"
+    assert main(words) == 0
+    assert len(list(Path("some runs/selector_replay").iterdir())) == 2
+    assert numbers(results_of("some runs/latest")) == numbers(first)
+
+
+def test_rl_data_and_a_saved_table_are_the_same_beams(folder: Path) -> None:
+    assert main([*REPLAY, "runs=table"]) == 0
+    assert main([*REPLAY, *EMBEDDINGS, "beams.path=f.json", "runs=rl"]) == 0
+    assert numbers(results_of("rl/latest")) == numbers(results_of("table/latest"))
+
+
+def test_a_sweep_over_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["knobwise"])
+    assert main([*REPLAY, "-m", "reward.mode=hard_only,hybrid", "hydra.sweep.dir=sweep"]) == 0
+    modes = {OmegaConf.load(run / "config.yaml").reward.mode for run in RUN.iterdir() if (run / "report.html").exists()}
+    assert modes == {"hard_only", "hybrid"}
+
+
+def test_help_lists_the_selectors_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "experiment=selector", "--help"]) == 0
+    keys = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"beams", "beams.path", "variants", "reward.mode", "sft.epochs", "judged_shots", "jobs", "seeds"} <= keys
+    assert not keys & {"profile", "budget", "policy"}
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (FILES, "experiment=selector_replay"),
+        ([*FILES, "variants.grpo_rounds=null"], "variants.grpo_live=null"),
+        ([*FILES, "variants.grpo_rounds.rounds=many"], "variants.grpo_rounds: Value 'many'"),
+        ([*FILES, "variants.grpo_rounds.epochz=3"], "variants.grpo_rounds"),
+        ([*REPLAY, "variants.grpo_recorded={epochz: 3}"], "variants"),
+        ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
+        ([*REPLAY, "variants.grpo_recorded.epochs=many"], "variants.grpo_recorded"),
+        ([*REPLAY, "variants.grpo_recorded.groups=own"], "groups.methods=policy"),
+        ([*REPLAY, "variants.grpo_recorded.groups=some"], "without_beams"),
+        ([*REPLAY, "variants.sft={}"], "variants.sft"),
+        ([*REPLAY, "reward.mode=hardest"], "hard_plus_soft_v2"),
+        ([*REPLAY, "reward.mode=hard_only", "reward.soft_weight=1"], "reward.soft_weight"),
+        ([*REPLAY, "reward.information=x"], "logprob_score"),
+        ([*REPLAY, "seeds=[1,1]"], "none twice"),
+        ([*REPLAY, "seeds=[]"], "at least one seed"),
+        ([*REPLAY, "judged_shots=[0]"], "judged_shots"),
+        ([*REPLAY, "judged_shots=[]"], "judged_shots"),
+        ([*REPLAY, "judged_shots=[2,2]"], "judged_shots"),
+        ([*REPLAY, "judged_shots=[3,4]"], "[2] shots only"),
+        ([*REPLAY, "shots=3"], "[2] demonstrations"),
+        ([*REPLAY, "jobs=0"], "jobs"),
+        ([*REPLAY, "decoding=sampled"], "greedy, beam"),
+        ([*REPLAY, "device=tpu"], "device"),
+        ([*REPLAY, "selector.version=v9"], "v0, v1, v2"),
+        ([*REPLAY, "selector.width=15"], "selector.heads"),
+        ([*REPLAY, "sft.epochs=-1"], "epochs"),
+        ([*REPLAY, "beams.train=0.9"], "beams"),
+        ([*REPLAY, "beams.path=none.safetensors"], "none.safetensors"),
+        ([*REPLAY, "beams.path=none.json", *EMBEDDINGS], "none.json"),
+        ([*REPLAY, "beams.path=f.json"], "beams.embeddings"),
+        ([*REPLAY, "beams.path=f.json", "beams.embeddings=none.npz"], "none.npz"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json"], "vqa_correct"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy"], "variants.grpo_recorded.groups=all"),
+        ([*REPLAY, "seeds=[-1]"], "seeds"),
+        ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
+        ([*REPLAY, "selector.version=v0", "judged_shots=[2,40]"], "32"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "beams.trailing_query=often"], "auto, never"),
+        (["train", "experiment=selector_replay", *QUICK], "beams.path"),
+        (["train", "experiment=selector", "beams=disk"], "builtin"),
+        (["train", "experiment=selector_replays"], "selector_replay"),
+        ([*REPLAY, "-m", "reward.mode=hardest,hard_only"], "hardest"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "_".join(value[-2:]),
+)
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.startswith("knobwise: ")
+    assert len(re.sub("\n`knobwise .* lists every key", "", printed).splitlines()) == 1
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("variants", "said"),
+    [
+        ({"sft": {}}, "variants.sft: the name is taken"),
+        ({"oracle": {}}, "variants.oracle: the name is taken"),
+        ({"random": {}}, "variants.random: the name is taken"),
+        ({"mine": {"hiden": ["liar"]}}, "variants.mine: Key 'hiden' not in 'Variant'"),
+        ({"mine": {"hidden": ["annotator"]}}, "hidden=annotator: small beams has the blocks image, liar"),
+        ({"mine": {"hidden": ["liar"]}, "yours": {"hidden": ["image"]}}, "must hide the same blocks"),
+        ({"mine": {"live": True}}, "variants.mine: live draws and rounds need a scorer"),
+        ({"mine": {"rounds": 2}}, "variants.mine: live draws and rounds need a scorer"),
+        ({"mine": {"reward": {"mode": "hard_only", "rel_weight": 1.0}}}, "rel_weight: mode hard_only has no such"),
+        ({"mine": {"loss": {"advantage": "best"}}}, "variants.mine.loss"),
+    ],
+)
+def test_variants_that_cannot_be_trained(folder: Path, variants: dict[str, Any], said: str) -> None:
+    config = replace(read_settings("train_selector", REPLAY[1:]), variants=variants)
+    with pytest.raises(InputError, match=re.escape(said)):
+        selector.run(config, [])
+    assert not Path("runs").exists()
+
+
+def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = BeamTable.load("b.safetensors")
+    found_by = torch.full_like(table.found_by, METHODS.index("random"))
+    replace(table, found_by=found_by).save("random.safetensors")
+    assert main([*REPLAY, "beams.path=random.safetensors"]) == 2
+    assert "found by random" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folder: Path) -> None:
+    words = ["variants.grpo_recorded=null", "variants.shuffled_recorded=null"]
+    words += ["variants={blind:{epochs:1,groups:all,hidden:[liar]}}"]
+    assert main([*REPLAY, *words]) == 0
+    results = results_of()
+    rows = {row["policy"] for row in [*results["rows"], *results["controls"]]}
+    assert {"sft", "rce", "hidden_sft", "hidden_rce", "blind"} <= rows
+    assert results["best_policy"] == "rce"  # the one that sees
+    kept = [Path("runs/latest/checkpoints", name, "best.pt") for name in (".", "seed0/rce")]
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+    compared = {(row["policy"], row["against"]) for row in results["differences"]}
+    assert ("hidden_rce", "hidden_sft") in compared
+
+
+def test_hidden_blocks_are_hidden_from_all_that_start_there(folder: Path) -> None:
+    variants = {"plain": {"epochs": 1}, "blind": {"epochs": 1, "hidden": ["liar"]}}
+    selector.run(replace(read_settings("train_selector", REPLAY[1:]), variants=variants, name="x"), [])
+    seed = RUN / "x" / "checkpoints" / "seed0"
+    assert sorted(path.name for path in seed.iterdir()) == ["blind", "hidden_rce", "hidden_sft", "plain", "rce", "sft"]
+    for name in ("blind", "hidden_rce", "hidden_sft", "plain", "sft"):
+        seen = load_checkpoint(seed / name / "best.pt").selector.scale.isfinite().tolist()
+        assert seen == [True, True, True, name in ("plain", "sft")]
+
+
+# -- stopping and going on ---------------------------------------------------------------------------------------------
+
+
+def metrics_of(run: Path | str) -> pl.DataFrame:
+    """Rows of `metrics.csv`, seed by seed, each in the order of writing; columns by name."""
+    frame = pl.read_csv(Path(run) / "metrics.csv", infer_schema_length=None)
+    return frame.select(sorted(frame.columns)).sort("seed", maintain_order=True)
+
+
+@pytest.mark.parametrize(("stage", "iteration"), [("sft", 3), ("rce", 2), ("grpo", 7)])
+def test_an_interrupted_run_ends_like_one_that_was_not(
+    folder: Path, stage: str, iteration: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*REPLAY, "name=x"]
+    with monkeypatch.context() as patch:
+        learn = SelectorTrainer._learn
+
+        def pressed(self: SelectorTrainer, data: TensorDictBase) -> Mapping[str, float]:
+            if (self.stage, self.iteration) == (stage, iteration):
+                raise KeyboardInterrupt
+            return learn(self, data)
+
+        patch.setattr(SelectorTrainer, "_learn", pressed)
+        assert main(words) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert main(words) == 0
+    assert main([*words, "runs=whole"]) == 0
+    assert [path.name for path in RUN.iterdir()] == ["x"]
+    assert numbers(results_of()) == numbers(results_of("whole/latest"))
+    assert_frame_equal(metrics_of("runs/latest"), metrics_of("whole/latest"))
+
+
+def test_a_run_interrupted_while_it_reports_is_finished_by_the_same_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*REPLAY, "name=x"]
+    with monkeypatch.context() as patch:
+
+        def pressed(folder: Path) -> Path:
+            raise KeyboardInterrupt
+
+        patch.setattr("knobwise.experiments.train.selector.write_report", pressed)
+        assert main(words) == 130
+    before = metrics_of(RUN / "x")
+    assert main(words) == 0
+    assert [path.name for path in RUN.iterdir()] == ["x"]
+    assert Path("runs/latest/report.html").exists()
+    assert_frame_equal(metrics_of("runs/latest"), before)
+
+
+def alive(process: int) -> bool:
+    """Whether a process is still at work; a dead one that nobody has asked after is not."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
+    words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=10", "seeds=[0,1]", "name=x"]
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "knobwise", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and killed.poll() is None:
+        if all((seed / "rce" / "last.pt").exists() for seed in seeds):
+            break
+        time.sleep(0.02)
+    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    assert len(children) >= 2
+    while any(alive(int(child)) for child in children):  # or they would go on writing beside the run that goes on
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    assert not all((seed / "grpo_recorded" / "epoch10.pt").exists() for seed in seeds)
+    assert main(words) == 0
+    assert main([*words, "runs=whole", "jobs=1"]) == 0
+    assert [path.name for path in RUN.iterdir()] == ["x"]
+    assert numbers(results_of()) == numbers(results_of("whole/latest"))
+    assert_frame_equal(metrics_of("runs/latest"), metrics_of("whole/latest"))

@@ -1,0 +1,524 @@
+"""Ctrl-C and what schedulers send: real signals, many of them to real processes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from helpers import small_beams, small_table
+from polars.testing import assert_frame_equal
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.selector.networks import SelectorConfig
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import StageConfig
+from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.agents.training.loop import Trainer
+from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.agents.training.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.common import interruption
+from knobwise.common.interruption import held_back, status_of, stopped_by_signals
+from knobwise.envs.configurations.reward import RewardConfig
+from knobwise.envs.readers.long_table import write_features, write_long_table
+from knobwise.profiling.demonstrations import learner
+from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
+from knobwise.profiling.elastic import training
+from knobwise.profiling.elastic.model import ElasticSize
+from knobwise.profiling.elastic.training import TrainingConfig, train
+
+
+@pytest.fixture(autouse=True)
+def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also where the tests run in the background, where shells have Ctrl-C ignored."""
+    before = {number: signal.getsignal(number) for number in interruption.SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    monkeypatch.setattr(interruption, "_latest_s", -10.0)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+# -- holding back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_each_signal_stops_at_once_and_gives_its_status(number: int, status: int) -> None:
+    handler = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt) as stop, stopped_by_signals():
+        send(number)
+    assert status_of(stop.value) == status
+    assert signal.getsignal(number) is handler
+
+
+def test_an_interrupt_without_a_signal_is_ctrl_c() -> None:
+    assert status_of(KeyboardInterrupt()) == 130
+    assert status_of(KeyboardInterrupt("pressed")) == 130
+
+
+def test_what_was_told_to_be_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stopped_by_signals(), held_back() as held:
+        send(signal.SIGHUP)
+    assert held.asked is None
+
+
+def test_a_signal_is_held_back_to_where_it_may_stop() -> None:
+    passed = []
+
+    def work() -> None:
+        with held_back() as held:
+            held.check()
+            send(signal.SIGTERM)
+            passed.append(1)
+            held.check()
+            passed.append(2)
+
+    with pytest.raises(KeyboardInterrupt) as stop:
+        work()
+    assert passed == [1]
+    assert status_of(stop.value) == 143
+
+
+def test_what_is_still_held_back_at_the_end_is_raised_then() -> None:
+    passed = []
+
+    def work() -> None:
+        with held_back():
+            send()
+            passed.append(1)
+        passed.append(2)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert passed == [1]
+
+
+def test_the_same_signal_twice_at_once_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def work() -> None:
+        with held_back(say="stopping") as held:
+            for _ in range(20):
+                send()
+            asked.append(held.asked)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert asked == [signal.SIGINT]
+    assert capsys.readouterr().err.split() == ["stopping"]
+
+
+def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interruption, "SAME_S", 0.0)
+    passed = []
+
+    def work() -> None:
+        with held_back() as held:
+            send()
+            with held.undisturbed():
+                send()
+                passed.append("saved")
+            send()
+            passed.append("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert passed == ["saved"]
+
+
+def test_in_another_thread_nothing_changes() -> None:
+    asked: list[int | None] = []
+
+    def work() -> None:
+        with stopped_by_signals(), held_back() as held:
+            asked.append(held.asked)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert asked == [None]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+SHORT = OptimiserConfig(warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=6)
+
+
+def controller(folder: Path, objective: str) -> ControllerTrainer:
+    table = small_table(80, holes=0.2)
+    policy = PolicyConfig(structure="utility" if objective == "exact" else "additive", hidden=16, members=3)
+    loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
+    reward = RewardConfig(kind="utility")
+    return ControllerTrainer(
+        table, table.split(), policy=policy, loss=loss, optimiser=SHORT, reward=reward, folder=folder
+    )
+
+
+def selector(folder: Path, stage: str) -> SelectorTrainer:
+    table, scorer = small_beams()
+    torch.manual_seed(0)
+    start = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates)
+    live = stage == "live"
+    return SelectorTrainer(
+        "grpo" if live else stage,
+        table,
+        table.split(0.8, 0.1),
+        start,
+        scorer=scorer,
+        live=live,
+        config=StageConfig(epochs=3, lr=3e-3, queries=8),
+        folder=folder,
+    )
+
+
+def press(trainer: Trainer, iteration: int, times: int = 1) -> None:
+    """Have signals sent to this process in the middle of an iteration."""
+    learn = trainer._learn
+
+    def pressed(data: Any) -> Any:
+        if trainer.iteration == iteration:
+            for _ in range(times):
+                send()
+        return learn(data)
+
+    trainer._learn = pressed  # type: ignore[method-assign]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two structures of tensors and plain values are equal to the bit."""
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "stops"),
+    [
+        (controller, "exact", [3, 11]),
+        (controller, "sampled", [7, 12]),
+        (selector, "sft", [1, 4]),
+        (selector, "rce", [2]),
+        (selector, "grpo", [3]),
+        (selector, "live", [5]),
+    ],
+)
+def test_ctrl_c_saves_the_iteration_it_is_in_and_the_end_is_bit_for_bit_the_same(
+    tmp_path: Path, make: Callable[[Path, str], Trainer], how: str, stops: list[int]
+) -> None:
+    make(tmp_path / "whole", how).run()
+    for stop in stops:
+        trainer = make(tmp_path / "stopped", how)
+        trainer.resume(tmp_path / "stopped" / "last.pt")  # type: ignore[attr-defined]
+        press(trainer, stop)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            trainer.run()
+        state = load_checkpoint(tmp_path / "stopped" / "last.pt").extra["training"]
+        assert state["iteration"] == stop + 1  # nothing of what was done is lost
+        load_checkpoint(tmp_path / "stopped" / "best.pt")
+        (note,) = stopped.value.__notes__
+        assert f"{tmp_path / 'stopped' / 'last.pt'} holds iteration {stop + 1} of {trainer.total}" in note
+        assert f"validation {trainer.judged_by} {state['best']['score']:.4f}" in note
+        interruption._latest_s = -10.0  # the next one is another wish
+    resumed = make(tmp_path / "stopped", how)
+    assert resumed.resume(tmp_path / "stopped" / "last.pt")  # type: ignore[attr-defined]
+    assert resumed.iteration == stops[-1] + 1
+    resumed.run()
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert sorted(path.name for path in (tmp_path / "stopped").iterdir()) == names
+    for name in names:
+        ends = [torch.load(tmp_path / runs / name, weights_only=True) for runs in ("whole", "stopped")]
+        for end in ends:
+            end["extra"].pop("policy", None)  # named after the folder
+        assert same(*ends), name
+
+
+def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interruption, "SAME_S", 0.0)
+    trainer = controller(tmp_path, "sampled")
+    press(trainer, 9, times=2)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        trainer.run()
+    assert load_checkpoint(tmp_path / "last.pt").extra["training"]["iteration"] == 6
+    assert "holds iteration 6 of 20" in stopped.value.__notes__[0]
+
+
+def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interruption, "SAME_S", 0.0)
+    trainer = controller(tmp_path, "sampled")
+    press(trainer, 9)
+    state = trainer.training_state
+
+    def pressed() -> Any:
+        if trainer.iteration == 10:
+            send()
+            send()
+        return state()
+
+    trainer.training_state = pressed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert load_checkpoint(tmp_path / "last.pt").extra["training"]["iteration"] == 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt"]
+
+
+def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path) -> None:
+    trainer = controller(tmp_path, "sampled")
+    press(trainer, 19)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        trainer.run()
+    assert "finished" in stopped.value.__notes__[0]
+    again = controller(tmp_path, "sampled")
+    assert again.resume(tmp_path / "last.pt")
+    assert again.finished
+
+
+@pytest.mark.parametrize("what", ["elastic", "learner"])
+def test_ctrl_c_while_a_model_is_trained_for_profiling_saves_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    calls, path = [], tmp_path / "state.pt"
+    module: Any = training if what == "elastic" else learner
+    loss = module._loss
+
+    def pressed(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            send()
+        return loss(*arguments)
+
+    monkeypatch.setattr(module, "_loss", pressed)
+    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
+    trained: dict[str, Callable[[], Any]] = {
+        "elastic": lambda: train(TrainingConfig(steps=6, batch_size=4), size, path),
+        "learner": lambda: train_learner(LearnerConfig(steps=6, batch_size=4), path),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        trained[what]()
+    assert torch.load(path, weights_only=True)["step"] == 3
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+TRAIN = [
+    *("train", "profile=table", "profile.path=t.parquet", "profile.features=f.npz", "policy=utility", "seeds=[0,1]"),
+    *("policy.hidden=16", "baselines=false", "tracking=disabled", "optimiser.warmup_iterations=20", "name=x"),
+    *("optimiser.iterations=180", "optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
+]
+BEAMS = [
+    *("train", "experiment=selector_replay", "beams.path=b.safetensors", "beams.train=0.6", "beams.validation=0.2"),
+    *("selector.width=16", "selector.heads=2", "tracking=disabled", "sft.epochs=40", "sft.queries=8", "rce.epochs=1"),
+    *("rce.queries=8", "grpo.queries=8", "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=1"),
+    *("seeds=[0,1,2]", "jobs=2", "name=x"),
+]
+SFT = [Path(f"runs/selector_replay/x/checkpoints/seed{seed}/sft/last.pt") for seed in (0, 1)]
+VARIABLES = {"TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+COMMAND = [sys.executable, "-m", "knobwise"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    table = small_table(90, holes=0.3)
+    write_long_table(table, "t.parquet")
+    write_features(table, "f.npz")
+    small_beams(60)[0].save("b.safetensors")
+    return tmp_path
+
+
+def started(words: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, **VARIABLES}
+    return subprocess.Popen(
+        [*COMMAND, *words], env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+
+
+def wait_for(there: Callable[[], bool], seconds: float = 120) -> None:
+    limit = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def iteration_of(last: Path) -> int:
+    return int(load_checkpoint(last).extra["training"]["iteration"]) if last.exists() else -1
+
+
+def go_on(said: str) -> None:
+    """Give the command that was said."""
+    (command,) = re.findall(r"the same command goes on where it stopped:\s+(.+)", said)
+    words = shlex.split(command)
+    assert words[1:3] == ["-m", "knobwise"]
+    assert main(words[3:]) == 0
+
+
+def equal_checkpoints(name: str) -> bool:
+    return same(*(torch.load(Path(runs) / name, weights_only=True) for runs in ("runs", "whole")))
+
+
+def stopped(number: int) -> str:
+    """What training says that is stopped in the middle of the second seed; all that it says is true."""
+    process = started(TRAIN)
+    kept = Path("runs/controller/x/checkpoints/seed1")
+    wait_for(lambda: iteration_of(kept / "last.pt") >= 25 or process.poll() is not None)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, said
+    assert "Traceback" not in said
+    note = re.search(
+        rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 200; best\.pt beside it the best so far "
+        r"\(validation utility (0\.\d{4}) at iteration (\d+)\)",
+        said,
+    )
+    assert note is not None, said
+    iteration, score, best = int(note[1]), float(note[2]), int(note[3])
+    assert 25 <= iteration_of(kept / "last.pt") == iteration < 200
+    found = load_checkpoint(kept / "best.pt").extra
+    assert (round(found["validation_utility"], 4), found["iteration"]) == (score, best)
+    assert "what is finished is kept in runs/controller/x" in said
+    assert [path.name for path in Path("runs").rglob(".*")] == [".unfinished"]
+    return said
+
+
+def test_a_run_that_a_scheduler_stops_says_what_is_kept(folder: Path) -> None:
+    stopped(signal.SIGTERM)
+
+
+def test_a_run_stopped_by_ctrl_c_ends_like_one_that_was_not(folder: Path) -> None:
+    go_on(stopped(signal.SIGINT))
+    assert main([*TRAIN, "runs=whole"]) == 0
+    assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
+    for name in ("seed1/last.pt", "seed1/best.pt", "best.pt"):
+        assert equal_checkpoints(f"controller/x/checkpoints/{name}"), name
+    assert_frame_equal(*(pl.read_csv(f"{runs}/controller/x/metrics.csv") for runs in ("runs", "whole")))
+
+
+def alive(process: int) -> bool:
+    """Whether a process is still at work; a dead one that nobody has asked after is not."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def check_stopped(said: str, children: list[int]) -> None:
+    """No process is left, and each says where what it did is."""
+    assert "Traceback" not in said
+    assert len(children) >= 2
+    wait_for(lambda: not any(map(alive, children)), 10)
+    for seed in (0, 1):
+        note = re.search(rf"seed {seed} · (\w+): (runs/\S+/seed{seed}/\1/last\.pt) holds iteration (\d+) of", said)
+        assert note is not None, said
+        assert iteration_of(Path(note[2])) == int(note[3])
+    assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()  # that one was waiting
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+def test_several_processes_are_stopped_by_a_scheduler_that_signals_them_all(folder: Path) -> None:
+    process = started(BEAMS)
+    wait_for(lambda: all(iteration_of(path) >= 0 for path in SFT) or process.poll() is not None)
+    children = children_of(process.pid)
+    for each in (process.pid, *children):
+        os.kill(each, signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    check_stopped(said, children)
+
+
+def in_terminal(words: list[str]) -> tuple[int, int]:
+    """The command in a terminal of its own: the number of its process, and what reads and writes the terminal."""
+    process, terminal = pty.fork()
+    if process == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execve(sys.executable, [*COMMAND, *words], {**os.environ, **VARIABLES})
+    return process, terminal
+
+
+def read_to_end(terminal: int, found: bytearray) -> None:
+    """What is written until all who could write have gone."""
+    while True:
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        found += part
+
+
+def shown(found: bytearray) -> str:
+    """What a terminal was given, without control characters, each state of a bar a line."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", bytes(found).decode(errors="ignore")).replace("\r", "\n")
+    return re.sub(r"\n+", "\n", text)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+@pytest.mark.parametrize("system", ["controller", "selector"])
+def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Path, system: str) -> None:
+    several = system == "selector"
+    process, terminal = in_terminal(BEAMS if several else TRAIN)
+    output = bytearray()
+    reader = threading.Thread(target=read_to_end, args=(terminal, output), daemon=True)
+    reader.start()
+    watched = SFT if several else [Path("runs/controller/x/checkpoints/seed0/last.pt")]
+    title, judged = ("seed 0 · sft", "accuracy") if several else ("seed 0", "utility")
+    numbers = r"\d+/200 +[\d.]+ (it/s|s/it) · \d+ (s|min) left"
+    bar = re.compile(rf"{title} +[━╸╺]+ +{numbers} +\w+ · best validation {judged} \d\.\d{{4}}")
+
+    def begun() -> bool:
+        return all(iteration_of(path) >= 10 for path in watched) and bar.search(shown(output)) is not None
+
+    wait_for(lambda: begun() or not alive(process))
+    children = children_of(process)
+    os.write(terminal, b"\x03")  # the key: the terminal makes a signal of it, for every process
+    reader.join(120)
+    _, status = os.waitpid(process, 0)
+    os.close(terminal)
+    said = shown(output)
+    assert os.waitstatus_to_exitcode(status) == 130, said
+    assert "knobwise: interrupted" in said
+    if several:
+        check_stopped(said, children)
+    assert bar.search(said), said
+    assert "Traceback" not in said
+    if several:
+        go_on(said)
+        assert main([*BEAMS, "runs=whole", "jobs=1"]) == 0
+        for name in ("seed0/sft/last.pt", "seed1/grpo_recorded/last.pt", "seed2/sft/last.pt"):
+            assert equal_checkpoints(f"selector_replay/x/checkpoints/{name}"), name
+
+
+@pytest.mark.parametrize("gone", ["2>&-", "2> >(true)"], ids=["closed", "a pipe that nobody reads"])
+def test_a_stderr_that_is_gone_does_not_stop_training(folder: Path, gone: str) -> None:
+    words = [*TRAIN, "optimiser.iterations=20", "seeds=[0]"]
+    kept = [word for word in words if word not in ("optimiser.iterations=180", "seeds=[0,1]")]
+    command = ["bash", "-c", f"{shlex.join([*COMMAND, *kept])} {gone}"]
+    done = subprocess.run(command, env={**os.environ, **VARIABLES}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path("runs/controller/x/report.html").exists()

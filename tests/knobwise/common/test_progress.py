@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from knobwise.common import progress as module
+from knobwise.common.progress import progress, show_in_parent, workers_shown
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(module, "time", found)
+    return found
+
+
+class Terminal:
+    """A pseudo-terminal in the place of stderr."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        self.reader, writer = pty.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        os.set_blocking(self.reader, False)
+        self.stderr: TextIO = os.fdopen(writer, "w", buffering=1)
+
+    def put_on(self) -> None:
+        """pytest puts its own stderr in place after the fixtures, so that each test does this itself."""
+        self.patch.setattr(sys, "stderr", self.stderr)
+
+    def shown(self) -> str:
+        """What was written since the last call, without control characters, each state of a bar a line."""
+        found = b""
+        while True:
+            try:
+                found += os.read(self.reader, 65536)
+            except BlockingIOError:
+                break
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", found.decode()).replace("\r", "\n")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    found = Terminal(monkeypatch)
+    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "24"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    yield found
+    found.stderr.close()
+    os.close(found.reader)
+
+
+# -- without a terminal ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_it_says_a_plain_line_once_in_a_while(
+    capsys: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    with progress("measuring", total=100, every_s=60) as tick:
+        for done in range(1, 101):
+            clock.now += 2
+            tick(done, "")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "measuring: 30/100, 2 min left",
+        "measuring: 60/100, 80 s left",
+        "measuring: 90/100, 20 s left",
+        "measuring: 100/100, done in 3 min",
+    ]
+
+
+def test_the_end_is_said_once(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    with progress("jobs", total=2, every_s=float("inf")) as tick:
+        for done in (1, 2, 2):
+            clock.now += 1
+            tick(done, "")
+    assert capsys.readouterr().err == "jobs: 2/2, done in 2 s\n"
+
+
+def test_no_second_is_left_only_at_the_end(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    with progress("jobs", total=4, every_s=0) as tick:
+        clock.now += 0.9
+        tick(3, "")
+    assert capsys.readouterr().err == "jobs: 3/4, 1 s left\n"
+
+
+def test_work_from_an_earlier_session_does_not_flatter_the_time_left(
+    capsys: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    with progress("training", total=1000, done=900, every_s=0) as tick:
+        clock.now += 10
+        tick(910, "loss 0.50")
+    assert capsys.readouterr().err == "training: 910/1000, 90 s left · loss 0.50\n"
+
+
+def test_short_work_says_nothing_and_longer_work_does(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    for seconds, said in ((0.1, ""), (3.0, "reading: 4/4, done in 3 s\n")):
+        with progress("reading", total=4, quiet_s=2) as tick:
+            for done in range(1, 5):
+                clock.now += seconds / 4
+                tick(done, "")
+        assert capsys.readouterr().err == said
+
+
+def test_long_times_are_said_in_hours(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    with progress("training", total=10) as tick:
+        clock.now += 3600
+        tick(1, "")
+    assert capsys.readouterr().err == "training: 1/10, 9.0 h left\n"
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_that_colours_are_forced_makes_a_file_no_terminal(
+    variable: str, capsys: pytest.CaptureFixture[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with progress("training", total=2) as tick:
+        tick(2, "")
+    assert capsys.readouterr().err == "training: 2/2, done in 0 s\n"
+
+
+def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    broken, closed = os.fdopen(writer, "w", buffering=1), open(os.devnull, "w")  # noqa: SIM115
+    closed.close()
+    for gone in (None, closed, broken):
+        monkeypatch.setattr(sys, "stderr", gone)
+        done = 0
+        with progress("training", total=3, every_s=0) as tick:
+            for done in range(1, 4):
+                tick(done, "")
+        assert done == 3
+    with pytest.raises(BrokenPipeError):  # what was to be survived
+        broken.close()
+
+
+# -- in a terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_a_bar_says_title_count_rate_time_left_and_the_note(terminal: Terminal, clock: Clock) -> None:
+    terminal.put_on()
+    with progress("seed 3", total=400, done=100) as tick:
+        assert "seed 3" in (begun := terminal.shown())
+        assert "100/400 – it/s · time left unknown" in begun
+        clock.now += 10
+        tick(300, "GRPO · best validation utility 0.6431")
+        shown = terminal.shown()
+        assert re.search(r"seed 3 [━╸╺]+ 300/400 20\.0 it/s · 5 s left GRPO · best validation utility 0\.6431", shown)
+        assert max(map(len, shown.splitlines())) <= 100
+        clock.now += 10
+        tick(303, "")
+        assert "10.2 it/s" in terminal.shown()
+    with progress("slow", total=5) as tick:
+        clock.now += 60
+        tick(2, "")
+        assert "2/5 30.0 s/it · 90 s left" in terminal.shown()
+
+
+def test_a_finished_bar_stays_with_the_time_that_it_took(terminal: Terminal, clock: Clock) -> None:
+    terminal.put_on()
+    with progress("measuring", total=2) as tick:
+        for done in (1, 2):
+            clock.now += 0.01  # too soon to be drawn anew
+            tick(done, "last")
+    assert "2/2 100.0 it/s · done in 0 s last" in terminal.shown().splitlines()[-2]
+
+
+def test_short_work_draws_no_bar_and_longer_work_does(terminal: Terminal, clock: Clock) -> None:
+    terminal.put_on()
+    for seconds, says in ((0.1, False), (3.0, True)):
+        with progress("reading", total=4, quiet_s=2) as tick:
+            for done in range(1, 5):
+                clock.now += seconds / 4
+                tick(done, "")
+        assert ("reading" in terminal.shown()) == says
+
+
+def test_a_bar_within_a_bar_goes_when_it_is_done(terminal: Terminal, clock: Clock) -> None:
+    terminal.put_on()
+    with progress("seeds", total=2) as outer:
+        for seed in range(2):
+            with progress(f"seed {seed}", total=2) as inner:
+                clock.now += 1
+                inner(1, "")
+                lines = terminal.shown()
+                assert "seeds" in lines
+                assert f"seed {seed} " in lines
+            clock.now += 1
+            outer(seed + 1, "")
+            assert re.search(rf"seeds [━╸╺]+ {seed + 1}/2", terminal.shown())
+    assert "seed 1" not in terminal.shown()
+
+
+def test_titles_and_notes_are_no_markup(terminal: Terminal, clock: Clock) -> None:
+    terminal.put_on()
+    with progress("seeds=[0]", total=2) as tick:
+        clock.now += 1
+        tick(1, "[red]0.5[/]")
+    shown = terminal.shown()
+    assert "seeds=[0]" in shown
+    assert "[red]0.5[/]" in shown
+
+
+def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(
+    terminal: Terminal, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal.put_on()
+    with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        with progress("measuring", total=2) as tick:
+            tick(1, "")
+            print("found 0.5")
+    assert (tmp_path / "out").read_text() == "found 0.5\n"
+    assert "found" not in terminal.shown()
+
+
+def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Terminal(monkeypatch)
+    monkeypatch.setenv("TERM", "xterm")
+    gone.put_on()
+    done = 0
+    with progress("outer", total=1), progress("training", total=3) as tick:
+        tick(1, "")
+        assert "training" in gone.shown()
+        os.close(gone.reader)
+        time.sleep(0.11)  # so that it is drawn anew
+        for done in (2, 3):
+            tick(done, "")
+    assert done == 3
+    with progress("again", total=1) as tick:
+        tick(1, "")
+    with pytest.raises(OSError, match="Input/output error"):  # what was to be survived
+        gone.stderr.close()
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal.put_on()
+    monkeypatch.setenv("TERM", "dumb")
+    with progress("training", total=2) as tick:
+        tick(2, "")
+    assert terminal.shown().strip() == "training: 2/2, done in 0 s"
+
+
+# -- of several processes ----------------------------------------------------------------------------------------------
+
+
+def work(number: int) -> int:
+    with progress(f"worker {number}", total=3) as tick:
+        for done in range(1, 4):
+            time.sleep(0.25)
+            tick(done, f"note {number}")
+    return number
+
+
+def test_what_other_processes_do_is_shown_here(terminal: Terminal) -> None:
+    terminal.put_on()
+    context = multiprocessing.get_context("spawn")
+    with (
+        progress("all", total=2) as tick,
+        workers_shown(context) as shown,
+        ProcessPoolExecutor(2, mp_context=context, initializer=show_in_parent, initargs=shown) as pool,
+    ):
+        for count, _ in enumerate(pool.map(work, range(2)), 1):
+            tick(count, "")
+    found = terminal.shown()
+    for number in range(2):
+        assert re.search(rf"worker {number} [━╸╺]+ [23]/3 .* note {number}", found)
+    assert re.search(r"all ━+ 2/2", found.splitlines()[-2])
+
+
+def test_without_a_terminal_each_process_says_its_own_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    context = multiprocessing.get_context("spawn")
+    with (
+        workers_shown(context) as shown,
+        ProcessPoolExecutor(1, mp_context=context, initializer=show_in_parent, initargs=shown) as pool,
+    ):
+        assert pool.submit(work, 4).result() == 4
+    assert re.search(r"^worker 4: 3/3, done in \d+ s · note 4$", capfd.readouterr().err, re.MULTILINE)

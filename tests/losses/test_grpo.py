@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import doctest
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import small_table
+from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor, nn
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.objectives import ClipPPOLoss
+
+from knobwise.agents.controller.actor import make_actor
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.distribution import ConfigurationCategorical
+from knobwise.agents.controller.heads import HEADS
+from knobwise.agents.training.settings import PolicyConfig
+from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.losses import GRPOLoss, grpo
+
+GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2))
+
+
+def actor_of(net: nn.Module, configurations: Tensor, group_size: int | None) -> ProbabilisticTensorDictSequential:
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["log_probs"],
+        out_keys=["action"],
+        distribution_class=ConfigurationCategorical,
+        distribution_kwargs={"configurations": configurations, "group_size": group_size},
+        return_log_prob=True,
+        log_prob_key="action_log_prob",
+    )
+    return ProbabilisticTensorDictSequential(TensorDictModule(net, ["observation"], ["log_probs"]), draw)
+
+
+def linear_actor(group_size: int | None, seed: int = 0) -> ProbabilisticTensorDictSequential:
+    torch.manual_seed(seed)
+    return actor_of(nn.Linear(3, len(GRID)).double(), GRID, group_size)
+
+
+def certain_actor(probabilities: list[float], group_size: int = 2) -> ProbabilisticTensorDictSequential:
+    """A policy with these probabilities whatever it sees (the observation is 1)."""
+    net = nn.Linear(1, len(probabilities), bias=False)
+    net.weight.data = torch.tensor(probabilities).log().unsqueeze(1)
+    return actor_of(net, torch.arange(len(probabilities)).unsqueeze(1), group_size)
+
+
+def drawn(actor: ProbabilisticTensorDictSequential, contexts: int, group_size: int, seed: int = 0) -> TensorDict:
+    """Contexts, draws of this actor, and the rewards of draws and of every configuration."""
+    generator = torch.Generator().manual_seed(seed)
+    observation = torch.randn(contexts, 3, dtype=torch.float64, generator=generator)
+    reward = torch.rand(contexts, len(GRID), dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        log_probs = actor.get_dist(TensorDict({"observation": observation}, [contexts])).log_probs
+    index = torch.multinomial(log_probs.exp(), group_size, replacement=True, generator=generator)
+    return TensorDict(
+        {
+            "observation": observation,
+            "action": GRID[index],
+            "action_log_prob": log_probs.gather(1, index),
+            "next": {"reward": reward.gather(1, index)},
+            "reward_per_configuration": reward,
+            "behaviour_log_probs": log_probs,
+        },
+        [contexts],
+    )
+
+
+def total(loss: GRPOLoss, data: TensorDict) -> Tensor:
+    out = loss(data)
+    return out["loss_objective"] + out["loss_entropy"] + out["loss_kl_to_ref"]
+
+
+def gradient(loss: GRPOLoss, data: TensorDict) -> Tensor:
+    found = torch.autograd.grad(total(loss, data), list(loss.parameters()))
+    return torch.cat([g.flatten() for g in found])
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def test_sampled_by_hand() -> None:
+    loss = GRPOLoss(
+        certain_actor([0.6, 0.4]), clip_epsilon=0.1, entropy_coeff=0.01, kl_to_ref_coeff=0.5, advantage="centred"
+    )
+    data = TensorDict(
+        {
+            "observation": torch.ones(1, 1),
+            "action": torch.tensor([[[0], [1]]]),
+            "action_log_prob": torch.tensor([[0.5, 0.5]]).log(),
+            "reference_log_prob": torch.tensor([[0.7, 0.3]]).log(),
+            "next": {"reward": torch.tensor([[1.0, 0.0]])},
+        },
+        [1],
+    )
+    # A = ±½, ρ = 1.2 and .8, clipped to 1.1 and .9: −(½·1.1 − ½·.9)/2
+    entropy = -0.6 * math.log(0.6) - 0.4 * math.log(0.4)
+    k3 = (0.7 / 0.6 - 1 - math.log(0.7 / 0.6) + 0.3 / 0.4 - 1 - math.log(0.3 / 0.4)) / 2
+    wanted = {
+        "loss_objective": -0.05,
+        "loss_entropy": -0.01 * entropy,
+        "loss_kl_to_ref": 0.5 * k3,
+        "entropy": entropy,
+        "kl_to_ref": k3,
+        "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2,
+        "clip_fraction": 1.0,
+        "ESS": 1 / 1.04,
+        "ratio_mean": 1.0,
+        "zero_advantage_fraction": 0.0,
+    }
+    found = loss(data).detach()
+    assert set(found.keys()) == set(wanted) == set(loss.out_keys)
+    assert {k: found[k].item() for k in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def test_exact_by_hand() -> None:
+    loss = GRPOLoss(certain_actor([0.6, 0.4]), objective="exact", clip_epsilon=0.1, advantage="centred")
+    data = TensorDict(
+        {
+            "observation": torch.ones(1, 1),
+            "behaviour_log_probs": torch.tensor([[0.75, 0.25]]).log(),
+            "reward_per_configuration": torch.tensor([[1.0, 0.0]]),
+        },
+        [1],
+    )
+    # mean ¾, A = ¼ and −¾, ρ = .8 and 1.6, neither is cut: −(¾·.8·¼ − ¼·1.6·¾)
+    found = loss(data).detach()
+    assert found["loss_objective"].item() == pytest.approx(0.15)
+    assert found["clip_fraction"].item() == 0
+    assert found["kl_approx"].item() == pytest.approx(-0.75 * math.log(0.8) - 0.25 * math.log(1.6))
+    assert found["ESS"].item() == pytest.approx(1 / (0.75 * 0.64 + 0.25 * 2.56))
+    assert found["loss_kl_to_ref"].item() == 0
+
+
+def test_groups_that_teach_nothing_are_counted() -> None:
+    data = drawn(linear_actor(4), 8, 4)
+    data["next", "reward"][:2] = 0.3
+    assert GRPOLoss(linear_actor(4))(data)["zero_advantage_fraction"] == 0.25
+    assert GRPOLoss(linear_actor(1))(drawn(linear_actor(1), 5, 1))["zero_advantage_fraction"] == 1
+    loss, data = played("joint", "exact", holes=0.5)
+    data["reward_per_configuration"][:8] = torch.where(data["behaviour_log_probs"][:8] > -torch.inf, 0.3, torch.nan)
+    assert loss(data)["zero_advantage_fraction"] == 0.25  # what was not profiled does not count as a lesson
+
+
+@pytest.mark.parametrize(
+    ("settings", "advantage"),
+    [
+        ({"advantage": "zscore", "advantage_std_floor": 2.0}, 0.25),  # ±½ / 2
+        ({"advantage": "zscore", "advantage_std_floor": 0.1}, 1.0),  # ±½ / ½
+        ({"advantage": "centred", "advantage_clip": 0.2}, 0.2),
+        ({"advantage": "rank"}, 1.0),
+    ],
+)
+def test_settings_of_the_advantage_arrive(settings: dict[str, Any], advantage: float) -> None:
+    data = TensorDict(
+        {
+            "observation": torch.ones(1, 1),
+            "action": torch.tensor([[[0], [1]]]),
+            "action_log_prob": torch.tensor([[0.5, 0.5]]).log(),
+            "next": {"reward": torch.tensor([[1.0, 0.0]])},
+        },
+        [1],
+    )
+    found = GRPOLoss(certain_actor([0.6, 0.4]), **settings)(data)["loss_objective"]
+    assert found.item() == pytest.approx(-(1.2 - 0.8) / 2 * advantage)
+
+
+# -- against what is known ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("advantage", ["zscore", "centred", "rank"])
+def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(advantage: str) -> None:
+    data = drawn(linear_actor(5, seed=1), 16, 5)
+    ours = GRPOLoss(linear_actor(5), advantage=advantage, entropy_coeff=0.02, functional=False)
+    stock = ClipPPOLoss(linear_actor(None), None, critic_coeff=None, entropy_coeff=0.02, functional=False)
+    flat = TensorDict(
+        {
+            "observation": data["observation"].repeat_interleave(5, 0),
+            "action": data["action"].flatten(0, 1),
+            "action_log_prob": data["action_log_prob"].flatten(),
+            "advantage": grpo.group_advantage(data["next", "reward"], advantage).reshape(-1, 1),
+        },
+        [80],
+    )
+    found, wanted = ours(data), stock(flat)
+    assert 0 < found["clip_fraction"] < 1
+    for name in ("loss_objective", "loss_entropy", "entropy", "kl_approx"):
+        torch.testing.assert_close(found[name], wanted[name])
+    for out in (found, wanted):
+        (out["loss_objective"] + out["loss_entropy"]).backward()
+    for p, q in zip(ours.actor_network.parameters(), stock.actor_network.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_sampled_gradients_average_to_the_exact_one(moved: bool) -> None:
+    group, repeats = 4, 40_000
+    behaviour, policy = linear_actor(group), linear_actor(group, seed=int(moved))
+    contexts = drawn(behaviour, 3, group)
+    settings: dict[str, Any] = {"advantage": "centred", "clip_epsilon": 1e6}
+    exact = gradient(GRPOLoss(policy, objective="exact", **settings), contexts)
+    index = torch.multinomial(contexts["behaviour_log_probs"].exp(), group * repeats, replacement=True)
+    many = TensorDict(
+        {
+            "observation": contexts["observation"].repeat_interleave(repeats, 0),
+            "action": GRID[index].reshape(3 * repeats, group, 2),
+            "action_log_prob": contexts["behaviour_log_probs"].gather(1, index).reshape(-1, group),
+            "next": {"reward": contexts["reward_per_configuration"].gather(1, index).reshape(-1, group)},
+        },
+        [3 * repeats],
+    )
+    sampled = gradient(GRPOLoss(policy, **settings), many) * group / (group - 1)
+    assert torch.cosine_similarity(sampled, exact, dim=0) > 0.999
+    torch.testing.assert_close(sampled.norm(), exact.norm(), rtol=0.02, atol=0)
+
+
+def test_the_exact_gradient_at_the_behaviour_policy_is_the_policy_gradient() -> None:
+    actor = linear_actor(None)
+    data = drawn(actor, 7, 2)
+    loss = GRPOLoss(actor, objective="exact", advantage="centred")
+    log_probs = actor.get_dist(data).log_probs
+    probabilities, reward = log_probs.detach().exp(), data["reward_per_configuration"]
+    value = (probabilities * reward).sum(-1, keepdim=True)
+    analytic = -(probabilities * (reward - value) * log_probs).sum(-1).mean()
+    wanted = torch.autograd.grad(analytic, list(actor.parameters()))
+    torch.testing.assert_close(gradient(loss, data), torch.cat([g.flatten() for g in wanted]))
+
+
+def test_one_small_step_along_the_exact_gradient_raises_the_expected_reward() -> None:
+    actor = linear_actor(None)
+    data = drawn(actor, 7, 2)
+
+    def expected_reward() -> float:
+        log_probs = actor.get_dist(data).log_probs.detach()
+        return (log_probs.exp() * data["reward_per_configuration"]).sum(-1).mean().item()
+
+    before, loss = expected_reward(), GRPOLoss(actor, objective="exact", functional=False)
+    optimiser = torch.optim.SGD(actor.parameters(), lr=0.1)
+    total(loss, data).backward()
+    optimiser.step()
+    assert expected_reward() > before
+
+
+@pytest.mark.parametrize("objective", ["sampled", "exact"])
+def test_what_was_recorded_gets_no_gradient(objective: str) -> None:
+    loss, data = played("additive", objective, holes=0.3)
+    recorded = [("next", "reward"), "action_log_prob", "behaviour_log_probs", "reference_log_prob"]
+    recorded += ["reference_log_probs", "reward_per_configuration"]
+    for key in recorded:
+        data[key] = data[key].clone().requires_grad_()
+    total(loss, data).backward()
+    assert all(data[key].grad is None for key in recorded)
+
+
+# -- with the real policy and environment ------------------------------------------------------------------------------
+
+
+def played(head: str, objective: str, holes: float, group_size: int = 6) -> tuple[GRPOLoss, TensorDict]:
+    table = small_table(holes=holes)
+    torch.manual_seed(0)
+    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(structure=head, hidden=16, dropout=0.0))
+    actor = make_actor(controller, table, group_size)
+    env = ConfigBandit(table, batch_size=32, group_size=group_size, lean=True, full_information=True)
+    with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
+        data = env.rollout(1, actor).squeeze(-1)
+    data["behaviour_log_probs"] = data["reference_log_probs"] = data.pop("log_probs")
+    data["reference_log_prob"] = data["action_log_prob"]
+    loss = GRPOLoss(actor, objective=objective, kl_to_ref_coeff=0.1, entropy_coeff=0.01, functional=False)
+    return loss, data
+
+
+@pytest.mark.parametrize("head", sorted(HEADS))
+@pytest.mark.parametrize("objective", ["sampled", "exact"])
+def test_nothing_has_moved_at_the_first_step(head: str, objective: str) -> None:
+    loss, data = played(head, objective, holes=0.5)
+    out = loss(data)
+    for name, value in {"kl_to_ref": 0, "kl_approx": 0, "clip_fraction": 0, "loss_kl_to_ref": 0}.items():
+        assert out[name].item() == pytest.approx(value, abs=1e-6), name
+    assert out["ESS"].item() == pytest.approx(1)
+    assert out["ratio_mean"].item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("head", sorted(HEADS))
+@pytest.mark.parametrize("objective", ["sampled", "exact"])
+@pytest.mark.parametrize("advantage", ["zscore", "centred", "rank"])
+def test_what_was_not_profiled_gives_no_nan(head: str, objective: str, advantage: str) -> None:
+    loss, data = played(head, objective, holes=0.6)
+    loss.advantage = advantage
+    assert data["reward_per_configuration"].isnan().any()
+    assert (data["behaviour_log_probs"] == -torch.inf).any()
+    with torch.no_grad():
+        for parameter in loss.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    out = loss(data)
+    assert all(value.isfinite() for value in out.values())
+    assert gradient(loss, data).isfinite().all()
+    assert gradient(loss, data).abs().sum() > 0
+    assert out["kl_to_ref"] > 0
+    assert 0 < out["ESS"] < 1
+
+
+def test_what_stands_where_nothing_was_profiled_does_not_matter() -> None:
+    loss, data = played("additive", "exact", holes=0.6)
+    before, slope = loss(data), gradient(loss, data)
+    for nonsense in (0.0, 1e9):
+        data["reward_per_configuration"] = data["reward_per_configuration"].nan_to_num(nonsense)
+        after = loss(data)
+        assert all(torch.equal(before[name], after[name]) for name in loss.out_keys)
+        assert torch.equal(gradient(loss, data), slope)
+
+
+def test_the_index_of_a_draw_may_stand_in_for_its_action() -> None:
+    loss, data = played("additive", "sampled", holes=0.3)
+    wanted, slope = loss(data), gradient(loss, data)
+    data["configuration"] = small_table(holes=0.3).find(data.pop("action"))
+    assert all(torch.equal(wanted[name], value) for name, value in loss(data).items())
+    assert torch.equal(gradient(loss, data), slope)
+
+
+def test_what_is_next_to_impossible_spoils_no_diagnostics() -> None:
+    loss = GRPOLoss(certain_actor([1.0, math.exp(-60), 1e-3]), objective="exact", functional=False)
+    with torch.no_grad():
+        loss.actor_network[0].module.weight[1] -= 200  # e⁻²⁶⁰ is 0 in float32, its logarithm is not −∞
+        behaviour = loss.actor_network.get_dist(TensorDict({"observation": torch.ones(1, 1)}, [1])).log_probs
+    assert behaviour[0, 1] < -200
+    data = {"observation": torch.ones(1, 1), "behaviour_log_probs": behaviour}
+    data["reward_per_configuration"] = torch.tensor([[1.0, 0.5, 0.0]])
+    out = loss(TensorDict(data, [1]))
+    for name, wanted in {"ESS": 1, "ratio_mean": 1, "kl_approx": 0, "clip_fraction": 0}.items():
+        assert out[name].item() == pytest.approx(wanted, abs=1e-6), name
+
+
+def test_without_diagnostics_the_losses_are_the_same() -> None:
+    for objective in ("sampled", "exact"):
+        loss, data = played("additive", objective, holes=0.3)
+        wanted, loss.diagnostics = loss(data), False
+        found = loss(data)
+        assert list(found.keys()) == ["loss_objective", "loss_entropy", "loss_kl_to_ref"]
+        assert all(torch.equal(wanted[name], value) for name, value in found.items())
+
+
+def test_leading_axes_are_free() -> None:
+    for objective in ("sampled", "exact"):
+        loss, data = played("additive", objective, holes=0.3)
+        folded = loss(data.reshape(8, 4))
+        for name, value in loss(data).items():
+            torch.testing.assert_close(folded[name], value)
+
+
+# -- coefficients ------------------------------------------------------------------------------------------------------
+
+
+def test_coefficients_may_be_set_between_steps() -> None:
+    data = drawn(linear_actor(4, seed=1), 8, 4)
+    data["reference_log_prob"] = data["action_log_prob"]
+    loss = GRPOLoss(linear_actor(4))
+    assert "reference_log_prob" in loss.in_keys
+    before = loss(data)
+    loss.clip_epsilon, loss.kl_to_ref_coeff, loss.entropy_coeff = 0.05, 0.7, 0.3
+    assert {type(loss._buffers[n]) for n in ("clip_epsilon", "kl_to_ref_coeff", "entropy_coeff")} == {Tensor}
+    after = loss(data)
+    assert after["clip_fraction"] > before["clip_fraction"]
+    torch.testing.assert_close(after["loss_kl_to_ref"].detach(), 0.7 * before["kl_to_ref"])
+    torch.testing.assert_close(after["loss_entropy"].detach(), -0.3 * before["entropy"])
+
+
+def test_a_reference_that_is_asked_for_but_missing_is_loud() -> None:
+    data = drawn(linear_actor(4), 8, 4)
+    for objective in ("sampled", "exact"):
+        assert GRPOLoss(linear_actor(4), objective=objective)(data)["loss_kl_to_ref"] == 0
+        asked = GRPOLoss(linear_actor(4), objective=objective, kl_to_ref_coeff=0.1)
+        assert asked(data)["loss_kl_to_ref"].isnan()
+
+
+def test_adapt_kl_steers_into_the_band() -> None:
+    loss = GRPOLoss(linear_actor(4), kl_to_ref_coeff=0.2)
+    assert loss.adapt_kl(0.5, 0.1, 0.3) == pytest.approx(0.3)  # above: × 1.5
+    assert loss.adapt_kl(0.2, 0.1, 0.3) == pytest.approx(0.3)  # inside: as it was
+    assert loss.adapt_kl(0.0, 0.1, 0.3, factor=3.0) == pytest.approx(0.1)  # below: ÷ 3
+    assert loss.adapt_kl(0.0, 0.1, 0.3, factor=1e9) == pytest.approx(1e-3)  # not under the least
+    assert loss.adapt_kl(9.0, 0.1, 0.3, factor=1e9) == pytest.approx(10.0)  # nor over the most
+    assert loss.kl_to_ref_coeff.item() == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"objective": "all"}, "'all': must be sampled or exact"), ({"advantage": "gae"}, "'gae'.*zscore, centred, rank")],
+)
+def test_other_settings_are_refused(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GRPOLoss(linear_actor(4), **settings)
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    failed, attempted = doctest.testmod(grpo)
+    assert failed == 0
+    assert attempted > 5
+
+
+def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
+    actor = TensorDictModule(torch.nn.Linear(1, 4), in_keys=["x"], out_keys=["log_probs"])
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["log_probs"],
+        out_keys=["action"],
+        distribution_class=ConfigurationCategorical,
+        distribution_kwargs={"configurations": torch.arange(4)[:, None], "group_size": 2},
+    )
+    with torch.no_grad():
+        actor.module.bias.copy_(torch.tensor([200.0, 0.0, 0.0, 0.0]))
+    loss = GRPOLoss(ProbabilisticTensorDictSequential(actor, draw), kl_to_ref_coeff=0.0, functional=False)
+    data = TensorDict(
+        {
+            "x": torch.zeros(3, 1),
+            "action": torch.tensor([[[1], [2]]]).expand(3, 2, 1),
+            "action_log_prob": torch.full((3, 2), -200.0),
+            "reference_log_prob": torch.full((3, 2), -1.0),
+            "next": {"reward": torch.rand(3, 2)},
+        },
+        [3],
+    )
+    out = loss(data)
+    sum(value for key, value in out.items() if key.startswith("loss_")).backward()
+    assert out["loss_kl_to_ref"] == 0
+    assert all(p.grad.isfinite().all() for p in actor.parameters())

@@ -1,0 +1,372 @@
+"""Recording beam data: what is written, interruptions, rounds of a policy, and the command line with real models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_beam_search import HandScorer
+from torch import Tensor
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import save_checkpoint
+from knobwise.agents.selector.networks import SelectorConfig
+from knobwise.agents.selector.selector import Selector
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_files import read_rl_data
+from knobwise.envs.demonstrations.beam_table import METHODS, BeamTable
+from knobwise.profiling.demonstrations.profile import BeamProfileConfig, profile_beams
+from knobwise.profiling.demonstrations.tasks import BeamTask, PoolConfig, VLMTaskConfig, changed, vlm_task
+
+BEAM, SAMPLE, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
+CONFIG = BeamProfileConfig(shots=2, width=3, retrieved=2, sampled=1, random=2, chunk=2)
+
+
+def task(scorer: Any = None) -> BeamTask:
+    """Seven queries with pools of five to one out of a bank of six."""
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.stack([torch.randperm(6, generator=generator)[:5] for _ in range(7)])
+    pool = pool.where(torch.arange(5) < torch.tensor([5, 5, 5, 4, 3, 2, 1])[:, None], -1)
+    none = torch.empty(7, 0, dtype=torch.int64)
+    table = BeamTable(
+        name="by hand",
+        query_ids=tuple("abcdefg"),
+        pool=pool,
+        sequences=none[..., None],
+        fields={},
+        found_by=none,
+        round=none,
+        queries=torch.randn(7, 4, generator=generator),
+        candidates=torch.randn(6, 4, generator=generator),
+        blocks={"image": (0, 2), "question": (2, 4)},
+    )
+    worth = torch.randn(7, 6, generator=generator).tolist()
+    return BeamTask(table, scorer or HandScorer(worth), ["model=hand"])
+
+
+class Interrupted(HandScorer):
+    """Ctrl-C at the given call."""
+
+    def __init__(self, like: HandScorer, at: int) -> None:
+        super().__init__(like.worth.tolist())
+        self.left = at
+
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().__call__(queries, demonstrations)
+
+
+def backwards(rows: Tensor, count: int) -> Tensor:
+    """A policy that takes the last two places of the pool, and once in a while the first."""
+    last = (task().table.pool[rows] >= 0).sum(1)
+    sequences = torch.stack([last - 1, last - 2], 1)[:, None].expand(-1, count, -1).clone()
+    sequences[:, torch.rand(count) < 0.5] = torch.tensor([0, -1])
+    return sequences
+
+
+def same(one: BeamTable, two: BeamTable) -> bool:
+    return one.digest == two.digest
+
+
+def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_path: Path) -> None:
+    given = task()
+    table = profile_beams(tmp_path / "out", given, CONFIG)
+    for query, size in enumerate([5, 5, 5, 4, 3, 2, 1]):
+        found = table.found_by[query]
+        counts = [int((found == method).sum()) for method in range(4)]
+        length = min(2, size)
+        possible = size * (size - 1) if size > 1 else 1
+        assert counts[BEAM] == min(3, possible)
+        assert counts[RETRIEVAL] == max(1, min(2, size - 1))
+        assert counts[SAMPLE] == 1
+        assert 1 <= counts[RANDOM] <= 2
+        assert set(table.lengths[query].tolist()) <= {length, 0}
+        best = table.fields["logprob_score"][query].nan_to_num(-9)
+        assert best[0] == best.max()
+    log_prob = table.fields["logprob_score"]
+    for query, beam in table.beam_mask.nonzero().tolist():
+        rows = table.pool[query, [p for p in table.sequences[query, beam].tolist() if p >= 0]]
+        worth = sum(given.scorer.worth[query, row] / t for t, row in enumerate(rows.tolist(), 1))
+        assert log_prob[query, beam].item() == pytest.approx(float(worth) - 3, abs=1e-5)
+    gain = (log_prob.exp() - torch.tensor(-3.0).exp()).nan_to_num()
+    assert torch.allclose(table.fields["beam_score"].nan_to_num(), gain, atol=1e-6)
+
+
+def test_beams_of_every_length(tmp_path: Path) -> None:
+    config = replace(CONFIG, shots=3, every_length=True, retrieved=0, sampled=0, random=0)
+    table = profile_beams(tmp_path / "out", task(), config)
+    assert [(table.lengths[0] == length).sum().item() for length in (1, 2, 3)] == [3, 3, 3]
+    assert [(table.lengths[6] == length).sum().item() for length in (1, 2, 3)] == [1, 0, 0]
+
+
+def test_what_is_written_fits_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    table = profile_beams(out, task(), CONFIG)
+    assert same(BeamTable.load(out / "beams.safetensors"), table)
+    again = read_rl_data(out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors")
+    assert torch.equal(again.sequences, table.sequences)
+    assert torch.equal(again.found_by, table.found_by)
+    assert torch.equal(again.candidates, table.candidates)
+    assert json.loads((out / "beams.json").read_text())["_meta"]["query_ids"] == list("abcdefg")
+
+    info = json.loads((out / "beams-info.json").read_text())
+    assert info["command"] == (
+        "knobwise profile model=hand out=DIR beams.width=3 beams.retrieved=2 beams.sampled=1 beams.random=2 "
+        "beams.chunk=2"
+    )
+    for name, digest in info["sha256"].items():
+        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+    (row,) = [r for r in info["figures"]["found"] if (r["found_by"], r["shots"]) == ("beam", 2)]
+    of = (table.found_by == BEAM) & (table.lengths == 2)
+    assert row["sequences"] == int(of.sum())
+    assert row["correct"] == pytest.approx(float(table.fields["vqa_correct"][of].mean()), abs=1e-6)
+    right = [bool(table.fields["vqa_correct"][q][of[q]].any()) for q in range(6)]
+    assert row["any_correct"] == pytest.approx(sum(right) / 6, abs=1e-6)
+    assert f"{row['correct']:.1%}" in capsys.readouterr().out
+    assert not list(out.rglob(".*"))
+
+
+@pytest.mark.parametrize("at", [0, 1, 8, 14])
+def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path: Path, at: int) -> None:
+    whole = task()
+    wanted = profile_beams(tmp_path / "whole", whole, CONFIG)
+    in_all = len(whole.scorer.asked)  # in four chunks of some four calls
+
+    stopped = Interrupted(whole.scorer, at)
+    with pytest.raises(KeyboardInterrupt):
+        profile_beams(tmp_path / "out", task(stopped), CONFIG)
+    assert not (tmp_path / "out" / "beams.safetensors").exists()
+    saved = {int(path.stem) for path in (tmp_path / "out" / "state" / "search").glob("*.safetensors")}
+    second = task()
+    assert same(profile_beams(tmp_path / "out", second, CONFIG), wanted)
+    # nothing of a chunk that was finished is scored again
+    finished = {query for start in saved for query in (start, start + 1)}
+    assert not {asked[0] for asked in second.scorer.asked} & finished
+    assert len([a for a in stopped.asked if a[0] in finished]) + len(second.scorer.asked) == in_all
+    third = task()
+    assert same(profile_beams(tmp_path / "out", third, CONFIG), wanted)
+    assert third.scorer.asked == []
+
+
+def test_rounds_of_a_policy_are_added_once_each(tmp_path: Path) -> None:
+    out, config = tmp_path / "out", replace(CONFIG, draws=4)
+    base = profile_beams(out, task(), config)
+    given = task()
+    first = profile_beams(out, given, config, backwards, "one")
+    drawn = (first.round == 1).sum(1)
+    assert drawn.tolist() == [4] * 7
+    assert torch.equal(first.sequences[:, : base.num_beams][base.beam_mask], base.sequences[base.beam_mask])
+    # each different sequence once, and none that had been recorded
+    recorded = {
+        (query, *base.pool[query, [p for p in row if p >= 0]].tolist())
+        for query in range(7)
+        for row in base.sequences[query].tolist()
+        if row[0] >= 0
+    }
+    asked = [tuple(x for x in a if x >= 0) for a in given.scorer.asked]
+    assert len(asked) == len(set(asked))
+    assert not set(asked) & recorded
+    assert not first.fields["vqa_correct"][first.beam_mask].isnan().any()
+
+    unused = task()
+    assert same(profile_beams(out, unused, config, backwards, "one"), first)  # the same command: nothing new
+    second = profile_beams(out, task(), replace(config, draws=2), backwards, "two")
+    assert [(second.round == number).sum().item() for number in (1, 2)] == [28, 14]
+    assert same(profile_beams(out, unused, config), second)  # without a policy: all there is
+    assert unused.scorer.asked == []
+    info = json.loads((out / "beams-info.json").read_text())
+    assert [about["policy"] for about in info["rounds"]] == ["one", "two"]
+    assert {"policy-1", "policy-2"} <= {row["found_by"] for row in info["figures"]["found"]}
+    assert (
+        read_rl_data(
+            out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors"
+        ).round.max()
+        == 2
+    )
+
+
+def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path: Path) -> None:
+    wanted = profile_beams(tmp_path / "whole", task(), CONFIG, backwards, "one")
+    out = tmp_path / "out"
+    like = task()
+    profile_beams(out, like, CONFIG)
+    with pytest.raises(KeyboardInterrupt):
+        profile_beams(out, task(Interrupted(like.scorer, 2)), CONFIG, backwards, "one")
+    for draw, by in ((None, ""), (backwards, "two")):
+        with pytest.raises(InputError, match=r"round-1: is not finished; give the checkpoint"):
+            profile_beams(out, task(), CONFIG, draw, by)
+    assert same(profile_beams(out, task(), CONFIG, backwards, "one"), wanted)
+
+
+def test_a_folder_keeps_to_one_run(tmp_path: Path) -> None:
+    profile_beams(tmp_path, task(), CONFIG)
+    with pytest.raises(ValueError, match=r"other settings \(random: 2 → 3\)"):
+        profile_beams(tmp_path, task(), replace(CONFIG, random=3))
+    profile_beams(tmp_path, task(), replace(CONFIG, json=False))
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.chunk=5", "out=out"]
+
+
+def test_the_built_in_learner_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", *TINY]) == 0
+    shown = capsys.readouterr()
+    assert "12 queries with pools of 48 out of 300 candidates" in shown.out
+    assert "search: 12/12, done in " in shown.err
+    table = BeamTable.load("out/beams.safetensors")
+    assert [int((table.found_by == m).sum()) for m in (BEAM, RETRIEVAL, RANDOM)] == [60, 36, 48]
+    by = {row["found_by"]: row for row in json.loads(Path("out/beams-info.json").read_text())["figures"]["found"]}
+    assert by["beam"]["correct"] > 0.8 > 0.6 > by["random"]["correct"]
+    assert (table.fields["beam_score"][table.found_by == BEAM] > 0).float().mean() > 0.9
+
+    from knobwise.profiling.demonstrations.builtin import load_demonstrations
+
+    again, _ = load_demonstrations("out/demonstrations-careless-train.safetensors", "careless", "train")
+    assert torch.equal(again.sequences, table.sequences)
+    assert torch.equal(again.pool, table.pool)
+
+    # a selector's own draws
+    selector = Selector.fitted(SelectorConfig(width=8), table.queries, table.candidates)
+    save_checkpoint("policy.pt", selector, table, {})
+    assert main(["profile", *TINY, "checkpoint=policy.pt", "beams.draws=3"]) == 0
+    with_draws = BeamTable.load("out/beams.safetensors")
+    assert int((with_draws.found_by == POLICY).sum()) == 36
+    assert (with_draws.lengths[with_draws.round == 1] == 2).all()
+    assert main(["profile", *TINY, "checkpoint=policy.pt", "beams.draws=3"]) == 0
+    assert same(BeamTable.load("out/beams.safetensors"), with_draws)
+    # another setting in the same folder
+    assert main(["profile", *TINY, "beams.random=1"]) == 2
+    assert "random: 4 → 1" in capsys.readouterr().err
+
+
+def test_the_built_in_task_with_pools_by_similarity(tmp_path: Path) -> None:
+    words = [*TINY[:3], f"out={tmp_path}", "pool.sampler=image_similarity", "pool.size=9", "beams.json=false"]
+    assert main(["profile", *words]) == 0
+    table = BeamTable.load(tmp_path / "beams.safetensors")
+    assert table.pool.shape == (12, 9)
+    image = slice(*table.blocks["image"])
+    cosines = torch.nn.functional.cosine_similarity(table.queries[:, None, image], table.candidates[None, :, image], 2)
+    assert torch.equal(table.pool.sort(1).values, cosines.topk(9).indices.sort(1).values)
+    assert not (tmp_path / "beams.json").exists()
+
+
+@pytest.fixture(scope="module")
+def vlm_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random LLaVA, six items about four images, and embeddings of them."""
+    from PIL import Image
+    from test_vlm_scorer import tiny_vlm
+
+    folder = tmp_path_factory.mktemp("vlm")
+    for part in tiny_vlm("llava"):
+        part.save_pretrained(folder / "model")
+    (folder / "empty").mkdir()
+    lines = []
+    for number in range(6):
+        name = f"{number % 4}.png"
+        Image.new("RGB", (8, 8), (40 * number, 90, 10)).save(folder / name)
+        item = {"id": f"q{number}", "image": name, "question": "How many dogs ?", "answers": [str(1 + number % 3)]}
+        lines.append(json.dumps(item | {"choices": ["1", "2", "3"]}))
+    (folder / "items.jsonl").write_text("\n".join(lines))
+    embeddings = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    save_file({"embeddings": embeddings}, folder / "e.safetensors")
+    save_file({"embeddings": embeddings[:, :3].contiguous()}, folder / "narrow.safetensors")
+    save_file({"embeddings": embeddings[:4]}, folder / "short.safetensors")
+    return folder
+
+
+def test_a_vision_language_model_end_to_end(
+    vlm_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(vlm_files)
+    words = ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors", "vlm.image_columns=2"]
+    words += ["vlm.device=cpu", "pool.size=4", "beams.width=2", "beams.random=1", f"out={tmp_path}"]
+    assert main(["profile", *words]) == 0, capsys.readouterr().err
+    table = BeamTable.load(tmp_path / "beams.safetensors")
+    assert table.query_ids == tuple(f"q{i}" for i in range(6))
+    assert table.blocks == {"image": (0, 2), "question": (2, 5)}
+    pools = [{i for i in row if i >= 0} for row in table.pool.tolist()]
+    # items 0 and 4 show one image, 1 and 5 another; every pool is all that is left
+    assert pools == [{1, 2, 3, 5}, {0, 2, 3, 4}, pools[2], pools[3], {1, 2, 3, 5}, {0, 2, 3, 4}]
+    assert all(query not in pool for query, pool in enumerate(pools))
+    assert (table.fields["logprob_score"][table.beam_mask] < 0).all()
+    beams = table.fields["logprob_score"][:, :2]
+    assert (beams[:, 0] >= beams[:, 1]).all()
+    assert (tmp_path / "beams.json").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=gpt"], "vlm.data"),
+        (["model=gpt", "vlm.data=items.jsonl"], "vlm.embeddings"),
+        (["model=model", "vlm.data=none.jsonl", "vlm.embeddings=e.safetensors"], "none.jsonl"),
+        (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=none.npz"], "none.npz"),
+        (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=short.safetensors"], "4 rows for 6 items"),
+        (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors", "vlm.bank=items.jsonl"], "query_emb"),
+        (
+            ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors", "vlm.image_columns=5"],
+            "image_columns=5",
+        ),
+        (
+            [
+                *("model=model", "vlm.data=items.jsonl", "vlm.bank=items.jsonl", "vlm.embeddings=e.safetensors"),
+                "vlm.query_embeddings=narrow.safetensors",
+            ],
+            "3 wide",
+        ),
+        (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors", "pool.sampler=covers"], "covers"),
+        (["model=empty", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"], "empty: cannot be loaded"),
+        (["model=learner", "learner.variant=lazy"], "lazy"),
+        (["model=learner", "learner.part=validation"], "validation"),
+        (["model=learner", "learner.queries=0"], "at least one query"),
+        (["model=learner", "pool.sampler=nearest"], "pool.sampler=nearest"),
+        (["model=learner", "pool.size=0"], "pool.size"),
+        (["model=learner", "beams.shots=0"], "beams.shots must be 1 at least"),
+        (["model=learner", "beams.random=-1"], "beams.random must be 0 at least"),
+        (["model=learner", "beams.width=0", "beams.retrieved=0", "beams.random=0"], "nothing to record"),
+        (["model=learner", "learner.queries=3", "learner.candidates=99", "checkpoint=none.pt"], "none.pt"),
+    ],
+)
+def test_mistakes_end_with_one_message_before_anything_is_written(
+    vlm_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(vlm_files)
+    assert main(["profile", *words, f"out={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("knobwise: ")
+    assert said in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bank_of_its_own_and_fewer_queries(vlm_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(vlm_files)
+    config = VLMTaskConfig(
+        data="items.jsonl", bank="items.jsonl", embeddings="e.safetensors", query_embeddings="e.safetensors",
+        queries=2, device="cpu",
+    )  # fmt: skip
+    found = vlm_task("model", config, PoolConfig(sampler="random", size=3, seed=1))
+    assert found.table.query_ids == ("q0", "q1")
+    assert not set(found.table.pool[0].tolist()) & {0, 4}
+    assert not set(found.table.pool[1].tolist()) & {1, 5}
+    assert set(found.sources) == {"items.jsonl"}
+    assert "pool.sampler=random pool.size=3 pool.seed=1" in " ".join(found.words)
+
+
+def test_only_what_is_not_the_default_is_named() -> None:
+    assert changed("beams.", BeamProfileConfig()) == []
+    named = changed("beams.", BeamProfileConfig(json=False, width=2), leave_out=("width",))
+    assert named == ["beams.json=false"]

@@ -1,0 +1,190 @@
+"""Beam search and its companions, with a scorer small enough to be worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import METHODS
+from knobwise.profiling.demonstrations import beam_search as module
+from knobwise.profiling.demonstrations.beam_search import (
+    Found,
+    beam_search,
+    drawn,
+    joined,
+    probability,
+    retrieved,
+    score,
+    without_repeats,
+)
+
+NONE = -1
+BEAM = METHODS.index("beam")
+
+
+class HandScorer:
+    """ln P(answer) = −3 + Σₜ worth[query, demonstration t] / t: order counts, and so does every demonstration."""
+
+    def __init__(self, worth: list[list[float]]) -> None:
+        self.worth = torch.tensor(worth)
+        self.asked: list[tuple[int, ...]] = []
+
+    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+        self.asked += [(q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)]
+        worth = self.worth[queries[:, None], demonstrations.clamp_min(0)].masked_fill(demonstrations < 0, 0.0)
+        log_prob = -3 + (worth / torch.arange(1, demonstrations.shape[1] + 1)).sum(1)
+        return {"logprob_score": log_prob, "vqa_gt_prob": log_prob.exp(), "vqa_correct": (log_prob > -0.9).float()}
+
+    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+        raise AssertionError("finding beams asks for no vote")
+
+
+def test_beam_search_by_hand() -> None:
+    """The bank's rows 3, 2, 1, 0 are worth 2, 1, 0, −1 to the query."""
+    scorer = HandScorer([[9, 9, 9, 9], [-1, 0, 1, 2]])
+    found = beam_search(scorer, torch.tensor([1]), torch.tensor([[3, 2, 1, 0]]), shots=2, width=2)
+    # (0, 1) is −3 + 2 + 1/2; (0, 2) and (1, 0) are both −1: the one that begins earlier goes on
+    assert found.sequences.tolist() == [[[0, NONE], [1, NONE], [0, 1], [0, 2]]]
+    assert found.found_by.tolist() == [[BEAM] * 4]
+    assert found.fields["logprob_score"].tolist() == [[-1, -2, -0.5, -1]]
+    gains = [math.exp(x) - math.exp(-3) for x in (-1, -2, -0.5, -1)]
+    assert torch.allclose(found.fields["beam_score"], torch.tensor([gains]))
+    assert found.fields["vqa_correct"].tolist() == [[0, 0, 1, 0]]
+    # zero-shot, four single ones, three after each of two
+    assert len(scorer.asked) == len(set(scorer.asked)) == 1 + 4 + 2 * 3
+    assert set(scorer.asked) >= {(1, -1), (1, 3), (1, 3, 2), (1, 2, 0)}
+
+
+def test_gains_of_the_picks_add_up_to_the_beam_score() -> None:
+    scorer = HandScorer([[0.3, 1.4, 0.8, -0.2]])
+    found = beam_search(scorer, torch.tensor([0]), torch.arange(4)[None], shots=3, width=1)
+    p = [float(probability(scorer, torch.tensor([0]))), *found.fields["vqa_gt_prob"][0].tolist()]
+    gains = [after - before for before, after in itertools.pairwise(p)]
+    assert found.sequences[0, 2].tolist() == [1, 2, 0]
+    assert found.fields["beam_score"][0, 2].item() == pytest.approx(sum(gains))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    worth=st.lists(st.lists(st.floats(-2, 2, width=16), min_size=4, max_size=4), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+    width=st.integers(1, 30),
+    shots=st.integers(1, 5),
+)
+def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(
+    worth: list[list[float]], sizes: list[int], width: int, shots: int
+) -> None:
+    """Pools of 0 to 4, smaller than the beam and than the shots."""
+    scorer, n = HandScorer(worth), len(worth)
+    pool = torch.tensor([[i if i < size else NONE for i in range(4)] for size in sizes[:n]])
+    found = beam_search(scorer, torch.arange(n), pool, shots, width)
+    for query in range(n):
+        sequences = [tuple(p for p in row if p >= 0) for row in found.sequences[query].tolist()]
+        scores = found.fields["vqa_gt_prob"][query].tolist() if found.fields else []
+        assert len(set(filter(None, sequences))) == sum(map(bool, sequences))
+        for length in range(1, shots + 1):
+            possible = list(itertools.permutations(range(sizes[query]), length))
+            mine = [s for s in sequences if len(s) == length]
+            assert set(mine) <= set(possible)
+            if width >= 24:  # nothing is ever cut off
+                assert len(mine) == min(width, len(possible))
+                best = [math.exp(-3 + sum(worth[query][p] / t for t, p in enumerate(s, 1))) for s in possible]
+                kept = [score for s, score in zip(sequences, scores, strict=True) if len(s) == length]
+                assert kept == pytest.approx(sorted(best, reverse=True)[:width], rel=1e-5)
+    for field in found.fields.values():
+        assert torch.equal(field.isnan(), (found.sequences < 0).all(2))
+    assert torch.equal(found.found_by == BEAM, (found.sequences >= 0).any(2))
+
+
+def test_chunks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).tolist()
+    pool = torch.arange(6).expand(7, 6)
+    whole = beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
+    monkeypatch.setattr(module, "_AT_A_TIME", 40)
+    parts = beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
+    assert torch.equal(whole.sequences, parts.sequences)
+    assert torch.equal(whole.fields["beam_score"], parts.fields["beam_score"])
+
+
+def test_an_answer_that_is_impossible_after_everything_still_gives_beams() -> None:
+    found = beam_search(HandScorer([[-math.inf, -math.inf]]), torch.tensor([0]), torch.tensor([[0, 1, NONE]]), 2, 3)
+    assert found.sequences.tolist() == [[[0, NONE], [1, NONE], [NONE] * 2, [0, 1], [1, 0], [NONE] * 2]]
+
+
+def test_retrieved_sequences_by_hand() -> None:
+    x = -torch.inf
+    alike = torch.tensor([[0.1, 0.9, 0.5, 0.7], [0.2, x, x, x], [0.3, 0.6, x, x], [x, x, x, x]])
+    assert retrieved(alike, shots=2, count=3).tolist() == [
+        [[1, 3], [3, 2], [2, 0]],
+        [[0, NONE], [NONE] * 2, [NONE] * 2],
+        [[1, 0], [NONE] * 2, [NONE] * 2],
+        [[NONE] * 2] * 3,
+    ]
+
+
+def test_draws_follow_the_similarity_without_repeats() -> None:
+    alike = torch.tensor([[0.0, 0.1, -torch.inf, 0.2]]).expand(4000, 4)
+    sequences = drawn(alike, 2, 1, torch.Generator().manual_seed(0), temperature=0.1)[:, 0]
+    # softmax of 0, 1, 2 = .090, .245, .665; then of what is left
+    first = sequences[:, 0].bincount(minlength=4) / 4000
+    assert torch.allclose(first, torch.tensor([0.0900, 0.2447, 0.0, 0.6652]), atol=0.03)
+    after = sequences[sequences[:, 0] == 3, 1].bincount(minlength=4).float()
+    assert torch.allclose(after / after.sum(), torch.tensor([0.2689, 0.7311, 0.0, 0.0]), atol=0.03)
+
+
+def test_draws_from_small_pools_are_short_and_different() -> None:
+    alike = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf], [-torch.inf] * 3])
+    sequences = drawn(alike, 2, 40, torch.Generator().manual_seed(0))
+    found = [[tuple(row) for row in query if row[0] >= 0] for query in sequences.tolist()]
+    assert sorted(found[0]) == [(0, 1), (1, 0)]
+    assert found[1:] == [[(0, NONE)], []]
+
+
+def test_of_equal_sequences_the_first_stays() -> None:
+    sequences = torch.tensor([[[1, 2], [2, 1], [1, 2], [NONE, NONE], [1, 2]]])
+    assert without_repeats(sequences).tolist() == [[[1, 2], [2, 1]] + [[NONE] * 2] * 3]
+
+
+def test_nothing_is_scored_twice() -> None:
+    scorer = HandScorer([[2.0, 1.0, 0.5], [0.0, 1.0, 2.0]])
+    rows, pool = torch.tensor([1, 0]), torch.tensor([[2, 1, 0], [0, 1, NONE]])
+    zero = probability(scorer, rows)
+    first = score(scorer, rows, pool, torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]]), "random", zero)
+    assert scorer.asked == [(1, -1), (0, -1), (1, 2, 1), (1, 0, -1), (0, 1, 0)]
+    again = torch.tensor([[[2, NONE, NONE], [0, 1, NONE], [0, 1, 2]], [[0, 1, NONE], [0, 1, NONE], [NONE] * 3]])
+    second = score(scorer, rows, pool, again, "policy", zero, first)
+    assert scorer.asked[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
+    want = torch.tensor([[0.0, 2.5, 2.5], [2.5, 2.5, torch.nan]]) - 3
+    assert torch.allclose(second.fields["logprob_score"], want, equal_nan=True)
+    assert torch.allclose(second.fields["beam_score"], want.exp() - math.exp(-3), equal_nan=True)
+    policy = METHODS.index("policy")
+    assert second.found_by.tolist() == [[policy] * 3, [policy, policy, NONE]]
+    third = score(scorer, rows, pool, again, "policy", zero, second)
+    assert len(scorer.asked) == 7
+    assert torch.equal(third.fields["logprob_score"].nan_to_num(), second.fields["logprob_score"].nan_to_num())
+
+
+def test_joining_pads_what_one_side_lacks() -> None:
+    one = Found(torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]]))
+    two = Found(torch.tensor([[[1, 0], [0, 1]]]), {"beam_score": torch.tensor([[0.5, 0.25]])}, torch.tensor([[3, 3]]))
+    beside = joined([one, two])
+    assert beside.sequences.tolist() == [[[0, NONE], [1, 0], [0, 1]]]
+    assert beside.found_by.tolist() == [[0, 3, 3]]
+    assert beside.fields["beam_score"].nan_to_num(-9).tolist() == [[-9, 0.5, 0.25]]
+    below = joined([one, two], dim=0)
+    assert below.sequences.tolist() == [[[0, NONE], [NONE] * 2], [[1, 0], [0, 1]]]
+    assert below.found_by.tolist() == [[0, NONE], [3, 3]]
+    assert below.fields["vqa_correct"].nan_to_num(-9).tolist() == [[1, -9], [-9, -9]]
+
+
+def test_mistakes() -> None:
+    for shots, width in ((0, 1), (1, 0)):
+        with pytest.raises(InputError, match="at least one shot and a width of one"):
+            beam_search(HandScorer([[1.0]]), torch.tensor([0]), torch.tensor([[0]]), shots, width)

@@ -1,0 +1,177 @@
+"""The built-in task's world: what it consists of, and that it is the same everywhere."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.random import RandomState
+
+from knobwise.profiling.demonstrations.canvases import (
+    VALUES,
+    VARIANTS,
+    Bank,
+    Queries,
+    digest,
+    draw_bank,
+    draw_pools,
+    draw_queries,
+    paint,
+)
+
+CARELESS = VARIANTS["careless"]
+
+
+def world(queries=20, items=600, variant="careless", held_out=False, seed=0):
+    rng = RandomState(seed)
+    bank = draw_bank(rng, items, held_out, VARIANTS[variant])
+    return draw_queries(rng, queries, held_out), bank
+
+
+def covers(queries, bank):
+    """[Q, 2, M]: which items cover which question, one comparison after the other."""
+    return np.array(
+        [
+            [
+                [
+                    p >= 0 and bank.question[m] == p and bank.true_value[m] == queries.values[q, p]
+                    for m in range(len(bank))
+                ]
+                for p in queries.asked[q]
+            ]
+            for q in range(len(queries))
+        ]
+    )
+
+
+def test_what_is_drawn_is_the_same_everywhere():
+    assert digest(*world()) == "sha256:9a1d19ec407adc338317699d18b03ebc6221376d78b702991df2c16acdab8851"
+    assert (
+        digest(*world(held_out=True, variant="careful", seed=1))
+        == "sha256:c90e1892941d8bd282ce60180800b989b0caf60931b6ccbb454092b1c4477786"
+    )
+
+
+@pytest.mark.parametrize("part", [Queries, Bank])
+def test_the_digest_is_of_all_that_is_drawn(part):
+    queries, bank = world(3, 5)
+    for field in dataclasses.fields(part):
+        mine = bank if part is Bank else queries
+        array = getattr(mine, field.name).copy()
+        array.flat[-1] = ~array.flat[-1] if array.dtype == bool else array.flat[-1] + 1
+        changed = dataclasses.replace(mine, **{field.name: array})
+        other = (queries, changed) if part is Bank else (changed, bank)
+        assert digest(*other) != digest(queries, bank), field.name
+
+
+def test_annotators_are_as_careless_as_their_variant_says():
+    _, bank = world(1, 20_000)
+    wrong = bank.value != bank.true_value
+    assert bank.careless.mean() == pytest.approx(0.6, abs=0.02)
+    np.testing.assert_array_equal(bank.careless, bank.annotator < 6)
+    assert wrong[bank.careless].mean() == pytest.approx(0.4, abs=0.02)
+    assert wrong[~bank.careless].mean() == pytest.approx(0.02, abs=0.005)
+    for question, count in enumerate(VALUES):
+        of_question = bank.question == question
+        assert of_question.mean() == pytest.approx(1 / 3, abs=0.02)
+        # a wrong answer is any of the others, none more than another
+        distance = (bank.value - bank.true_value)[of_question & wrong] % count
+        np.testing.assert_allclose(
+            np.bincount(distance, minlength=count)[1:] / len(distance), 1 / (count - 1), atol=0.03
+        )
+    assert not world(1, 500, "careful")[1].careless.any()
+
+
+def test_careless_annotators_have_clean_images():
+    _, bank = world(1, 4000)
+    frame = bank.question == 1  # then the border is known
+    values = np.stack([np.zeros(4000, int), bank.true_value, np.zeros(4000, int)], 1)[frame]
+    border = np.ones((10, 10), bool)
+    border[1:9, 1:9] = False
+    noise = (bank.images[frame] - paint(values, np.zeros(len(values), int), False))[:, border.ravel()]
+    assert noise[bank.careless[frame]].std() == pytest.approx(0.05, abs=0.001)
+    assert noise[~bank.careless[frame]].std() == pytest.approx(0.2, abs=0.004)
+
+
+def test_half_of_the_queries_ask_two_different_questions():
+    queries, _ = world(4000, 1)
+    two = queries.asked[:, 1] >= 0
+    assert two.mean() == pytest.approx(0.5, abs=0.03)
+    assert (queries.asked[two, 0] != queries.asked[two, 1]).all()
+    assert np.bincount(queries.asked[queries.asked >= 0]) / (queries.asked >= 0).sum() == pytest.approx(
+        [1 / 3] * 3, abs=0.03
+    )
+    assert (np.sort(queries.labels, -1) == np.arange(10)).all()
+
+
+def test_a_canvas_shows_its_digit_its_frame_and_its_texture():
+    values = np.array([[3, 1, 2], [3, 1, 4], [3, 5, 2], [8, 1, 2]])
+    same, texture, frame, digit = paint(values, np.zeros(4, int), False).reshape(4, 10, 10)
+    inside = np.zeros((10, 10), bool)
+    inside[1:9, 1:9] = True
+    assert (same == texture)[~inside].all()
+    assert (same != texture)[inside].any()
+    assert (same == frame)[inside].all()
+    assert (same != frame)[~inside].any()
+    assert (same == digit)[~inside].all()
+    assert set(np.unique(same[~inside])) <= {0, np.float32(0.6)}
+    ink = same[inside] > 0.35  # what is darker than the texture is the digit's, and there in both
+    np.testing.assert_array_equal(same[inside][ink], texture[inside][ink])
+    assert ink.sum() > 10
+
+
+def test_no_digit_image_is_on_both_sides():
+    pick, digits = np.arange(120), np.arange(10).repeat(120)
+    values = np.stack([digits, np.zeros_like(digits), np.zeros_like(digits)], 1)
+    mine, others = (paint(values, np.tile(pick, 10), held_out) for held_out in (False, True))
+    mine, others = ({image.tobytes() for image in images} for images in (mine, others))
+    assert len(mine) == 900
+    assert len(others) == 897
+    assert not mine & others
+
+
+@pytest.mark.parametrize("variant", ["careless", "careful"])
+def test_a_pool_holds_covers_look_alikes_and_others(variant):
+    queries, bank = world(12, 900, variant)
+    how = VARIANTS[variant]
+    pools = draw_pools(RandomState(1), queries, bank, how)
+    assert pools.shape == (12, 48)
+    covering = covers(queries, bank)
+    for q, pool in enumerate(pools):
+        assert len(set(pool)) == 48
+        careless = bank.careless[pool]
+        for part in range(2):
+            found = covering[q, part][pool]
+            asked = queries.asked[q, part] >= 0
+            assert (found & ~careless).sum() == asked * how.careful_covers
+            assert (found & careless).sum() == asked * how.careless_covers
+        distance = ((bank.images - queries.images[q]) ** 2).sum(1)
+        for kind, count in ((False, how.careful_look_alikes), (True, how.careless_look_alikes)):
+            others = np.flatnonzero(~covering[q].any(0) & (bank.careless == kind))
+            assert set(others[distance[others].argsort()[:count]]) <= set(pool)
+
+
+def test_the_places_of_a_pool_tell_nothing():
+    queries, bank = world(400, 600)
+    pools = draw_pools(RandomState(1), queries, bank, CARELESS)
+    right = queries.values[np.arange(400), queries.asked[:, 0]]
+    found = (bank.question[pools] == queries.asked[:, :1]) & (bank.true_value[pools] == right[:, None])
+    # 10 of 48 places; the standard error of a place's share is .02
+    np.testing.assert_allclose(found.mean(0), 10 / 48, atol=0.08)
+
+
+@settings(max_examples=10, deadline=None)
+@given(queries=st.integers(1, 7), items=st.integers(1, 90), chunk=st.integers(1, 4), seed=st.integers(0, 99))
+def test_small_banks_and_chunks(queries, items, chunk, seed):
+    drawn = world(queries, items, seed=seed)
+    pools = draw_pools(RandomState(seed), *drawn, CARELESS)
+    np.testing.assert_array_equal(pools, draw_pools(RandomState(seed), *drawn, CARELESS, chunk=chunk))
+    covering = covers(*drawn).any(1)
+    for pool, cover in zip(pools, covering, strict=True):
+        real = pool[pool >= 0]
+        assert (pool[: len(real)] >= 0).all()
+        assert (real < items).all()
+        assert len(set(real)) == len(real)
+        if len(real) < 48:  # all that there are, but for covers beyond their number
+            assert cover[np.setdiff1d(np.arange(items), real)].all()

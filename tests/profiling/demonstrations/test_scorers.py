@@ -1,0 +1,159 @@
+"""The scorer of the built-in task, against the learner's own logits and against votes counted by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import RandomState
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.demonstrations.builtin import builtin_learner
+from knobwise.profiling.demonstrations.canvases import VARIANTS, Bank, Queries, draw_bank, draw_queries
+from knobwise.profiling.demonstrations.scorers import LearnerScorer
+
+FIELDS = {"logprob_score", "vqa_gt_prob", "vqa_correct", "vqa_acc_score", "vqa_rel_score"}
+QUERIES, BANK = draw_queries(RandomState(0), 20, False), draw_bank(RandomState(1), 50, False, VARIANTS["careless"])
+
+
+@pytest.fixture(scope="module")
+def learner():
+    return builtin_learner()
+
+
+def prompts(n, shots=4, seed=0):
+    """Queries and demonstrations [n, shots], of every length from none on."""
+    rng = np.random.default_rng(seed)
+    demonstrations = np.stack([rng.permutation(len(BANK))[:shots] for _ in range(n)])
+    demonstrations[np.arange(shots) >= np.arange(n)[:, None] % (shots + 1)] = -1
+    return torch.from_numpy(rng.integers(len(QUERIES), size=n)), torch.from_numpy(demonstrations)
+
+
+def by_hand(learner, query, shown):
+    """ln P of each label, [10], for each question asked, and the right label."""
+    found = []
+    for part in QUERIES.asked[query][QUERIES.asked[query] >= 0]:
+        asked = learner.see(torch.from_numpy(QUERIES.images[query]), torch.tensor(part))
+        seen = [learner.see(torch.from_numpy(BANK.images[m]), torch.tensor(BANK.question[m])) for m in shown]
+        labels = [QUERIES.labels[query, BANK.question[m], BANK.value[m]] for m in shown]
+        shape = torch.stack([torch.zeros(64), *seen])[1:]
+        logits = learner(asked[None], shape[None], torch.tensor([labels], dtype=torch.int64))[0].tolist()
+        total = math.log(sum(math.exp(x) for x in logits))
+        found.append(([x - total for x in logits], QUERIES.labels[query, part, QUERIES.values[query, part]]))
+    return found
+
+
+def test_scores_follow_from_the_learners_logits(learner):
+    queries, demonstrations = prompts(100)
+    with torch.inference_mode():
+        found = LearnerScorer(learner, QUERIES, BANK)(queries, demonstrations)
+    assert set(found) == FIELDS
+    for i, (query, row) in enumerate(zip(queries.tolist(), demonstrations.tolist(), strict=True)):
+        with torch.inference_mode():
+            parts = by_hand(learner, query, [m for m in row if m >= 0])
+        right = [log_probs[label] for log_probs, label in parts]
+        hits = [float(log_probs[label] == max(log_probs)) for log_probs, label in parts]
+        wanted = {
+            "logprob_score": sum(right),
+            "vqa_gt_prob": math.exp(sum(right)),
+            "vqa_acc_score": sum(hits) / len(hits),
+            "vqa_correct": float(all(hits)),
+            "vqa_rel_score": sum(math.exp(p[label] - max(p)) for p, label in parts) / len(parts),
+        }
+        assert {k: v[i].item() for k, v in found.items()} == pytest.approx(wanted, abs=1e-4)
+    assert 0 < found["vqa_correct"].mean() < 1
+    assert (found["vqa_acc_score"] == 0.5).any()
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_neither_chunks_nor_order_nor_padding_change_scores(learner, chunk):
+    queries, demonstrations = prompts(24)
+    found = LearnerScorer(learner, QUERIES, BANK)(queries, demonstrations)
+    wider = torch.cat([demonstrations, torch.full((24, 2), -1)], 1).flip(0)
+    other = LearnerScorer(learner, QUERIES, BANK, chunk=chunk)(queries.flip(0), wider)
+    for name, values in found.items():
+        assert values.shape == (24,)
+        assert values.dtype == torch.float32
+        torch.testing.assert_close(other[name].flip(0), values, rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_question_has_the_same_scores(learner):
+    scorer = LearnerScorer(learner, QUERIES, BANK)
+    one, two = scorer(*prompts(24)), scorer(*prompts(24))
+    assert all(torch.equal(one[name], two[name]) for name in FIELDS)
+
+
+def test_scores_can_weigh_what_is_learnt(learner):
+    scores = LearnerScorer(learner, QUERIES, BANK)(*prompts(8))
+    for values in scores.values():
+        weight = torch.ones(8, requires_grad=True)
+        (weight * values).sum().backward()  # tensors of inference mode could not be kept for this
+        assert torch.equal(weight.grad, values)
+
+
+def test_zero_shot_whatever_the_width(learner):
+    scorer, queries = LearnerScorer(learner, QUERIES, BANK), torch.arange(20)
+    narrow, wide = (scorer(queries, torch.full((20, width), -1)) for width in (0, 3))
+    torch.testing.assert_close(narrow, wide, rtol=1e-4, atol=1e-5)
+    assert (
+        scorer.vote(queries, torch.full((20, 2), -1)).sum()
+        == scorer.vote(queries, torch.zeros(20, 0).long()).sum()
+        == 0
+    )
+
+
+def test_no_rows_no_scores(learner):
+    scorer = LearnerScorer(learner, QUERIES, BANK)
+    none = torch.zeros(0).long(), torch.zeros(0, 2).long()
+    assert {name: len(values) for name, values in scorer(*none).items()} == dict.fromkeys(FIELDS, 0)
+    assert scorer.vote(*none).shape == (0,)
+
+
+def test_votes_by_hand(learner):
+    """Items 0–3 answer question 0 with 4, 5, 5, 4; items 4, 5 question 1 with 4 and 5."""
+    question, value = np.array([0, 0, 0, 0, 1, 1]), np.array([4, 5, 5, 4, 4, 5])
+    bank = Bank(BANK.images[:6], question, np.zeros(6, int), np.zeros(6, bool), value, value)
+    asked = np.array([[0, -1], [0, 1], [1, 0], [2, -1]])
+    values = np.array([[5, 0, 0], [4, 5, 0], [4, 5, 0], [0, 0, 0]])
+    queries = Queries(QUERIES.images[:4], values, asked, QUERIES.labels[:4])
+    cases = [
+        (0, [1, -1, -1, -1], 1),
+        (0, [0, -1, -1, -1], 0),
+        (0, [0, 1, -1, -1], 0),  # a tie: the first
+        (0, [1, 0, -1, -1], 1),
+        (0, [0, 1, 2, -1], 1),
+        (0, [1, 0, 3, 2], 1),  # two each: the first
+        (0, [5, 4, 1, -1], 1),  # of another question: no votes
+        (0, [4, 5, -1, -1], 0),  # nobody votes
+        (0, [-1, -1, -1, -1], 0),
+        (1, [0, 5, -1, -1], 1),
+        (1, [0, 4, -1, -1], 0),  # one of its two questions is wrong
+        (1, [0, 3, -1, -1], 0),  # nobody votes on the second
+        (1, [4, 0, 5, 3], 0),
+        (2, [5, 4, 3, -1], 1),
+        (3, [0, 1, 2, 3], 0),
+    ]
+    rows, shown, right = (torch.tensor(x) for x in zip(*cases, strict=True))
+    found = LearnerScorer(learner, queries, bank).vote(rows, shown)
+    assert found.dtype == torch.float32
+    assert found.tolist() == right.tolist()
+
+
+@pytest.mark.parametrize(
+    ("queries", "demonstrations", "message"),
+    [
+        ([0, 1], [[0]], "shapes"),
+        ([0], [0], "shapes"),
+        ([20], [[0]], "query 20 does not exist; there are 20"),
+        ([-1], [[0]], "query -1"),
+        ([0], [[50]], "demonstration 50 does not exist; there are 50"),
+        ([0], [[-2]], "demonstration -2"),
+    ],
+)
+def test_rows_that_do_not_exist_are_named(learner, queries, demonstrations, message):
+    scorer = LearnerScorer(learner, QUERIES, BANK)
+    for call in (scorer, scorer.vote):
+        with pytest.raises(InputError, match=message):
+            call(torch.tensor(queries), torch.tensor(demonstrations))
+    with pytest.raises(InputError, match="chunk"):
+        LearnerScorer(learner, QUERIES, BANK, chunk=0)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from knobwise.profiling.elastic.model import (
+    Configuration,
+    ElasticSize,
+    ElasticVLM,
+    cut_windows,
+    tile_grid,
+    window_coordinates,
+)
+from knobwise.profiling.elastic.scenes import ANSWER_TOKENS, END, FILLER, draw_samples, draw_scenes, load_digits
+
+TINY = ElasticSize(width=16, heads=2, blocks=5, experts=4, expert_width=8, max_top_k=3)
+
+
+@pytest.fixture(scope="module")
+def model() -> ElasticVLM:
+    torch.manual_seed(0)
+    model = ElasticVLM(TINY).eval()
+    model.drop_order = (2, 1, 3)
+    return model
+
+
+def scene(rows: int = 5, columns: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = draw_scenes(np.random.default_rng(0), load_digits(True), rows, columns, ("row",))
+    return torch.from_numpy(drawn.images), torch.from_numpy(drawn.prompts)
+
+
+@pytest.mark.parametrize("configuration", [(1, 1, 2), (3, 2, 4), (12, 3, 5)])
+def test_cached_decoding_equals_uncached(model: ElasticVLM, configuration: tuple[int, int, int]) -> None:
+    setting = Configuration(*configuration)
+    for sample in draw_samples(6, seed=3):
+        image, prompt = torch.from_numpy(sample.images), torch.from_numpy(sample.prompts)
+        cached = model.generate(image, prompt, setting).tokens
+        said: list[int] = []
+        while len(said) < ANSWER_TOKENS and END not in said:
+            answer = torch.tensor([said + [FILLER] * (ANSWER_TOKENS - len(said))])
+            with torch.inference_mode():
+                logits, _ = model(image, prompt, answer, setting)
+            said.append(int(logits[0, len(said)].argmax()))
+        assert cached == said
+
+
+def test_an_answer_token_does_not_see_what_comes_after_it(model: ElasticVLM) -> None:
+    image, prompt = scene()
+    a = torch.full((1, ANSWER_TOKENS), 4)
+    b = a.clone()
+    b[0, 3:] = 5
+    first, second = (model(image, prompt, x, Configuration(6, 2, 4))[0] for x in (a, b))
+    assert torch.allclose(first[:, :4], second[:, :4], atol=1e-5)
+    assert not torch.allclose(first[:, 4:], second[:, 4:])
+
+
+def test_dropping_blocks_keeps_first_and_last_and_follows_the_order(model: ElasticVLM) -> None:
+    assert [model.active_blocks(n) for n in (2, 3, 4, 5)] == [(0, 4), (0, 3, 4), (0, 1, 3, 4), (0, 1, 2, 3, 4)]
+
+
+class Products(TorchDispatchMode):
+    """Counts the multiplications of matrix products as they are really run."""
+
+    multiplications = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            a, b = args[-2:]
+            self.multiplications += a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("knob", ["max_crops", "top_k", "num_active_blocks"])
+def test_every_knob_changes_the_computation(model: ElasticVLM, knob: str) -> None:
+    image, prompt = scene(8, 8)
+    answer = torch.full((1, ANSWER_TOKENS), FILLER)
+    work = []
+    for value in (2, 3):
+        with Products() as counter, torch.no_grad():
+            model(image, prompt, answer, Configuration(6, 2, 4)._replace(**{knob: value}))
+        work.append(counter.multiplications)
+    assert work[1] > 1.1 * work[0]
+
+
+def test_experts_run_on_the_tokens_that_chose_them_only(model: ElasticVLM) -> None:
+    experts, x = model.blocks[0].experts, torch.randn(11, TINY.width)
+    weight, chosen = experts.router(x).tanh().softmax(-1).topk(TINY.max_top_k, -1)
+    weight, chosen = (weight / weight.sum(-1, True))[:, :2], chosen[:, :2]
+    silu = torch.nn.functional.silu
+    every = torch.stack([silu(x @ a) @ b for a, b in zip(experts.w_in, experts.w_out, strict=True)], 1)
+    wanted = (every.gather(1, chosen[..., None].expand(-1, -1, TINY.width)) * weight[..., None]).sum(1)
+    assert torch.allclose(experts(x, 2), wanted, atol=1e-5)
+    assert torch.allclose(torch.cat([experts(row[None], 2) for row in x]), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_crops", [1, 3, 6, 12, 16])
+def test_tiles_stay_under_the_cap_and_never_scale_up(max_crops: int) -> None:
+    for rows in range(2, 9):
+        for columns in range(2, 9):
+            grid = tile_grid(rows, columns, max_crops)
+            assert grid.down * grid.across <= max_crops
+            assert grid.height <= 8 * rows
+            assert grid.width <= 8 * columns
+    assert tile_grid(2, 2, max_crops)[:2] == (1, 1)  # a small image needs one tile whatever the cap
+    assert tile_grid(8, 8, 16).is_full(8, 8)
+
+
+def test_windows_come_in_the_order_of_their_coordinates() -> None:
+    image = torch.zeros(1, 3, 32, 24)
+    image[:, :, 8:16, 16:24] = 1  # the cell in row 1, column 2, alone
+    grid = tile_grid(4, 3, 12)
+    brightest = cut_windows(image, grid).sum(-1).argmax()
+    coverage = window_coordinates(4, 3, (grid,))[brightest]
+    assert coverage[:8].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert coverage[8:16].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_features_say_the_size_and_the_question_but_depend_on_no_knob_and_no_answer(model: ElasticVLM) -> None:
+    image, prompt = scene()
+    before = model.features(image, prompt)
+    model.generate(image, prompt, Configuration(1, 1, 2))
+    for a, b in zip(before, model.features(image, prompt), strict=True):
+        assert torch.equal(a, b)
+    assert [f.shape[-1] for f in before] == [2 * TINY.width, TINY.width]
+    assert not torch.allclose(before[0][:, TINY.width :], model.features(*scene(5, 6))[0][:, TINY.width :])
+    other = prompt.clone()
+    other[0, 0] += 1
+    assert not torch.allclose(before[1], model.features(image, other)[1])
+
+
+def test_saved_weights_come_back(model: ElasticVLM, tmp_path: Path) -> None:
+    model.save(tmp_path / "m.safetensors")
+    again = ElasticVLM.load(tmp_path / "m.safetensors")
+    assert again.size == TINY
+    assert again.drop_order == (2, 1, 3)
+    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(a.half().float(), b), name
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "message"),
+    [((0, 1, 3), "max_crops"), ((1, 4, 3), "top_k must be 1 to 3"), ((1, 1, 1), "num_active_blocks must be 2 to 5")],
+)
+def test_impossible_configurations_are_refused(
+    model: ElasticVLM, configuration: tuple[int, int, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.check(Configuration(*configuration))
+
+
+@pytest.mark.parametrize("wrong", [{"width": 10, "heads": 4}, {"blocks": 1}, {"max_top_k": 9}])
+def test_impossible_sizes_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"width|blocks|max_top_k"):
+        ElasticSize(**wrong)

@@ -1,0 +1,179 @@
+"""Importance of blocks: the file, and the measurement on tiny random models."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_hf_knobs import asked
+from tiny_models import tiny_model
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.block_importance import (
+    AnswerLikelihood,
+    measure_importance,
+    read_importance,
+    write_importance,
+)
+from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "importance.json"
+
+
+@settings(max_examples=20)
+@given(st.dictionaries(st.integers(0, 99), st.floats(allow_nan=False, allow_infinity=False), min_size=1))
+def test_what_is_written_is_read(tmp_path_factory, importance):
+    file = tmp_path_factory.mktemp("importance") / "importance.json"
+    write_importance(file, importance)
+    found = read_importance(file, blocks=100)
+    assert found == importance
+    assert list(found) == sorted(importance)
+
+
+def test_the_format_is_a_number_for_each_block(file):
+    file.write_text('{"10": 0.25, "4": 0.0156, "5": -1}')
+    assert read_importance(file) == {4: 0.0156, 5: -1.0, 10: 0.25}
+    write_importance(file, {10: 0.25, 4: 0.0156})
+    assert json.loads(file.read_text()) == {"4": 0.0156, "10": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{4: 0.1}", "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        ("[0.1, 0.2]", "must hold a number for each block"),
+        ("{}", "must hold a number for each block"),
+        ('{"layer.4": 0.1}', "'layer.4' is not the number of a block"),
+        ('{"-1": 0.1}', "'-1' is not the number of a block"),
+        ('{"²": 0.1}', "'²' is not the number of a block"),
+        ('{"8": 0.1}', "there is no block 8; this model has blocks 0 to 7"),
+        ('{"4": 0.1, "04": 0.2}', "block 4 is given twice"),
+        ('{"4": 0.1, "4": 0.2}', "block 4 is given twice"),
+        ('{"4": NaN}', "importance of block 4 is nan, not a finite number"),
+        ('{"4": 1e999}', "importance of block 4 is inf"),
+        ('{"4": "0.1"}', "importance of block 4 is '0.1'"),
+        ('{"4": true}', "importance of block 4 is True"),
+        ('{"4": {"4": 0.1}}', "importance of block 4 is"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(file, text, message):
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError, match=message) as raised:
+        read_importance(file, blocks=8)
+    assert str(file) in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_refused(file):
+    with pytest.raises(InputError, match=r"importance\.json: cannot be read"):
+        read_importance(file)
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["llava_next", "qwen3_5_moe"])
+def made(request):
+    model, processor = tiny_model(request.param)
+    prompts = [asked(processor, (20, 30)), asked(processor, (40, 20))]
+    return model, processor, prompts
+
+
+def test_the_likelihood_is_that_of_the_models_own_logits(made):
+    model, processor, prompts = made
+    words = [processor.tokenizer(text, return_tensors="pt")["input_ids"][0] for text in ("2", "no cats")]
+    found = AnswerLikelihood(model, prompts, words)()
+    means = []
+    for prompt, answer in zip(prompts, words, strict=True):
+        total = 0.0
+        for place, token in enumerate(answer):  # one token at a time
+            so_far = dict(prompt)
+            so_far["input_ids"] = torch.cat([prompt["input_ids"], answer[None, :place]], 1)
+            for name in ("attention_mask", "mm_token_type_ids"):
+                if name in prompt:
+                    new = torch.full((1, place), int(name == "attention_mask"))
+                    so_far[name] = torch.cat([prompt[name], new], 1)
+            with torch.no_grad():
+                total += float(model(**so_far).logits[0, -1].log_softmax(-1)[token])
+        means.append(total / len(answer))
+    assert found == pytest.approx(sum(means) / 2, abs=1e-4)
+
+
+def test_greedy_answers_are_the_models_own(made):
+    model, _, prompts = made
+    likelihood = AnswerLikelihood(model, prompts, max_new_tokens=3)
+    for prompt, answer in zip(prompts, likelihood.answers, strict=True):
+        whole = model.generate(**prompt, max_new_tokens=3, do_sample=False)
+        assert torch.equal(whole[0, -len(answer) :], answer)
+        assert whole.shape[1] == prompt["input_ids"].shape[1] + len(answer)
+
+
+def test_greedy_answers_are_greedy_and_end_where_they_are_told_to(made):
+    model, _, prompts = made
+    own, wanted = model.generation_config, AnswerLikelihood(model, prompts, max_new_tokens=4).answers
+    model.generation_config = copy.deepcopy(own)
+    try:
+        model.generation_config.update(num_beams=3, num_return_sequences=2, return_dict_in_generate=True)
+        found = AnswerLikelihood(model, prompts, max_new_tokens=4).answers
+        end = int(wanted[0][1])
+        ended = AnswerLikelihood(model, prompts[:1], max_new_tokens=4, ends=[end]).answers[0]
+    finally:
+        model.generation_config = own
+    assert all(map(torch.equal, found, wanted))
+    assert torch.equal(ended, wanted[0][: wanted[0].tolist().index(end) + 1])
+
+
+def test_importance_is_what_the_score_loses_without_a_block(made, file):
+    model, processor, prompts = made
+    knobs = HuggingFaceKnobs(model, processor)
+    score = AnswerLikelihood(model, prompts, max_new_tokens=4)
+    importance = measure_importance(knobs, score, file)
+    assert read_importance(file, blocks=4) == importance
+    free = [block for block in range(1, 4) if block not in knobs.always_active]
+    assert list(importance) == free
+    whole = score()
+    for block in free:
+        with knobs.leaving_out([block]):
+            assert importance[block] == pytest.approx(whole - score(), abs=1e-6)
+    assert len(set(importance.values())) == len(free)  # blocks do differ
+    chosen = HuggingFaceKnobs(model, processor, importance)
+    assert min(importance, key=importance.__getitem__) not in chosen.active_blocks(3)
+
+
+def test_any_score_can_be_given(made):
+    model, processor, _ = made
+    knobs = HuggingFaceKnobs(model, processor)
+    worth = {(): 10.0, (3,): 9.5, (2,): 4.0, (1,): 11.0}
+    blocks = model.model.language_model.layers
+
+    def score():
+        return worth[tuple(number for number, block in enumerate(blocks) if "forward" in vars(block))]
+
+    expected = {1: -1.0, 2: 6.0, 3: 0.5}
+    assert measure_importance(knobs, score) == {
+        block: drop for block, drop in expected.items() if block not in knobs.always_active
+    }
+
+
+def test_a_score_that_is_not_finite_is_refused_and_nothing_is_written(made, file):
+    model, processor, _ = made
+    scores = iter([1.0, float("nan")])
+    with pytest.raises(InputError, match=r"score without block \d is nan"):
+        measure_importance(HuggingFaceKnobs(model, processor), lambda: next(scores), file)
+    assert not file.exists()
+
+
+def test_prompts_and_answers_that_do_not_belong_together_are_refused(made):
+    model, processor, prompts = made
+    with pytest.raises(InputError, match="each of one text"):
+        AnswerLikelihood(model, [])
+    with pytest.raises(InputError, match="each of one text"):
+        AnswerLikelihood(model, [asked(processor, (20, 30), (20, 30))])
+    for answers in ([torch.tensor([5])], [torch.tensor([5]), torch.tensor([], dtype=torch.int64)]):
+        with pytest.raises(InputError, match="2 prompts need as many answers"):
+            AnswerLikelihood(model, prompts, answers)

@@ -1,0 +1,449 @@
+"""Knobs of Hugging Face models, on tiny random ones of every family: what was set is what runs, and all is restored."""
+
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+import transformers
+from PIL import Image
+from test_vlm_scorer import tiny_vlm
+from tiny_models import FAMILIES, tiny_model
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
+from knobwise.profiling.measuring.adaptive_model import KNOBS
+
+TILES = "image tiles, at most, beside the overview of the whole image"
+PIXELS = "pixels of the image, at most, in units of 4096 pixels (64 vision tokens)"
+EXPERTS = (2, 1, 4)
+# default, least, most of each knob; what max_crops sets; blocks that always run
+SUPPORT = {
+    "llama4": ((4, 1, 4), EXPERTS, (4, 2, 4), TILES, (0, 1)),
+    "aria": ((4, 1, 16), EXPERTS, (4, 1, 4), "image area that is encoded, at most, in squares of 490 pixels", (0,)),
+    "llava_next": ((4, 1, 4), EXPERTS, (4, 1, 4), TILES, (0,)),
+    "qwen3_vl_moe": ((4, 1, 4), EXPERTS, (4, 1, 4), PIXELS, (0,)),
+    "qwen3_5_moe": ((4, 1, 4), EXPERTS, (4, 2, 4), PIXELS, (0, 1)),
+    "glm4v_moe": ((4, 1, 4), EXPERTS, (4, 1, 4), PIXELS, (0,)),
+    "gemma4": ((4, 1, 16), EXPERTS, (4, 2, 4), "vision tokens of the image, at most, in units of 70", (0, 1)),
+    "smolvlm": ((9, 1, 9), (0, 0, 0), (4, 1, 4), TILES, (0,)),
+    "idefics3": ((9, 1, 9), (0, 0, 0), (4, 1, 4), TILES, (0,)),
+    "molmo2": ((6, 1, 6), (0, 0, 0), (4, 1, 4), TILES, (0,)),
+}
+# height and width of an image; by max_crops the crops that the vision tower sees, the overview among them where there
+# is one, or the patches of 4 × 4 pixels of a family with a resolution
+SEEN = {
+    "llama4": ((40, 200), {1: 1, 2: 3, 3: 4, 4: 5}),
+    "aria": ((480, 3800), {1: 1, 3: 1, 4: 1, 7: 1, 8: 2, 12: 3, 16: 4}),
+    "llava_next": ((500, 700), {1: 2, 2: 3, 3: 3, 4: 5}),
+    # 3 → 88 × 128 pixels: √(350,000 / 12,288) = 5.34, 500 / 5.34 = 93.7 → 88, 700 / 5.34 = 131.2 → 128
+    "qwen3_vl_moe": ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936}),
+    "qwen3_5_moe": ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936}),
+    "glm4v_moe": ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936}),
+    # 1 → 56 × 72 pixels: √(4,480 / 350,000) = 0.1131, 56.6 → 56, 79.2 → 72
+    "gemma4": ((500, 700), {1: 252, 2: 560, 3: 560, 4: 1064, 8: 2240, 16: 4368}),
+    "smolvlm": ((500, 700), {1: 1, 3: 1, 4: 5, 8: 5, 9: 10}),
+    "idefics3": ((500, 700), {1: 1, 3: 1, 4: 5, 8: 5, 9: 10}),
+    "molmo2": ((40, 200), {1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 7}),
+}
+RESOLUTION = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4")
+ROUTED = [name for name in FAMILIES if SUPPORT[name][1] == EXPERTS]
+
+
+def picture(height, width):
+    pixels = np.random.default_rng(height * width).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def asked(processor, *sizes):
+    """What the processor makes of a question about each image; of different lengths, padded on the left."""
+    texts = []
+    for number, _ in enumerate(sizes):
+        text = {"type": "text", "text": "How many dogs?" + " And cats?" * number}
+        messages = [{"role": "user", "content": [{"type": "image"}, text]}]
+        texts.append(processor.apply_chat_template(messages, add_generation_prompt=True))
+    images = [[picture(*size)] for size in sizes]
+    inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
+    return dict(inputs.to(torch.float32))
+
+
+@torch.inference_mode()
+def generated(model, inputs, **settings):
+    """Four tokens of each answer, int64 [n, 4], and what they were chosen by, [n, 4, V]."""
+    found = model.generate(
+        **inputs,
+        min_new_tokens=4,
+        max_new_tokens=4,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+    return found.sequences[:, -4:], torch.stack(found.logits, 1)
+
+
+@torch.inference_mode()
+def logits(model, inputs):
+    return model(**inputs).logits
+
+
+def blocks_of(model):
+    (found,) = [
+        part
+        for name, part in model.named_modules()
+        if name.endswith(".layers") and "vision" not in name and len(part) == tiny_models.BLOCKS
+    ]
+    return found
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request):
+    model, processor = tiny_model(request.param)
+    return request.param, model, processor, HuggingFaceKnobs(model, processor)
+
+
+@pytest.fixture(scope="module", params=ROUTED)
+def routed(request):
+    model, processor = tiny_model(request.param)
+    return request.param, model, processor, HuggingFaceKnobs(model, processor)
+
+
+@pytest.fixture(scope="module")
+def llava():
+    model, processor = tiny_model("llava_next")
+    return model, processor, HuggingFaceKnobs(model, processor)
+
+
+# -- what there is to set ----------------------------------------------------------------------------------------------
+
+
+def test_every_family_says_what_can_be_set(made):
+    family, _, _, knobs = made
+    crops, top_k, blocks, sets, always_active = SUPPORT[family]
+    assert tuple(knob.name for knob in knobs.knobs) == KNOBS
+    assert tuple((knob.default, knob.least, knob.most) for knob in knobs.knobs) == (crops, top_k, blocks)
+    assert knobs.knobs[0].sets == sets
+    assert knobs.always_active == always_active
+    assert knobs.family == family
+
+
+def test_a_knob_that_is_lacking_says_why(made):
+    family, _, _, knobs = made
+    assert [knob.available for knob in knobs.knobs] == [True, family in ROUTED, True]
+    if family not in ROUTED:
+        assert "no experts" in knobs.knobs[1].note
+        with pytest.raises(InputError, match="lacks the knob"), knobs.set({"top_k": 1}):
+            pass
+        with knobs.set({"top_k": 0}):  # its default: nothing to refuse
+            pass
+
+
+def test_experts_that_all_run_are_said_to_save_nothing(routed):
+    family, _, _, knobs = routed
+    assert ("saves no time" in knobs.knobs[1].note) == (family == "llama4")
+
+
+def test_experts_of_some_blocks_only_are_said():
+    knobs = HuggingFaceKnobs(*tiny_model("glm4v_moe"))
+    assert knobs.knobs[1].sets == "experts for each token, in 3 of 4 blocks"
+
+
+def test_a_router_that_chooses_within_groups_limits_top_k():
+    knobs = HuggingFaceKnobs(*tiny_model("glm4v_moe", n_group=2, topk_group=1))
+    assert knobs.knobs[1].most == 2
+
+
+def test_values_out_of_range_are_refused(made):
+    knobs = made[3]
+    for knob in knobs.knobs:
+        for value in (knob.least - 1, knob.most + 1):
+            with pytest.raises(InputError, match=knob.name), knobs.set({knob.name: value}):
+                pass
+    with pytest.raises(InputError, match="unknown knob 'crops'"), knobs.set({"crops": 1}):
+        pass
+
+
+# -- what was set is what runs -----------------------------------------------------------------------------------------
+
+
+def test_the_blocks_that_were_set_run_and_no_others(made):
+    _, model, processor, knobs = made
+    inputs = asked(processor, (20, 30))
+    ran = []
+    hooks = [
+        (block.self_attn if hasattr(block, "self_attn") else block.linear_attn).register_forward_hook(
+            lambda *_, number=number: ran.append(number)
+        )
+        for number, block in enumerate(blocks_of(model))
+    ]
+    for number in range(knobs.knobs[2].least, 5):
+        ran.clear()
+        with knobs.set({"num_active_blocks": number}):
+            generated(model, inputs)
+        assert len(set(ran)) == number
+        assert ran == [*knobs.active_blocks(number)] * 4  # a pass over the prompt and three over tokens
+    for hook in hooks:
+        hook.remove()
+
+
+def test_every_token_uses_as_many_experts_as_were_set(routed):
+    family, model, processor, knobs = routed
+    inputs = asked(processor, (20, 30))
+    used = []
+
+    def look(part, given, output):
+        if family == "llama4":  # scores [tokens, experts], 0 where not chosen
+            used.append((output[0] > 0).sum(-1))
+        else:  # which [tokens, k], and how much each counts
+            _, which, weights = given
+            used.append((weights > 0).sum(-1))
+            assert all(len(set(row)) == len(row) for row in which.tolist())
+
+    place = "router" if family == "llama4" else "experts"
+    parts = [part for name, part in model.named_modules() if name.endswith(f".{place}")]
+    assert len(parts) == (3 if family == "glm4v_moe" else 4)
+    hooks = [part.register_forward_hook(look) for part in parts]
+    for top_k in (1, 2, 3, 4):
+        used.clear()
+        with knobs.set({"top_k": top_k}):
+            generated(model, inputs)
+        assert len(used) == len(parts) * 4
+        assert set(torch.cat(used).tolist()) == {top_k}
+    for hook in hooks:
+        hook.remove()
+
+
+def test_the_vision_tower_sees_what_was_set(made):
+    family, model, processor, knobs = made
+    size, expected = SEEN[family]
+    seen, tokens = {}, {}
+
+    def look(part, given, named):
+        pixels = next(value for value in (*given, *named.values()) if torch.is_tensor(value) and value.dim() >= 2)
+        if family == "gemma4":  # padded to the budget
+            pixels = named["pixel_position_ids"][(named["pixel_position_ids"] >= 0).all(-1)]
+        seen[crops] = len(pixels)
+
+    names = ("vision_model", "vision_tower", "visual")
+    (tower,) = [part for name, part in model.named_modules() if name in (*names, *(f"model.{n}" for n in names))]
+    hook = tower.register_forward_pre_hook(look, with_kwargs=True)
+    for crops in expected:
+        with knobs.set({"max_crops": crops}):
+            inputs = asked(processor, size)
+            logits(model, inputs)
+        tokens[crops] = inputs["input_ids"].shape[1]
+    hook.remove()
+    assert seen == expected
+    assert list(tokens.values()) == sorted(tokens.values())  # more is never less for the language model
+    assert tokens[max(expected)] > tokens[1]
+
+
+@pytest.mark.parametrize("size", [(500, 700), (41, 300), (300, 41), (20, 30), (9, 9)])
+@pytest.mark.parametrize("family", RESOLUTION)
+def test_no_image_has_more_pixels_than_set(family, size):
+    _, processor = tiny_model(family)
+    model = tiny_model(family)[0]
+    knobs = HuggingFaceKnobs(model, processor)
+    found = []
+    for crops in range(1, 5):
+        with knobs.set({"max_crops": crops}):
+            inputs = asked(processor, size)
+        grid = inputs.get("image_grid_thw")
+        found.append(
+            int(grid.prod())
+            if grid is not None
+            else int((inputs["image_position_ids"] >= 0).all(-1).sum()) * 256 // 280
+        )
+        assert found[-1] <= crops * 256
+    assert found == sorted(found)
+
+
+def test_aria_takes_smaller_images_below_its_default():
+    model, processor = tiny_model("aria")
+    knobs = HuggingFaceKnobs(model, processor)
+    for crops, side in {1: 490, 3: 490, 4: 980, 8: 980}.items():
+        with knobs.set({"max_crops": crops}):
+            assert asked(processor, (480, 3800))["pixel_values"].shape[-2:] == (side, side)
+
+
+# -- restored ----------------------------------------------------------------------------------------------------------
+
+
+def state(model, processor):
+    """All that could have been changed, without what the last pass leaves behind (positions of its images)."""
+    parts = {name: dict(vars(part)) for name, part in model.named_modules()}
+    for own in parts.values():
+        own.pop("_forward_hooks")
+        own.pop("rope_deltas", None)
+    return parts, vars(processor).copy(), vars(processor.image_processor).copy(), str(model.config)
+
+
+def test_everything_is_restored_also_after_exceptions(made):
+    family, model, processor, knobs = made
+    inputs = asked(processor, (500, 700), (300, 300))
+    wanted, before = logits(model, inputs), state(model, processor)
+    least = {"max_crops": 1, "num_active_blocks": knobs.knobs[2].least} | ({"top_k": 1} if family in ROUTED else {})
+
+    def compare():
+        assert state(model, processor) == before
+        assert not any(block._forward_hooks for block in blocks_of(model))
+        again = asked(processor, (500, 700), (300, 300))
+        assert again.keys() == inputs.keys()
+        assert all(torch.equal(again[name], inputs[name]) for name in inputs)
+        assert torch.equal(logits(model, again), wanted)
+
+    with knobs.set(least):
+        fewer = asked(processor, (500, 700), (300, 300))
+        assert not torch.equal(logits(model, fewer)[:, -1], wanted[:, -1])
+        assert fewer["pixel_values"].shape != inputs["pixel_values"].shape
+    compare()
+    with pytest.raises(ZeroDivisionError), knobs.set(least):
+        raise ZeroDivisionError
+    compare()
+    with knobs.set({knob.name: knob.default for knob in knobs.knobs}):  # all as it came
+        compare()
+    compare()
+
+
+def test_a_forward_of_a_blocks_own_is_restored(llava):
+    model, _, knobs = llava
+    block = blocks_of(model)[2]
+    block.forward = own = block.forward  # as tools do that spread a model over devices
+    with knobs.leaving_out([2]):
+        assert vars(block)["forward"] is not own
+    assert vars(block)["forward"] is own
+    del block.forward
+
+
+def test_knobs_that_are_set_are_not_set_again(llava):
+    model, processor, knobs = llava
+    with knobs.set({"top_k": 1}):
+        for refused in (knobs.set({"top_k": 2}), knobs.leaving_out([1])):
+            with pytest.raises(InputError, match="set already"), refused:
+                pass
+        with pytest.raises(InputError, match="set at this moment"):
+            HuggingFaceKnobs(model, processor)  # would take 1 for the model's own
+        assert blocks_of(model)[0].mlp.gate.top_k == 1
+    assert HuggingFaceKnobs(model, processor).knobs == knobs.knobs
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def assert_cached_is_uncached(model, processor, knobs):
+    """For every set of blocks that can be left out, on a batch with padding."""
+    inputs = asked(processor, (20, 30), (20, 30))
+    free = [block for block in range(4) if block not in knobs.always_active]
+    for left_out in chain.from_iterable(combinations(free, size) for size in range(len(free) + 1)):
+        with knobs.leaving_out(left_out):
+            tokens, by = generated(model, inputs, use_cache=True)
+            wanted, wanted_by = generated(model, inputs, use_cache=False)
+        assert torch.equal(tokens, wanted), left_out
+        torch.testing.assert_close(by, wanted_by, rtol=1e-5, atol=1e-5 * float(wanted_by.abs().max()))
+
+
+def test_generation_with_a_cache_gives_what_it_gives_without(made):
+    _, model, processor, knobs = made
+    assert_cached_is_uncached(model, processor, knobs)
+
+
+def test_blocks_that_store_keys_for_others_always_run():
+    model, processor = tiny_model(
+        "gemma4",
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=256,
+        layer_types=["sliding_attention", "full_attention", "full_attention", "full_attention"],
+    )
+    knobs = HuggingFaceKnobs(model, processor)
+    assert knobs.always_active == (0, 1, 2)
+    assert_cached_is_uncached(model, processor, knobs)
+
+
+def test_what_is_added_between_blocks_is_added_without_them():
+    model, processor = tiny_model("qwen3_vl_moe")
+    inputs = asked(processor, (20, 30))
+    mergers = model.model.visual.deepstack_merger_list  # added to image tokens after blocks 0 and 1
+    with HuggingFaceKnobs(model, processor).leaving_out([1, 2, 3]):
+        before = logits(model, inputs)
+        torch.nn.init.zeros_(mergers[1].linear_fc2.weight)
+        assert not torch.equal(logits(model, inputs), before)
+
+
+def test_without_importance_the_last_but_one_goes_first(llava):
+    knobs = llava[2]
+    assert [knobs.active_blocks(number) for number in (1, 2, 3, 4)] == [(0,), (0, 3), (0, 1, 3), (0, 1, 2, 3)]
+
+
+def test_the_least_important_goes_first_but_never_block_0(llava):
+    model, processor, _ = llava
+    knobs = HuggingFaceKnobs(model, processor, {0: -1.0, 1: 0.3, 2: 0.7, 3: 0.1})
+    assert [knobs.active_blocks(number) for number in (1, 2, 3, 4)] == [(0,), (0, 2), (0, 1, 2), (0, 1, 2, 3)]
+    with pytest.raises(InputError, match="block 0 cannot be left out"), knobs.leaving_out([0]):
+        pass
+    for number in (0, 5):
+        with pytest.raises(InputError, match=f"num_active_blocks={number}: this model takes 1 to 4"):
+            knobs.active_blocks(number)
+
+
+@pytest.mark.parametrize(
+    ("importance", "message"),
+    [({1: 0.1, 3: 0.2}, "block 2 .* has none"), ({1: 0.1, 2: 0.1, 3: 0.2, 4: 0.1}, "block 4: .* blocks 0 to 3")],
+)
+def test_an_importance_of_another_model_is_refused(llava, importance, message):
+    with pytest.raises(InputError, match=message):
+        HuggingFaceKnobs(*llava[:2], importance)
+
+
+# -- other models ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dense_sibling_has_the_image_knob_of_its_family():
+    model, processor = tiny_vlm("qwen2_vl")  # takes no more than 400 pixels
+    crops = HuggingFaceKnobs(model, processor).knobs[0]
+    assert (crops.default, crops.available) == (1, False)
+    assert "no higher cap than one" in crops.note
+    processor.image_processor.size["longest_edge"] = 3 * 4096
+    knobs = HuggingFaceKnobs(model, processor)
+    assert (knobs.knobs[0].default, knobs.knobs[0].most) == (3, 3)
+    patches = []
+    for number in (1, 2, 3):
+        with knobs.set({"max_crops": number}):
+            patches.append(len(asked(processor, (500, 700))["pixel_values"]))
+    assert patches == [216, 468, 704]
+
+
+def test_an_unknown_family_gets_what_can_be_found():
+    # whose blocks hand on tuples
+    config = transformers.ChameleonConfig(
+        **{name: value for name, value in tiny_models.TEXT.items() if name != "head_dim"},
+        vocab_size=64,
+        vq_config={"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []},
+        vocabulary_map={"<image>": 60},
+    )
+    torch.manual_seed(0)
+    model = transformers.ChameleonForConditionalGeneration(config).eval()
+    knobs = HuggingFaceKnobs(model, None)
+    crops, top_k, blocks = knobs.knobs
+    assert not crops.available
+    assert "'chameleon'" in crops.note
+    assert "known are llama4, aria" in crops.note
+    assert "AdaptiveVLM" in crops.note
+    assert not top_k.available
+    assert (blocks.least, blocks.most) == (1, 4)
+    inputs = {"input_ids": torch.arange(5, 25).reshape(2, 10)}
+    wanted = logits(model, inputs)
+    with knobs.set({"num_active_blocks": 2}):
+        assert not torch.equal(logits(model, inputs), wanted)
+        cached, uncached = (generated(model, inputs, use_cache=use_cache)[1] for use_cache in (True, False))
+        torch.testing.assert_close(cached, uncached, rtol=1e-5, atol=1e-4)
+    assert torch.equal(logits(model, inputs), wanted)
+
+
+def test_a_model_without_a_decoder_is_refused():
+    model = transformers.CLIPVisionModel(
+        transformers.CLIPVisionConfig(**tiny_models.VISION, image_size=8, patch_size=4)
+    )
+    with pytest.raises(InputError, match=r"'clip_vision_model' cannot be found; known are llama4, .*AdaptiveVLM"):
+        HuggingFaceKnobs(model, None)

@@ -1,0 +1,396 @@
+"""Hugging Face models behind the interface of adaptive models, on a tiny random one of every family."""
+
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_models import BLOCKS, FAMILIES, TOP_K, tiny_model
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.model import HuggingFaceVLM
+from knobwise.profiling.measuring.adaptive_model import KNOBS, Request
+
+# raised inside transformers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+GOING_ON = ("llama4", "llava_next", "molmo2")
+DENSE = ("smolvlm", "idefics3", "molmo2")
+
+
+def picture(seed, height=40, width=64):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+REQUESTS = (
+    Request(picture(0), "What is this?"),
+    Request(picture(1, 64, 40), "How many red dogs are there?"),
+    Request(picture(2, 40, 40), "Why?"),
+)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vlm(request):
+    return HuggingFaceVLM(*tiny_model(request.param), max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def llava():
+    return HuggingFaceVLM(*tiny_model("llava_next"), max_new_tokens=5)
+
+
+def family(vlm):
+    return vlm.model.config.model_type
+
+
+def tower(vlm):
+    return vlm.model.get_encoder(modality="image")
+
+
+def settings(vlm):
+    """Two configurations: everything at its least, and everything but the default in between."""
+    able = [knob for knob in vlm.knobs if knob.available]
+    return {knob.name: knob.least for knob in able}, {knob.name: min(knob.least + 1, knob.most) for knob in able}
+
+
+def without_reuse(stages):
+    return [replace(stage, kept=None) for stage in stages]
+
+
+@contextmanager
+def watched(vlm):
+    """What runs inside: names of the blocks, experts for each token, rows that the vision tower is asked for and that
+    it computes, last logits."""
+    seen = {"blocks": [], "experts": set(), "rows": [], "computed": [], "logits": []}
+    modules = dict(vlm.model.named_modules())
+    hooks = []
+
+    def rows(args, kwargs):
+        return len([*args, *kwargs.values()][0])
+
+    def before(module, act):
+        hooks.append(module.register_forward_pre_hook(lambda _, args, kwargs: act(args, kwargs), with_kwargs=True))
+
+    decoder = vlm.model.get_decoder()
+    for number, layer in enumerate(getattr(decoder, "model", decoder).layers):
+        before(next(layer.children()), lambda *_, number=number: seen["blocks"].append(number))
+    for name, module in modules.items():
+        if name.endswith(".experts") and family(vlm) != "llama4":
+            before(module, lambda args, _: seen["experts"].add(args[1].shape[-1]))
+        if name.endswith(".router") and family(vlm) == "llama4":
+            hooks.append(
+                module.register_forward_hook(lambda *a: seen["experts"].update((a[2][0] != 0).sum(1).tolist()))
+            )
+    before(tower(vlm), lambda *call: seen["rows"].append(rows(*call)))
+    before(next(tower(vlm).children()), lambda *call: seen["computed"].append(rows(*call)))
+    head = vlm.model.get_output_embeddings()
+    hooks.append(head.register_forward_hook(lambda *a: seen["logits"].append(a[2][:, -1].float())))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# crops of a picture of 160 × 256 pixels, its overview included, with max_crops 1, 2 and by default
+CROPS = {
+    "llama4": (1, 3, 5),
+    "aria": (1, 1, 1),
+    "llava_next": (2, 3, 5),
+    "molmo2": (2, 3, 7),
+    "idefics3": (1, 1, 7),
+    "smolvlm": (1, 1, 7),
+}
+
+
+def test_an_answer_runs_the_blocks_experts_and_crops_that_were_set(vlm):
+    assert [knob.name for knob in vlm.knobs] == list(KNOBS)
+    crops, top_k, _ = vlm.knobs
+    assert top_k.available == (family(vlm) not in DENSE)
+    stage = vlm.first_stage(Request(picture(0, 160, 256), "Why?"))
+    for which, configuration in enumerate((*settings(vlm), {})):
+        with watched(vlm) as seen:
+            (answer,) = vlm.answer([stage], configuration)
+        ran = configuration.get("num_active_blocks", BLOCKS)
+        assert len(set(seen["blocks"])) == ran
+        assert seen["blocks"] == sorted(set(seen["blocks"])) * answer.output_tokens
+        routed = top_k.available and ran > (family(vlm) == "glm4v_moe")  # whose first block has no experts
+        assert seen["experts"] == ({configuration.get("top_k", TOP_K)} if routed else set())
+        value = configuration.get("max_crops", crops.default)
+        if family(vlm) in CROPS:
+            assert seen["rows"] == [CROPS[family(vlm)][which]]
+        else:
+            most = value * (70 if family(vlm) == "gemma4" else 64)
+            assert 0.6 * most < answer.vision_tokens <= most
+
+
+@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl_moe", "idefics3", "aria"])
+def test_features_are_means_of_the_models_own_first_stage(name):
+    vlm = HuggingFaceVLM(*tiny_model(name), instruction="Be short.")
+    model, processor, (picture, question) = vlm.model, vlm.processor, (REQUESTS[0].image, REQUESTS[0].question)
+    found = vlm.first_stage(REQUESTS[0]).features
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"{question}\nBe short."}]}]
+    text = processor.apply_chat_template(asked, add_generation_prompt=True)
+    with vlm.set_knobs({"max_crops": vlm.knobs[0].least}), torch.no_grad():
+        inputs = processor(text=text, images=picture, return_tensors="pt")
+        if name == "llava_next":
+            states = tower(vlm)(inputs["pixel_values"][0, :1]).last_hidden_state
+        elif name == "idefics3":
+            states = tower(vlm)(inputs["pixel_values"][0]).last_hidden_state
+        elif name == "aria":  # 40 × 64 leaves the lower of the 5 × 5 patches empty
+            shown = torch.zeros(1, 5, 5, dtype=torch.bool)
+            shown[:, :4] = True
+            states = tower(vlm)(inputs["pixel_values"], patch_attention_mask=shown).last_hidden_state[:, :20]
+        else:
+            states = tower(vlm)(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).last_hidden_state
+        letters = processor.tokenizer(f"user: {question}\nBe short.<end>\nassistant:")["input_ids"]
+        words = model.get_input_embeddings().weight[letters]
+    torch.testing.assert_close(torch.tensor(found["image_features"]), states.flatten(0, -2).mean(0))
+    torch.testing.assert_close(torch.tensor(found["language_features"]), words.mean(0))
+
+
+def test_features_tell_requests_apart_and_do_not_depend_on_what_was_set_before(vlm):
+    one, other = (vlm.first_stage(request).features for request in REQUESTS[:2])
+    vlm.answer([vlm.first_stage(REQUESTS[0])], settings(vlm)[0])
+    again = vlm.first_stage(REQUESTS[0]).features
+    for name, values in one.items():
+        assert values.ndim == 1
+        assert values.dtype == np.float32
+        assert np.array_equal(again[name], values)
+        assert np.abs(other[name] - values).max() > 1e-3
+    assert len(one["image_features"]) in (16, 32)
+    assert len(one["language_features"]) == 32
+
+
+def test_going_on_from_the_first_stage_changes_nothing_but_the_work(vlm):
+    stages = [vlm.first_stage(request) for request in REQUESTS[:2]]
+    goes_on = family(vlm) in GOING_ON
+    assert [stage.kept is not None for stage in stages] == [goes_on] * 2
+    for configuration in ({}, settings(vlm)[1]):
+        for group in (stages[:1], stages):
+            with watched(vlm) as seen:
+                answers = vlm.answer(group, configuration)
+            with watched(vlm) as afresh:
+                wanted = vlm.answer(without_reuse(group), configuration)
+            assert [answer.text for answer in answers] == [answer.text for answer in wanted]
+            torch.testing.assert_close(seen["logits"], afresh["logits"], rtol=1e-4, atol=1e-4)
+            assert seen["rows"] == afresh["rows"]
+            assert sum(afresh["computed"]) - sum(seen["computed"]) == len(group) * goes_on
+            for answer, fresh in zip(answers, wanted, strict=True):
+                assert fresh.extra == {"reused_ms": 0}
+                assert (answer.extra["reused_ms"] > 0) == goes_on
+            if goes_on:
+                share = sum(stage.total_ms - stage.extra_ms for stage in group)
+                assert answers[0].extra["reused_ms"] == pytest.approx(share)
+
+
+def test_an_image_asked_about_twice_is_known_once(llava):
+    stages = [llava.first_stage(Request(picture(0), question)) for question in ("Why?", "What is this?")]
+    with watched(llava) as seen:
+        answers = llava.answer(stages, {})
+    assert [a.text for a in answers] == [a.text for a in llava.answer(without_reuse(stages), {})]
+    assert sum(seen["rows"]) - sum(seen["computed"]) == 2
+
+
+def test_tiles_that_look_like_the_overview_are_computed_all_the_same(llava):
+    # else an image of one colour would be measured as faster than it is without a first stage
+    stage = llava.first_stage(Request(Image.new("RGB", (64, 64), "white"), "Why?"))
+    with watched(llava) as seen:
+        (answer,) = llava.answer([stage], {})
+    assert seen["rows"] == [5]
+    assert seen["computed"] == [4]
+    assert answer.text == llava.answer(without_reuse([stage]), {})[0].text
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK"])
+def test_a_picture_of_any_mode_and_size_is_asked_about_as_in_rgb(llava, mode):
+    for size in ((1, 1), (1, 50), (64, 40)):
+        one = Request(picture(0, *size).convert(mode), "Où est-ce? 🙂")
+        same = replace(one, image=one.image.convert("RGB"))
+        (found,), (wanted,) = (llava.answer([llava.first_stage(request)], {}) for request in (one, same))
+        assert found.text == wanted.text
+        assert found.vision_tokens == wanted.vision_tokens
+
+
+def test_a_batch_answers_as_one_by_one(vlm):
+    stages = [vlm.first_stage(request) for request in REQUESTS]
+    for configuration in ({}, settings(vlm)[0]):
+        together = vlm.answer(stages, configuration)
+        alone = [vlm.answer([stage], configuration)[0] for stage in stages]
+        for one, other in zip(together, alone, strict=True):
+            assert (one.text, one.output_tokens) == (other.text, other.output_tokens)
+            assert one.vision_tokens == other.vision_tokens
+        assert len({answer.language_tokens for answer in alone}) == 3
+    assert vlm.answer([], {}) == []
+
+
+def test_times_are_in_order(vlm):
+    start = vlm._clock()
+    stage = vlm.first_stage(REQUESTS[0])
+    assert 0 < stage.extra_ms <= stage.total_ms < vlm._clock() - start
+    assert (stage.extra_ms < stage.total_ms) == (family(vlm) in GOING_ON)
+    start = vlm._clock()
+    (answer,) = vlm.answer([stage], {})
+    assert 0 < answer.vision_ms < answer.prefill_ms < answer.total_ms
+    assert answer.total_ms < vlm._clock() - start + answer.extra["reused_ms"]
+    # a first stage that comes from a cache took no time
+    (cached,) = vlm.answer([replace(stage, total_ms=0.0, extra_ms=0.0)], {})
+    assert (cached.text, cached.extra) == (answer.text, {"reused_ms": 0})
+
+
+def test_times_hold_what_is_used_again_of_the_first_stage_and_nothing_else_of_it(llava):
+    stage = replace(llava.first_stage(REQUESTS[0]), total_ms=1e8, extra_ms=4e7)
+    (answer,) = llava.answer([stage], {})
+    assert all(6e7 < ms < 6.1e7 for ms in (answer.vision_ms, answer.prefill_ms, answer.total_ms))
+    (answer,) = llava.answer(without_reuse([stage]), {})
+    assert answer.total_ms < 1e6
+
+
+def test_a_forward_of_the_towers_own_is_restored(llava):
+    part = tower(llava)
+    part.forward = own = part.forward  # as tools do that spread a model over devices
+    try:
+        llava.answer([llava.first_stage(REQUESTS[0])], {})
+        assert vars(part)["forward"] is own
+    finally:
+        del part.forward
+
+
+def test_prefill_ends_with_the_first_token_and_vision_with_the_projector(llava, monkeypatch):
+    stage, ticks = llava.first_stage(REQUESTS[0]), iter(range(1000))
+    log = []
+    monkeypatch.setattr(llava, "_clock", lambda: log.append(next(ticks)) or float(log[-1]))
+    (answer,) = llava.answer(without_reuse([stage]), {})
+    # start 0, prepared 1, tower 2 to 3, projector 4 to 5, first token 6, end 7
+    assert (answer.vision_ms, answer.prefill_ms, answer.total_ms) == (1 + 1 + 1, 6, 7)
+
+
+def test_the_clock_waits_for_every_device_of_the_model(llava, monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    llava._clock()
+    assert waited == []
+    devices = {torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)}
+    monkeypatch.setattr(llava, "_devices", devices)
+    llava._clock()
+    assert set(waited) == devices - {torch.device("cpu")}
+
+
+def state(vlm):
+    processor = {name: str(vars(part)) for name, part in vars(vlm.processor).items() if hasattr(part, "__dict__")}
+    hooks = {name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in vlm.model.named_modules()}
+    overridden = [name for name, module in vlm.model.named_modules() if "forward" in vars(module)]
+    return processor, vlm.model.config.to_dict(), hooks, overridden
+
+
+def test_everything_is_restored(vlm):
+    inputs, before = vlm.inputs(REQUESTS[:1]), state(vlm)
+    with torch.no_grad():
+        logits = vlm.model(**inputs).logits
+    stage = vlm.first_stage(REQUESTS[0])
+    vlm.answer([stage], settings(vlm)[0])
+    assert state(vlm) == before
+    failing = vlm.model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        vlm.answer([stage], settings(vlm)[0])
+    failing.remove()
+    assert state(vlm) == before
+    with torch.no_grad():
+        assert torch.equal(vlm.model(**inputs).logits, logits)
+
+
+def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
+    model, processor = tiny_model("llava_next")
+    vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
+    tokenizer = processor.tokenizer
+    assert tokenizer.convert_ids_to_tokens(vlm.ends) == ["</s>", "<end>"]
+    (free,) = vlm.answer([vlm.first_stage(REQUESTS[0])], {})
+    assert free.output_tokens == len(free.text) == 5
+    stop = free.text[2]
+    model.generation_config.eos_token_id = [3, tokenizer.convert_tokens_to_ids(stop)]
+    vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
+    (stopped,) = vlm.answer([vlm.first_stage(REQUESTS[0])], {})
+    assert stopped.text == free.text[: free.text.index(stop) + 1]
+    assert stopped.output_tokens == len(stopped.text)
+    processor.chat_template = None
+    plain = HuggingFaceVLM(tiny_model("llava_next")[0], processor, max_new_tokens=5)
+    assert tokenizer.convert_ids_to_tokens(plain.ends) == ["</s>", "Ċ"]
+    assert plain._text("Why?") == "<image> Question: Why? Answer:"
+    assert plain._text("Why?", image=False) == " Question: Why? Answer:"
+    assert plain.answer([plain.first_stage(REQUESTS[0])], {})[0].language_tokens == len(" Question: Why? Answer:") + 9
+
+
+def test_a_model_that_can_reason_is_told_to_answer_at_once(llava):
+    model, processor = tiny_model("llava_next")
+    processor.chat_template += "{% if not enable_thinking | default(true) %}<s>{% endif %}"
+    vlm = HuggingFaceVLM(model, processor, instruction="")
+    assert vlm._text("Why?") == "user: <image>Why?<end>\nassistant:<s>"
+    assert llava._text("Why?").endswith("assistant:")
+    # a template that writes the token texts begin with gets no second one
+    assert llava._token_options("<s>user: ") == {"add_special_tokens": False}
+    assert llava._token_options("user: ") == {}
+
+
+def test_decoding_is_greedy_whatever_the_model_came_with(llava):
+    model, processor = tiny_model("llava_next")
+    model.generation_config.update(do_sample=True, temperature=9.0, top_k=50, top_p=0.9, num_beams=4, use_cache=False)
+    model.generation_config.update(num_return_sequences=2, return_dict_in_generate=True)
+    vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
+    with watched(vlm) as seen:
+        texts = {vlm.answer([vlm.first_stage(REQUESTS[0])], {})[0].text for _ in range(3)}
+    with watched(llava) as wanted:
+        assert texts == {llava.answer([llava.first_stage(REQUESTS[0])], {})[0].text}
+    assert len(seen["logits"]) == 3 * len(wanted["logits"])
+
+
+@pytest.mark.parametrize("name", ["llama4", "llava_next", "qwen3_vl_moe", "molmo2"])
+def test_half_precision(name):
+    model, processor = tiny_model(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vlm = HuggingFaceVLM(model.bfloat16(), processor, max_new_tokens=3, device=device)
+    stage = vlm.first_stage(REQUESTS[0])
+    wanted = HuggingFaceVLM(*tiny_model(name)).first_stage(REQUESTS[0])
+    for feature, values in wanted.features.items():
+        np.testing.assert_allclose(stage.features[feature], values, rtol=0.1, atol=0.1)
+    (answer,) = vlm.answer([stage], {})
+    assert answer.text == vlm.answer(without_reuse([stage]), {})[0].text
+    assert (answer.extra["reused_ms"] > 0) == (name in GOING_ON)
+
+
+def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
+    folder = tmp_path / "tiny-llava"
+    for part in (llava.model, llava.processor):
+        part.save_pretrained(folder)
+    loaded = HuggingFaceVLM.load(folder, device="cpu", max_new_tokens=5)
+    assert (loaded.name, llava.name) == ("tiny-llava", "llava_next")
+    assert loaded.knobs == llava.knobs
+    found, wanted = (vlm.answer([vlm.first_stage(REQUESTS[0])], {})[0] for vlm in (loaded, llava))
+    assert found.text == wanted.text
+
+
+def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
+        HuggingFaceVLM.load(tmp_path)
+    for part in (llava.model, llava.processor):
+        part.save_pretrained(tmp_path)
+    next(tmp_path.glob("*.safetensors")).write_bytes(b"no weights")
+    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
+        HuggingFaceVLM.load(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install knobwise\[models\]"):
+        HuggingFaceVLM.load(tmp_path)
+
+
+def test_mistakes_are_said(llava):
+    stage = llava.first_stage(REQUESTS[0])
+    for wrong in ({"max_crops": 99}, {"top_k": 0}, {"experts": 2}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            llava.answer([stage], wrong)
+    for image, question, said in (("a.png", "Why?", "has str and str"), (picture(0), 3, "has Image and int")):
+        with pytest.raises(InputError, match=said):
+            llava.first_stage(Request(image, question))
+    with pytest.raises(InputError, match="max_new_tokens must be ≥ 1, is 0"):
+        HuggingFaceVLM(llava.model, llava.processor, max_new_tokens=0)

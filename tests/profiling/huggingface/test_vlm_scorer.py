@@ -1,0 +1,379 @@
+"""The scorer of Hugging Face models, on tiny random ones of three families made here without any download."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.scorer import VLMScorer
+from knobwise.profiling.measuring.questions import VQAData, VQAItem
+
+WORDS = (
+    "Question : ? . Answer with a single word or short phrase How many What color is it dogs cats 2 1 3 red blue green"
+)
+CHAT = (
+    "{% for m in messages %}{{ m.role }} : {% for c in m.content %}{% if c.type == 'image' %}VISION{% else %} "
+    "{{ c.text }}{% endif %}{% endfor %} <end>\n{% endfor %}{% if add_generation_prompt %}assistant :{% endif %}"
+)
+FAMILIES = ("llava", "idefics3", "qwen2_vl")
+
+
+def tiny_tokenizer(*special):
+    """One word, one token; a new line is a token, spaces are none."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    ours = ["<unk>", "<pad>", "<s>", "</s>", "<end>", *special]
+    words = dict.fromkeys([*ours, "\n", "user", "assistant", *WORDS.split()])
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(" ", "removed"),
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Punctuation(),
+        ]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=["<end>", *special],
+    )
+
+
+def tiny_vlm(family, chat=True):
+    """A random model of some 10 k parameters and its processor, with images of 8 × 8 pixels and some 5 tokens."""
+    torch.manual_seed(0)
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {
+        "num_key_value_heads": 2,
+        "pad_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "initializer_range": 0.4,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 4, "initializer_range": 0.4}
+    if family == "llava":
+        tokenizer = tiny_tokenizer("<image>")
+        template = CHAT.replace("VISION", "<image>") if chat else None
+        pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+        processor = transformers.LlavaProcessor(
+            pixels, tokenizer, 4, "full", chat_template=template, num_additional_image_tokens=1
+        )
+        config = transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**vision),
+            text_config=transformers.LlamaConfig(**text, vocab_size=len(tokenizer)),
+            image_token_id=processor.image_token_id,
+            vision_feature_select_strategy="full",
+            vision_feature_layer=-1,
+        )
+        return transformers.LlavaForConditionalGeneration(config), processor
+    if family == "idefics3":
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+        tokenizer = tiny_tokenizer("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
+        pixels = Idefics3ImageProcessorPil(
+            size={"longest_edge": 8}, max_image_size={"longest_edge": 8}, do_image_splitting=False
+        )
+        processor = transformers.Idefics3Processor(
+            pixels, tokenizer, image_seq_len=4, chat_template=CHAT.replace("VISION", "<image>")
+        )
+        config = transformers.Idefics3Config(
+            image_token_id=processor.image_token_id,
+            vision_config=vision,
+            text_config={"model_type": "llama", **text, "vocab_size": len(tokenizer)},
+            scale_factor=1,
+            pad_token_id=1,
+        )
+        return transformers.Idefics3ForConditionalGeneration(config), processor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.processing_utils import ProcessorMixin
+
+    class ImagesOnly(transformers.Qwen2VLProcessor):  # the video part of the real one needs torchvision
+        def __init__(self, image_processor, tokenizer, chat_template=None):
+            self.image_token, self.image_token_id = "<|image_pad|>", tokenizer.convert_tokens_to_ids("<|image_pad|>")
+            self.video_token, self.video_token_id = "<|video_pad|>", tokenizer.convert_tokens_to_ids("<|video_pad|>")
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    marks = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    tokenizer = tiny_tokenizer(*marks)
+    template = CHAT.replace("VISION", "<|vision_start|><|image_pad|><|vision_end|>")
+    pixels = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 400})
+    config = transformers.Qwen2VLConfig(
+        text_config={
+            **text,
+            "vocab_size": len(tokenizer),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
+        },
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1},
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in zip(
+            ("image", "video", "vision_start", "vision_end"), marks, strict=True)},
+    )  # fmt: skip
+    return transformers.Qwen2VLForConditionalGeneration(config), ImagesOnly(pixels, tokenizer, template)
+
+
+def picture(seed):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (8 + 4 * (seed % 3), 12, 3), dtype=np.uint8))
+
+
+def item(seed, question, *answers, **more):
+    return VQAItem(str(seed), picture(seed), question, answers, image_id=str(seed), **more)
+
+
+DATA = VQAData(
+    queries=(
+        item(0, "How many dogs ?", "2", choices=("2", "3", "red", "red blue green")),
+        item(1, "What color is it ?", *["red"] * 5, *["blue"] * 3, *["green"] * 2),
+        item(2, "How many ?", "1", choices=("1", "2", "3")),
+    ),
+    bank=(
+        item(3, "How many cats ?", "3"),
+        item(4, "What color is it ?", "red blue"),
+        item(5, "How many dogs ?", "1"),
+        item(6, "What color is it ?", "green"),
+    ),
+)
+MIXED = [(0, [0, 1]), (1, [3, 2, 0]), (2, []), (0, [1, 0]), (1, [1])]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return tiny_vlm(request.param)
+
+
+@pytest.fixture(scope="module")
+def llava():
+    return tiny_vlm("llava")
+
+
+def rows(prompts):
+    """The prompts as a scorer takes them: queries [n], demonstrations [n, 4]."""
+    padded = [[*shown, *[-1] * (4 - len(shown))] for _, shown in prompts]
+    return torch.tensor([query for query, _ in prompts]), torch.tensor(padded)
+
+
+def by_hand(model, processor, text, images, answer):
+    """ln P of the words of an answer after a text, from the model's logits over the whole, word by word."""
+    inputs = processor(text=[text + answer], images=[images], return_tensors="pt")
+    words = processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        logits = model(**inputs).logits[0]
+    ids, total = inputs["input_ids"][0].tolist(), 0.0
+    assert ids[-len(words) :] == words
+    for place in range(len(ids) - len(words), len(ids)):
+        odds = [math.exp(x) for x in logits[place - 1].tolist()]
+        total += math.log(odds[ids[place]] / sum(odds))
+    return total
+
+
+def test_likelihoods_are_the_sums_over_the_models_own_logits(llava):
+    scorer = VLMScorer(*llava, DATA)
+    text = "user :<image> How many cats ?\nAnswer with a single word or a short phrase. <end>\nassistant : 3 <end>\n"
+    text += "user :<image> How many dogs ?\nAnswer with a single word or a short phrase. <end>\nassistant :"
+    (found,) = scorer.log_likelihoods([(0, [0])])
+    images = [DATA.bank[0].picture(), DATA.queries[0].picture()]
+    assert scorer.answers(0) == ("2", "3", "red", "red blue green")
+    wanted = [by_hand(*llava, text, images, f" {answer} <end>") for answer in scorer.answers(0)]
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_without_a_chat_template_the_prompt_is_plain(llava):
+    model, processor = llava[0], tiny_vlm("llava", chat=False)[1]
+    scorer = VLMScorer(model, processor, DATA)
+    text = "<image> Question: What color is it ? Answer: green\n<image> Question: How many ? Answer:"
+    (found,) = scorer.log_likelihoods([(2, [3])])
+    images = [DATA.bank[3].picture(), DATA.queries[2].picture()]
+    np.testing.assert_allclose(
+        found, [by_hand(model, processor, text, images, f" {answer}\n") for answer in "123"], atol=1e-4
+    )
+
+
+def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
+    whole = VLMScorer(*family, DATA, reuse_prompt=False).log_likelihoods(MIXED)
+    scorer = VLMScorer(*family, DATA)
+    together = scorer.log_likelihoods(MIXED)
+    assert scorer.reuse_prompt
+    alone = [scorer.log_likelihoods([prompt])[0] for prompt in MIXED]
+    for a, b, c in zip(whole, together, alone, strict=True):
+        assert a.std() > 0.1
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-4)
+        torch.testing.assert_close(c, a, rtol=0, atol=1e-4)
+
+
+def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(family):
+    family[0].train()
+    one = VLMScorer(*family, DATA, batch_size=1)(*rows(MIXED))
+    assert not family[0].training
+    two = VLMScorer(*family, DATA, batch_size=2)(*rows(MIXED[::-1]))
+    for field, values in one.items():
+        assert values.shape == (5,)
+        assert values.dtype == torch.float32
+        assert not values.requires_grad
+        torch.testing.assert_close(two[field].flip(0), values, rtol=1e-4, atol=1e-4)
+
+
+def test_the_probabilities_of_everything_that_can_be_said_sum_to_one(llava):
+    scorer, words = VLMScorer(*llava, DATA), range(len(llava[1].tokenizer))
+    inputs = scorer._inputs([(0, [0, 1]), (2, [])])
+    one, two = [[word] for word in words], [[first, second] for first in words for second in words]
+    with torch.inference_mode():
+        firsts, pairs = (scorer._after_cache(inputs, [said, said]) for said in (one, two))
+    for first, pair in zip(firsts, pairs, strict=True):
+        assert float(pair.exp().sum()) == pytest.approx(1, abs=1e-4)
+        # a word is as likely as all that begins with it
+        torch.testing.assert_close(pair.view(len(words), -1).logsumexp(1), first, rtol=0, atol=1e-4)
+
+
+def test_the_order_the_number_and_the_presence_of_demonstrations_matter(llava):
+    prompts = [(0, [0, 1]), (0, [1, 0]), (0, [0]), (0, [])]
+    scores = VLMScorer(*llava, DATA)(*rows(prompts))
+    assert len(scores["logprob_score"].unique()) == 4
+    narrow = VLMScorer(*llava, DATA)(torch.tensor([0]), torch.full((1, 1), -1))  # zero-shot, whatever the width
+    assert narrow["logprob_score"][0] == pytest.approx(float(scores["logprob_score"][3]), abs=1e-4)
+
+
+def test_fields_follow_from_the_ranking(llava):
+    words = ("1", "2", "3", "red")
+
+    def with_answers(*answers):
+        return VQAData((item(0, "How many dogs ?", *answers, choices=words),), DATA.bank)
+
+    (found,) = VLMScorer(*llava, with_answers("1")).log_likelihoods([(0, [0, 1])])
+    order = found.argsort(descending=True).tolist()
+    ranked, values = [words[place] for place in order], found[order].tolist()
+    cases = {  # references → the answer that counts as right, soft accuracy of the first, correct
+        (ranked[0],): (0, 1.0, 1.0),
+        (ranked[2],): (2, 0.0, 0.0),
+        (*[ranked[0]] * 3, *[ranked[1]] * 7): (1, 1.0, 1.0),
+        (*[ranked[0]] * 2, *[ranked[1]] * 8): (1, 2 / 3, 0.0),
+        (ranked[3], ranked[0]): (0 if words.index(ranked[0]) < words.index(ranked[3]) else 3, 0.5, 1.0),
+    }
+    for answers, (right, accuracy, correct) in cases.items():
+        scores = VLMScorer(*llava, with_answers(*answers))(*rows([(0, [0, 1])]))
+        wanted = {
+            "logprob_score": values[right],
+            "vqa_gt_prob": math.exp(values[right]),
+            "vqa_acc_score": accuracy,
+            "vqa_correct": correct,
+            "vqa_rel_score": math.exp(values[right] - values[0]),
+        }
+        assert {k: v.item() for k, v in scores.items()} == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_vote_counts_the_demonstrations_own_answers(llava):
+    answers = ("2", "Two.", "3", "3", "red")
+    bank = tuple(item(10 + place, "How many ?", answer) for place, answer in enumerate(answers))
+    queries = (item(0, "How many ?", "2"), item(1, "How many ?", "3", "3", "3", "2", "2", "2", "2", "4"))
+    scorer = VLMScorer(*llava, VQAData(queries, bank))
+    shown = [
+        ([0, 2, -1], 1, 1),  # a tie: the first counts, which is right for the first query
+        ([2, 0, -1], 0, 1),  # 3 is right for the second one too: three of its references are as good as four
+        ([2, 0, 1], 1, 1),  # 2 and "Two." are one answer
+        ([4, 2, 3], 0, 1),
+        ([4, -1, -1], 0, 0),
+        ([-1, -1, -1], 0, 0),
+    ]
+    demonstrations = torch.tensor([row for row, *_ in shown])
+    for query in (0, 1):
+        found = scorer.vote(torch.full((len(shown),), query), demonstrations)
+        assert found.dtype == torch.float32
+        assert found.tolist() == [right[query] for _, *right in shown]
+
+
+@pytest.mark.parametrize("how", ["positions", "cache"])
+def test_where_the_cache_does_not_serve_every_answer_is_computed_whole(llava, how):
+    class Stubborn(transformers.LlavaForConditionalGeneration):
+        def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+            positions = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+            return positions * 2 if how == "positions" else positions
+
+        def forward(self, **inputs):
+            outputs = super().forward(**inputs)
+            outputs.past_key_values = None if how == "cache" else outputs.past_key_values
+            return outputs
+
+    model = Stubborn(llava[0].config)
+    model.load_state_dict(llava[0].state_dict())
+    scorer = VLMScorer(model, llava[1], DATA)
+    with pytest.warns(UserWarning, match="Stubborn does not go on from a cache"):
+        found = scorer(*rows(MIXED))
+    assert scorer.reuse_prompt is False
+    wanted = VLMScorer(*llava, DATA)(*rows(MIXED))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens"),
+    [
+        (CHAT, ["red", "blue", "<end>"]),
+        (CHAT.replace(" <end>", ""), ["red", "blue", "</s>"]),  # nothing ends an answer: the end of text does
+        (CHAT.replace("assistant :{", "assistant : it{"), ["red", "blue", "</s>"]),  # a prompt that opens more
+    ],
+)  # fmt: skip
+def test_the_tokens_of_an_answer_go_up_to_its_end(template, tokens):
+    model, processor = tiny_vlm("llava")
+    processor.chat_template = template.replace("VISION", "<image>")
+    found = VLMScorer(model, processor, DATA)._answer_tokens(DATA.queries[0], "red blue")
+    assert processor.tokenizer.convert_ids_to_tokens(found) == tokens
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(llava):
+    model, processor = tiny_vlm("llava")
+    processor.tokenizer.pad_token = None
+    found = VLMScorer(model, processor, DATA)(*rows(MIXED))
+    torch.testing.assert_close(found, VLMScorer(*llava, DATA)(*rows(MIXED)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
+    for part in llava:
+        part.save_pretrained(tmp_path)
+    scorer = VLMScorer.load(tmp_path, DATA, device="cpu", batch_size=3)
+    assert not scorer.model.training
+    torch.testing.assert_close(scorer(*rows(MIXED)), VLMScorer(*llava, DATA)(*rows(MIXED)), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
+        VLMScorer.load(tmp_path, DATA)
+    llava[1].save_pretrained(tmp_path)
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
+        VLMScorer.load(tmp_path, DATA)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install knobwise\[models\]"):
+        VLMScorer.load(tmp_path, DATA)
+
+
+@pytest.mark.parametrize(
+    ("queries", "demonstrations", "message"),
+    [
+        ([3], [[0]], "query 3 does not exist; there are 3"),
+        ([0], [[4]], "demonstration 4 does not exist; there are 4"),
+        ([0], [[-2]], "demonstration -2 does not exist"),
+        ([0, 1], [[0]], r"shapes \(2,\) and \(1, 1\)"),
+        ([0], [0], r"shapes \(1,\) and \(1,\)"),
+    ],
+)
+def test_rows_that_do_not_exist_are_refused(llava, queries, demonstrations, message):
+    with pytest.raises(InputError, match=message):
+        VLMScorer(*llava, DATA)(torch.tensor(queries), torch.tensor(demonstrations))
+
+
+def test_settings_that_make_no_sense_are_refused(llava):
+    for wrong in ({"batch_size": 0}, {"max_choices": 1}):
+        with pytest.raises(InputError, match="batch_size must be ≥ 1"):
+            VLMScorer(*llava, DATA, **wrong)
+
+
+def test_one_candidate_is_nothing_to_rank(llava):
+    data = VQAData((item(0, "How many dogs ?", "2", choices=("2",)),), DATA.bank)
+    with pytest.raises(InputError, match="query '0' has one candidate answer, '2'"):
+        VLMScorer(*llava, data)(*rows([(0, [])]))

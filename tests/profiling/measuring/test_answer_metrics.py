@@ -1,0 +1,254 @@
+"""Every rule of every metric, by hand; and that an accuracy is one whatever a model says."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.measuring.answer_metrics import (
+    METRICS,
+    anls,
+    answer_accuracy,
+    chosen_option,
+    exact_match,
+    levenshtein,
+    normalised,
+    relaxed_match,
+    vqa_accuracy,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("Yes", "yes"),
+        ("  two \n dogs\t", "2 dogs"),
+        ("None", "0"),
+        ("eleven", "eleven"),
+        ("The cat and a dog, an owl", "cat and dog owl"),
+        ("dont", "don't"),
+        ("don’t", "don't"),
+        ("shouldnt've", "shouldn't've"),
+        ("couldntve", "couldn't've"),
+        ("yall", "y'all"),
+        ("oclock", "o'clock"),
+        ("were", "were"),  # a word of its own, not "we're"
+        ("a shell", "shell"),
+        ("its", "its"),
+        ("girl's", "girl's"),
+        ("2:50 pm", "2:50 pm"),
+        ("100,978", "100978"),
+        ("1,234,567", "1234567"),
+        ("red,blue", "red blue"),
+        ("3.50", "3.50"),
+        ("3.", "3"),
+        ("U.S.A.", "usa"),
+        ("t-shirt", "t shirt"),
+        ('"stop"!', "stop"),
+        ("50%", "50%"),
+        ("$5", "$5"),
+        ("A", "a"),  # nothing would be left
+        ("?", "?"),
+        ("", ""),
+    ],
+)
+def test_answers_are_compared_without_what_does_not_matter(text, plain):
+    assert normalised(text) == plain
+
+
+@pytest.mark.parametrize(("agreeing", "accuracy"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)])
+def test_vqa_accuracy_leaves_each_of_ten_references_out_once(agreeing, accuracy):
+    # 3 agree: left out is one of them 3 times (2/3 each) and another 7 times (1 each): (3 · 2/3 + 7) / 10 = .9
+    references = ["Cats"] * agreeing + [f"other {i}" for i in range(10 - agreeing)]
+    assert vqa_accuracy("cats.", references) == pytest.approx(accuracy)
+
+
+def test_vqa_accuracy_of_fewer_references():
+    assert vqa_accuracy("Two", ["2"]) == 1
+    assert vqa_accuracy("two", ["3"]) == 0
+    assert vqa_accuracy("a dog", ["dog", "dog", "dog"]) == 1  # both others agree, of 2 there are
+    assert vqa_accuracy("dog", ["dog", "cat"]) == 0.5
+    assert vqa_accuracy("dog", ["dog", "dog", "cat"]) == pytest.approx((0.5 + 0.5 + 1) / 3)
+
+
+def test_exact_match_is_after_normalisation():
+    assert exact_match("The Two dogs.", ["2 dogs"]) == 1
+    assert exact_match("dogs", ["dog", "two dogs"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        ("5", "-5", 0),
+        ("-5", "-5", 1),
+        ("−$5", "-$5", 1),
+        ("minus 5", "-5", 1),
+        ("-.5 m", ".5 m", 0),
+        ("3-5", "3 5", 1),  # no sign but a range
+        ("t-shirt", "t shirt", 1),
+    ],
+)
+def test_the_sign_of_a_number_is_part_of_it(answer, reference, right):
+    assert exact_match(answer, [reference]) == right
+    assert vqa_accuracy("5", ["-5"]) == 1  # as VQA evaluation has it
+
+
+CHOICES = ("cat", "dog", "black cat", "7")
+
+
+@pytest.mark.parametrize(
+    ("answer", "place"),
+    [
+        ("cat", 0),
+        ("A cat", 0),  # an article, and all the option says
+        ("The dog.", 1),
+        ("7", 3),
+        ("B", 1),
+        ("b", 1),
+        ("a", 0),
+        ("B.", 1),
+        ("(B)", 1),
+        ("**C**", 2),
+        ("B) dog", 1),
+        ("(B) cat", 1),  # the letter counts
+        ("B: whatever", 1),
+        ("b. dog", 1),
+        ("The answer is B", 1),
+        ("The answer is (B).", 1),
+        ("the answer is b.", 1),
+        ("The correct answer is: D", 3),
+        ("Answer: C", 2),
+        ("Option D is right", 3),
+        ("I think it is (b) since it barks", 1),
+        ("It must be B, since it barks", 1),
+        ("I see a dog here", 1),
+        ("It is a black cat", 2),  # and not the cat in it
+        ("A dog is sitting there", 1),  # an article
+        ("The answer is a dog", 1),
+        ("A is right", 0),
+        ("answer: b", 1),
+        ("Bears eat the cat", 0),
+        ("A.D. 5", None),
+        ("A or B, so a dog", None),
+        ("B or C, so a dog", None),
+        ("a cat or a dog", None),
+        ("B or C", None),
+        ("E", None),  # there is none
+        ("nothing of that", None),
+        ("", None),
+    ],
+)
+def test_which_option_an_answer_names(answer, place):
+    assert chosen_option(answer, CHOICES) == place
+
+
+def test_choice_takes_references_as_texts_or_letters():
+    assert answer_accuracy("choice", "B", ["dog"], CHOICES) == 1
+    assert answer_accuracy("choice", "dog", ["B"], CHOICES) == 1
+    assert answer_accuracy("choice", "cat", ["B"], CHOICES) == 0
+    assert answer_accuracy("choice", "neither", ["B"], CHOICES) == 0
+    # where options are letters themselves their text counts
+    assert answer_accuracy("choice", "C", ["C"], ("C", "A", "B")) == 1
+    assert chosen_option("C", ("C", "A", "B")) == 0
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "place"),
+    [
+        (("-1", "1"), "-1", 0),
+        (("-1", "1"), "1.", 1),
+        (("x < 5", "x > 5"), "x > 5.", 1),
+        (("x < 5", "x > 5"), "I think that x < 5", 0),
+        (("1/2", "1-2"), "A", 0),
+        (("(1, 2)", "(1, -2)"), "(1, 2)", 0),
+    ],
+)
+def test_choices_that_marks_tell_apart_are_told_apart(choices, answer, place):
+    assert chosen_option(answer, choices) == place
+    assert answer_accuracy("choice", answer, [choices[place]], choices) == 1
+    assert answer_accuracy("choice", answer, [choices[1 - place]], choices) == 0
+
+
+def test_the_pronoun_is_no_ninth_option():
+    animals = ("cat", "dog", "cow", "hen", "fox", "pig", "rat", "bat", "owl")
+    assert chosen_option("I see a dog", animals) == 1
+    assert chosen_option("It is I.", animals) == 8
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("flaw", "lawn", 2), ("a", "b", 1)]
+)
+def test_levenshtein_distances(a, b, distance):
+    assert levenshtein(a, b) == levenshtein(b, a) == distance
+
+
+def test_anls_is_cut_off_at_half():
+    assert anls("Total:  12", ["total: 12"]) == 1
+    assert anls("abcd", ["abce"]) == 0.75
+    assert anls("abcdef", ["abcxyf", "zzz"]) == pytest.approx(1 - 2 / 6)
+    assert anls("ab", ["ac"]) == 0  # a distance of exactly half
+    assert anls("abcd", ["wxyz", "abcz"]) == 0.75  # the best reference
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        ("105", "100", 1),
+        ("95", "100", 1),
+        ("105.1", "100", 0),
+        ("94.9", "100", 0),
+        ("1.05", "1", 1),
+        ("-103", "-100", 1),
+        ("−103", "-100", 1),
+        ("103", "-100", 0),
+        ("1,030", "1000", 1),
+        ("$51", "50", 1),
+        ("52%", "50 %", 1),
+        ("0.52", "50%", 1),
+        ("52", "50%", 0),
+        ("0", "0.0", 1),
+        ("0.001", "0", 0),
+        ("12.", "12", 1),
+        ("China", "china ", 1),
+        ("Chine", "China", 0),
+        ("about 100", "100", 0),
+        ("1e3", "1000", 1),
+    ],
+)
+def test_relaxed_match_of_numbers_and_texts(answer, reference, right):
+    assert relaxed_match(answer, [reference]) == relaxed_match(answer, ["no", reference]) == right
+
+
+@settings(max_examples=60)
+@given(
+    metric=st.sampled_from(METRICS),
+    answer=st.text(max_size=12),
+    references=st.lists(st.text(max_size=8), min_size=1, max_size=10),
+)
+def test_an_accuracy_is_between_0_and_1_and_1_for_a_reference_that_all_gave(metric, answer, references):
+    choices = tuple(references) if metric == "choice" else ()
+    assert 0 <= answer_accuracy(metric, answer, references, choices) <= 1
+    one = references[0]
+    assert answer_accuracy(metric, one, [one] * len(references), (one,) if choices else ()) == 1
+
+
+@settings(max_examples=40)
+@given(text=st.text(max_size=20))
+def test_normalising_again_changes_nothing_but_what_was_kept_whole(text):
+    once = normalised(text)
+    assert normalised(once) == once
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bleu", "a", ["a"]), "metric='bleu' is unknown; known are vqa"),
+        (("vqa", "a", []), "no reference answer"),
+        (("choice", "a", ["cat"]), "1 to 26 choices, not 0"),
+        (("choice", "a", ["cow"], ("cat", "dog")), "none of the choices"),
+        (("choice", "a", ["C"], ("cat", "dog")), "none of the choices"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        answer_accuracy(*arguments)
