@@ -44,6 +44,18 @@ class Loaded(NamedTuple):
         return self.agent
 
     @property
+    def network(self) -> Controller:
+        """The network of a controller, without experts, guard and prices.
+
+        Raises:
+            InputError: it is a selector.
+        """
+        agent = self.controller
+        inner = agent.chooser if isinstance(agent, PricedChooser) else agent
+        network: Controller = inner.network if isinstance(inner, StackedController) else inner
+        return network
+
+    @property
     def selector(self) -> Selector:
         """The agent, when it is a selector.
 

@@ -1,4 +1,4 @@
-"""Published numbers beside those of a calibrated profile: `python -m calibration` prints both."""
+"""Published numbers beside those of a calibrated profile: `python benchmarks/calibration.py` prints both."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ PUBLISHED: dict[str, float] = {
     "removing the best single block": 0.031,
     "removing the best pair": 0.039,
 }
-"""Prefill and steps are ms. The distribution of prefill is over the records of the 240 configurations, its variation
-inside a configuration that of the tiers. The loss of the best pair is the middle of the published range, .024–.054."""
+"""Prefill and steps are in ms. The distribution of prefill is over the records of the 240 configurations, its variation
+inside a configuration over those of the tiers. The loss of the best pair is the middle of the published .024–.054."""
 
 
 def calibration_report(records: pl.DataFrame) -> dict[str, tuple[float, float]]:
-    """Published and simulated value of each number, by its name.
+    """The published and the simulated value of each number, by name.
 
     Args:
-        records: what `calibrated_records` gives, of any grid. The ends of the Pareto front are those of the tiers; on
-            max_crops the configurations with 2, 6 and 12 crops stand for the tiers, so that the names say
-            which configuration was read.
+        records: from `calibrated_records`, with any grid. The ends of the Pareto front are those of the tiers; in a
+            grid with max_crops the configurations with 2, 6 and 12 crops stand for them, and the names say which
+            configuration was read.
     """
     by = [c for c in records.columns if c in ("tier", "max_crops", "top_k", "num_active_blocks")]
     prefill, times = records["prefill_ms"].to_numpy(), pl.col("prefill_ms", "step_ms")
     settings = records.group_by(by).agg((times.std() / times.mean()).name.suffix(" CV"), pl.col("step_ms").mean())
-    found: dict[str, Any] = {"decode CV inside a configuration": settings["step_ms CV"].mean()}
+    simulated: dict[str, Any] = {"decode CV inside a configuration": settings["step_ms CV"].mean()}
     if "tier" in by:
-        found["prefill CV inside a configuration"] = settings["prefill_ms CV"].mean()
+        simulated["prefill CV inside a configuration"] = settings["prefill_ms CV"].mean()
     if len(settings) == 240:
-        found |= {f"prefill p{q}": np.quantile(prefill, q / 100) for q in (5, 25, 50, 75, 95)}
-        found |= {f"prefill {of}": getattr(prefill, of)() for of in ("min", "max", "mean", "std")}
-        found["step mean of a configuration, least"] = settings["step_ms"].min()
-        found["step mean of a configuration, most"] = settings["step_ms"].max()
-    found["prefill estimator R²"], found["prefill estimator MAPE"] = _estimator(records)
+        simulated |= {f"prefill p{q}": np.quantile(prefill, q / 100) for q in (5, 25, 50, 75, 95)}
+        simulated |= {f"prefill {name}": getattr(prefill, name)() for name in ("min", "max", "mean", "std")}
+        simulated["step mean of a configuration, least"] = settings["step_ms"].min()
+        simulated["step mean of a configuration, most"] = settings["step_ms"].max()
+    simulated["prefill estimator R²"], simulated["prefill estimator MAPE"] = _estimator(records)
     removals = [blocks_lost(s) for r in range(1, 5) for s in itertools.combinations(range(TOTAL_BLOCKS), r)]
-    found |= {
+    simulated |= {
         "removing 1–4 blocks: mean loss": np.mean(removals),
         "removing 1–4 blocks: std of loss": np.std(removals),
         "removing block 0": blocks_lost((0,)),
         "removing the best single block": min(removals[:TOTAL_BLOCKS]),
         "removing the best pair": min(map(blocks_lost, itertools.combinations(range(TOTAL_BLOCKS), 2))),
     }
-    report = {name: (value, float(found[name])) for name, value in PUBLISHED.items() if name in found}
+    report = {name: (value, float(simulated[name])) for name, value in PUBLISHED.items() if name in simulated}
     for (dataset,), rows in records.group_by("dataset", maintain_order=True):
         report |= _data_set_report(str(dataset), rows, by)
     return report
@@ -80,13 +80,15 @@ def _data_set_report(dataset: str, rows: pl.DataFrame, by: list[str]) -> dict[st
     known = DATA_SETS[dataset]
     means = rows.group_by(by).agg(pl.col("accuracy", "latency_ms").mean()).sort("latency_ms")
     if "tier" in by:  # the ends of the measured front, whichever configurations they are
-        ends = {"worst": means.head(1), "best": means.sort("accuracy", descending=True).head(1)}
+        front = {"worst": means.head(1), "best": means.sort("accuracy", descending=True).head(1)}
     else:
         crops = {"medium": 6, "high": 12}[known.best_tier]
         wanted = {"worst": (2, 4, 12), "best": (min(crops, rows["max_crops"].max()), 8, 16)}  # type: ignore[type-var]
-        ends = {end: means.filter(*(pl.col(k) == v for k, v in zip(by, at, strict=True))) for end, at in wanted.items()}
+        front = {
+            end: means.filter(*(pl.col(k) == v for k, v in zip(by, at, strict=True))) for end, at in wanted.items()
+        }
     report = {}
-    for end, row in ends.items():
+    for end, row in front.items():
         at = " ".join(str(row[k].item()) for k in by)
         for place, column in enumerate(("accuracy", "latency_ms")):
             report[f"{dataset} {end} {column} ({at})"] = (float(getattr(known, end)[place]), float(row[column].item()))

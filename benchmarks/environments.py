@@ -1,20 +1,19 @@
 """Decisions per second of the environments on the built-in profile, in CPU time on one thread.
 
-The native environment at several batch sizes, rows and budgets only (`lean`): `step`, a step and the contexts after it
-(`step_and_maybe_reset`), and a whole `rollout(1)`. The vector environment of gymnasium, and at 64 environments its
-ratio to gymnasium's own `SyncVectorEnv` around the single one. The fastest of 7 interleaved rounds counts.
+For the native environment with rows and budgets only (`lean`), at several batch sizes: `step`, a step and the contexts
+after it (`step_and_maybe_reset`), and a whole `rollout(1)`. For gymnasium's vector environment also, at 64
+environments, the ratio to gymnasium's own `SyncVectorEnv` around the single one. The fastest of 7 rounds counts.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict
+from timing import Functions, calls_of, in_turns
 
 from knobwise.envs import ConfigBandit, builtin_profile
 from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv
@@ -23,21 +22,10 @@ from knobwise.envs.tables.profile_table import ProfileTable
 ROUNDS, SECONDS = 7, 0.1
 
 
-def per_second(ways: dict[str, Callable[[], object]], decisions: int) -> dict[str, float]:
-    """Decisions per CPU-second, each in its fastest of several interleaved rounds."""
-    calls, rates = {}, {name: [] for name in ways}
-    for name, way in ways.items():
-        way()
-        start = time.process_time()
-        way()
-        calls[name] = max(1, round(SECONDS / max(time.process_time() - start, 1e-6)))
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            start = time.process_time()
-            for _ in range(calls[name]):
-                way()
-            rates[name].append(calls[name] * decisions / (time.process_time() - start))
-    return {name: max(values) for name, values in rates.items()}
+def per_second(functions: Functions, decisions: int) -> dict[str, float]:
+    """Decisions per CPU second; a call of a function makes so many."""
+    times = in_turns(functions, ROUNDS, calls_of(functions, SECONDS))
+    return {name: 1e3 * decisions / min(values) for name, values in times.items()}
 
 
 def native(table: ProfileTable, size: int) -> None:
@@ -48,14 +36,14 @@ def native(table: ProfileTable, size: int) -> None:
     def fresh() -> TensorDict:
         return TensorDict({key: context[key] for key in keys}, [size])
 
-    ways = {
+    functions = {
         "step": lambda: env.step(fresh()),
         "step_and_maybe_reset": lambda: env.step_and_maybe_reset(fresh()),
         "rollout(1)": lambda: env.rollout(1),
     }
-    rates = per_second(ways, size)
-    told = ", ".join(f"{name} {rate / 1e6:.2f} M/s" for name, rate in rates.items())
-    print(f"ConfigBandit, batch {size}: {told}", flush=True)
+    rates = per_second(functions, size)
+    words = ", ".join(f"{name} {rate / 1e6:.2f} M/s" for name, rate in rates.items())
+    print(f"ConfigBandit, batch {size}: {words}", flush=True)
 
 
 def gymnasiums(table: ProfileTable, size: int, compared: bool) -> None:
@@ -67,9 +55,9 @@ def gymnasiums(table: ProfileTable, size: int, compared: bool) -> None:
     for env in envs.values():
         env.reset(seed=0)
     rates = per_second({name: functools.partial(env.step, actions) for name, env in envs.items()}, size)
-    told = ", ".join(f"{name} {rate / 1e3:.1f} k/s" for name, rate in rates.items())
+    words = ", ".join(f"{name} {rate / 1e3:.1f} k/s" for name, rate in rates.items())
     first, *rest = rates.values()
-    print(f"{size} environments: {told}" + "".join(f"; ratio {first / other:.1f}" for other in rest), flush=True)
+    print(f"{size} environments: {words}" + "".join(f"; ratio {first / other:.1f}" for other in rest), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Time of one decision by torch, NumPy, ONNX float32 and ONNX int8, in median µs at batch 1 on one CPU thread.
+"""Median time of a decision by torch, NumPy, ONNX float32 and ONNX int8, in µs at batch 1 on one CPU thread.
 
-Of the default stack, of a student of it, of the lean network, and of the controller of 2,848 features (768 + 2,048 +
-32) and 240 configurations with one head per knob; requests have a budget of their own each. What a decision costs does
-not depend on how long a controller was trained: all are fitted or set up here, in about a minute. The ways take turns,
-so that what else the machine does meets all alike; beside the median stands the fastest tenth. The last figure is what
-reading the first layer's weights costs alone (a product of 2,848 × 256), below which no form can come.
+Begins with the network and every baseline in torch, and how many decisions a second the network makes in batches.
+
+For the default stack, a student of it, the lean network, and a controller with 2,848 features (768 + 2,048 + 32), 240
+configurations and one head per knob; every request has its own budget. The time of a decision does not depend on how
+long a controller was trained, so all are fitted or set up here, in about a minute. The forms take turns, so that
+whatever else the machine does meets all alike; the fastest tenth is printed next to the median. The last figure is the
+time of reading the first layer's weights (a product of 2,848 × 256), which no form can beat.
 """
 
 from __future__ import annotations
@@ -19,41 +21,28 @@ from pathlib import Path
 import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
+from timing import random_table
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
+from knobwise.agents.judging.baselines import make_baselines
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import Agent, to_numpy
-from knobwise.agents.serving.onnx_graph import export_onnx, onnx_session
+from knobwise.agents.serving.onnx_graph import export_onnx, onnx_session, quantise_onnx
 from knobwise.agents.stack.stacked_controller import fit_stack
-from knobwise.agents.training.settings import EXPERTS, PolicyConfig
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 BAR_US = 60.0
+BATCH = 1_024
 BLOCKS = {"image_features": 768, "language_features": 2048, "data_set": 32}
 KNOBS = (
     Knob("max_crops", tuple(range(2, 14, 2))),
     Knob("top_k", (4, 8, 12, 16, 20)),
     Knob("num_active_blocks", tuple(range(12, 20))),
 )
-
-
-def wide_table(samples: int = 300) -> ProfileTable:
-    """Random values of the right shapes; nothing is learned from them but means."""
-    generator = torch.Generator().manual_seed(0)
-    grid = torch.cartesian_prod(*(torch.arange(len(knob.values)) for knob in KNOBS))
-    return ProfileTable(
-        name="wide",
-        knobs=KNOBS,
-        configurations=grid,
-        accuracy=torch.rand(samples, len(grid), generator=generator),
-        latency_ms=500 + 1500 * torch.rand(samples, len(grid), generator=generator),
-        mask=torch.ones(samples, len(grid), dtype=torch.bool),
-        sample_ids=tuple(map(str, range(samples))),
-        features={name: torch.randn(samples, size, generator=generator) for name, size in BLOCKS.items()},
-    )
 
 
 def built_in() -> tuple[ProfileTable, dict[str, Agent]]:
@@ -74,8 +63,8 @@ def built_in() -> tuple[ProfileTable, dict[str, Agent]]:
     }
 
 
-def ways_of(agent: Agent, table: ProfileTable, folder: Path, int8: bool) -> dict[str, Callable[[int], object]]:
-    """For each form a function that decides for request number i."""
+def forms_of(agent: Agent, table: ProfileTable, folder: Path, int8: bool) -> dict[str, Callable[[int], object]]:
+    """For each form a function that decides on request number i."""
     generator = torch.Generator().manual_seed(1)
     count = table.num_samples
     budgets = default_budgets(table)[torch.randint(5, (count,), generator=generator)]
@@ -83,13 +72,13 @@ def ways_of(agent: Agent, table: ProfileTable, folder: Path, int8: bool) -> dict
     blocks = {name: block.numpy() for name, block in table.features.items()}
     limits = budgets.tolist()
     controller = to_numpy(agent)
-    one = [{name: block[row] for name, block in blocks.items()} for row in range(count)]
+    samples = [{name: block[row] for name, block in blocks.items()} for row in range(count)]
     tensors: list[Mapping[str, Tensor]] = [
         {name: block[row : row + 1] for name, block in table.features.items()} for row in range(count)
     ]
-    ways: dict[str, Callable[[int], object]] = {
+    forms: dict[str, Callable[[int], object]] = {
         "torch": lambda i: agent.choose(tensors[i], budgets[i : i + 1]),
-        "NumPy": lambda i: controller.decide(one[i], limits[i]),
+        "NumPy": lambda i: controller.decide(samples[i], limits[i]),
     }
     feeds = [
         {**{name: block[row : row + 1] for name, block in blocks.items()}, "budget_ms": np.float32([limits[row]])}
@@ -97,17 +86,19 @@ def ways_of(agent: Agent, table: ProfileTable, folder: Path, int8: bool) -> dict
     ]
     for form in ("ONNX float32", "ONNX int8") if int8 else ("ONNX float32",):
         path = folder / f"{form}.onnx"
-        export_onnx(agent, path, int8=form.endswith("int8"))
+        export_onnx(agent, path)
+        if form.endswith("int8"):
+            quantise_onnx(path, path)
         session = onnx_session(path)
-        ways[form] = lambda i, session=session: session.run(None, feeds[i])  # type: ignore[misc]
-    return ways
+        forms[form] = lambda i, session=session: session.run(None, feeds[i])  # type: ignore[misc]
+    return forms
 
 
-def measure(ways: Mapping[str, Callable[[int], object]], requests: int, rounds: int) -> dict[str, list[float]]:
-    """µs of every call; the ways take turns after a few requests each."""
-    micros: dict[str, list[float]] = {name: [] for name in ways}
+def measure(forms: Mapping[str, Callable[[int], object]], requests: int, rounds: int) -> dict[str, list[float]]:
+    """µs of every call; the forms take turns after a few requests each."""
+    micros: dict[str, list[float]] = {name: [] for name in forms}
     for number in range(rounds + 1):
-        for name, decide in ways.items():
+        for name, decide in forms.items():
             for _ in range(10):
                 i = (len(micros[name]) * 7 + number) % requests
                 start = time.perf_counter_ns()
@@ -117,14 +108,35 @@ def measure(ways: Mapping[str, Callable[[int], object]], requests: int, rounds: 
     return micros
 
 
-def tell(title: str, micros: Mapping[str, list[float]]) -> dict[str, float]:
+def baselines(rounds: int) -> None:
+    """A network and every baseline but the oracle, which looks the outcome up, on the built-in profile."""
+    table = builtin_profile()
+    split = table.split()
+    controller = Controller.for_table(table, split.train, PolicyConfig()).eval()
+    budget = table.latency_ms[split.train].median().expand(1)
+
+    def request(rows: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        return {name: block[rows] for name, block in table.features.items()}, budget.expand(len(rows)), table.mask[rows]
+
+    requests = [request(row) for row in split.test[:40].split(1)]
+    policies = [each for each in make_baselines(table, split) if each.name != "oracle"]
+    choices = {"controller": controller.choose, **{each.name: each.choose for each in policies}}
+    forms = {name: lambda i, choose=choose: choose(*requests[i]) for name, choose in choices.items()}
+    show("baselines", measure(forms, len(requests), rounds))  # type: ignore[arg-type]
+    many = request(torch.arange(BATCH) % table.num_samples)
+    micros = measure({"batch": lambda i: controller.choose(*many)}, 1, 2)["batch"]
+    print(f"controller in batches of {BATCH}: {BATCH / statistics.median(micros) * 1e3:.0f} k decisions a second")
+
+
+def show(title: str, micros: Mapping[str, list[float]]) -> dict[str, float]:
     """Print and return the medians."""
     median = {name: statistics.median(values) for name, values in micros.items()}
+    first = next(iter(median))
     print(f"{title}:")
     for name, values in micros.items():
         tenth = statistics.quantiles(values, n=10)[0]
-        ratio = f"torch / {name} = {median['torch'] / median[name]:.1f}"
-        print(f"  {name:14s} median {median[name]:8.1f} µs   fastest tenth {tenth:8.1f} µs   {ratio}")
+        ratio = f"{first} / {name} = {median[first] / median[name]:.1f}"
+        print(f"  {name:19s} median {median[name]:8.1f} µs   fastest tenth {tenth:8.1f} µs   {ratio}")
     return median
 
 
@@ -135,17 +147,19 @@ if __name__ == "__main__":
     options = parser.parse_args()
     torch.set_num_threads(1)
     threadpool_limits(1)  # NumPy's products; with more threads one of this size is slower
-    wide = wide_table()
+    if options.only in "baselines":
+        baselines(options.rounds // 6)
+    wide = random_table("wide", KNOBS, 300, BLOCKS)
     additive = Controller.for_table(wide, torch.arange(wide.num_samples), PolicyConfig()).eval()
     table, agents = built_in() if options.only not in "2,848 features" or not options.only else (wide, {})
     cases = [(table, name, agent) for name, agent in agents.items()]
     cases.append((wide, "2,848 features, 240 configurations", additive))
     medians = {}
-    for of, name, agent in cases:
+    for each, name, agent in cases:
         if options.only in name:
             with tempfile.TemporaryDirectory() as folder:
-                ways = ways_of(agent, of, Path(folder), int8=True)
-                medians[name] = tell(name, measure(ways, of.num_samples, options.rounds))
+                forms = forms_of(agent, each, Path(folder), int8=True)
+                medians[name] = show(name, measure(forms, each.num_samples, options.rounds))
     x, weight = np.ones((1, 2848), np.float32), np.ones((2848, 256), np.float32)
     product = measure({"torch": lambda i: x @ weight}, 1, options.rounds)["torch"]
     print(f"2,848 × 256 product alone: median {statistics.median(product):.1f} µs")

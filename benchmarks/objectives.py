@@ -1,9 +1,9 @@
 """Exact GRPO against sampled GRPO with G = 8, 16 and 64 draws: CPU time to the same held-out utility, one thread.
 
-All ways start from the same warmed-up controller (a short warm-up, so that there is something left to gain), train on
-the same contexts of the built-in profile, and are judged on its validation split every 5 iterations. The level that all
-of a seed's ways are timed to is nine tenths of the way from the warm start to the best utility that the worst of them
-reaches. Only the training counts, not the judging. Prints the medians over the seeds, and the ratios to exact.
+All start from the same controller after a short warm-up (so that there is something left to gain), train on the same
+contexts of the built-in profile, and are judged on its validation split every 5 iterations. Each seed has a level that
+all are timed to: nine tenths of the way from the warm start to the best utility that the worst of them reaches. Only
+training counts, not judging. Prints the medians over the seeds, and the ratios to exact.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from collections.abc import Mapping
 
 import torch
 
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settings import LossConfig, OptimiserConfig, PolicyConfig
+from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs import RewardConfig, builtin_profile
+from knobwise.losses.settings import LossConfig
 
 SEEDS, WARM_UP, ITERATIONS, EVERY = 5, 100, 120, 5
-WAYS = {
+OBJECTIVES = {
     "exact": LossConfig(objective="exact"),
     **{f"sampled, G = {g}": LossConfig(objective="sampled", group_size=g) for g in (8, 16, 64)},
 }
@@ -30,7 +32,7 @@ REWARD, POLICY = RewardConfig(kind="utility"), PolicyConfig(structure="additive"
 
 
 class Curve:
-    """A log that keeps validation utility against the CPU time spent on iterations so far."""
+    """A logger that keeps validation utility over the CPU time of all iterations so far."""
 
     def __init__(self, trainer: ControllerTrainer) -> None:
         self.seconds, self.points = 0.0, []
@@ -55,7 +57,7 @@ class Curve:
 
 
 def compare(seed: int) -> dict[str, tuple[float, float]]:
-    """For each way the CPU seconds to the common level, and the best utility."""
+    """For each objective the CPU seconds to the common level, and the best utility."""
     table = builtin_profile()
     split = table.split()
     warm_up = OptimiserConfig(warmup_iterations=WARM_UP, iterations=0)
@@ -63,7 +65,7 @@ def compare(seed: int) -> dict[str, tuple[float, float]]:
         ControllerTrainer(table, split, policy=POLICY, optimiser=warm_up, reward=REWARD, seed=seed).run().state_dict()
     )
     curves = {}
-    for name, loss in WAYS.items():
+    for name, loss in OBJECTIVES.items():
         settings = OptimiserConfig(warmup_iterations=0, iterations=ITERATIONS, evaluate_every=EVERY, patience=0)
         trainer = ControllerTrainer(
             table, split, policy=POLICY, loss=loss, optimiser=settings, reward=REWARD, seed=seed
@@ -82,10 +84,12 @@ def compare(seed: int) -> dict[str, tuple[float, float]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
-    with contextlib.redirect_stderr(io.StringIO()):  # the bars of progress
-        found = [compare(seed) for seed in range(SEEDS)]
-    exact = statistics.median(seed["exact"][0] for seed in found)
-    for way in WAYS:
-        seconds = statistics.median(seed[way][0] for seed in found)
-        best = statistics.median(seed[way][1] for seed in found)
-        print(f"{way}: {seconds:.2f} CPU s to the level, best utility {best:.4f}; ratio to exact {seconds / exact:.2f}")
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        results = [compare(seed) for seed in range(SEEDS)]
+    exact = statistics.median(seed["exact"][0] for seed in results)
+    for name in OBJECTIVES:
+        seconds = statistics.median(seed[name][0] for seed in results)
+        best = statistics.median(seed[name][1] for seed in results)
+        print(
+            f"{name}: {seconds:.2f} CPU s to the level, best utility {best:.4f}; ratio to exact {seconds / exact:.2f}"
+        )

@@ -1,14 +1,14 @@
-"""What a controller adds to a request, as a share of the elastic model's own time: features, decision, knobs set.
+"""What a controller adds to a request, as a share of the elastic model's own time: features, decision, setting knobs.
 
 Every request is served by the controller in front of the model, and by the model alone at the configuration that was
-chosen; all of it in random order, so that either comes upon caches that another request has filled. The difference is
-the whole addition, and beside it stand its parts as the runtime measures them. What a decision costs does not depend on
-how long a controller was trained, so these are fresh ones; exported or trained ones may be given:
+chosen, all in random order, so that both meet caches filled by other requests. The difference is the whole overhead;
+its parts, as the runtime measures them, are printed next to it. The time of a decision does not depend on how long a
+controller was trained, so these are fresh ones; exported or trained ones can be given:
 
     python benchmarks/overhead.py [controller.npz | best.pt …]
 
-Times are CPU times of the thread. Even so the machine must be quiet: what other processes push out of the caches takes
-several times as long.
+Times are CPU times of the thread. The machine must be quiet all the same: what other processes push out of the caches
+takes several times as long.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.serving.adaptive_model import AdaptiveModel, Result
 from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
-from knobwise.agents.training.settings import PolicyConfig
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
-from knobwise.profiling.elastic.model import Configuration
-from knobwise.profiling.elastic.profile import ElasticProfileConfig
 from knobwise.profiling.elastic.scenes import draw_samples
+from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
 
 REQUESTS, REPEATS, BAR = 150, 5, 0.05
 
 
 def controllers(table: ProfileTable, paths: Iterable[str]) -> dict[str, Any]:
-    """Fresh controllers and those of the paths, all in NumPy."""
+    """Fresh controllers and those at the paths, all in NumPy."""
     rows = table.split().train
     network = {"structure": "utility", "hidden": 96, "layers": 2, "dropout": 0.2}
-    one, five = (Controller.for_table(table, rows, PolicyConfig(**network, members=m)).eval() for m in (1, 5))
-    found = {"one network, exported": to_numpy(one), "five networks, exported": to_numpy(five)}
+    single, five = (Controller.for_table(table, rows, PolicyConfig(**network, members=m)).eval() for m in (1, 5))
+    fresh: dict[str, Any] = {"one network, exported": to_numpy(single), "five networks, exported": to_numpy(five)}
     for path in paths:
-        found[path] = (
+        fresh[path] = (
             NumpyController.load(path) if path.endswith(".npz") else to_numpy(load_checkpoint(path).controller)
         )
-    return found
+    return fresh
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.disable()  # as a run in front of the model does: it would stop the clock at random requests
+    gc.disable()  # as `knobwise live` does: it would interrupt random requests
     table, vlm = builtin_profile(), ElasticAdaptive()
     rows = table.split().test[:REQUESTS].tolist()
     profile = ElasticProfileConfig()
@@ -82,7 +81,7 @@ if __name__ == "__main__":
         decision = statistics.median(r.decision_us for r in results)
         others = statistics.median(r.overhead_ms * 1e3 - r.decision_us for r in results)
         print(
-            f"{name}: model alone {inference * 1e3:.2f} ms; addition {(served - inference) * 1e6:.0f} µs = {share:.1%} "
+            f"{name}: model alone {inference * 1e3:.2f} ms; overhead {(served - inference) * 1e6:.0f} µs = {share:.1%} "
             f"({'within' if share <= BAR else 'above'} {BAR:.0%}); by the clock a decision {decision:.0f} µs, features "
             f"and knobs {others:.0f} µs"
         )

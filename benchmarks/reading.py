@@ -1,8 +1,8 @@
-"""Making a table: of a long frame, of simulation, and of folders of records as large as they have been published.
+"""Making a table: from a long frame, by simulation, and from folders of records as large as any that was published.
 
-Prints cells per CPU-second of `table_from_frame` and of filling the same arrays in a Python loop; seconds of simulating
-a calibrated profile; and for exp5/exp6 and core_exp folders, written into a temporary folder and read in a process of
-their own: records per second, seconds and peak memory. `--full` makes 1.6 million records of each.
+Prints the cells per CPU second of `table_from_frame` and of filling the same arrays in a Python loop; the seconds of
+simulating a calibrated profile; and, for exp5/exp6 and core_exp folders that are written into a temporary folder and
+read in a process of their own, records per second, seconds and peak memory. `--full` makes 1.6 million records of each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import torch
+from timing import in_turns, medians
 
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
 from knobwise.envs.readers.long_table import table_from_frame
@@ -25,7 +26,7 @@ from knobwise.envs.simulated.calibrated import TIERS, CalibratedConfig, calibrat
 
 ROUNDS, SAMPLES, CONFIGURATIONS = 5, 1_000, 240
 FULL = 2_276
-"""Samples of each of three data sets that make 1.6 million records with 240 configurations."""
+"""With so many samples in each of three data sets, 240 configurations make 1.6 million records."""
 DATA_SETS = ("text_vqa", "coco_vqa", "okvqa")
 
 
@@ -49,20 +50,15 @@ def in_a_loop(data: pl.DataFrame) -> None:
 
 def frames() -> None:
     data = frame()
-    ways = {
+    functions = {
         "table_from_frame": lambda: table_from_frame(data, name="t", knobs=["knob"]),
         "loop": lambda: in_a_loop(data),
     }
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            start = time.process_time()
-            way()
-            spent[name].append(time.process_time() - start)
-    median = {name: float(np.median(values[1:])) for name, values in spent.items()}
-    for name, seconds in median.items():
-        print(f"{name}: {data.height / seconds / 1e6:.2f} M cells per CPU-second")
-    print(f"ratio table_from_frame / loop: {median['table_from_frame'] / median['loop']:.3f}")
+    in_turns(functions, 1, 1)  # warms up
+    ms = medians(in_turns(functions, ROUNDS - 1, 1))
+    for name, each in ms.items():
+        print(f"{name}: {data.height / each / 1e3:.2f} M cells per CPU second")
+    print(f"ratio table_from_frame / loop: {ms['table_from_frame'] / ms['loop']:.3f}")
 
 
 def simulation(samples: int) -> None:
@@ -72,7 +68,7 @@ def simulation(samples: int) -> None:
 
 
 def write(kind: str, folder: Path, samples: int) -> None:
-    """Files with what the profilers write besides: a prediction, the annotators' answers, facts about the sample."""
+    """Files with all that profilers write: also a prediction, the annotators' answers, facts about the sample."""
     config = CalibratedConfig(samples=samples)
     if kind == "core_exp":  # one data set, fewer configurations: as many records in fewer, larger files
         config = CalibratedConfig(("text_vqa",), samples * 3 * 240 // 75, "tiers")
@@ -118,4 +114,4 @@ if __name__ == "__main__":
             with tempfile.TemporaryDirectory() as folder:
                 write(kind, Path(folder), samples)
                 words = [sys.executable, __file__, f"--kind={kind}", f"--folder={folder}"]
-                subprocess.run(words, check=True)  # memory is that of a process which does nothing else
+                subprocess.run(words, check=True)  # a process that does nothing else, for its memory

@@ -1,10 +1,11 @@
-"""What a drawn and replayed context costs as the table grows from 10³ to 10⁷ samples, and how much memory it takes.
+"""What a context costs as the table grows from 10³ to 10⁷ samples, and how much memory it takes.
 
 The table (simulated: 4 configurations, no features) is written by `ProfileTable.save` and mapped back by
 `ProfileTable.load`, so that its pages are the file's and not the process's own. Prints for each size how long loading
 takes, ns of CPU time for each context drawn, decided on and rewarded (batches of 16,384, one thread), the growth of
 the process's own memory (RssAnon) while it loads and while it draws, and of its peak with the file's pages. What grows
-at loading are the sample ids, which are Python strings. The last line is the ratio of the two ends.
+at loading are the sample ids, which are Python strings. The last line is the ratio of the
+largest to the smallest table.
 """
 
 from __future__ import annotations
@@ -16,31 +17,12 @@ import time
 from pathlib import Path
 
 import torch
+from timing import memory, random_table
 
 from knobwise.envs import ConfigBandit
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 SIZES, BATCH, CALLS = (10**3, 10**4, 10**5, 10**6, 10**7), 16_384, 60
-
-
-def memory(line: str) -> float:
-    """MiB by the kernel's count: `RssAnon` belongs to this process alone, `VmHWM` is the peak with files' pages."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(each.split()[1]) for each in lines if each.startswith(line)) / 1024
-
-
-def write(path: Path, samples: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    latency = torch.rand(samples, 4, generator=generator)
-    ProfileTable(
-        name="simulated",
-        knobs=(Knob("size", (1, 2, 3, 4)),),
-        configurations=torch.arange(4).unsqueeze(1),
-        accuracy=torch.rand(samples, 4, generator=generator),
-        latency_ms=latency.add_(1).mul_(torch.tensor([1.0, 2.0, 3.0, 4.0])),
-        mask=torch.ones(samples, 4, dtype=torch.bool),
-        sample_ids=tuple(map(str, range(samples))),
-    ).save(path)
 
 
 def measure(path: Path) -> None:
@@ -71,7 +53,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:
             file = Path(folder) / "table.safetensors"
-            write(file, size)
+            random_table("simulated", (Knob("size", (1, 2, 3, 4)),), size, {}).save(file)
             answer = subprocess.run(
                 [sys.executable, __file__, str(file)], check=True, capture_output=True, text=True
             ).stdout

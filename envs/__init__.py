@@ -7,73 +7,54 @@ from typing import TYPE_CHECKING
 from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
-    from knobwise.common.errors import InputError
-    from knobwise.envs.configurations.budgets import BudgetConfig, default_budgets
-    from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv
-    from knobwise.envs.configurations.reward import RewardConfig
-    from knobwise.envs.configurations.torchrl_env import ConfigBandit
-    from knobwise.envs.demonstrations.beam_files import read_beam_data
-    from knobwise.envs.demonstrations.beam_table import BeamTable
-    from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv
-    from knobwise.envs.demonstrations.reward import DemonstrationRewardConfig
-    from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, GroupConfig
-    from knobwise.envs.readers.builtin import builtin_profile
-    from knobwise.envs.readers.joint import join_tables, with_dataset_input
-    from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
-    from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
-    from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
+    from knobwise.common.errors import InputError as InputError
+    from knobwise.envs.configurations.budgets import default_budgets as default_budgets
+    from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv as ConfigBanditEnv
+    from knobwise.envs.configurations.gymnasium_env import ConfigBanditVectorEnv as ConfigBanditVectorEnv
+    from knobwise.envs.configurations.settings import BudgetConfig as BudgetConfig
+    from knobwise.envs.configurations.settings import RewardConfig as RewardConfig
+    from knobwise.envs.configurations.torchrl_env import ConfigBandit as ConfigBandit
+    from knobwise.envs.demonstrations.beam_files import read_beam_data as read_beam_data
+    from knobwise.envs.demonstrations.beam_table import BeamTable as BeamTable
+    from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv as DemonstrationBanditEnv
+    from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig as DemonstrationRewardConfig
+    from knobwise.envs.demonstrations.settings import GroupConfig as GroupConfig
+    from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit as DemonstrationBandit
+    from knobwise.envs.readers.builtin import builtin_profile as builtin_profile
+    from knobwise.envs.readers.joint import join_tables as join_tables
+    from knobwise.envs.readers.joint import with_dataset_input as with_dataset_input
+    from knobwise.envs.simulated.calibrated import CalibratedConfig as CalibratedConfig
+    from knobwise.envs.simulated.calibrated import simulate_calibrated as simulate_calibrated
+    from knobwise.envs.simulated.kinds import SimulatedConfig as SimulatedConfig
+    from knobwise.envs.simulated.kinds import simulate as simulate
+    from knobwise.envs.tables.profile_table import Knob as Knob
+    from knobwise.envs.tables.profile_table import ProfileTable as ProfileTable
+    from knobwise.envs.tables.profile_table import Split as Split
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "ConfigBandit": "bandit",
-        "BudgetConfig": "budgets",
-        "default_budgets": "budgets",
-        "builtin_profile": "builtin",
-        "InputError": "errors",
-        "ConfigBanditEnv": "gym_bandit",
-        "ConfigBanditVectorEnv": "gym_bandit",
-        "RewardConfig": "reward",
-        "join_tables": "joint",
-        "with_dataset_input": "joint",
-        "CalibratedConfig": "calibrated",
-        "simulate_calibrated": "calibrated",
-        "SimulatedConfig": "simulator",
-        "simulate": "simulator",
-        "Knob": "table",
-        "ProfileTable": "table",
-        "Split": "table",
-        "BeamTable": "beams",
-        "read_beam_data": "beam_files",
-        "DemonstrationBandit": "demonstrations",
-        "GroupConfig": "demonstrations",
-        "DemonstrationRewardConfig": "demonstration_reward",
-        "DemonstrationBanditEnv": "gym_demonstrations",
-    },
-)
-
-__all__ = [
-    "BeamTable",
-    "BudgetConfig",
-    "CalibratedConfig",
-    "ConfigBandit",
-    "ConfigBanditEnv",
-    "ConfigBanditVectorEnv",
-    "DemonstrationBandit",
-    "DemonstrationBanditEnv",
-    "DemonstrationRewardConfig",
-    "GroupConfig",
-    "InputError",
-    "Knob",
-    "ProfileTable",
-    "RewardConfig",
-    "SimulatedConfig",
-    "Split",
-    "builtin_profile",
-    "default_budgets",
-    "join_tables",
-    "read_beam_data",
-    "simulate",
-    "simulate_calibrated",
-    "with_dataset_input",
-]
+MODULES = {
+    "ConfigBandit": "configurations.torchrl_env",
+    "BudgetConfig": "configurations.budgets",
+    "default_budgets": "configurations.budgets",
+    "builtin_profile": "readers.builtin",
+    "InputError": "knobwise.common.errors",
+    "ConfigBanditEnv": "configurations.gymnasium_env",
+    "ConfigBanditVectorEnv": "configurations.gymnasium_env",
+    "RewardConfig": "configurations.reward",
+    "join_tables": "readers.joint",
+    "with_dataset_input": "readers.joint",
+    "CalibratedConfig": "simulated.calibrated",
+    "simulate_calibrated": "simulated.calibrated",
+    "SimulatedConfig": "simulated.kinds",
+    "simulate": "simulated.kinds",
+    "Knob": "tables.profile_table",
+    "ProfileTable": "tables.profile_table",
+    "Split": "tables.profile_table",
+    "BeamTable": "demonstrations.beam_table",
+    "read_beam_data": "demonstrations.beam_files",
+    "DemonstrationBandit": "demonstrations.torchrl_env",
+    "GroupConfig": "demonstrations.torchrl_env",
+    "DemonstrationRewardConfig": "demonstrations.reward",
+    "DemonstrationBanditEnv": "demonstrations.gymnasium_env",
+}
+__getattr__ = lazy(__name__, MODULES)
+__all__ = list(MODULES)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from knobwise.losses.functional import even_weight, expectation
-
-ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
+from knobwise.losses.settings import ADVANTAGES
 
 
 def group_advantage(

@@ -16,9 +16,9 @@ def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
     return values.mean(-1) if weight is None else (weight * values).sum(-1)
 
 
-def even_weight(there: Tensor) -> Tensor:
-    """Weights of the alternatives that are there: 1/n each, 0 for the others, bool [*, J] → float [*, J]."""
-    return there / there.sum(-1, keepdim=True).clamp_min(1)
+def even_weight(mask: Tensor) -> Tensor:
+    """1/n for each of the n alternatives in the mask, 0 for the others: bool [*, J] → float [*, J]."""
+    return mask / mask.sum(-1, keepdim=True).clamp_min(1)
 
 
 def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> Tensor:
@@ -26,10 +26,10 @@ def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> 
 
     Equal rewards go by place.
     """
-    there = torch.ones_like(reward, dtype=torch.bool) if weight is None else weight > 0
-    order = reward.masked_fill(~there, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    mask = torch.ones_like(reward, dtype=torch.bool) if weight is None else weight > 0
+    order = reward.masked_fill(~mask, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
-    return even_weight(there & (rank < count))
+    return even_weight(mask & (rank < count))
 
 
 def clipped_surrogate(

@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from knobwise.losses.actor_loss import ActorLoss, is_zero
-from knobwise.losses.advantage import ADVANTAGES, group_advantage
+from knobwise.losses.advantage import group_advantage
 from knobwise.losses.functional import (
     clipped_surrogate,
     effective_sample_size,
@@ -21,6 +21,7 @@ from knobwise.losses.functional import (
     expected_k3,
     weight_of_best,
 )
+from knobwise.losses.settings import ADVANTAGES
 
 
 class GRPOLoss(ActorLoss):
@@ -44,17 +45,16 @@ class GRPOLoss(ActorLoss):
         top: under `sampled`, how many of a group, those of the highest reward, take part after the advantages were
             taken in the whole group; None for all. May be changed between steps (a curriculum).
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there are.
-        reduction: `mean`, `sum` or `none` over contexts.
-        functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
+        reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's log-probs are not
-    there), whose sum is minimised; and for the eye, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour
+    there), whose sum is minimised; and as diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour
     policy), `clip_fraction`, `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing).
 
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from knobwise.agents.controller.distribution import ConfigurationCategorical
+        >>> from knobwise.agents.controller.actor import ConfigurationCategorical
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> net = TensorDictModule(torch.nn.Linear(3, 4), in_keys=["observation"], out_keys=["log_probs"])
         >>> draw = ProbabilisticTensorDictModule(
@@ -70,7 +70,7 @@ class GRPOLoss(ActorLoss):
 
     @dataclass
     class _AcceptedKeys:
-        """Where things stand in the tensordict.
+        """Keys of the tensordict.
 
         Attributes:
             action: int64 [P, G, K].
@@ -130,19 +130,17 @@ class GRPOLoss(ActorLoss):
             raise ValueError(f"advantage {advantage!r}: must be one of {', '.join(ADVANTAGES)}")
         self.objective, self.advantage, self.top, self.masked = objective, advantage, top, masked
         self.advantage_std_floor, self.advantage_clip = advantage_std_floor, advantage_clip
-        for name, value in (
-            ("clip_epsilon", clip_epsilon),
-            ("entropy_coeff", entropy_coeff),
-            ("kl_to_ref_coeff", kl_to_ref_coeff),
-        ):
-            self.register_buffer(name, torch.tensor(float(value)))
+        self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
+        self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
+        self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
+        self._forward_value_estimator_keys()
 
-    def _own_keys(self) -> list[NestedKey]:
+    def _loss_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
-        sampled = self.objective == "sampled"
-        own = [keys.action, keys.reward, *([keys.group_mask] if self.masked else []), keys.sample_log_prob]
-        own = own if sampled else [keys.reward_per_configuration, keys.behaviour_log_probs]
-        return [*own, keys.reference_log_prob if sampled else keys.reference_log_probs]
+        if self.objective == "exact":
+            return [keys.reward_per_configuration, keys.behaviour_log_probs, keys.reference_log_probs]
+        mask = [keys.group_mask] if self.masked else []
+        return [keys.action, keys.reward, *mask, keys.sample_log_prob, keys.reference_log_prob]
 
     def _group(
         self, tensordict: TensorDictBase, finite: bool
@@ -201,7 +199,7 @@ class GRPOLoss(ActorLoss):
         if self.diagnostics:
             with torch.no_grad():
                 log_ratio = log_prob - old
-                told = advantage if taught is None else advantage * (taught > 0)
+                used = advantage if taught is None else advantage * (taught > 0)
                 out |= {
                     "entropy": dist.entropy().mean(),
                     "kl_to_ref": expected_k3(log_prob, reference, behaviour, weight).mean(),
@@ -209,7 +207,7 @@ class GRPOLoss(ActorLoss):
                     "clip_fraction": expectation(cut.to(log_prob.dtype), weight).mean(),
                     "ESS": effective_sample_size(log_ratio, weight),
                     "ratio_mean": expectation(log_ratio.exp(), weight).mean(),
-                    "zero_advantage_fraction": (told.abs() < 1e-6).all(-1).to(log_prob.dtype).mean(),
+                    "zero_advantage_fraction": (used.abs() < 1e-6).all(-1).to(log_prob.dtype).mean(),
                 }
         return TensorDict(out, batch_size=[])
 
@@ -218,15 +216,10 @@ class GRPOLoss(ActorLoss):
     ) -> float:
         """Steer β so that the KL to the reference stays in a band: above `high` × factor, below `low` ÷ factor.
 
-        Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4, within [least, most].
+        Schulman et al. 2017, "Proximal Policy Optimization Algorithms", section 4, with β within [least, most].
 
         Args:
-            kl: what was seen, `kl_to_ref`, in nats.
-            low: lower end of the band.
-            high: upper end of the band.
-            factor: by how much β changes.
-            least: smallest β.
-            most: largest β.
+            kl: `kl_to_ref` of the last iteration, in nats; as are `low` and `high`, the ends of the band.
 
         Returns: the new β.
         """

@@ -11,8 +11,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from knobwise.losses.actor_loss import ActorLoss
-from knobwise.losses.advantage import ADVANTAGES, group_advantage
+from knobwise.losses.advantage import group_advantage
 from knobwise.losses.functional import reward_weighted_cross_entropy
+from knobwise.losses.settings import ADVANTAGES
 
 
 class RCELoss(ActorLoss):
@@ -29,21 +30,20 @@ class RCELoss(ActorLoss):
             first. `rank` gives every context the same weights.
         temperature: τ, in units of the scores; may be changed between steps (it falls during the warm-up); infinite for
             a plain mean, supervised fine-tuning.
-        reduction: `mean`, `sum` or `none` over contexts.
-        functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
+        reduction, functional: see `ActorLoss`.
 
-    Outputs: `loss_rce`; and for the eye `entropy` of the policy.
+    Outputs: `loss_rce`; and as a diagnostic the `entropy` of the policy.
     """
 
     @dataclass
     class _AcceptedKeys:
-        """Where things stand in the tensordict.
+        """Keys of the tensordict.
 
         Attributes:
             reward_per_configuration: float [P, C], NaN where not profiled.
             action: with `recorded`, the actions of the group, [P, G, …].
             reward: with `recorded`, float [P, G].
-            group_mask: with `recorded`, bool [P, G], which of them there are.
+            group_mask: with `recorded`, bool [P, G], which of them exist.
         """
 
         reward_per_configuration: NestedKey = "reward_per_configuration"
@@ -73,8 +73,9 @@ class RCELoss(ActorLoss):
             raise ValueError(f"scores {scores!r}: must be one of raw, {', '.join(ADVANTAGES)}")
         self.recorded, self.scores = recorded, scores
         self.register_buffer("temperature", torch.tensor(float(temperature)))
+        self._forward_value_estimator_keys()
 
-    def _own_keys(self) -> list[NestedKey]:
+    def _loss_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
         return [keys.action, keys.reward, keys.group_mask] if self.recorded else [keys.reward_per_configuration]
 
@@ -88,13 +89,13 @@ class RCELoss(ActorLoss):
         keys, dist = self.tensor_keys, self._distribution(tensordict)
         if self.recorded:
             rewards, log_probs = tensordict.get(keys.reward), dist.log_prob(tensordict.get(keys.action))
-            there = tensordict.get(keys.group_mask)
+            mask = tensordict.get(keys.group_mask)
         else:
             rewards, log_probs = tensordict.get(keys.reward_per_configuration), dist.log_probs
-            there = ~rewards.isnan()
+            mask = ~rewards.isnan()
         if self.scores != "raw":
-            rewards = group_advantage(rewards.masked_fill(~there, 0.0), self.scores, mask=there)
-        loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, there)
+            rewards = group_advantage(rewards.masked_fill(~mask, 0.0), self.scores, mask=mask)
+        loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}
         if self.diagnostics:
             with torch.no_grad():

@@ -22,7 +22,8 @@ class RegressionLoss(LossModule):
     """Cross-entropy of predicted accuracies and Gaussian likelihood of predicted log-latencies, of all configurations.
 
     Args:
-        predictor: a module that writes `accuracy_logits`, `log_latency` and `spread`, [*, C] each.
+        predictor: a module that writes `accuracy_logits`, `log_latency` and `spread`, [*, C] each; it is not called
+            where the tensordict holds them already.
         reduction: `mean`, `sum` or `none` over contexts; each is the mean over its profiled configurations.
 
     Outputs: `loss_accuracy`, `loss_latency`.
@@ -30,7 +31,7 @@ class RegressionLoss(LossModule):
 
     @dataclass
     class _AcceptedKeys:
-        """Where things stand in the tensordict.
+        """Keys of the tensordict.
 
         Attributes:
             accuracy: float [*, C], measured, NaN where not profiled.
@@ -48,7 +49,7 @@ class RegressionLoss(LossModule):
         super().__init__()
         self.predictor = predictor
         self.reduction = reduction
-        self.in_keys = [*predictor.in_keys, self.default_keys.accuracy, self.default_keys.log_latency]
+        self._forward_value_estimator_keys()
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         self.in_keys = [*self.predictor.in_keys, self.tensor_keys.accuracy, self.tensor_keys.log_latency]
@@ -60,21 +61,16 @@ class RegressionLoss(LossModule):
         Args:
             tensordict: batch [*] with the keys above and those that the predictor reads.
         """
-        predicted = self.predictor(tensordict.select(*self.predictor.in_keys))
-        accuracy, log_latency = (
-            tensordict.get(key) for key in (self.tensor_keys.accuracy, self.tensor_keys.log_latency)
-        )
+        predicted = tensordict
+        if "accuracy_logits" not in tensordict:
+            predicted = self.predictor(tensordict.select(*self.predictor.in_keys))
+        accuracy, log_latency = tensordict.get(self.tensor_keys.accuracy), tensordict.get(self.tensor_keys.log_latency)
         profiled = ~accuracy.isnan()
         count = profiled.sum(-1).clamp_min(1)
         wrong = functional.binary_cross_entropy_with_logits(
             predicted.get("accuracy_logits"), accuracy.nan_to_num(), reduction="none"
         )
         off = gaussian_nll(log_latency.nan_to_num(), predicted.get("log_latency"), predicted.get("spread"))
-        losses = {"loss_accuracy": wrong, "loss_latency": off}
-        return TensorDict(
-            {
-                name: self._reduce_loss(torch.where(profiled, loss, 0.0).sum(-1) / count, tensordict)
-                for name, loss in losses.items()
-            },
-            batch_size=[],
-        )
+        means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
+        reduced = [self._reduce_loss(mean, tensordict) for mean in means]
+        return TensorDict(dict(zip(self.out_keys, reduced, strict=True)), batch_size=[])

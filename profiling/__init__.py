@@ -2,6 +2,5 @@
 
 Nothing is imported here, so that ``import knobwise.profiling`` costs nothing; take what you need from
 :mod:`knobwise.profiling.elastic.scenes`, :mod:`~knobwise.profiling.elastic.model`,
-:mod:`~knobwise.profiling.elastic.training` and
-:mod:`~knobwise.profiling.elastic.profile`.
+:mod:`~knobwise.profiling.elastic.training` and :mod:`~knobwise.profiling.elastic.profile`.
 """

@@ -111,15 +111,15 @@ def small_beams(queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3)
     rows = torch.arange(queries).repeat_interleave(len(every))
     tried = scorer(rows, places[rows, :][torch.arange(len(rows))[:, None], every.repeat(queries, 1)])
     best = tried["vqa_gt_prob"].view(queries, -1).add(1e-3 * torch.rand(queries, len(every), generator=generator))
-    found = torch.cat([best.topk(2).indices, torch.rand(best.shape, generator=generator).topk(4).indices], 1)
-    fields = {name: values.view(queries, -1).gather(1, found) for name, values in tried.items()}
+    result = torch.cat([best.topk(2).indices, torch.rand(best.shape, generator=generator).topk(4).indices], 1)
+    fields = {name: values.view(queries, -1).gather(1, result) for name, values in tried.items()}
     fields["beam_score"] = fields["vqa_gt_prob"] - 0.025
     wanted = (torch.nn.functional.one_hot(wishes, kinds).sum(1) > 0).float()
     table = BeamTable(
         name="small beams",
         query_ids=tuple(str(i) for i in range(queries)),
         pool=places,
-        sequences=every[found],
+        sequences=every[result],
         fields=fields,
         found_by=torch.tensor([0, 0, 3, 3, 3, 3]).expand(queries, -1).contiguous(),
         round=torch.zeros(queries, 6, dtype=torch.int64),

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from omegaconf import OmegaConf
 
-from knobwise.experiments.results.decisions_file import write_decisions
+from knobwise.experiments.results.decisions import write_decisions
 
 BUDGETS = (10.0, 20.0)
 SETTINGS = {
@@ -22,8 +22,14 @@ SETTINGS = {
     "tracking": {"mode": "disabled"},
     "seeds": [0, 1],
     "baselines": True,
-    "name": None,
     "runs": "runs",
+}
+MEAN_BUDGETS = {
+    "sense": "mean",
+    "static_hull": [
+        {"label": "a", "accuracy": 0.2, "latency_ms": 0.0},
+        {"label": "b", "accuracy": 1.0, "latency_ms": 40.0},
+    ],
 }
 
 
@@ -43,49 +49,38 @@ def write_run(
     """A run of a controller. On every sample it gets what a run with no gain gets, and on the share `gain` of them 1
     where that one gets 0. Under mean budgets it spends `spent` ms more."""
     draws = np.random.default_rng(0)
-    luck, order = draws.random((1000, len(budgets))), draws.random(1000)
+    luck, order = (draws.random(shape)[list(samples)] for shape in ((1000, len(budgets)), 1000))
     rows, frames = [], []
     policies = {"controller": list(seeds), "oracle": [None]}
     policies |= {"budget_aware_static": [None]} if sense == "deadline" else {"static_mix": [None]}
     for policy, of_seeds in policies.items():
         cubes = []
+        latency = np.array(budgets) * 0.8 + (spent if policy == "controller" else 0.0)
         for seed in of_seeds:
-            right = luck[list(samples)] < {"controller": 0.5, "oracle": 0.95}.get(policy, 0.4)
+            right = luck < {"controller": 0.5, "oracle": 0.95}.get(policy, 0.4)
             if policy == "controller":
-                right = right ^ (luck[list(samples)] * 1000 % 1 < 0.02 * (1 + (seed or 0)))
-                right |= (order[list(samples)] < gain)[:, None]
+                right = right ^ (luck * 1000 % 1 < 0.02 * (1 + (seed or 0)))
+                right |= (order < gain)[:, None]
             cubes.append(right.astype(float))
-            latency = np.array(budgets) * 0.8 + (spent if policy == "controller" else 0.0)
             for b, budget in enumerate(budgets):
-                columns = {"sample_id": [f"s{i}" for i in samples], "accuracy": right[:, b].astype(float)}
-                frame = pl.DataFrame(columns | {"utility": columns["accuracy"]})
-                frames.append(
-                    frame.with_columns(
-                        policy=pl.lit(policy),
-                        seed=pl.lit(seed, pl.Int64),
-                        dataset=pl.lit(None, pl.String),
-                        budget_ms=pl.lit(budget),
-                        configuration=pl.lit("crops=2"),
-                        latency_ms=pl.lit(float(latency[b])),
-                        in_time=pl.lit(True),
-                        feasible=pl.lit(True),
-                    )
-                )
+                columns: dict[str, Any] = {"sample_id": [f"s{i}" for i in samples], "accuracy": cubes[-1][:, b]}
+                columns |= {"policy": policy, "seed": seed, "place": budget, "choice": "crops=2"}
+                columns |= {"latency_ms": float(latency[b]), "in_time": True, "feasible": True}
+                frames.append(pl.DataFrame(columns | {"score": columns["accuracy"]}))
         cube = np.stack(cubes)
         for place in (None, *range(len(budgets))):
             mean = float(cube[..., slice(None) if place is None else place].mean())
-            budget = None if place is None else budgets[place]
-            row = {"policy": policy, "budget_ms": budget, "accuracy": mean, "utility": mean}
+            row = {"policy": policy, "budget_ms": None if place is None else budgets[place]}
+            row |= {"accuracy": mean, "utility": mean, "gap_closed": 0.5, "satisfaction": 0.9}
             row |= {"latency_ms_mean": float(latency.mean() if place is None else latency[place])}
-            row |= {"utility_ci95": [mean - 0.05, mean + 0.05], "accuracy_ci95": [mean - 0.05, mean + 0.05]}
-            row |= {"satisfaction": 0.9, "satisfaction_feasible": 0.95, "gap_closed": 0.5}
-            row |= {"gap_closed_ci95": [0.4, 0.6], "decision_us_p50": 12.0}
+            row |= {f"{name}_ci95": [row[name] - 0.05, row[name] + 0.05] for name in ("utility", "accuracy")}
+            row |= {"gap_closed_ci95": [0.4, 0.6], "satisfaction_feasible": 0.95, "decision_us_p50": 12.0}
             if sense == "mean":
                 row |= {"over_static_mix": mean - 0.4, "over_static_mix_ci95": [mean - 0.45, mean - 0.35]}
             rows.append(row)
     results = {
         "profile": {"name": "small", "digest": digest, "samples": 300, "configurations": 2},
-        **({"sense": "mean"} if sense == "mean" else {}),
+        **(MEAN_BUDGETS if sense == "mean" else {}),
         "test_samples": len(samples),
         "seeds": list(seeds),
         "unit": "ms",
@@ -96,27 +91,28 @@ def write_run(
             {"label": f"crops={k}", "knobs": {"crops": k}, "accuracy": 0.3 + 0.1 * k, "latency_ms": 4.0 * k}
             for k in (1, 2, 4)
         ],
-        "static_hull": [
-            {"label": "a", "accuracy": 0.2, "latency_ms": 0.0},
-            {"label": "b", "accuracy": 1.0, "latency_ms": 40.0},
-        ],
         "knob_usage": [
             {"policy": "controller", "budget_ms": b, "knob": "crops", "value": v, "share": 0.5}
             for b in budgets
             for v in (1, 2)
         ],
     }
+    steps = [(s, i) for s in seeds for i in range(0, 30, 10)]
+    lines = [f"{s},{i},{0.5 + 0.01 * i + 0.02 * s},{3.0 - 0.1 * i},\n{s},{i},,,0.4\n" for s, i in steps]
+    csv = "seed,step,Val/Utility,Val/Latency_Mean,Train/Loss\n" + "".join(lines)
+    values = OmegaConf.merge(SETTINGS, {"seeds": list(seeds)}, settings or {})
+    return _write(folder, results, values, csv, frames if decisions else [])
+
+
+def _write(folder: Path, results: object, settings: Any, csv: str, frames: list[pl.DataFrame]) -> Path:
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(results))
-    OmegaConf.save(OmegaConf.merge(SETTINGS, {"seeds": list(seeds)}, settings or {}), folder / "config.yaml")
-    lines = [
-        f"{s},{i},{0.5 + 0.01 * i + 0.02 * s},{3.0 - 0.1 * i},\n{s},{i},,,0.4\n"
-        for s in seeds
-        for i in range(0, 30, 10)
-    ]
-    (folder / "metrics.csv").write_text("seed,step,Val/Utility,Val/Latency_Mean,Train/Loss\n" + "".join(lines))
-    if decisions:
-        write_decisions(folder, pl.concat(frames))
+    # `default` and names made of settings are nobody's choice
+    name = None if folder.name == "default" or "-" in folder.name else folder.name
+    OmegaConf.save(OmegaConf.merge({"name": name}, settings), folder / "config.yaml")
+    (folder / "metrics.csv").write_text(csv)
+    if frames:
+        write_decisions(folder, pl.concat(frames, how="vertical_relaxed"))
     return folder
 
 
@@ -129,7 +125,6 @@ def write_selector_run(
     queries: int = 60,
     digest: str = "sha256:t",
     unknown: int = 0,
-    settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """A run of a selector that gets the share `wrong` of the queries wrong, the same ones at any number of shots; of
     the first `unknown` queries nothing is known at the last number of shots."""
@@ -142,15 +137,9 @@ def write_selector_run(
             known = [None if i < unknown and count == shots[-1] else one for i, one in enumerate(right.tolist())]
             row = {"policy": policy, "shots": count, "accuracy": float(right.mean()), "queries": queries}
             rows.append(row | {"accuracy_ci95": [float(right.mean()) - 0.1, float(right.mean()) + 0.1]})
-            frame = pl.DataFrame({"sample_id": [f"q{i}" for i in range(queries)], "correct": known})
-            frames.append(
-                frame.with_columns(
-                    policy=pl.lit(policy),
-                    seed=pl.lit(None if policy == "random" else 0, pl.Int64),
-                    shots=pl.lit(count, pl.Int64),
-                    demonstrations=pl.lit(None, pl.List(pl.String)),
-                )
-            )
+            columns = {"sample_id": [f"q{i}" for i in range(queries)], "accuracy": known, "score": known}
+            columns |= {"policy": policy, "seed": None if policy == "random" else 0, "place": float(count)}
+            frames.append(pl.DataFrame(columns))
     results = {
         "system": "selector",
         "profile": {"name": "beams", "digest": "sha256:b", "samples": 300, "candidates": 40},
@@ -166,11 +155,6 @@ def write_selector_run(
         "controls": [],
         "command": "knobwise train experiment=selector",
     }
-    folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(results))
-    own = {"experiment": "selector", "shots": 2, "variants": {form: {"epochs": 4}}}
-    OmegaConf.save(OmegaConf.merge(own, settings or {}), folder / "config.yaml")
+    values = OmegaConf.create({"experiment": "selector", "shots": 2, "variants": {form: {"epochs": 4}}})
     lines = [f"0,{i},{0.5 + 0.01 * i}\n" for i in range(0, 30, 10)]
-    (folder / "metrics.csv").write_text("seed,step,Val/sft/Accuracy_Mean\n" + "".join(lines))
-    write_decisions(folder, pl.concat(frames))
-    return folder
+    return _write(folder, results, values, "seed,step,Val/sft/Accuracy_Mean\n" + "".join(lines), frames)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,28 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("losses", "envs", "profiling", "agents", "experiments")
 MAY_IMPORT = {
-    "losses": {"losses"},
-    "envs": {"envs"},
-    "profiling": {"profiling", "envs"},
-    "agents": {"agents", "envs", "losses", "profiling"},
-    "experiments": set(FOLDERS),
+    "common": {"common"},
+    "losses": {"losses", "common"},
+    "envs": {"envs", "common"},
+    "profiling": {"profiling", "envs", "common"},
+    "agents": {"agents", "envs", "losses", "profiling", "common"},
+    "experiments": {*FOLDERS, "common"},
 }
-SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+COMMON = ROOT / "knobwise" / "common"
+SOURCES = [path for folder in (*FOLDERS, COMMON) for path in sorted((ROOT / folder).rglob("*.py"))]
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+MOST_MODULES, LONGEST_FILE = 12, 420
+BANNED = re.compile(
+    r"^_?(one|found|said|told|own|there|ends|asked|given|shown|near|look|apart|called|beside|here|of|looked_s|spoken_of)$",
+    re.IGNORECASE,
+)
+"""Names that name nothing; CONTRIBUTING.md has the project's words."""
+
+
+def top_of(path: Path) -> str:
+    """The part of the project that a file is in: one of `MAY_IMPORT`."""
+    parts = path.relative_to(ROOT).parts
+    return parts[1] if parts[0] == "knobwise" else parts[0]
 
 
 def imported(path: Path) -> set[str]:
@@ -34,15 +51,75 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_one_way(path: Path) -> None:
     names = imported(path)
-    own = {name.split(".")[1] for name in names if name.startswith("knobwise.")}
-    allowed = MAY_IMPORT[path.relative_to(ROOT).parts[0]] | {"_version", "common", "__main__"}
-    assert own <= allowed
+    parts = {name.split(".")[1] for name in names if name.startswith("knobwise.")} & {*FOLDERS, "common"}
+    assert parts <= MAY_IMPORT[top_of(path)]
     assert not {name.split(".")[0] for name in names} & set(FOLDERS), "bare import of one of our folders"
 
 
+def folder_imports() -> dict[str, set[str]]:
+    """Folder → folders that its modules import from, inside functions too; type checkers and `__main__` blocks
+    aside."""
+    modules = {path: ".".join(("knobwise", *path.relative_to(ROOT).with_suffix("").parts)) for path in SOURCES}
+    modules |= {path: modules[path].replace("knobwise.knobwise.", "knobwise.") for path in SOURCES}
+    folder_of = {name: str(path.parent.relative_to(ROOT)) for path, name in modules.items()}
+    edges: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
+
+    def visit(node: ast.AST, folder: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and re.search("TYPE_CHECKING|__name__", ast.unparse(child.test)):
+                continue
+            if isinstance(child, ast.ImportFrom) and child.module:
+                names = {f"{child.module}.{alias.name}" for alias in child.names} | {child.module}
+                edges[folder] |= {folder_of[name] for name in names if name in folder_of} - {folder}
+            visit(child, folder)
+
+    for path, name in modules.items():
+        visit(ast.parse(path.read_text()), folder_of[name])
+    return edges
+
+
+def test_no_circle_between_folders() -> None:
+    edges = folder_imports()
+    while edges:  # each pass removes the folders that import no folder that is left
+        leaves = {folder for folder, others in edges.items() if not others & edges.keys()}
+        if not leaves:
+            break
+        edges = {folder: others for folder, others in edges.items() if folder not in leaves}
+    assert not edges, f"circle between {sorted(edges)}"
+
+
+def test_no_folder_is_crowded() -> None:
+    counts = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert not {str(folder): count for folder, count in counts.items() if count > MOST_MODULES}
+
+
 def test_tests_never_import_our_folders_bare() -> None:
-    for path in (ROOT / "tests").glob("*.py"):
+    for path in (ROOT / "tests").rglob("*.py"):
         assert not {name.split(".")[0] for name in imported(path)} & set(FOLDERS), path
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Every name that a file gives to something: functions, classes, arguments, variables, fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *BENCHMARKS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_names_say_what_a_thing_is(path: Path) -> None:
+    assert not sorted({name for name in names_in(ast.parse(path.read_text())) if BANNED.match(name)})
+
+
+def test_every_file_can_be_read_at_one_sitting() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    exported = "agents/serving/numpy_controller.py"  # one file, because it is shipped beside the arrays it reads
+    assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE and path != exported}
 
 
 def test_the_links_point_to_the_folders() -> None:
@@ -72,12 +149,21 @@ def test_no_path_of_this_machine_and_no_registry_in_the_project() -> None:
             assert not suspicious.search(path.read_text()), path
 
 
-def test_the_readme_tree_names_every_file_of_code_and_nothing_else() -> None:
-    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1]
-    named = set(re.findall(r"^(\S+/\S*|\S+\.\w+|Makefile)\s", tree, re.MULTILINE))
-    assert all((ROOT / name).exists() for name in named)
-    code = {str(path.relative_to(ROOT)) for path in SOURCES if path.name != "__init__.py"}
+def test_the_readme_tree_names_every_folder_and_nothing_else() -> None:
+    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1].strip("\n").splitlines()
+    assert len(tree) <= 30
+    named, top = set(), ""
+    for line in tree:
+        names = re.findall(r"[a-z_]+(?=/(?:\s|$))", re.split(r"\s{2,}(?=[^/]*$)", line)[0] + " ")
+        if not line.startswith(" "):
+            named |= set(names)
+            top = names[0]
+        else:
+            named |= {f"{top}/{name}" for name in names}
+    folders = {path.parent for path in SOURCES} - {COMMON} | {COMMON.parent}
+    code = {str(folder.relative_to(ROOT)) for folder in folders}
     assert code <= named
+    assert all((ROOT / name).is_dir() for name in named)
 
 
 def test_the_readme_holds_no_placeholder() -> None:

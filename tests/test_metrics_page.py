@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,6 +14,7 @@ from typing import Any
 import polars as pl
 import pytest
 from helpers import small_beams, small_table
+from wandb_stub import offline_runs
 
 from knobwise.__main__ import main
 from knobwise.envs.readers.long_table import write_features, write_long_table
@@ -98,15 +97,11 @@ def results(run: Path) -> dict[str, Any]:
 def logged_to_wandb(run: Path) -> dict[str, set[str]]:
     """Names in history and summary of every W&B run of a folder, by the name of the W&B run."""
     found: dict[str, set[str]] = {}
-    for folder in sorted((run / "wandb").glob("offline-run-*")):
-        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        records = [json.loads(line) for line in lines]
-        (name,) = (r["run"]["display_name"] for r in records if r["type"] == "run")
-        keys = {key for r in records if r["type"] == "history" for key in r["history"]["item"]}
-        keys |= {key for r in records if r["type"] == "summary" for key in r["summary"]["update"]}
+    for one in offline_runs(run):
+        keys = {key for row in one.history for key in row} | set(one.summary)
         # of a table, a picture, a page several values are logged, under its name and a dot
-        found[name] = {re.sub(r"^(Test/\w+|Charts/[^/.]+|report)\.\w+$", r"\1", key) for key in keys if key[0] != "_"}
+        names = {re.sub(r"^(Test/\w+|Charts/[^/.]+|report)\.\w+$", r"\1", key) for key in keys if key[0] != "_"}
+        found[one.about["displayName"]] = names
     return found
 
 
@@ -182,18 +177,13 @@ def columns_of(value: Any) -> set[str]:
 
 def test_every_name_of_results_json_is_explained_and_no_other(runs: dict[str, Path]) -> None:
     found: set[str] = set()
+    of_rows = {column for run in runs.values() for column in columns_of(results(run)["rows"])}
     for run in runs.values():
         for name, value in results(run).items():
-            columns = {f"{name}.{column}" for column in (value if name == "profile" else columns_of(value))}
-            if name in ROWS_TOO:
-                of_rows = {f"{name}.{column.removeprefix('rows.')}" for column in columns_of_rows(runs)}
-                columns -= of_rows
-            found |= columns | ({name} if name != "profile" else set())
+            columns = set(value) if name == "profile" else columns_of(value)
+            columns -= of_rows if name in ROWS_TOO else set()
+            found |= {f"{name}.{column}" for column in columns} | ({name} if name != "profile" else set())
     explains_each(NAMED.findall(section("results.json")), found)
-
-
-def columns_of_rows(runs: dict[str, Path]) -> set[str]:
-    return {column for run in runs.values() for column in columns_of(results(run)["rows"])}
 
 
 def test_every_column_of_decisions_is_explained_and_no_other(runs: dict[str, Path]) -> None:

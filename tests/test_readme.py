@@ -17,8 +17,8 @@ from knobwise.__main__ import main
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
-from knobwise.experiments.command_line.settings import read_settings, schema_of
-from knobwise.experiments.command_line.sweeps import jobs_of
+from knobwise.experiments.command_line.compose import read_settings, schema_of
+from knobwise.experiments.command_line.sweep import jobs_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = {"data_sets.md", "decisions.md", "results.md"}  # pages of figures, without anything to type
@@ -29,7 +29,8 @@ SHORTER = [
 ]
 SHORTER_SELECTOR = [
     *("sft.epochs=1", "rce.epochs=1", "grpo.epochs=1", "judged_shots=[2]", "tracking=disabled", "seeds=[0]"),
-    *(f"variants.{name}.epochs=1" for name in ("grpo_rounds", "grpo_live", "shuffled_live", "hidden_live")),
+    *(f"variants.{name}.epochs=1" for name in ("grpo_rounds", "grpo_live")),
+    *(f"variants.{name}=null" for name in ("shuffled_live", "hidden_live")),
 ]
 
 
@@ -59,6 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+LEAN = ["policy=utility", "policy.hidden=16", "policy.members=2", "baselines=false"]
 SHORTER_LIVE = ["stream.requests=6", "stream.calibration=6", "stream.warm_up=1", "stream.student=false"]
 
 
@@ -71,8 +73,8 @@ def shortened(words: list[str]) -> list[str]:
         return words
     if any(word.startswith("experiment=selector") for word in words):
         return words + [word for word in SHORTER_SELECTOR if "experiment=selector" in words or "variants" not in word]
-    # experts on all of the built-in profile take half a minute
-    lean = ["policy=utility", "policy.hidden=16", "policy.members=2"] if "profile=builtin" in words else []
+    # experts and baselines on all of the built-in profile take half a minute
+    lean = LEAN if "profile=builtin" in words else []
     return [word for word in words if not word.startswith("seeds=")] + lean + SHORTER
 
 
@@ -98,7 +100,7 @@ def test_every_command_of_a_guide(guide: str, folder: Path) -> None:
 def test_every_python_snippet_of_a_guide(guide: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snippets = blocks(guide, "python")
     if any("runs/latest" in snippet for snippet in snippets):
-        assert main(["train", "experiment=controller", "policy=utility", "policy.hidden=16", *SHORTER]) == 0
+        assert main(["train", "experiment=controller", *LEAN, *SHORTER]) == 0
     for line in blocks(guide, "bash"):
         if "knobwise profile model=learner" in line:
             assert main(shlex.split(line)[1:]) == 0

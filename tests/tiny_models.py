@@ -13,52 +13,27 @@ import torch
 import transformers
 
 FAMILIES = (
-    "llama4",
-    "aria",
-    "llava_next",
-    "qwen3_vl_moe",
-    "qwen3_5_moe",
-    "glm4v_moe",
-    "gemma4",
-    "smolvlm",
-    "idefics3",
+    "llama4", "aria", "llava_next", "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4", "smolvlm", "idefics3",
     "molmo2",
-)
+)  # fmt: skip
 BLOCKS, EXPERTS, TOP_K = 4, 4, 2
 CHAT = (
     "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}"
     "{{ c.text }}{% endif %}{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": BLOCKS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 8192,
-    "pad_token_id": 1,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-    "initializer_range": 0.3,
-}
+    "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 8192, "pad_token_id": 1,
+    "bos_token_id": 2, "eos_token_id": 3, "initializer_range": 0.3,
+}  # fmt: skip
 VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "initializer_range": 0.3,
-}
+}  # fmt: skip
 QWEN: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 32,
-    "initializer_range": 0.3,
-}
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+    "spatial_merge_size": 2, "out_hidden_size": 32, "initializer_range": 0.3,
+}  # fmt: skip
 # positions in time, height and width
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 # the pixels of 64 to 256 image tokens
@@ -78,12 +53,7 @@ def tiny_tokenizer(*special: str, **named: str) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     extra: dict[str, Any] = {"extra_special_tokens": named} if named else {}
     made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        **extra,
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>", **extra
     )
     made.add_special_tokens({"additional_special_tokens": ["<end>", *special]})
     return made
@@ -223,13 +193,10 @@ def _qwen3_5_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 def _glm4v_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
     ids = {
-        "image_token_id": "<|image|>",
-        "video_token_id": "<|video|>",
-        "image_start_token_id": "<|begin_of_image|>",
-        "image_end_token_id": "<|end_of_image|>",
-        "video_start_token_id": "<|begin_of_video|>",
-        "video_end_token_id": "<|end_of_video|>",
-    }
+        "image_token_id": "<|image|>", "video_token_id": "<|video|>",
+        "image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>",
+        "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>",
+    }  # fmt: skip
     tokenizer = tiny_tokenizer(*ids.values())
     # its sizes count pixels of two frames
     pixels: dict[str, Any] = {"patch_size": 4, "size": {name: 2 * value for name, value in PIXELS.items()}}
@@ -285,40 +252,26 @@ IDEFICS_PIXELS: dict[str, Any] = {"size": {"longest_edge": 48}, "max_image_size"
 
 
 def _smolvlm(text: dict[str, Any]) -> tuple[Any, Any, Any]:
-    tokenizer = tiny_tokenizer(*IDEFICS_TOKENS, *ROWS_AND_COLUMNS)
-    processor = transformers.SmolVLMProcessor(
-        transformers.SmolVLMImageProcessor(**IDEFICS_PIXELS),
-        tokenizer,
-        transformers.SmolVLMVideoProcessor(),
-        image_seq_len=4,
-        chat_template=CHAT.replace("IMAGE", "<image>"),
-    )
-    config = transformers.SmolVLMConfig(
-        image_token_id=processor.image_token_id,
-        vision_config={**VISION, "image_size": 16, "patch_size": 4},
-        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **text},
-        scale_factor=2,
-        pad_token_id=1,
-    )
-    return transformers.SmolVLMForConditionalGeneration, config, processor
+    return _idefics("SmolVLM", text, transformers.SmolVLMVideoProcessor())
 
 
 def _idefics3(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+    return _idefics("Idefics3", text)
+
+
+def _idefics(family: str, text: dict[str, Any], *video: Any) -> tuple[Any, Any, Any]:
+    made = {part: getattr(transformers, family + part) for part in ("Processor", "ImageProcessor", "Config")}
     tokenizer = tiny_tokenizer(*IDEFICS_TOKENS, *ROWS_AND_COLUMNS)
-    processor = transformers.Idefics3Processor(
-        transformers.Idefics3ImageProcessor(**IDEFICS_PIXELS),
-        tokenizer,
-        image_seq_len=4,
-        chat_template=CHAT.replace("IMAGE", "<image>"),
-    )
-    config = transformers.Idefics3Config(
+    pixels, chat = made["ImageProcessor"](**IDEFICS_PIXELS), CHAT.replace("IMAGE", "<image>")
+    processor = made["Processor"](pixels, tokenizer, *video, image_seq_len=4, chat_template=chat)
+    config = made["Config"](
         image_token_id=processor.image_token_id,
         vision_config={**VISION, "image_size": 16, "patch_size": 4},
         text_config={"model_type": "llama", "vocab_size": len(tokenizer), **text},
         scale_factor=2,
         pad_token_id=1,
     )
-    return transformers.Idefics3ForConditionalGeneration, config, processor
+    return getattr(transformers, f"{family}ForConditionalGeneration"), config, processor
 
 
 def _molmo2(text: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -342,15 +295,10 @@ def _molmo2(text: dict[str, Any]) -> tuple[Any, Any, Any]:
     config = transformers.Molmo2Config(
         vision_config=vision | {"image_size": [24, 24], "patch_size": 4},
         adapter_config={
-            "vision_feature_layer": [1, 0],
-            "hidden_size": 16,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": 24,
-            "text_hidden_size": 32,
+            "vision_feature_layer": [1, 0], "hidden_size": 16, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "text_hidden_size": 32,
         },
         text_config={"vocab_size": len(tokenizer), "additional_vocab_size": 8} | text,
         **{name: tokenizer.convert_tokens_to_ids(token) for name, token in marks.items()},
-    )
+    )  # fmt: skip
     return transformers.Molmo2ForConditionalGeneration, config, processor

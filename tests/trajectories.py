@@ -1,7 +1,7 @@
 """Reference trajectories: the loss and the norm of the gradient at every optimiser step of short runs of fixed seed.
 
-`tests/agents/training/test_trajectories.py` holds them against what the code gives today, so that nobody changes the
-mathematics unawares. Where a change is meant, make them anew and commit them with it:
+`tests/test_trajectories.py` holds them against what the code gives today, so that nobody changes the mathematics
+unawares. Where a change is meant, make them anew and commit them with it:
 
     python tests/trajectories.py
 
@@ -11,6 +11,7 @@ without it draws others), full batches where such draws are made beside, evaluat
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,15 +23,15 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from knobwise.agents.selector.networks import SelectorConfig
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.selector.settings import SelectorLossConfig, StageConfig
+from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.loop import Trainer
 from knobwise.agents.training.selector_trainer import SelectorTrainer
-from knobwise.agents.training.settings import LossConfig, OptimiserConfig, PolicyConfig
-from knobwise.envs.configurations.reward import RewardConfig
-from knobwise.losses.actor_loss import ActorLoss
+from knobwise.agents.training.settings import OptimiserConfig, StageConfig
+from knobwise.envs.configurations.settings import RewardConfig
+from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 FILE = Path(__file__).with_suffix(".json")
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -117,10 +118,9 @@ def steps_of(trainer: Trainer) -> list[list[float]]:
     """Train; of every optimiser step the loss, and the norm of the gradient that the optimiser was given."""
     losses: list[float] = []
     norms: list[float] = []
-    loss_of = trainer._loss_of
 
-    def noted(loss: ActorLoss, minibatch: TensorDictBase) -> TensorDictBase:
-        out = loss_of(loss, minibatch)
+    def noted(loss: Callable[[TensorDictBase], TensorDictBase], minibatch: TensorDictBase) -> TensorDictBase:
+        out = loss(minibatch)
         losses.append(sum(float(value.detach()) for value in out.values() if value.requires_grad))
         return out
 
@@ -128,7 +128,8 @@ def steps_of(trainer: Trainer) -> list[list[float]]:
         given = [p.grad for group in optimiser.param_groups for p in group["params"] if p.grad is not None]
         norms.append(float(torch.stack([gradient.norm() for gradient in given]).norm()))
 
-    trainer._loss_of = noted  # type: ignore[method-assign]
+    for stage in trainer.stages:
+        stage.loss = functools.partial(noted, stage.loss)
     hook = register_optimizer_step_pre_hook(about_to_step)
     try:
         trainer.run()

@@ -8,17 +8,41 @@ fails by name when another version of wandb asks for more.
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 KEY = "0" * 40
 ENTITY = "someone"
+USER = {"id": "1", "entity": ENTITY, "username": ENTITY, "flags": "{}", "teams": {"edges": []}}
+ANSWERS: dict[str, dict[str, Any]] = {
+    "Viewer": {"viewer": USER},
+    "GetDefaultEntity": {"viewer": USER},
+    "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+    "FetchArtifactDigestAlgorithm": {"project": {"artifactType": None}},
+    "OrganizationCoreWeaveOrganizationID": {"entity": {"organization": None}},
+    "ArtifactType": {"project": {"artifact": None}},
+    "XXHashDigestsEnabled": {"entity": {"xxhashDigestsEnabled": False}},
+}
+"""GraphQL operations that are always answered in the same way."""
+
+
+def forget_wandb(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """No key, no netrc, none of the developer's own W&B variables."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        patch.delenv(name)
+    patch.setenv("NETRC", str(folder / "netrc"))
 
 
 @dataclass
@@ -57,6 +81,40 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in ("Infinity", "-Infinity", "NaN") else value
 
 
+def offline_records(run_folder: Path) -> list[tuple[Path, list[dict[str, Any]]]]:
+    """The records of every offline W&B run in a folder, in the order of their creation, by W&B's own reader."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
+    folders = sorted((run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
+    readers = [subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, text=True) for folder in folders]
+    contents = [[json.loads(line) for line in reader.communicate()[0].splitlines()] for reader in readers]
+    return list(zip(folders, contents, strict=True))
+
+
+def offline_runs(run_folder: Path) -> list[ReceivedRun]:
+    """The offline W&B runs in a folder, as the server would have them."""
+    runs = []
+    for folder, records in offline_records(run_folder):
+        run = ReceivedRun(folder.name.split("-")[-1])
+        for record in records:
+            content = record.get(record["type"]) or {}
+            if record["type"] == "run":
+                names = {"displayName": "display_name", "groupName": "run_group", "jobType": "job_type"}
+                run.about = {name: content[key] for name, key in names.items()}
+                run.about |= {name: content.get(name) for name in ("tags", "project", "sweep_id")}
+                run.config = content["config"]["update"]
+            elif record["type"] == "history":
+                lines = run.lines.setdefault("wandb-history.jsonl", {})
+                lines[len(lines)] = json.dumps(content["item"])
+            elif record["type"] == "summary":
+                run.lines["wandb-summary.json"] = {0: json.dumps(run.summary | content["update"])}
+            elif record["type"] == "exit":
+                run.exit_code = content["exit_code"]
+        files = folder / "files"
+        run.files = {str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()}
+        runs.append(run)
+    return runs
+
+
 @dataclass
 class ReceivedArtifact:
     """One artifact, as the server has it."""
@@ -91,7 +149,6 @@ class WandbStub:
         self.unknown: list[str] = []
         self.refuse: Callable[[str], bool] = lambda what: False
         """Operations and paths that are answered with an error that is not tried again."""
-        self._manifests: dict[str, str] = {}
         self._lock = threading.Lock()
         stub = self
 
@@ -132,10 +189,6 @@ class WandbStub:
         """What makes wandb talk to this server."""
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": KEY}
 
-    def by_name(self, name: str) -> list[ReceivedRun]:
-        """The runs that are shown under this name."""
-        return [run for run in self.runs.values() if run.about.get("displayName") == name]
-
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _answered(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
@@ -144,6 +197,8 @@ class WandbStub:
             name = (re.findall(r"(?:query|mutation)\s+(\w+)", asked["query"]) or ["anonymous"])[0]
             if self.refuse(name):
                 return 400, {"errors": [{"message": f"{name} refused"}]}
+            if name in ANSWERS:
+                return 200, {"data": ANSWERS[name]}
             answer = getattr(self, f"_{name}", None)
             if answer is None:
                 self.unknown.append(asked["query"])
@@ -180,16 +235,11 @@ class WandbStub:
 
     # -- GraphQL: one method for each operation ------------------------------------------------------------------------
 
-    def _Viewer(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"viewer": {"id": "1", "entity": ENTITY, "username": ENTITY, "flags": "{}", "teams": {"edges": []}}}
-
-    def _ServerFeaturesQuery(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"serverInfo": {"features": []}}
-
     def _RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
+        model = {"id": "p", "name": variables["project"], "entity": {"name": ENTITY}, "bucket": None}
         run = self.runs.get(variables["name"])
         if run is None:
-            return {"model": {"id": "p", "name": variables["project"], "entity": {"name": ENTITY}, "bucket": None}}
+            return {"model": model}
         rows = sorted(run.lines.get("wandb-history.jsonl", {}).items())
         bucket = {
             "id": run.name,
@@ -206,7 +256,7 @@ class WandbStub:
             "notes": None,
             "wandbConfig": json.dumps({"t": 1}),
         }
-        return {"model": {"id": "p", "name": variables["project"], "entity": {"name": ENTITY}, "bucket": bucket}}
+        return {"model": model | {"bucket": bucket}}
 
     def _UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
         name = variables.get("name") or variables["id"]
@@ -230,24 +280,9 @@ class WandbStub:
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
 
     def _CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
-        files = [
-            {"name": file, "uploadUrl": f"{self.url}/upload/run/{variables['run']}/{file}"}
-            for file in variables["files"]
-        ]
-        found = {"runID": variables["run"], "uploadHeaders": [], "files": files}
-        return {"createRunFiles": found}
-
-    def _FetchArtifactDigestAlgorithm(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"project": {"artifactType": None}}
-
-    def _OrganizationCoreWeaveOrganizationID(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"entity": {"organization": None}}
-
-    def _ArtifactType(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"project": {"artifact": None}}
-
-    def _XXHashDigestsEnabled(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"entity": {"xxhashDigestsEnabled": False}}
+        address = f"{self.url}/upload/run/{variables['run']}"
+        files = [{"name": file, "uploadUrl": f"{address}/{file}"} for file in variables["files"]]
+        return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
 
     def _CreateArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
         sent = variables["input"]
@@ -265,43 +300,24 @@ class WandbStub:
         return {"createArtifact": {"artifact": found}}
 
     def _CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
-        owner = variables["artifactID"]
-        self._manifests[f"manifest-{owner}"] = owner
-        return {"createArtifactManifest": {"artifactManifest": self._manifest(owner)}}
+        return {"createArtifactManifest": {"artifactManifest": self._manifest(variables["artifactID"])}}
 
     def _UpdateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "updateArtifactManifest": {
-                "artifactManifest": self._manifest(self._manifests[variables["artifactManifestID"]])
-            }
-        }
+        owner = variables["artifactManifestID"].removeprefix("manifest-")
+        return {"updateArtifactManifest": {"artifactManifest": self._manifest(owner)}}
 
     def _manifest(self, owner: str) -> dict[str, Any]:
-        file = {
-            "id": "f",
-            "name": "wandb_manifest.json",
-            "displayName": "wandb_manifest.json",
-            "uploadUrl": f"{self.url}/upload/manifest/{owner}/wandb_manifest.json",
-            "uploadHeaders": [],
-        }
-        return {"id": f"manifest-{owner}", "file": file}
+        name = "wandb_manifest.json"
+        address = {"uploadUrl": f"{self.url}/upload/manifest/{owner}/{name}", "uploadHeaders": []}
+        return {"id": f"manifest-{owner}", "file": {"id": "f", "name": name, "displayName": name, **address}}
 
     def _CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
-        edges = [
-            {
-                "node": {
-                    "id": "f",
-                    "name": file["name"],
-                    "displayName": file["name"],
-                    "storagePath": f"{file['artifactID']}/{file['name']}",
-                    "uploadUrl": f"{self.url}/upload/artifact/{file['artifactID']}/{file['name']}",
-                    "uploadHeaders": [],
-                    "uploadMultipartUrls": None,
-                    "artifact": {"id": file["artifactID"]},
-                }
-            }
-            for file in variables["input"]["artifactFiles"]
-        ]
+        edges = []
+        for file in variables["input"]["artifactFiles"]:
+            name, owner = file["name"], file["artifactID"]
+            node = {"id": "f", "name": name, "displayName": name, "storagePath": f"{owner}/{name}"}
+            node |= {"uploadUrl": f"{self.url}/upload/artifact/{owner}/{name}", "uploadHeaders": []}
+            edges.append({"node": node | {"uploadMultipartUrls": None, "artifact": {"id": owner}}})
         return {"createArtifactFiles": {"files": {"edges": edges}}}
 
     def _CommitArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 In the order of the data: `FeatureNormaliser` → network (`knobwise.agents.controller.networks`) → log-probs of all C
 configurations → `ConfigurationCategorical`, which draws actions (`knobwise.agents.controller.actor`). Whatever the
-structure, everything after it works on log-probs over configurations; that is the one interface between structures and
-the rest.
+structure, everything after it works on log-probs over configurations; that is the one interface between structures
+and the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.controller.networks import KnobNetwork, UtilityNetwork
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.training.settings import PolicyConfig
 from knobwise.envs.configurations.budgets import BudgetEncoding, worths_range
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 
@@ -64,11 +64,11 @@ class Controller(nn.Module):
         rows: Tensor,
         config: PolicyConfig,
         priced: bool = False,
-        own: Tensor | None = None,
+        member_rows: Tensor | None = None,
     ) -> Controller:
         """A fresh controller; statistics of features and latencies are taken from these rows (int64 [n]) alone.
 
-        `own` bool [M, n] says which of them each member is fitted on; None for all.
+        `member_rows` bool [M, n] says which of them each member is fitted on; None for all.
         """
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
         limits = worths_range(latencies_ms) if priced else latencies_ms
@@ -77,7 +77,7 @@ class Controller(nn.Module):
         controller = cls(table.knobs, table.configurations, normaliser, encoding, config, priced)
         if isinstance(controller.network, UtilityNetwork):
             x = controller.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-            controller.network.start_from(x, table.accuracy[rows], table.latency_ms[rows], own)
+            controller.network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
         return controller
 
     @property

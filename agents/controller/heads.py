@@ -1,7 +1,7 @@
 """Policy heads: from a hidden vector to log-probs of every configuration that exists.
 
-`forward(hidden [M, n, H], mask bool [M, n, C] or None)` gives normalised log-probs [M, n, C], −inf where the mask is
-False. M members of an ensemble stand side by side: one matrix product serves all of them.
+`forward(hidden [M, n, H], mask bool [M, n, C] or None)` returns normalised log-probs [M, n, C], −inf where the mask is
+False. M members of an ensemble are side by side, so that one matrix product serves all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class MemberLinear(nn.Module):
-    """M linear layers side by side: [M, n, inputs] → [M, n, outputs]. `zero`: starts at 0."""
+    """M linear layers side by side: [M, n, inputs] → [M, n, outputs]; `zero` initialises them to 0."""
 
     def __init__(self, members: int, inputs: int, outputs: int, zero: bool = False) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class JointHead(nn.Module):
 class AdditiveHead(nn.Module):
     """One logit for each value of each knob, summed, and one softmax over the configurations that exist.
 
-    It keeps the form of one head per knob. Where some combinations do not exist it can still weigh those that do; on a
-    full grid it is the same as `IndependentHead`.
+    It keeps the form of a head per knob, but if some combinations do not exist it can still weigh those that do. On a
+    full grid without a mask it is the same as `IndependentHead`.
     """
 
     places: Tensor
@@ -65,8 +65,8 @@ class AdditiveHead(nn.Module):
 class _PrefixTree(nn.Module):
     """Every way of setting the first k knobs, k = 1 … K, as the nodes of a tree, and a softmax below each of them.
 
-    A node is a prefix with one more value. The probability of a configuration is the product along its path, each value
-    drawn among those that its prefix leaves possible: it sums to 1 over the configurations that exist.
+    A node is a prefix with one more value. The probability of a configuration is the product along its path, where each
+    value is drawn among those that its prefix leaves possible; it sums to 1 over the configurations that exist.
     """
 
     value: Tensor
@@ -82,20 +82,20 @@ class _PrefixTree(nn.Module):
         value, node, prefix, path = [], [], [], []
         nodes, prefixes, first = 0, 0, 0
         for knob, size in enumerate(sizes):
-            here, of_here = rooted[:, : knob + 2].unique(dim=0, return_inverse=True)
-            above, of_above = here[:, :-1].unique(dim=0, return_inverse=True)
-            value.append(here[:, -1] + first)
-            node.append(of_here + nodes)
-            prefix.append(of_above + prefixes)
+            level, node_of = rooted[:, : knob + 2].unique(dim=0, return_inverse=True)
+            above, prefix_of = level[:, :-1].unique(dim=0, return_inverse=True)
+            value.append(level[:, -1] + first)
+            node.append(node_of + nodes)
+            prefix.append(prefix_of + prefixes)
             starts = torch.tensor([0, *sizes[:knob]], dtype=torch.int64).cumsum(0)[: knob + 1]
             set_before = torch.zeros(len(above), sum(sizes))
             if knob:
                 set_before.scatter_(1, above[:, 1:] + starts[:knob], 1.0)
             path.append(set_before)
-            nodes, prefixes, first = nodes + len(here), prefixes + len(above), first + size
-        self.register_buffer("value", torch.cat(value), persistent=False)  # [nodes]: which value of all knobs' values
+            nodes, prefixes, first = nodes + len(level), prefixes + len(above), first + size
+        self.register_buffer("value", torch.cat(value), persistent=False)  # [nodes]: index among all knobs' values
         self.register_buffer("node", torch.stack(node), persistent=False)  # [K, C]: the nodes of a configuration
-        self.register_buffer("prefix", torch.cat(prefix), persistent=False)  # [nodes]: what stands before
+        self.register_buffer("prefix", torch.cat(prefix), persistent=False)  # [nodes]: the prefix above a node
         self.register_buffer("path", torch.cat(path), persistent=False)  # [prefixes, values]: 1 where a value is set
         self.prefixes = prefixes
 
@@ -103,12 +103,12 @@ class _PrefixTree(nn.Module):
         """Logits of the nodes [*, nodes] → log-probs of the configurations [*, C]."""
         if mask is not None:
             alive = torch.zeros_like(logits, dtype=torch.bool)
-            for nodes in self.node:  # a node is possible when any configuration through it is
+            for nodes in self.node:  # a node is possible if an allowed configuration leads through it
                 alive = alive.scatter_reduce(-1, nodes.expand(mask.shape), mask, "amax")
             logits = logits.masked_fill(~alive, -torch.inf)
         where = self.prefix.expand(logits.shape)
         shape = (*logits.shape[:-1], self.prefixes)
-        # log-sum-exp inside each prefix; a prefix that is not possible at all is left at 0
+        # log-sum-exp inside each prefix; an impossible prefix stays at 0
         top = logits.new_full(shape, -torch.inf).scatter_reduce(-1, where, logits.detach(), "amax")
         top = top.masked_fill(top == -torch.inf, 0.0)
         total = logits.new_zeros(shape).scatter_add(-1, where, (logits - top.gather(-1, where)).exp())
@@ -118,10 +118,10 @@ class _PrefixTree(nn.Module):
 
 
 class IndependentHead(nn.Module):
-    """One categorical for each knob, the form of the original controller: ln p = Σ_k ln p_k.
+    """A categorical for each knob, as in the original controller: ln p = Σ_k ln p_k.
 
-    Where some combinations do not exist, each knob is drawn among the values that the knobs before it leave possible.
-    On a full grid the knobs are independent.
+    If some combinations do not exist, each knob is drawn among the values that the knobs before it leave possible. On a
+    full grid the knobs are independent.
     """
 
     def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
@@ -134,8 +134,8 @@ class IndependentHead(nn.Module):
 
 
 class AutoregressiveHead(nn.Module):
-    """Knob after knob: ln p = Σ_k ln p(value_k | hidden, the values before it). The values set so far are embedded and
-    added to the hidden vector; all prefixes are gone through at once."""
+    """Knob after knob: ln p = Σ_k ln p(value_k | hidden, earlier values). The earlier values are embedded and added to
+    the hidden vector; all prefixes are computed at once."""
 
     def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """The networks of a controller: normalised features and a budget in, log-probs of every configuration out.
 
-`forward(x [M, n, d], limit [M, n], mask bool [M, n, C] or None)` → log-probs [M, n, C]. M members of an ensemble stand
-side by side; each is fitted on other samples. `limit` is the request's budget in ms, or under a mean budget what a
-right answer is worth, in ms (1/λ).
+`forward(x [M, n, d], limit [M, n], mask bool [M, n, C] or None)` → log-probs [M, n, C]. M members of an ensemble are
+side by side, each fitted on other samples. `limit` is the request's budget in ms, or under a mean budget the worth of a
+right answer in ms (1/λ).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from knobwise.agents.controller.heads import HEADS, MemberLinear, masked_log_softmax
-from knobwise.agents.controller.retrieval import Retrieval
-from knobwise.agents.training.settings import PolicyConfig
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.budgets import BudgetEncoding, log_measured, log_ms
 
 WIDEST = 260
-"""Features are also cut into bins as long as that gives no more inputs than this."""
+"""Features are also cut into bins if that gives at most this many inputs."""
 BINS = 8
 
 
@@ -46,7 +45,7 @@ class KnobNetwork(nn.Module):
 
 
 class Outcomes(NamedTuple):
-    """What a `UtilityNetwork` predicts of every configuration, [M, n, C] each, and the hidden vector [M, n, H]."""
+    """Predictions of a `UtilityNetwork` for every configuration, [M, n, C] each, and the hidden vector [M, n, H]."""
 
     accuracy_logits: Tensor
     log_latency: Tensor
@@ -68,31 +67,25 @@ class UtilityNetwork(nn.Module):
     """Predicts accuracy and log-latency of every configuration; logits = s·score.
 
     Under a deadline b the score is Â·Φ((ln b − μ)/σ) plus a residual, learned from the hidden vector and the limit. At
-    a price λ it is Â − λ·exp(μ + σ²/2) and nothing else, so that the price for a mean budget can be found exactly
+    a price λ it is only Â − λ·exp(μ + σ²/2), so that the price for a mean budget can be found exactly
     (`knobwise.agents.stack.prices`). The heads start at 0 on top of the table's means, so that training starts at the
-    best static choice; a linear skip leads from the inputs to accuracy and latency. Narrow features are also cut into
+    best static choice; a linear skip connects the inputs with accuracy and latency. Narrow features are also cut into
     bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning",
-    section 3.1). With `config.retrieval` what came of similar training samples is mixed in
-    (`knobwise.agents.controller.retrieval`).
+    section 3.1).
 
     Args:
         features: d.
         configurations: int64 [C, K].
         encoding: of the limit.
         config: the network; `config.members` is M.
-        priced: the limit is not a deadline but what a right answer is worth, in ms: 1/λ.
+        priced: the limit is not a deadline but the worth of a right answer in ms, 1/λ.
     """
 
     edges: Tensor
     sharpness: Tensor
 
     def __init__(
-        self,
-        features: int,
-        configurations: Tensor,
-        encoding: BudgetEncoding,
-        config: PolicyConfig,
-        priced: bool = False,
+        self, features: int, configurations: Tensor, encoding: BudgetEncoding, config: PolicyConfig, priced: bool
     ) -> None:
         super().__init__()
         self.encoding, self.dropout, self.priced, members = encoding, config.dropout, priced, config.members
@@ -104,33 +97,29 @@ class UtilityNetwork(nn.Module):
         self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
         self.outcome_head = MemberLinear(members, config.hidden, 3 * count, zero=True)
         self.skip = MemberLinear(members, inputs, 2 * count, zero=True)
-        self.retrieval = Retrieval(features, count, members, config.retrieval) if config.retrieval else None
         if not priced:
             self.modulation = MemberLinear(members, encoding.width, config.hidden)
             self.residual = MemberLinear(members, config.hidden, count, zero=True)
 
     @torch.no_grad()
-    def start_from(self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, own: Tensor | None = None) -> None:
+    def start_from(self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, member_rows: Tensor | None = None) -> None:
         """Begin at the means of a table: features [n, d], accuracy and latency [n, C], NaN where not profiled.
 
-        `own` bool [M, n] says which samples each member is fitted on; None for all.
+        `member_rows` bool [M, n] says which samples each member is fitted on; None for all.
         """
         if self.binned:
             shares = torch.linspace(0, 1, BINS + 1)
             # one feature at a time: torch refuses quantiles of more than 16 M values
             self.edges.copy_(torch.stack([column.quantile(shares) for column in x.T], 1))
-        if own is None:
-            own = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
-        if self.retrieval is not None:
-            self.retrieval.remember(x, accuracy, latency_ms, own)
+        if member_rows is None:
+            member_rows = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
         log_latency = log_measured(latency_ms)
-        for member, mine in enumerate(own):  # what was held out of a member must not be in what it starts from
+        for member, mine in enumerate(member_rows):  # what was held out of a member must not be in what it starts from
             start = torch.cat(_means(accuracy[mine], log_latency[mine]))
             self.outcome_head.bias[member, 0].copy_(start)
 
     def outcomes(self, x: Tensor) -> Outcomes:
         """Features [M, n, d] → predictions."""
-        plain = x
         if self.binned:
             x = torch.cat([x, self._in_bins(x)], -1)
         hidden = functional.silu(self.layers[0](x))
@@ -141,10 +130,6 @@ class UtilityNetwork(nn.Module):
         more_logits, more_latency = self.skip(x).chunk(2, -1)
         spread = log_spread.clamp(-5, 1.5).exp()
         logits, log_latency = logits + more_logits, log_latency + more_latency
-        if self.retrieval is not None:
-            share, accuracy, remembered = self.retrieval(plain)
-            logits = torch.lerp(torch.sigmoid(logits), accuracy, share).logit(eps=1e-4)
-            log_latency = torch.lerp(log_latency, remembered, share)
         return Outcomes(logits, log_latency, spread, hidden)
 
     def _in_bins(self, x: Tensor) -> Tensor:
@@ -163,26 +148,26 @@ class UtilityNetwork(nn.Module):
         return outcomes.accuracy * self.meets(outcomes, limit) + residual
 
     def log_probs(self, outcomes: Outcomes, limit: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Of what was predicted before."""
+        """Log-probs from predictions made before, [M, n, C]."""
         return masked_log_softmax(self.sharpness * self.scores(outcomes, limit), mask)
 
     def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.log_probs(self.outcomes(x), limit, mask)
 
     def sharpen(self, share: float) -> None:
-        """s rises from 20 to 60 over the fine-tuning; share in 0 … 1."""
+        """Set s, which rises from 20 to 60 during fine-tuning, for a share of it in 0 … 1."""
         self.sharpness.fill_(20.0 * math.exp(math.log(3.0) * share))
 
 
 def _means(accuracy: Tensor, log_latency: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logit of the mean accuracy, mean of ln ms, and ln of its standard deviation, [C] each; NaN is not profiled.
 
-    As if one more cell of each configuration had been half right, and as slow as the average.
+    Each configuration counts one more cell, half right and as slow as the average.
     """
-    seen = ~accuracy.isnan()
-    count = seen.sum(0)
+    profiled = ~accuracy.isnan()
+    count = profiled.sum(0)
     mean = ((accuracy.nan_to_num().sum(0) + 0.5) / (count + 1)).clamp(0.02, 0.98)
-    centre = (log_latency.nan_to_num().sum(0) + log_latency[seen].mean()) / (count + 1)
+    centre = (log_latency.nan_to_num().sum(0) + log_latency[profiled].mean()) / (count + 1)
     square = (log_latency - centre).square().nan_to_num().sum(0)
     spread = ((square + square.sum() / count.sum()) / (count + 1)).sqrt().clamp_min(0.02)
     return mean.logit(), centre, spread.log()

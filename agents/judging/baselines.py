@@ -1,59 +1,37 @@
 """The simple ways of choosing a configuration, done as well as they can be: what a learned policy must beat.
 
 Three read the table's averages only (`BudgetAwareStatic`, `BestStatic`, `LookupTable`); six predict accuracy and
-latency from the features and take the best expected utility (`PredictThenChoose`); two are the ends of the scale
-(`Random`, `Oracle`). All are fitted on the rows given; the oracle alone knows the outcomes of what it chooses for.
+latency from the features and take the best expected utility (`PredictThenChoose`); `Random` and `Oracle` mark the ends
+of the scale. All are fitted on some rows of the table; only the oracle knows the outcomes that it chooses from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from knobwise.agents.judging.policy import Baseline
 from knobwise.agents.predictors.experts import Expert, Measured, fit_experts, inputs_of
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.prediction import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-
-Statistic = Literal["mean", "median"]
-
-
-class Chooser(Protocol):
-    """Anything that picks one configuration per sample under its budget."""
-
-    name: str
-
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
-        """Choose for n samples.
-
-        Args:
-            features: block name → float [n, d]; may be empty.
-            budgets_ms: float [n].
-            mask: bool [n, C], the configurations that may be chosen; at least one per sample.
-
-        Returns:
-            int64 [n], always inside `mask`.
-        """
-
 
 # -- from the table's averages -----------------------------------------------------------------------------------------
 
 
-def averages(table: ProfileTable, rows: Tensor, statistic: Statistic = "mean") -> tuple[Tensor, Tensor]:
-    """Mean or median accuracy and mean latency (ms) of each configuration over its profiled cells, float64 [C] each.
+def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean accuracy and mean latency (ms) of each configuration over its profiled cells, float64 [C] each.
 
     A configuration never profiled in these rows counts as always wrong and as slow as the slowest of the others.
     """
-    accuracy, latency = table.accuracy[rows].double(), table.latency_ms[rows].double().nanmean(0)
-    # one configuration at a time: torch refuses quantiles of more than 16 M values
-    middle = accuracy.nanmean(0) if statistic == "mean" else torch.stack([a.nanquantile(0.5) for a in accuracy.T])
+    accuracy, latency = (values[rows].double().nanmean(0) for values in (table.accuracy, table.latency_ms))
     seen = table.mask[rows].any(0)
-    return middle.where(seen, 0.0), latency.where(seen, latency[seen].amax())
+    return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
 
 
 class BudgetAwareStatic:
@@ -79,7 +57,7 @@ class BudgetAwareStatic:
         wanted = budgets_ms.double().expand(len(self._sorted_ms), -1).contiguous()
         return self._running.gather(1, torch.searchsorted(self._sorted_ms, wanted, right=True)).T
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         distinct, which = budgets_ms.unique(return_inverse=True)
         return pick(self.mean_utility(distinct)[which], self.latency_ms, mask)
 
@@ -105,8 +83,8 @@ class BestStatic:
         self._scores = static.mean_utility(default_budgets(table) if budgets_ms is None else budgets_ms).mean(0)
         self._latency_ms = static.latency_ms
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
-        return pick(self._scores, self._latency_ms, mask)
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+        return pick(self._scores.expand(len(budgets_ms), -1), self._latency_ms, mask)
 
 
 class LookupTable:
@@ -117,13 +95,11 @@ class LookupTable:
 
     name = "lookup_table"
 
-    def __init__(
-        self, table: ProfileTable, rows: Tensor, statistic: Statistic = "mean", tolerance: float = 0.05
-    ) -> None:
-        self._accuracy, self._latency_ms = averages(table, rows, statistic)
+    def __init__(self, table: ProfileTable, rows: Tensor, tolerance: float = 0.05) -> None:
+        self._accuracy, self._latency_ms = averages(table, rows)
         self._tolerance = tolerance
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         fits = self._latency_ms <= budgets_ms.double().unsqueeze(1) * (1 + self._tolerance)
         return pick(self._accuracy.where(fits, -1.0), self._latency_ms, mask)
 
@@ -152,7 +128,7 @@ class PredictThenChoose:
             return prediction
         return prediction._replace(accuracy=self.expert.mean_accuracy.expand_as(prediction.accuracy))
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         prediction = self.predict(features, len(budgets_ms))
         return pick(prediction.expected_utility(budgets_ms), prediction.log_latency, mask)
 
@@ -168,7 +144,9 @@ class Random:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            raise ValueError("random draws from a mask, and none was given")
         return torch.multinomial(mask.float(), 1, generator=torch.Generator().manual_seed(self._seed)).squeeze(1)
 
 
@@ -188,26 +166,30 @@ class Oracle:
         self._accuracy = table.accuracy[rows].masked_fill(~self._mask, 0.0)
         self._latency_ms = table.latency_ms[rows]
 
-    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor) -> Tensor:
-        if len(mask) != len(self._mask):
-            raise ValueError(f"the oracle knows {len(self._mask)} samples and was asked about {len(mask)}")
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+        if len(budgets_ms) != len(self._mask):
+            raise ValueError(f"the oracle knows {len(self._mask)} samples and was asked about {len(budgets_ms)}")
         utility = self._accuracy * (self._latency_ms <= budgets_ms.unsqueeze(1))
-        return pick(utility, self._latency_ms, mask & self._mask)
+        return pick(utility, self._latency_ms, self._mask if mask is None else mask & self._mask)
 
 
-def make_baselines(table: ProfileTable, split: Split, seed: int = 0, budgets_ms: Tensor | None = None) -> list[Chooser]:
+def make_baselines(
+    table: ProfileTable, split: Split, seed: int = 0, budgets_ms: Tensor | None = None
+) -> list[Baseline]:
     """All baselines, fitted on everything but the test rows; the oracle is for the test rows.
 
+    A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour and description. One
+    that predicts is a family of `knobwise.agents.predictors.regressors` instead.
+
     Args:
-        table: the profile.
-        split: its parts. What the learned ones choose among they choose out of fold, so validation is fitted on too.
+        split: what the learned ones choose among they choose out of fold, so validation is fitted on too.
         seed: of folds, forests and random choices.
         budgets_ms: float [b], the budgets that the baselines will be judged on; None for `default_budgets`.
     """
     rows = torch.cat([split.train, split.validation])
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
     normaliser = FeatureNormaliser.fit(table, rows)
-    measured = Measured.of(table, rows, budgets_ms, seed)
+    measured = Measured.from_table(table, rows, budgets_ms, seed)
     experts = {f.expert.name: f.expert for f in fit_experts(table, measured, normaliser, tuple(FAMILIES), seed)}
     return [
         BudgetAwareStatic(table, rows),
@@ -218,3 +200,31 @@ def make_baselines(table: ProfileTable, split: Split, seed: int = 0, budgets_ms:
         Random(seed),
         Oracle(table, split.test),
     ]
+
+
+class StaticPerDataset:
+    """Budget-aware static, fitted on each data set for itself: what recognising the data set is worth without looking
+    at the request. A data set without samples to fit on gets the static way of all.
+
+    Like the oracle it can only choose for exactly the rows `test` (int64 [n]), in their order.
+
+    Raises:
+        ValueError: asked about another number of samples.
+    """
+
+    name = "static_per_dataset"
+
+    def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
+        parts, self._count = rows_by_dataset(table, fitted), len(test)
+        self._parts = [
+            (places, BudgetAwareStatic(table, fitted[parts[name]] if name in parts else fitted))
+            for name, places in rows_by_dataset(table, test).items()
+        ]
+
+    def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
+        if len(budgets_ms) != self._count:
+            raise ValueError(f"it knows {self._count} samples and was asked about {len(budgets_ms)}")
+        chosen = torch.empty(len(budgets_ms), dtype=torch.int64)
+        for places, static in self._parts:
+            chosen[places] = static.choose({}, budgets_ms[places], None if mask is None else mask[places])
+        return chosen

@@ -1,8 +1,8 @@
 """Experts: accuracy and log-latency of every configuration, predicted from the features without a network.
 
-Each is a family of regressors (`knobwise.agents.predictors.regressors`). What it is fitted on is divided into folds;
-the settings with the smallest squared error out of fold are kept, one for accuracy and one for latency, and fitted
-again on all; trees are not, the mean of the folds' is better.
+Each is a family of regressors (`knobwise.agents.predictors.regressors`). The settings with the smallest squared error
+out of fold are kept, one for accuracy and one for latency, and refitted on all rows; trees are not,
+because their mean over the folds is better.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
 
 
 class Measured(NamedTuple):
-    """The rows that something is fitted on, with everything that is known of them."""
+    """The rows that experts are fitted on, with their measurements."""
 
     rows: Tensor
     """int64 [n]."""
@@ -38,22 +38,22 @@ class Measured(NamedTuple):
     latency_ms: Tensor
     mask: Tensor
     budgets_ms: Tensor
-    """[B], what utility is averaged over; none where no deadlines are wanted."""
+    """[B], the budgets that utility is averaged over; empty without deadlines."""
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
     """Positions to fit on and to hold out."""
 
     @classmethod
-    def of(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int) -> Measured:
-        """Look these rows (int64 [n]) up, and divide them by image or sample."""
+    def from_table(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int) -> Measured:
+        """Look up these rows (int64 [n]), and divide them into folds by image or sample."""
         cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
         return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed))
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
-        """Mean over rows and budgets of what the best score gets, accuracy·1[latency ≤ budget].
+        """Mean over rows and budgets of the utility of the best score, accuracy·1[latency ≤ budget].
 
         Args:
             scores: for each budget [n, C].
-            latency: [n, C], any monotone scale of time, which decides between equals.
+            latency: [n, C], any monotone scale of time; decides among equal scores.
         """
         total = 0.0
         for budget, score in zip(self.budgets_ms, scores, strict=True):
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
         return total / len(self.budgets_ms)
 
     def residual_spread(self, log_latency: Tensor) -> Tensor:
-        """Root mean square residual of each configuration, [C], as if five more of its cells had been average."""
+        """Root mean square residual of each configuration, [C], as if it had five more average cells."""
         squares = (log_measured(self.latency_ms) - log_latency).square().masked_fill(~self.mask, 0.0)
         overall = squares.sum() / self.mask.sum()
         return ((squares.sum(0) + 5 * overall) / (self.mask.sum(0) + 5)).sqrt().clamp_min(1e-3)
@@ -77,7 +77,7 @@ class Expert(nn.Module):
         accuracy, log_latency: regressors to [n, C].
         mean_accuracy: [C], of the rows it was fitted on.
         spread: [C], of the log-latency.
-        settings: what was chosen, in words.
+        settings: the chosen settings, in words.
     """
 
     mean_accuracy: Tensor
@@ -100,14 +100,15 @@ class Expert(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Prediction:
-        """Normalised features [n, d] → predictions for n requests."""
+        """Normalised features [n, d] → predictions for n requests; without features, all are the same."""
+        x = x if x.shape[-1] else x.new_zeros(x.shape[0], 1)
         return Prediction(self.accuracy(x), self.log_latency(x), self.spread)
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""
         parts = {part: (type(r).__name__, r.state_dict()) for part, r in self.named_children()}
-        own = {key: getattr(self, key) for key in ("name", "mean_accuracy", "spread", "settings")}
-        return {**own, **parts}
+        values = {key: getattr(self, key) for key in ("name", "mean_accuracy", "spread", "settings")}
+        return {**values, **parts}
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Expert:
@@ -117,14 +118,14 @@ class Expert(nn.Module):
 
 
 class Fitted(NamedTuple):
-    """An expert, and what it says of the rows it was fitted on when they are held out."""
+    """An expert, and its out-of-fold predictions for the rows it was fitted on."""
 
     expert: Expert
     out_of_fold: Prediction
 
 
 def inputs_of(normaliser: FeatureNormaliser, features: Mapping[str, Tensor], n: int) -> Tensor:
-    """Normalised features float32 [n, d]; without any, a column of zeros."""
+    """Normalised features float32 [n, d]; without features, a column of zeros."""
     x = normaliser(features)
     return x if normaliser.width else x.new_zeros(n, 1)
 
@@ -132,10 +133,10 @@ def inputs_of(normaliser: FeatureNormaliser, features: Mapping[str, Tensor], n: 
 def fit_experts(
     table: ProfileTable, measured: Measured, normaliser: FeatureNormaliser, families: Sequence[str], seed: int
 ) -> list[Fitted]:
-    """Fit one expert of each family.
+    """Fit an expert of each family.
 
-    "The features do not help" is among the settings of every family, and is the only one without features. The spread
-    is that of the residuals out of fold, times the factor with the best utility out of fold (for deadlines only).
+    A constant is among the settings of every family, and the only one without features. The spread is that of the
+    residuals out of fold, times the factor with the best utility out of fold (for deadlines only).
 
     Args:
         table: the profile.
@@ -147,7 +148,7 @@ def fit_experts(
     rows = measured.rows
     x32 = inputs_of(normaliser, {name: block[rows] for name, block in table.features.items()}, len(rows))
     x = x32.double().numpy()
-    # what stands in the holes, and the centres, must not come from what is held out
+    # the centres and the filled holes must not come from held-out rows
     folds = [(fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])) for fit, hold in measured.folds]
     targets = Targets(table, rows, x)
     fits = itertools.count(1)
@@ -168,22 +169,22 @@ def _fit(
     measured: Measured,
     seed: int,
     informed: bool,
-    said: Callable[[str], None],
+    tick: Callable[[str], None],
 ) -> Fitted:
-    """Fit one family; its name is said after each fold, and at the end."""
+    """Fit a family; `tick` gets its name after each fold, and at the end."""
     family, mask, features = FAMILIES[name], measured.mask, x.shape[1]
     settings = family.settings if informed else ()
     # [settings, n, 2C]; 0 is the constant
     held_out, of_folds = torch.zeros(len(settings) + 1, *targets.values.shape), []
-    for fit, hold, own in folds:
+    for fit, hold, fold_targets in folds:
         fitted: list[Regressor] = [
-            constant(own.values, features),
-            *(family.fit(x[fit], own.values, settings, seed) if informed else ()),
+            constant(fold_targets.values, features),
+            *(family.fit(x[fit], fold_targets.values, settings, seed) if informed else ()),
         ]
-        of_folds.append([model.rescaled(*own.units) for model in fitted])
+        of_folds.append([model.rescaled(*fold_targets.units) for model in fitted])
         for number, model in enumerate(of_folds[-1]):
             held_out[number, hold] = model(x32[hold])
-        said(name)
+        tick(name)
     wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
     chosen = []
     for part in range(2):
@@ -194,12 +195,12 @@ def _fit(
         if trees:
             regressor: Regressor = Trees.averaged(trees).outputs(columns)
         else:
-            again: Regressor = (
+            refitted: Regressor = (
                 family.fit(x, block, [settings[best - 1]], seed)[0] if best else constant(block, features)
             )
-            regressor = again.rescaled(*(unit[columns] for unit in targets.units))
+            regressor = refitted.rescaled(*(unit[columns] for unit in targets.units))
         chosen.append((regressor, held_out[best, :, columns], str(settings[best - 1]) if best else "constant"))
-    (accuracy, a, one), (latency, m, other) = chosen
+    (accuracy, a, accuracy_setting), (latency, m, latency_setting) = chosen
     spread = measured.residual_spread(m)
 
     def utility(factor: float) -> float:
@@ -207,8 +208,8 @@ def _fit(
         return measured.utility([prediction.expected_utility(b.expand(len(a))) for b in measured.budgets_ms], m)
 
     if len(measured.budgets_ms):
-        # 1 comes first, so that it stays where the factor does not matter
+        # 1 comes first, so that it wins if the factor does not matter
         spread = spread * max(sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1)), key=utility)
-    said(name)
-    words = f"accuracy {one}, latency {other}"
+    tick(name)
+    words = f"accuracy {accuracy_setting}, latency {latency_setting}"
     return Fitted(Expert(name, accuracy, latency, targets.centre[0], spread, words), Prediction(a, m, spread))

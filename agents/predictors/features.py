@@ -11,16 +11,17 @@ from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 
 HEAVY_TAILED = 10.0
-"""Kurtosis above which a column is taken logarithmically; it is 3 for a normal and 9 for an exponential variable."""
+"""Kurtosis above which a column is taken logarithmically: 3 is a normal variable, 9 an exponential one."""
 
 
 class FeatureNormaliser(nn.Module):
-    """Joins named feature blocks: missing values imputed by the median, heavy tails drawn in, standardised, clipped.
+    """Joins named feature blocks: imputes missing values by the median, takes heavy tails logarithmically, standardises
+    and clips.
 
-    Everything is fitted on the rows given (the training split) and kept in buffers: it travels with a checkpoint.
-    A column that never varies gives 0; a column that has missing values in the rows given gets one indicator column.
+    Everything is fitted on the blocks (the training split) and kept in buffers, so that a checkpoint includes it.
+    A column that never varies gives 0; a column with missing values in the blocks gets an indicator column.
     A column with a kurtosis above `HEAVY_TAILED` (sizes, counts, times) becomes sign(x)·ln(1 + |x|/unit), where unit is
-    the 10 % quantile of its magnitudes other than 0, so that it does not matter what it was measured in.
+    the 10 % quantile of its magnitudes other than 0, so that the result does not depend on the column's unit.
 
     Args:
         blocks: name → float [n, d], the rows to fit on. May be empty: the output then has width 0.
@@ -70,7 +71,7 @@ class FeatureNormaliser(nn.Module):
 
     @classmethod
     def restored(cls, sizes: Mapping[str, int], has_missing: Tensor) -> FeatureNormaliser:
-        """One of the same shape as a saved one, for its buffers to be loaded into."""
+        """A normaliser with the shapes of a saved one, to load its buffers into."""
         row = torch.where(has_missing, torch.nan, 0.0).unsqueeze(0)
         return cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
 
@@ -78,13 +79,13 @@ class FeatureNormaliser(nn.Module):
         """Join and normalise.
 
         Raises:
-            InputError: a block is missing or has another width than the one fitted on.
+            InputError: if a block is missing or has another width than in fitting.
         """
         for name, size in self.sizes.items():
             if name not in blocks or blocks[name].shape[-1] != size:
-                found = blocks[name].shape[-1] if name in blocks else "nothing"
+                width = blocks[name].shape[-1] if name in blocks else "nothing"
                 raise InputError(
-                    f"features: block {name!r} must be {size} wide, got {found}; give the features "
+                    f"features: block {name!r} must be {size} wide, got {width}; give the features "
                     "that the policy was trained with (profile.features=…)"
                 )
         if not self.sizes:

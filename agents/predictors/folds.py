@@ -1,4 +1,4 @@
-"""What regressors are fitted to: accuracy and log-latency of all configurations, with every hole filled."""
+"""The targets of regressors, accuracy and log-latency of all configurations with every hole filled, and folds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ FOLDS = 5
 class Targets:
     """Accuracy and log-latency side by side, float64 [n, 2C], each centred per configuration and scaled as a block.
 
-    Regressors for several outputs need every cell. One that was not profiled is filled with what a ridge regression on
-    the features x (float64 [n, d]) predicts, plus the mean residual of its sample, shrunk as if one more were 0; the
-    regression is fitted again on what it filled, five times, so that in the end the filled cells hardly pull at it.
+    Regressors for several outputs need every cell. A cell that was not profiled is filled with the prediction of a
+    ridge regression on the features x (float64 [n, d]), plus the mean residual of its sample, shrunk as if one more
+    residual were 0. The regression is refitted five times on its own fillings, so that in the end they hardly affect
+    it.
     """
 
     def __init__(self, table: ProfileTable, rows: Tensor, x: NDArray[np.float64]) -> None:
@@ -42,7 +43,7 @@ class Targets:
 
     @property
     def units(self) -> tuple[Tensor, Tensor]:
-        """Scale and offset, float32 [2C] each, that lead from `values` back to what was measured."""
+        """Scale and offset, float32 [2C] each, that turn `values` back into measurements."""
         return self.scale.repeat_interleave(self.centre.shape[1]), self.centre.flatten()
 
 
@@ -61,7 +62,7 @@ def _filled(deviation: Tensor, mask: Tensor, seen: Tensor, x: NDArray[np.float64
 def folds_of(
     table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Row positions to fit on and to hold out, `count` times; samples of one image stay together."""
+    """Row positions to fit on and to hold out, `count` times; samples of the same image stay together."""
     from sklearn.model_selection import GroupKFold
 
     names, images = table.dataset_names, table.image_ids or table.sample_ids
@@ -76,10 +77,10 @@ def folds_of(
 def rows_of_members(table: ProfileTable, split: Split, members: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     """The rows that each member of an ensemble is fitted on, and those that it is judged on, int64 each.
 
-    One member has the training and the validation part; several divide both among them, as `folds_of` does.
+    A single member gets the training and the validation part; several divide both among them by `folds_of`.
 
     Raises:
-        InputError: fewer samples (or images) than members.
+        InputError: if there are fewer samples (or images) than members.
     """
     if members == 1:
         return [split.train], [split.validation]

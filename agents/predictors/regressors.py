@@ -1,8 +1,8 @@
 """Regressors from the features to many outputs at once, fitted by libraries and kept as tensors.
 
-As tensors they travel in a checkpoint that loads without executing code, and decide in microseconds. Each family is a
-function `fit(x [n, d], y [n, o], settings, seed) → one module for each setting`, float64 NumPy in; each module maps
-float32 [n, d] to [n, o].
+As tensors they can be stored in a checkpoint that loads without executing code, and predict in microseconds. Each
+family is a function `fit(x [n, d], y [n, o], settings, seed) → a module for each setting` of float64 arrays; each
+module maps float32 [n, d] to [n, o].
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from torch.nn import functional
 
 Array = NDArray[np.float64]
 MOST_POINTS = 2000
-"""Kernel ridge regression is fitted on no more samples than this."""
+"""Kernel ridge regression is fitted on at most this many samples."""
 COMPONENTS = 8
-"""Trees predict the largest principal components of the outputs: as good, and the cost does not grow with C."""
+"""Trees predict this many principal components of the outputs: as accurate, at a cost that does not grow with C."""
 
 
 class Regressor(nn.Module):
-    """Buffers only, given by name: `type(r)(**r.state_dict())` is the same regressor again."""
+    """Holds only buffers: `type(r)(**r.state_dict())` is the same regressor again."""
 
     def __init__(self, **buffers: Tensor) -> None:
         super().__init__()
         for name, value in buffers.items():
-            self.register_buffer(name, value if value.dtype in (torch.int64, torch.float64) else value.float())
+            self.register_buffer(name, value if value.dtype == torch.int64 else value.float())
+        # plain numbers can be traced
+        self.counts = {name: int(value) for name, value in buffers.items() if name in ("k", "depth")}
 
     def rescaled(self, scale: Tensor, offset: Tensor) -> Any:
         """The same with outputs·scale + offset, [o] each."""
@@ -61,14 +63,12 @@ class Kernel(Regressor):
     width: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            torch.exp(-_squared_distances(x, self.points, self.squares) / (2 * self.width**2)) @ self.coefficients
-            + self.bias
-        )
+        distance = squared_distances(x, self.points, self.squares)
+        return torch.exp(-distance / (2 * self.width**2)) @ self.coefficients + self.bias
 
 
 class Neighbours(Regressor):
-    """The mean of the k nearest points; points [n, d] stand with one weight for each feature taken in."""
+    """The mean of the k nearest points; points [n, d] are already multiplied by the feature weights."""
 
     points: Tensor
     squares: Tensor
@@ -77,8 +77,10 @@ class Neighbours(Regressor):
     k: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        distance = _squared_distances(x * self.weights, self.points, self.squares)
-        nearest = distance.topk(int(self.k), largest=False, sorted=False).indices
+        distance = squared_distances(x * self.weights, self.points, self.squares)
+        nearest = distance.topk(self.counts["k"], largest=False, sorted=False).indices
+        if torch.compiler.is_compiling():  # in ONNX an embedding bag would be a loop over the requests
+            return self.values[nearest].mean(1)
         return functional.embedding_bag(nearest, self.values, mode="mean")
 
 
@@ -96,13 +98,16 @@ class Trees(Regressor):
     bias: Tensor
     depth: Tensor
 
+    def __init__(self, *, threshold: Tensor, **buffers: Tensor) -> None:
+        super().__init__(threshold=_rounded_down(threshold), **buffers)
+
     def forward(self, x: Tensor) -> Tensor:
-        node = self.roots.expand(len(x), -1)
-        for _ in range(int(self.depth)):
+        node = self.roots.expand(x.shape[0], -1)
+        for _ in range(self.counts["depth"]):
             goes_left = x.gather(1, self.feature[node]) <= self.threshold[node]
             node = torch.where(goes_left, self.left[node], self.right[node])
-        # each tree's leaf is in the components of its own fit
-        sums = self.value[node].new_zeros(len(x), len(self.components), self.value.shape[1])
+        # each tree's leaf is in the components of the tree's fit
+        sums = self.value.new_zeros(x.shape[0], len(self.components), self.value.shape[1])
         sums = sums.index_add_(1, self.fit, self.value[node])
         return torch.einsum("nfk,fko->no", sums, self.components) + self.bias
 
@@ -113,13 +118,13 @@ class Trees(Regressor):
 
     @staticmethod
     def averaged(ensembles: Sequence[Trees]) -> Trees:
-        """One that predicts the mean of several."""
+        """Trees that predict the mean of several."""
         nodes = torch.tensor([0] + [len(e.feature) for e in ensembles]).cumsum(0)[:-1]
         joined = {name: torch.cat([getattr(e, name) for e in ensembles]) for name in ("feature", "threshold")}
         for name in ("left", "right", "roots"):
             joined[name] = torch.cat([getattr(e, name) + first for e, first in zip(ensembles, nodes, strict=True)])
         components = max(e.value.shape[1] for e in ensembles)
-        pad = torch.nn.functional.pad
+        pad = functional.pad
         return Trees(
             **joined,
             value=torch.cat([pad(e.value, (0, components - e.value.shape[1])) for e in ensembles]),
@@ -131,9 +136,15 @@ class Trees(Regressor):
         )
 
 
-def _squared_distances(x: Tensor, points: Tensor, squares: Tensor) -> Tensor:
+def squared_distances(x: Tensor, points: Tensor, squares: Tensor) -> Tensor:
     """[n, d], [m, d] and the points' squared lengths [m] → [n, m]."""
     return (x.square().sum(1, keepdim=True) + squares - 2 * x @ points.T).clamp_min(0)
+
+
+def _rounded_down(threshold: Tensor) -> Tensor:
+    """The largest float32 that is not above it, so that x ≤ threshold is the same for every float32 x."""
+    nearest = threshold.float()
+    return nearest.where(nearest <= threshold, nearest.nextafter(torch.full_like(nearest, -torch.inf)))
 
 
 def _f(values: Any) -> Tensor:
@@ -144,7 +155,7 @@ def _f(values: Any) -> Tensor:
 
 
 def constant(y: Array, features: int) -> Linear:
-    """What is best when the features do not help."""
+    """The best prediction without features."""
     return Linear(weight=torch.zeros(features, y.shape[1]), bias=_f(y.mean(0)))
 
 
@@ -153,16 +164,16 @@ def ridge(x: Array, y: Array, settings: Sequence[float], seed: int) -> list[Line
     centre, bias = x.mean(0), y.mean(0)
     u, s, vt = np.linalg.svd(x - centre, full_matrices=False)
     projected = u.T @ (y - bias)
-    found: list[Linear] = []
+    models: list[Linear] = []
     for alpha in settings:
         weight = vt.T @ ((s / (s**2 + alpha * len(x)))[:, None] * projected)
-        found.append(Linear(weight=_f(weight), bias=_f(bias - centre @ weight)))
-    return found
+        models.append(Linear(weight=_f(weight), bias=_f(bias - centre @ weight)))
+    return models
 
 
 def kernel_ridge(x: Array, y: Array, settings: Sequence[tuple[float, float]], seed: int) -> list[Kernel]:
     """Kernel ridge regression with a Gaussian kernel (Saunders et al. 1998); a setting is (width² as a multiple of the
-    median squared distance, α). Its cost grows with n³, so that of more than `MOST_POINTS` samples a part is drawn."""
+    median squared distance, α). The cost grows with n³, so at most `MOST_POINTS` samples are drawn."""
     if len(x) > MOST_POINTS:
         part = np.random.default_rng(seed).permutation(len(x))[:MOST_POINTS]
         x, y = x[part], y[part]
@@ -171,7 +182,7 @@ def kernel_ridge(x: Array, y: Array, settings: Sequence[tuple[float, float]], se
     off = squares[squares > 0]
     median, bias = (np.median(off) if len(off) else 1.0), y.mean(0)
     solved: dict[float, tuple[Array, Array, Array]] = {}
-    found: list[Kernel] = []
+    models: list[Kernel] = []
     for multiple, alpha in settings:
         if multiple not in solved:
             values, vectors = np.linalg.eigh(np.exp(-squares / (2 * median * multiple)))
@@ -179,22 +190,24 @@ def kernel_ridge(x: Array, y: Array, settings: Sequence[tuple[float, float]], se
         values, vectors, projected = solved[multiple]
         coefficients = vectors @ (projected / (values + alpha)[:, None])
         width = torch.tensor(float(np.sqrt(median * multiple)))
-        found.append(Kernel(points=_f(x), squares=_f(norms), coefficients=_f(coefficients), bias=_f(bias), width=width))
-    return found
+        models.append(
+            Kernel(points=_f(x), squares=_f(norms), coefficients=_f(coefficients), bias=_f(bias), width=width)
+        )
+    return models
 
 
 def neighbours(x: Array, y: Array, settings: Sequence[tuple[int, bool]], seed: int) -> list[Neighbours]:
-    """k nearest neighbours; a setting is (k, weighted). Weighted: a feature counts by the length of its weights in a
-    ridge regression."""
-    ruler = ridge(x, y, [0.1], seed)[0].weight.norm(dim=1)
-    found = []
+    """k nearest neighbours; a setting is (k, weighted). If weighted, a feature's weight is the norm of its coefficients
+    in a ridge regression."""
+    norms = ridge(x, y, [0.1], seed)[0].weight.norm(dim=1)
+    models = []
     for k, weighted in settings:
-        weights = ruler if weighted else torch.ones(x.shape[1])
+        weights = norms if weighted else torch.ones(x.shape[1])
         points = _f(x) * weights
         squares = points.square().sum(1)
         count = torch.tensor(min(k, len(x)))
-        found.append(Neighbours(points=points, squares=squares, values=_f(y), weights=weights, k=count))
-    return found
+        models.append(Neighbours(points=points, squares=squares, values=_f(y), weights=weights, k=count))
+    return models
 
 
 def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
@@ -202,13 +215,13 @@ def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees
     from sklearn.ensemble import RandomForestRegressor
 
     bias, components, projected = _principal(y)
-    found: list[Trees] = []
+    models: list[Trees] = []
     for leaf in settings:
         model = RandomForestRegressor(40, min_samples_leaf=leaf, max_features=1 / 3, random_state=seed)
-        # of one sample there is one component, which scikit-learn wants flat
+        # a single sample has a single component, which scikit-learn expects flat
         model.fit(x, projected if projected.shape[1] > 1 else projected.ravel())
-        found.append(_trees([tree.tree_ for tree in model.estimators_], 1 / 40, components, bias))
-    return found
+        models.append(_trees([tree.tree_ for tree in model.estimators_], 1 / 40, components, bias))
+    return models
 
 
 def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
@@ -217,13 +230,13 @@ def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Tre
     from sklearn.tree import DecisionTreeRegressor
 
     rate, draws = 0.05, np.random.default_rng(seed)
-    looked_at = min(x.shape[1], max(8, x.shape[1] // 10))  # features for each split
+    features_per_split = min(x.shape[1], max(8, x.shape[1] // 10))
     bias, components, residual = _principal(y)
     trees = []
     for _ in range(max(settings)):
         part = draws.permutation(len(x))[: max(2, round(0.6 * len(x)))]
         tree = DecisionTreeRegressor(
-            max_depth=4, min_samples_leaf=8, max_features=looked_at, random_state=int(draws.integers(1 << 31))
+            max_depth=4, min_samples_leaf=8, max_features=features_per_split, random_state=int(draws.integers(1 << 31))
         ).fit(x[part], residual[part])
         residual = residual - rate * tree.predict(x).reshape(residual.shape)
         trees.append(tree.tree_)
@@ -237,10 +250,10 @@ def _principal(y: Array) -> tuple[Array, Array, Array]:
 
 
 def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) -> Trees:
-    """scikit-learn's trees end to end in flat arrays."""
+    """scikit-learn's trees one after another in flat arrays."""
     sizes = [tree.node_count for tree in trees]
     first = np.cumsum([0, *sizes[:-1]])
-    own = np.arange(sum(sizes))
+    itself = np.arange(sum(sizes))
     left, right = (
         np.concatenate([np.where((c := getattr(t, side)) < 0, -1, c + f) for t, f in zip(trees, first, strict=True)])
         for side in ("children_left", "children_right")
@@ -248,8 +261,8 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
     return Trees(
         feature=torch.from_numpy(np.concatenate([t.feature for t in trees]).clip(0)).long(),
         threshold=torch.from_numpy(np.concatenate([t.threshold for t in trees])),
-        left=torch.from_numpy(np.where(left < 0, own, left)).long(),
-        right=torch.from_numpy(np.where(right < 0, own, right)).long(),
+        left=torch.from_numpy(np.where(left < 0, itself, left)).long(),
+        right=torch.from_numpy(np.where(right < 0, itself, right)).long(),
         value=_f(factor * np.concatenate([t.value[:, :, 0] for t in trees])),
         roots=torch.from_numpy(first).long(),
         fit=torch.zeros(len(trees), dtype=torch.int64),
@@ -260,7 +273,7 @@ def _trees(trees: Sequence[Any], factor: float, components: Array, bias: Array) 
 
 
 class Family(NamedTuple):
-    """A way of fitting and the settings that are tried."""
+    """A way of fitting and the settings to try."""
 
     fit: Callable[[Array, Array, Any, int], Sequence[Regressor]]
     settings: tuple[Any, ...]

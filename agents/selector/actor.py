@@ -55,18 +55,13 @@ class SequenceBehaviour(TensorDictModuleBase):
     """The policy that collects: it draws, or where the environment shows `sequences`, replays what was recorded. It
     writes down what the losses have to know of this moment: `action`, `action_log_prob`, `reference_log_prob`.
 
-    Args:
-        actor: what is trained.
-        reference: what the KL is taken to.
-
-    Attributes:
-        with_log_probs: off for imitation, which asks for none.
+    The KL is taken to `reference`. Imitation needs no log-probs.
     """
 
-    def __init__(self, actor: SelectorActor, reference: SelectorActor) -> None:
+    def __init__(self, actor: SelectorActor, reference: SelectorActor, with_log_probs: bool = True) -> None:
         super().__init__()
         self.in_keys, self.out_keys = actor.in_keys, ["action"]
-        self.actor, self.reference, self.with_log_probs = actor, reference, True
+        self.actor, self.reference, self.with_log_probs = actor, reference, with_log_probs
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

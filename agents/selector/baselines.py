@@ -1,6 +1,6 @@
 """The simple ways to choose demonstrations, which a selector has to beat. None of them looks at the answer.
 
-All give places in the queries' own pools, int64 [Q, T], the best first, −1 where a pool has fewer candidates.
+Each gives places in the queries' own pools, int64 [Q, T], the best first, −1 if a pool has fewer candidates.
 """
 
 from __future__ import annotations
@@ -21,29 +21,26 @@ SIMPLE = (
     "careful_rule",
     "vote",
 )
-"""What they are called in results. `vote` is `voters`, judged without a model (`Scorer.vote`)."""
+"""Their names in results. `vote` is `voters`, judged without a model (`Scorer.vote`)."""
+COSINES = {"image_similarity": "image_similarity", "question_similarity": "text_similarity", "similarity": "mixed"}
+"""The ways that go by a cosine, and its name in `knobwise.profiling.demonstrations.pools.similarity`."""
 BATCH = 1024
 """Queries compared with their pools at a time."""
 
 
 def simple_ways(table: BeamTable, shots: int, *, seed: int = 0, trusted: Tensor | None = None) -> dict[str, Tensor]:
-    """The choice of every simple way that the table has what it takes for, by name: int64 [Q, T] each.
+    """The choices of every simple way that the table supports, by name: int64 [Q, T] each.
 
-    `image_similarity`, `question_similarity`: `table.blocks` name these columns. `part_similarity`: see `parts_of`.
-    `careful_rule`: that, and `trusted` is given.
+    `image_similarity` and `question_similarity` need these names in `table.blocks`, `part_similarity` parts (see
+    `parts_of`), `careful_rule` parts and `trusted`.
 
     Args:
-        table: queries and their pools; recorded beams are not looked at.
         shots: T.
         seed: of `random`.
-        trusted: bool [M], the candidates whose annotators are known, from outside, to be careful.
+        trusted: bool [M], candidates whose annotators are known, from elsewhere, to be careful.
     """
     ways = {"random": random_places(table, shots, seed)}
-    if "image" in table.blocks:
-        ways["image_similarity"] = best_places(image_similarity(table), shots)
-    if "question" in table.blocks:
-        ways["question_similarity"] = best_places(question_similarity(table), shots)
-    ways["similarity"] = best_places(mixed_similarity(table), shots)
+    ways |= {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}
     if parts_of(table) is not None:
         ways["part_similarity"] = part_similarity(table, shots)
         if trusted is not None:
@@ -64,28 +61,20 @@ def best_places(scores: Tensor, shots: int) -> Tensor:
     return pad(places, (0, shots - places.shape[-1]), value=-1)
 
 
-# -- how similar the candidates of a pool are: float32 [Q, N], −∞ where there is none ----------------------------------
+def ways_by_cosine(table: BeamTable) -> list[str]:
+    """Those of `COSINES` that the table supports."""
+    return [way for way in COSINES if way == "similarity" or way.removesuffix("_similarity") in table.blocks]
 
 
-def image_similarity(table: BeamTable) -> Tensor:
-    """Cosine of the image's part of the embeddings."""
-    return _similarity(table, "image_similarity")
+def cosines(table: BeamTable, way: str) -> Tensor:
+    """How similar the candidates of each pool are to their query: float32 [Q, N], −∞ for padding.
 
-
-def question_similarity(table: BeamTable) -> Tensor:
-    """Cosine of the question's part of the embeddings."""
-    return _similarity(table, "text_similarity")
-
-
-def mixed_similarity(table: BeamTable) -> Tensor:
-    """Mean of both cosines; that of the whole embeddings where the parts are not known."""
-    return _similarity(table, "mixed")
-
-
-def _similarity(table: BeamTable, by: str) -> Tensor:
-    blocks = {} if by == "mixed" and not {"image", "question"} <= set(table.blocks) else table.blocks
+    Cosine of the image's or of the question's part of the embeddings; `similarity` is their mean, or if the parts are
+    unknown the cosine of the whole embeddings.
+    """
+    blocks = {} if way == "similarity" and not {"image", "question"} <= set(table.blocks) else table.blocks
     batches = zip(table.queries.split(BATCH), table.pool.split(BATCH), strict=True)
-    return torch.cat([similarity(queries, table.candidates, pool, blocks, by) for queries, pool in batches])
+    return torch.cat([similarity(queries, table.candidates, pool, blocks, COSINES[way]) for queries, pool in batches])
 
 
 # -- questions in parts ------------------------------------------------------------------------------------------------
@@ -94,32 +83,32 @@ def _similarity(table: BeamTable, by: str) -> Tensor:
 def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
     """What every query asks, bool [Q, K], and what every candidate of the bank answers, bool [M, K].
 
-    None unless the block `question` is all 0 and 1, and `image` is known too: one column for each thing asked.
+    None unless the block `question` is all 0 and 1, and `image` is known too: one column for each thing wanted.
     """
     if not {"image", "question"} <= set(table.blocks):
         return None
     columns = slice(*table.blocks["question"])
-    asked, answered = table.queries[:, columns], table.candidates[:, columns]
-    if any(((block != 0) & (block != 1)).any() for block in (asked, answered)):
+    wanted, answered = table.queries[:, columns], table.candidates[:, columns]
+    if any(((block != 0) & (block != 1)).any() for block in (wanted, answered)):
         return None
-    return asked.bool(), answered.bool()
+    return wanted.bool(), answered.bool()
 
 
 def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None) -> Tensor:
     """For each part of the question in turn, again and again, the demonstration of it with the most similar image.
 
-    With `trusted` (bool [M]) the most similar of those, and of the others only where none is left. Where nothing
-    answers the part any more, what has the most similar image.
+    With `trusted` (bool [M]) the most similar trusted one, and others only if none is left. If no candidate answers the
+    part any more, the one with the most similar image.
     """
     parts = parts_of(table)
     if parts is None:
         raise ValueError(f"beam table {table.name!r}: no blocks image and question, or question is not all 0 and 1")
-    asked, answered = parts
+    wanted, answered = parts
     # cosines are 2 apart at most: steps of 4 are never made up for
-    scores, bank = image_similarity(table), table.pool.clamp_min(0)
+    scores, bank = cosines(table, "image_similarity"), table.pool.clamp_min(0)
     if trusted is not None:
         scores = scores + 4.0 * trusted[bank]
-    count, order = asked.sum(1), asked.int().argsort(dim=1, descending=True, stable=True)
+    count, order = wanted.sum(1), wanted.int().argsort(dim=1, descending=True, stable=True)
     chosen: list[Tensor] = []
     for shot in range(shots):
         part = order.gather(1, (shot % count.clamp_min(1)).unsqueeze(1))
@@ -133,15 +122,15 @@ def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None)
 def voters(table: BeamTable, each: int = 5) -> Tensor:
     """The demonstrations whose majority is `vote`: for each part asked the `each` with the most similar images.
 
-    int64 [Q, V], −1 at the end. Where questions have no known parts, the most similar altogether.
+    int64 [Q, V], −1 at the end. If questions have no known parts, the most similar candidates.
     """
     parts = parts_of(table)
     if parts is None:
-        return best_places(mixed_similarity(table), each)
-    asked, answered = parts
-    near = image_similarity(table).unsqueeze(1)
-    fits = asked.unsqueeze(2) & answered[table.pool.clamp_min(0)].transpose(1, 2)
-    places = best_places(near.masked_fill(~fits, -torch.inf), each).flatten(1)
+        return best_places(cosines(table, "similarity"), each)
+    wanted, answered = parts
+    similar = cosines(table, "image_similarity").unsqueeze(1)
+    fits = wanted.unsqueeze(2) & answered[table.pool.clamp_min(0)].transpose(1, 2)
+    places = best_places(similar.masked_fill(~fits, -torch.inf), each).flatten(1)
     first = (places < 0).int().argsort(dim=1, stable=True)
     width = int((places >= 0).sum(1).max())
     return places.gather(1, first)[:, : max(width, 1)]

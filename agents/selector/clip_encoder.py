@@ -1,7 +1,7 @@
 """v2_lora: a CLIP encoder that is trained together with the selector, through LoRA weights alone.
 
-It stands where `knobwise.agents.selector.selector.StoredEmbeddings` stands otherwise. transformers and peft are needed
-here and nowhere else.
+It stands where `knobwise.agents.selector.selector.StoredEmbeddings` stands otherwise. transformers and peft are
+needed here and nowhere else.
 """
 
 from __future__ import annotations
@@ -106,31 +106,23 @@ class ClipEncoder(nn.Module):
             raise InputError(f"{source}: not a CLIP model that can be loaded ({error})") from error
         return cls(model, items, query_items, candidate_items)
 
-    def queries(self, rows: Tensor) -> Tensor:
-        """int64 [*] → [*, width]; zeros for row −1."""
-        return self._embedded(_items_of(self.query_items, rows))
-
-    def candidates(self, rows: Tensor) -> Tensor:
-        """int64 [*] → [*, width]; zeros for row −1, where a pool is shorter."""
-        return self._embedded(_items_of(self.candidate_items, rows))
-
     def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch of queries, int64 [P], and their pools, int64 [P, N] → [P, width] and [P, N, width].
+        """Rows of queries, int64 [P], and of candidates, int64 [P, N] → [P, width] and [P, N, width]; zeros for row −1.
 
         An item that is a query here and a candidate there is encoded once.
         """
         query, candidates = _items_of(self.query_items, rows), _items_of(self.candidate_items, pool)
-        found = self._embedded(torch.cat([query.unsqueeze(1), candidates], 1))
-        return found[:, 0], found[:, 1:]
+        embedded = self._embedded(torch.cat([query.unsqueeze(1), candidates], 1))
+        return embedded[:, 0], embedded[:, 1:]
 
     @torch.no_grad()
     def stored(self) -> StoredEmbeddings:
         """Everything embedded once with the present weights, without dropout: to fit a selector on, and to judge."""
         training = self.training
         self.eval()
-        found = StoredEmbeddings(self._embedded(self.query_items), self._embedded(self.candidate_items))
+        stored = StoredEmbeddings(self._embedded(self.query_items), self._embedded(self.candidate_items))
         self.train(training)
-        return found
+        return stored
 
     def lora_state(self) -> dict[str, Tensor]:
         """The LoRA weights by name, ready for safetensors. The weights of CLIP itself are not among them."""
@@ -144,29 +136,29 @@ class ClipEncoder(nn.Module):
         Raises:
             InputError: weights that are missing, too many, or of another shape.
         """
-        own = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        wrong = sorted(own.keys() ^ state.keys())
-        wrong += [name for name in own if name in state and state[name].shape != own[name].shape]
+        learned = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        wrong = sorted(learned.keys() ^ state.keys())
+        wrong += [name for name in learned if name in state and state[name].shape != learned[name].shape]
         if wrong:
             raise InputError(
                 f"LoRA weights: {len(wrong)} are missing, unknown or of another shape ({', '.join(wrong[:3])}…): "
                 "they belong to another CLIP model or rank"
             )
-        for name, parameter in own.items():
+        for name, parameter in learned.items():
             parameter.copy_(state[name])
 
     def _embedded(self, items: Tensor) -> Tensor:
         """int64 [*], −1 for none → float32 [*, width]."""
         distinct, place = items.unique(return_inverse=True)
-        there = distinct[distinct >= 0]
-        parts = [self._encoded(part) for part in there.split(AT_ONCE) if len(part)]
-        encoded = torch.cat([torch.zeros(len(distinct) - len(there), self.width, device=items.device), *parts])
+        real = distinct[distinct >= 0]
+        parts = [self._encoded(part) for part in real.split(AT_ONCE) if len(part)]
+        encoded = torch.cat([torch.zeros(len(distinct) - len(real), self.width, device=items.device), *parts])
         return F.embedding(place, encoded)
 
     def _encoded(self, items: Tensor) -> Tensor:
         """int64 [n] → float32 [n, width]."""
-        images, texts, shown = (part[items.to(part.device)].to(items.device) for part in self.items)
-        out = self.model(pixel_values=images.to(self.model.dtype), input_ids=texts, attention_mask=shown)
+        images, texts, mask = (part[items.to(part.device)].to(items.device) for part in self.items)
+        out = self.model(pixel_values=images.to(self.model.dtype), input_ids=texts, attention_mask=mask)
         return (out.image_embeds + out.text_embeds).float() / 2  # CLIP has brought both to length 1
 
 

@@ -1,8 +1,8 @@
 """Judging choices of demonstrations: on each query's own pool, by the answers that a scorer gives after them.
 
-Where there is no scorer, a policy is judged on what was recorded: of the recorded sequences of a query that have the
-length in question it is given the one that it prefers. That is a choice among few, some of which may have been found by
-looking at the answer: such numbers compare policies, but are not what they would reach.
+Without a scorer a policy is judged on recorded sequences: for each query, on the sequence of the right length that it
+prefers. That is a choice among few, and some of them may have been found by looking at the answer. Such numbers compare
+policies; they are not what the policies would reach.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from knobwise.agents.selector.baselines import (
-    image_similarity,
-    mixed_similarity,
-    question_similarity,
-    random_places,
-    simple_ways,
-    voters,
-)
+from knobwise.agents.selector.baselines import cosines, random_places, simple_ways, voters, ways_by_cosine
 from knobwise.agents.selector.selector import Selector
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -32,18 +25,22 @@ if TYPE_CHECKING:
     from knobwise.profiling.demonstrations.scorers import Scorer
 
 BATCH = 256
-"""Queries chosen for at a time."""
+"""Queries in a batch."""
 LOWEST = torch.finfo(torch.float32).min
 
 
 class Decided(NamedTuple):
-    """What was shown for n queries, and what came of it."""
+    """The demonstrations that were chosen for n queries, and whether the answers were right."""
 
     correct: Tensor
-    """float32 [S, n], 0 or 1, NaN where nothing is known; S = 1 of what no seed changes."""
-    shown: Tensor | None
+    """float32 [S, n], 0 or 1, NaN where unknown; S = 1 if no seed changes the policy."""
+    demonstrations: Tensor | None
     """int64 [S, n, T], rows of the bank in the order shown, −1 after the end, and where nothing was recorded; None
-    where demonstrations only vote."""
+    if they only vote."""
+    vote: Tensor | None = None
+    """float32 [S, n], whether a majority vote of the demonstrations is right."""
+    decision_us: float | None = None
+    """Median time of a decision."""
 
 
 class Embeds(Protocol):
@@ -54,8 +51,8 @@ class Embeds(Protocol):
         ...
 
 
-def decide_selector(
-    selector: Selector,
+def decide_selectors(
+    selectors: Sequence[Selector],
     embeddings: Embeds,
     table: BeamTable,
     scorer: Scorer | None,
@@ -63,21 +60,21 @@ def decide_selector(
     rows: Tensor | None = None,
     decoding: str = "greedy",
 ) -> Decided:
-    """What a selector chose and whether the answers were right with it; S = 1.
+    """The choices of S selectors, and whether the answers were right.
 
     Args:
-        selector: of one seed.
-        embeddings: of the table's queries and candidates.
         table: held-out queries with their pools.
-        scorer: of this table; None judges on what was recorded, and gives NaN where nothing was.
+        scorer: of this table; None judges on recorded sequences, NaN where there are none.
         shots: T.
         rows: int64 [n], the queries; None for all.
-        decoding: `greedy` or `beam`; where recorded sequences are judged there is nothing to decode.
+        decoding: `greedy` or `beam`; recorded sequences need no decoding.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
     if scorer is None:
-        return recorded_choices(table.select(rows), shots, [log_probs(selector, embeddings, table, rows, shots)])
-    return judged_choices(table, scorer, [choose(selector, embeddings, table, rows, shots, decoding)], rows)
+        preferences = [log_probs(selector, embeddings, table, rows, shots) for selector in selectors]
+        return recorded_choices(table.select(rows), shots, preferences)
+    choices = [choose(selector, embeddings, table, rows, shots, decoding) for selector in selectors]
+    return judged_choices(table, scorer, choices, rows)
 
 
 def decide_simple(
@@ -89,10 +86,10 @@ def decide_simple(
     rows: Tensor | None = None,
     trusted: Tensor | None = None,
 ) -> dict[str, Decided]:
-    """The same for everything that needs no training, by name; S = 1, but for `random`.
+    """The same for every policy that needs no training, by name; S = 1, except for `random`.
 
-    `vote` is the same for every number of shots. `best_recorded` and `oracle` look at what was recorded of the
-    sequences of this length. Without a scorer there are neither `vote` nor the ways that go by parts.
+    `vote` is the same for every number of shots. `best_recorded` and `oracle` choose among the recorded sequences of
+    this length. Without a scorer there are neither `vote` nor the ways that go by parts.
 
     Args:
         seeds: S, of `random`.
@@ -101,19 +98,19 @@ def decide_simple(
     rows = torch.arange(table.num_queries) if rows is None else rows
     part = table.select(rows)
     if scorer is None:
-        found = _simple_recorded(part, shots, seeds)
+        decided = _simple_recorded(part, shots, seeds)
     else:
         ways = {name: [places] for name, places in simple_ways(part, shots, trusted=trusted).items()}
         ways["random"] = [random_places(part, shots, seed) for seed in seeds]
-        found = {name: judged_choices(table, scorer, places, rows) for name, places in ways.items()}
+        decided = {name: judged_choices(table, scorer, places, rows) for name, places in ways.items()}
         voted = scorer.vote(rows, bank_rows(table, voters(part), rows)).float().cpu()
-        found["vote"] = Decided(voted.unsqueeze(0), None)
+        decided["vote"] = Decided(voted.unsqueeze(0), None)
     if "vqa_correct" in part.fields:
         best = [part.fields[name] for name in ("beam_score", "logprob_score", "vqa_gt_prob") if name in part.fields]
         if best:
-            found["best_recorded"] = recorded_choices(part, shots, best[:1])
-        found["oracle"] = recorded_choices(part, shots, [part.fields["vqa_correct"]])
-    return found
+            decided["best_recorded"] = recorded_choices(part, shots, best[:1])
+        decided["oracle"] = recorded_choices(part, shots, [part.fields["vqa_correct"]])
+    return decided
 
 
 # -- with a scorer -----------------------------------------------------------------------------------------------------
@@ -129,7 +126,7 @@ def choose(
     decoding: str = "greedy",
     batch: int = BATCH,
 ) -> Tensor:
-    """What a selector shows for queries `rows`, int64 [n] → places in their pools, int64 [n, T], −1 after the end."""
+    """Choices for queries `rows`, int64 [n] → places in their pools, int64 [n, T], −1 after the end."""
     sequences = []
     for some in rows.split(batch):
         pool = table.pool[some]
@@ -151,7 +148,7 @@ def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | No
 
 
 def judged_choices(table: BeamTable, scorer: Scores, choices: Sequence[Tensor], rows: Tensor) -> Decided:
-    """What came of S choices, places int64 [n, T] each, for queries `rows`, int64 [n]."""
+    """S choices, places int64 [n, T] each, for queries `rows`, int64 [n], judged."""
     correct = [judge(table, scorer, places, rows) for places in choices]
     return Decided(torch.stack(correct), torch.stack([bank_rows(table, places, rows) for places in choices]))
 
@@ -166,7 +163,7 @@ def decision_us(
 ) -> float:
     """Median time of one greedy choice for one query, in µs, on one thread of the CPU.
 
-    Embeddings are at hand; encoding the query and its pool by the selector's network counts.
+    Embeddings are stored; encoding the query and its pool by the selector's network counts.
     """
     selector = copy.deepcopy(selector).cpu()
     threads, times = torch.get_num_threads(), []
@@ -184,31 +181,22 @@ def decision_us(
     return float(torch.tensor(times[3:]).median()) * 1e6
 
 
-# -- on what was recorded ----------------------------------------------------------------------------------------------
+# -- on recorded sequences --------------------------------------------------------------------------------------------
 
 
-def recorded(table: BeamTable, shots: int, preference: Tensor) -> Tensor:
-    """Correctness of each query's recorded sequence of T demonstrations that is preferred: float32 [Q].
+def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]) -> Decided:
+    """The recorded sequence of T demonstrations that is preferred, for each query and each of S preferences.
 
     Args:
         table: with `vqa_correct`.
         shots: T.
-        preference: float [Q, B], of each recorded sequence; of equals the first counts, NaN is the lowest.
+        preferences: S times float [Q, B], for each recorded sequence; among equals the first counts, NaN is the lowest.
 
     Returns:
-        NaN for queries of which no sequence of this length was recorded with its correctness.
+        `correct` is NaN for queries without a sequence of this length that was recorded with its correctness.
 
     Raises:
         InputError: the table has no `vqa_correct`.
-    """
-    return recorded_choices(table, shots, [preference]).correct[0]
-
-
-def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]) -> Decided:
-    """The same for S preferences, with the demonstrations of what was preferred.
-
-    Raises:
-        InputError: see `recorded`.
     """
     if "vqa_correct" not in table.fields:
         raise InputError(
@@ -217,48 +205,46 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
         )
     correct = table.fields["vqa_correct"]
     fits = (table.lengths == shots) & ~correct.isnan()
-    right, shown, queries = [], [], torch.arange(table.num_queries)
+    right, demonstrations, queries = [], [], torch.arange(table.num_queries)
     for preference in preferences:
         if not table.num_beams:
             right.append(torch.full((table.num_queries,), torch.nan))
-            shown.append(torch.full((table.num_queries, shots), -1))
+            demonstrations.append(torch.full((table.num_queries, shots), -1))
             continue
         # finite, so that what fits is always before what does not
         ranked = preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST).masked_fill(~fits, -torch.inf)
         first, known = ranked.argmax(1), fits.any(1)
         right.append(correct[queries, first].masked_fill(~known, torch.nan))
         places = table.sequences[queries, first, :shots].masked_fill(~known.unsqueeze(1), -1)
-        shown.append(bank_rows(table, places, queries))
-    return Decided(torch.stack(right), torch.stack(shown))
+        demonstrations.append(bank_rows(table, places, queries))
+    return Decided(torch.stack(right), torch.stack(demonstrations))
 
 
 @torch.no_grad()
 def log_probs(
     selector: Selector, embeddings: Embeds, table: BeamTable, rows: Tensor, shots: int, batch: int = BATCH
 ) -> Tensor:
-    """ln π of the recorded sequences of queries `rows`, float32 [n, B]; what is longer than T counts as its beginning,
-    and padding as 0."""
+    """ln π of the recorded sequences of queries `rows`, float32 [n, B]; longer sequences are cut after T, and padding
+    counts 0."""
     training, device = selector.training, selector.mean.device
     selector.eval()
-    found = []
+    parts = []
     for some in rows.split(batch):
         pool, sequences = table.pool[some], table.sequences[some, :, :shots]
         query, candidates = (x.to(device) for x in embeddings.both(some, pool))
         dist = selector.distribution(query, candidates, (pool >= 0).to(device), shots, group_size=sequences.shape[1])
-        found.append(dist.log_prob(sequences.to(device)).cpu())
+        parts.append(dist.log_prob(sequences.to(device)).cpu())
     selector.train(training)
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:
-    """Of the recorded sequences one at random, and those whose demonstrations are the most similar on average."""
+    """A random recorded sequence, and the recorded sequences with the highest mean similarity."""
     shape = table.beam_mask.shape
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    found = {"random": recorded_choices(table, shots, drawn)}
-    ways = {"image_similarity": image_similarity, "question_similarity": question_similarity}
-    known = {name: way for name, way in ways.items() if name.removesuffix("_similarity") in table.blocks}
-    for name, way in (known | {"similarity": mixed_similarity}).items():
-        near = way(table).gather(1, table.sequences.clamp_min(0).flatten(1)).view(table.sequences.shape)
-        preference = near.masked_fill(table.sequences < 0, 0.0).sum(-1)
-        found[name] = recorded_choices(table, shots, [preference])
-    return found
+    decided = {"random": recorded_choices(table, shots, drawn)}
+    for name in ways_by_cosine(table):
+        similarity = cosines(table, name).gather(1, table.sequences.clamp_min(0).flatten(1)).view(table.sequences.shape)
+        preference = similarity.masked_fill(table.sequences < 0, 0.0).sum(-1)
+        decided[name] = recorded_choices(table, shots, [preference])
+    return decided

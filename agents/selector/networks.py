@@ -12,54 +12,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from knobwise.agents.training.settings import at_least, one_of, positive
+from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
 LONGEST = 32
 """Most shots that `v0` has positions for; the others know no such bound."""
-
-
-@dataclass
-class SelectorConfig:
-    """The network of a selector."""
-
-    version: str = "v2"
-    """`v0`: causal transformer over what was chosen; `v1`: bi-encoder; `v2`: the query attends to its pool first."""
-    width: int = 128
-    """Width of states and keys."""
-    layers: int = 1
-    """Cross-attention layers of `v2` (0 for none), transformer layers of `v0`; `v1` has none."""
-    heads: int = 4
-    """Attention heads in each layer."""
-    projection: str = "mlp"
-    """From features to states and keys: `mlp` or `linear`."""
-    update: str = "additive"
-    """How `v1` and `v2` move the state s on by the key c of what was chosen: `additive` to norm(g·s + (1 − g)·tanh(U[s;
-    c])), which can turn to what still lacks; `convex` to norm(g·s + (1 − g)·c), which only moves towards c."""
-    temperature: float = 0.1
-    """What cosines are divided by."""
-    dropout: float = 0.0
-    """In projections and layers while in train mode. Old and new log-probs must be taken in the same mode."""
-
-    def __post_init__(self) -> None:
-        one_of("selector.version", self.version, ("v0", "v1", "v2"))
-        one_of("selector.projection", self.projection, ("mlp", "linear"))
-        one_of("selector.update", self.update, ("additive", "convex"))
-        at_least("selector.layers", self.layers, 0)
-        for name in ("width", "heads"):
-            at_least(f"selector.{name}", getattr(self, name), 1)
-        if self.width % self.heads:
-            raise InputError(f"selector.width={self.width}: must be a multiple of selector.heads={self.heads}")
-        positive("selector.temperature", self.temperature)
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"selector.dropout={self.dropout}: must be in [0, 1)")
 
 
 class Encoded(NamedTuple):
@@ -84,6 +47,8 @@ class PointerNetwork(nn.Module, ABC):
     A state is any tensor [P, J, …] of the network's own; a direction [P, J, h] is what it points with.
     """
 
+    advance_by: nn.Module
+
     def __init__(self, config: SelectorConfig) -> None:
         super().__init__()
         self.temperature = config.temperature
@@ -92,9 +57,10 @@ class PointerNetwork(nn.Module, ABC):
     def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
         """Features of queries [P, d] and of their candidates [P, N, d], mask bool [P, N]."""
 
-    @abstractmethod
     def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
         """The state after candidates with these keys, [P, J, h], were chosen."""
+        advanced: Tensor = self.advance_by(state, chosen)
+        return advanced
 
     def start(self, encoded: Encoded, sequences: int) -> Tensor:
         """The state of J sequences in which nothing was chosen yet."""
@@ -121,12 +87,7 @@ class PointerNetwork(nn.Module, ABC):
 
 
 class BiEncoder(PointerNetwork):
-    """v1: two networks, one for the query and one for its candidates.
-
-    Args:
-        config: settings; `mlp` is Linear, LayerNorm, ReLU, dropout, Linear, LayerNorm.
-        features: d.
-    """
+    """v1: two networks, one for the query and one for its candidates."""
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
         super().__init__(config)
@@ -149,17 +110,9 @@ class BiEncoder(PointerNetwork):
     def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
         return Encoded(unit(self.query(query)), unit(self.candidate(pool)), mask)
 
-    def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
-        return self.advance_by(state, chosen)
-
 
 class CrossAttentive(PointerNetwork):
-    """v2: one space for both, in which the query attends to its pool before it points at it.
-
-    Args:
-        config: settings.
-        features: d.
-    """
+    """v2: one space for both, in which the query attends to its pool before it points at it."""
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
         super().__init__(config)
@@ -174,19 +127,13 @@ class CrossAttentive(PointerNetwork):
             state = layer(state, items, mask)
         return Encoded(unit(self.query(state)), unit(self.candidate(items)), mask)
 
-    def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
-        return self.advance_by(state, chosen)
-
 
 class CausalTransformer(PointerNetwork):
     """v0: a causal language model whose words are the demonstrations, [query; chosen; chosen; …].
 
     As GPT-2 (Radford et al. 2019) it is normalised before each block and points with the embeddings that it reads. They
-    are made from features and not looked up by index, so that it serves any bank. The state is the tokens so far.
-
-    Args:
-        config: settings; `update` plays no part.
-        features: d.
+    are made from features and not looked up by index, so that it serves any bank. The state is the tokens so far;
+    `config.update` plays no part.
     """
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
@@ -247,8 +194,8 @@ class CrossAttention(nn.Module):
         queries, width = state.shape
         size = width // self.heads
         query = self.query(state).view(queries, self.heads, size).transpose(0, 1)
-        asked = (query @ self.key.weight.view(self.heads, size, width)).transpose(0, 1)  # [P, heads, h]
-        scores = (asked @ items.mT / math.sqrt(size)).masked_fill(
+        direction = (query @ self.key.weight.view(self.heads, size, width)).transpose(0, 1)  # [P, heads, h]
+        scores = (direction @ items.mT / math.sqrt(size)).masked_fill(
             ~mask.unsqueeze(1),
             torch.finfo(items.dtype).min,  # not −inf: a pool may be empty
         )

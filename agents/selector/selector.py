@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.selector.networks import SelectorConfig, pointer_network
+from knobwise.agents.selector.networks import pointer_network
 from knobwise.agents.selector.sequences import SequenceDistribution
-from knobwise.agents.training.settings import at_least, one_of
+from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 
 DECODINGS = ("greedy", "beam")
@@ -37,22 +38,14 @@ class StoredEmbeddings(nn.Module):
         self.register_buffer("query_table", queries, persistent=False)
         self.register_buffer("candidate_table", candidates, persistent=False)
 
-    def queries(self, rows: Tensor) -> Tensor:
-        """int64 [*] → [*, d]; zeros for row −1."""
-        return _looked_up(self.query_table, rows)
-
-    def candidates(self, rows: Tensor) -> Tensor:
-        """int64 [*] → [*, d]; zeros for row −1, where a pool is shorter."""
-        return _looked_up(self.candidate_table, rows)
-
     def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch of queries, int64 [P], and their pools, int64 [P, N] → [P, d] and [P, N, d]."""
-        return self.queries(rows), self.candidates(pool)
+        """Rows of queries, int64 [P], and of candidates, int64 [P, N] → [P, d] and [P, N, d]; zeros for row −1."""
+        return _looked_up(self.query_table, rows), _looked_up(self.candidate_table, pool)
 
 
 def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
-    found = nn.functional.embedding(rows.clamp_min(0).to(table.device), table)
-    return found.masked_fill((rows < 0).unsqueeze(-1).to(table.device), 0.0)
+    features = nn.functional.embedding(rows.clamp_min(0).to(table.device), table)
+    return features.masked_fill((rows < 0).unsqueeze(-1).to(table.device), 0.0)
 
 
 class Selector(nn.Module):
@@ -106,10 +99,10 @@ class Selector(nn.Module):
             InputError: embeddings of another width than the selector reads, or fewer than one shot.
         """
         at_least("shots", shots, 1)
-        for name, found in (("query", query.shape[-1]), ("candidate", pool.shape[-1])):
-            if found != self.features:
+        for name, width in (("query", query.shape[-1]), ("candidate", pool.shape[-1])):
+            if width != self.features:
                 raise InputError(
-                    f"{name} embeddings are {found} wide, but this selector reads {self.features}: "
+                    f"{name} embeddings are {width} wide, but this selector reads {self.features}: "
                     "give those of the encoder that it was trained with"
                 )
         query, pool = ((x - self.mean) / self.scale for x in (query, pool))
@@ -124,12 +117,8 @@ class Selector(nn.Module):
         """What to show: places in the queries' own pools, int64 [P, T], −1 where a pool has fewer than T candidates.
 
         Args:
-            query: [P, d].
-            pool: [P, N, d].
-            mask: bool [P, N].
-            shots: T.
-            decoding: `greedy`, or `beam` for beam search.
-            width: of beam search.
+            query, pool, mask, shots: [P, d], [P, N, d], bool [P, N] and T.
+            decoding: `greedy`, or `beam` for beam search of this `width`.
 
         Raises:
             InputError: a setting that does not exist, or embeddings of another width.

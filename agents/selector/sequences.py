@@ -55,8 +55,8 @@ class SequenceDistribution(Distribution):
         group = 1 if self.group_size is None else value.shape[-2]
         samples = value.shape[: value.dim() - (2 if self.group_size is None else 3)].numel()
         places = value.reshape(samples, *self.batch_shape, group, value.shape[-1]).movedim(0, 1).flatten(1, 2)
-        found = self._log_prob(places).unflatten(1, (samples, group))
-        return found.movedim(1, 0).reshape(value.shape[:-1])
+        log_probs = self._log_prob(places).unflatten(1, (samples, group))
+        return log_probs.movedim(1, 0).reshape(value.shape[:-1])
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Draws, int64 [*sample_shape, P, (G), T]; all of them go side by side."""
@@ -71,17 +71,17 @@ class SequenceDistribution(Distribution):
         samples = torch.Size(sample_shape).numel()
         group = 1 if self.group_size is None else self.group_size
         places, log_probs = self._draw(samples * group)
-        found = _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
+        total = _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
         shape = torch.Size([*sample_shape, *self.batch_shape, *self.event_shape])
-        places, found = (x.unflatten(1, (samples, group)).movedim(1, 0) for x in (places, found))
-        return places.reshape(shape), found.reshape(shape[:-1])
+        places, total = (x.unflatten(1, (samples, group)).movedim(1, 0) for x in (places, total))
+        return places.reshape(shape), total.reshape(shape[:-1])
 
     def entropy(self) -> Tensor:
         """Unbiased estimate [P], in nats: exact entropies of the steps, summed along one drawn sequence.
 
         Rao-Blackwellised: only which prefix is met is left to chance, and one step has no chance in it. The gradient is
         that of the steps' entropies; how prefixes become more or less likely is not in it. The sequence is drawn with
-        its own numbers, always the same, so that looking does not change what training draws.
+        its own generator, always seeded alike, so that computing it does not change what training draws.
         """
         generator = torch.Generator(self.encoded.keys.device).manual_seed(0)
         places, log_probs = self._draw(1, generator)
@@ -130,10 +130,10 @@ class SequenceDistribution(Distribution):
         taken = places.unsqueeze(-1) == torch.arange(size, device=places.device)
         available = self.encoded.mask[:, None, None] & (taken.cumsum(2) == taken)
         directions = self.network.directions(self.encoded, self._keys(inside[..., :-1]))
-        found = _of_chosen(self._log_probs(directions, available), inside)
+        log_probs = _of_chosen(self._log_probs(directions, available), inside)
         padding = places == -1
         wrong = ~available.gather(-1, inside.unsqueeze(-1)).squeeze(-1) | (inside != places) | (padding.cumsum(-1) > 0)
-        return found.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
+        return log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
 
     def _draw(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """J draws of each query: int64 [P, J, T], and the log-probs of every step, [P, J, T, N]."""

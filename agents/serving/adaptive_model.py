@@ -1,9 +1,9 @@
 """A controller in front of a model: features from the model's own first stage, a decision, knobs set, an answer.
 
-    first stage ─▶ what is left of the budget ─▶ decision ─▶ groups of equal configuration ─▶ answers, in their order
+    first stage ─▶ the rest of the budget ─▶ decision ─▶ groups of equal configuration ─▶ answers, in their order
 
-Whatever a request would not have cost without the controller is charged to its budget: pooling features, the decision,
-setting knobs, and where arrivals are known all waiting.
+A request pays for everything that it would not have cost without the controller: pooling features, the decision,
+setting knobs, and, where arrivals are known, all waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.judging.policy import Policy
 from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
@@ -31,45 +32,43 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, Answer, FirstStage, Request, check_configuration
+from knobwise.profiling.measuring.adaptive_model import (
+    AdaptiveVLM,
+    Answer,
+    FirstStage,
+    Request,
+    check_configuration,
+    clocked_by,
+)
 
 DECISIONS_KEPT = 64
-"""The latest decisions; the median of what they took, and setting knobs, is charged to the next before it is made."""
-
-
-class Decides(Protocol):
-    """A controller without torch, such as `knobwise.agents.serving.numpy_controller.NumpyController`."""
-
-    def choose(self, features: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[Any]:
-        """Feature blocks [n, d], limits [n] in ms → configuration indices int64 [n]."""
-        ...
+"""How many of the latest decisions count: the next is charged their median time, knobs included, before it is made."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of one request."""
+    """An answer under a budget."""
 
     answer: Answer
     configuration: dict[str, int]
-    """The knobs that it was answered with."""
+    """The knobs of the answer."""
     choice: int
-    """The same as a number: the controller's index of the configuration."""
+    """The controller's index of the configuration."""
     budget_ms: float
     limit_ms: float
-    """What the decision was made under: what was left of the budget, in the profile's ms."""
+    """The rest of the budget that the decision was made under, in the profile's ms."""
     total_ms: float
     """waited_ms + overhead_ms + answer.total_ms."""
     waited_ms: float
-    """From its arrival on, without its own work; 0 where no arrival was given."""
+    """Time since its arrival without its own work; 0 where the arrival is unknown."""
     overhead_ms: float
-    """What it would not have cost without the controller: pooled features, decision, knobs set, and the calls between
-    them."""
+    """What the controller adds: pooled features, decision, knobs set, and the calls between them."""
     decision_us: float
-    """The part of it that the decision took, for the whole batch."""
+    """The part of the overhead that the decision took, for the whole batch."""
 
     @property
     def met(self) -> bool:
-        """Whether it was answered in time."""
+        """Whether it was answered on time."""
         return self.total_ms <= self.budget_ms
 
 
@@ -77,37 +76,44 @@ class AdaptiveModel:
     """A model that sets its own knobs, request by request.
 
     One lock is held from the first stage to the last answer, so that threads may share it: knobs are never mixed, and
-    no other request comes between a decision and what it was made for.
+    no other request comes between a decision and its answer.
 
     Args:
-        model: whose knobs are set.
-        controller: a trained `Controller` or `StackedController`, or the same in NumPy, which decides in either case;
-            for deadlines.
+        model: its knobs may have any names.
+        controller: a trained `Controller` or `StackedController` for deadlines, or the same in NumPy, which decides in
+            either case.
         speed: latency here / latency in the controller's profile. Budgets are divided by it; `calibrate` measures it.
-        cache: how many first stages are kept by their content, image and question; 0 for none. Each holds on to what
-            the model keeps of it.
+        cache: how many first stages are kept by the content of image and question; 0 for none. Each also holds what the
+            model keeps of it.
+        clock: wall, or cpu for the CPU time of the thread, on a machine that others use too; then there are no arrivals
+            (waiting takes no CPU time), and the model must run on one thread and take its times from `clock_ms`.
 
     Raises:
-        InputError: a controller for mean budgets, or one whose configurations the model cannot run.
+        InputError: a controller for mean budgets, one whose configurations the model cannot run, an unknown clock.
     """
 
-    def __init__(self, model: AdaptiveVLM, controller: Any, *, speed: float = 1.0, cache: int = 0) -> None:
+    def __init__(
+        self, model: AdaptiveVLM, controller: Any, *, speed: float = 1.0, cache: int = 0, clock: str = "wall"
+    ) -> None:
         about = getattr(controller, "header", {})  # of an exported one
         if isinstance(controller, PricedChooser) or getattr(controller, "priced", about.get("priced", False)):
             raise InputError(
-                "runtime: the controller keeps a mean over requests (budget=mean), and here every request has a "
+                "runtime: the controller keeps a mean over requests (budget=mean), but every request here has a "
                 "deadline; train one with budget=quantiles"
             )
         if not 0 < speed < math.inf:
             raise InputError(f"runtime: speed={speed}; it must be positive")
         if isinstance(controller, Controller | StackedController):
             controller = to_numpy(controller)  # the same decisions, several times faster
-        self.model, self.controller, self.speed = model, controller, speed
+        self.controller: Policy[NDArray[Any]] = controller
+        self.model, self.speed, self.clock = model, speed, clock
+        self._clocked = clocked_by(clock)  # entered with the lock only
+        self._now: Callable[[], float] = time.thread_time if clock == "cpu" else time.perf_counter
         self.configurations = configurations_of(controller)
         for configuration in self.configurations:
             check_configuration(model.knobs, configuration)
-        self._choose_one: Callable[[Mapping[str, NDArray[Any]], float], int]
-        self._choose_one = getattr(controller, "decide_index", self._choose_by_batch)
+        self._decide: Callable[[Mapping[str, NDArray[Any]], float], int]
+        self._decide = getattr(controller, "decide_index", self._decide_by_batch)
         self._lock = threading.Lock()
         self._stages: OrderedDict[tuple[bytes, bytes], FirstStage] = OrderedDict()
         self._cache = cache
@@ -124,39 +130,39 @@ class AdaptiveModel:
         """Answer one request under its budget.
 
         Args:
-            request: what is asked.
             budget_ms: deadline in ms after arrival.
             arrived: a reading of `time.perf_counter()`; waiting since then counts against the budget. None counts the
                 request's own work only.
 
         Raises:
-            InputError: a budget that is not positive.
+            InputError: a budget that is not positive, an arrival with the CPU clock.
         """
         if not 0 < budget_ms < math.inf:
             raise InputError(f"runtime: budget_ms={budget_ms}: must be positive, in ms")
-        # right after the model has run every line costs microseconds: nothing is done here that one request can spare
-        with self._lock:
-            begun = time.perf_counter()
+        now = self._now
+        # right after the model has run every line costs microseconds: keep only what one request needs
+        with self._lock, self._clocked:
+            begun = now()
             stage = self._first_stage(request)
-            start = time.perf_counter()
+            start = now()
             limit = self._limit(stage, budget_ms, arrived, begun)
-            choice = self._choose_one(stage.features, limit)
-            decided = time.perf_counter()
+            choice = self._decide(stage.features, limit)
+            decided = now()
             (answer,) = self.model.answer((stage,), self.configurations[choice])
-            done = time.perf_counter()
+            done = now()
             decision_ms = (decided - start) * 1e3
-            # all that the answer did not take, and is not counted yet: calls, clocks, setting knobs
+            # what is neither in the answer nor counted yet: calls, clocks, setting knobs
             beyond_ms = max((done - begun) * 1e3 - answer.total_ms - stage.extra_ms - decision_ms, 0.0)
             return self._result(stage, budget_ms, limit, arrived, choice, answer, decision_ms, beyond_ms, done)
 
     def generate(
         self, requests: Sequence[Request], budgets_ms: float | Sequence[float], arrived: Sequence[float] | None = None
     ) -> list[Result]:
-        """Answer requests, each under its own budget, as `answer` does each.
+        """Answer requests, each under its own budget.
 
         Args:
-            requests: n of them. What gets the same configuration is answered as one group, the group with the least
-                time left first; a decision does not foresee how long other groups take.
+            requests: n of them. Requests with the same configuration are answered as one group, the group with the
+                least time left first; a decision does not foresee how long other groups take.
             budgets_ms: n deadlines in ms after arrival, or one for all.
             arrived: n readings of `time.perf_counter()`; waiting since then counts against the budget. None counts the
                 request's own work only.
@@ -164,45 +170,46 @@ class AdaptiveModel:
         Returns: n results, in the order of the requests.
 
         Raises:
-            InputError: numbers of requests, budgets and arrivals that do not fit; a budget that is not positive.
+            InputError: numbers of requests, budgets and arrivals that do not fit; a budget that is not positive;
+                arrivals with the CPU clock.
         """
         n = len(requests)
-        given_ms = np.asarray(budgets_ms, np.float64)
-        budgets: list[float] = np.full(n, given_ms).tolist() if given_ms.ndim == 0 else given_ms.tolist()
+        limits_ms = np.asarray(budgets_ms, np.float64)
+        budgets: list[float] = np.full(n, limits_ms).tolist() if limits_ms.ndim == 0 else limits_ms.tolist()
         if len(budgets) != n or (arrived is not None and len(arrived) != n):
-            given = "" if arrived is None else f" and {len(arrived)} arrivals"
-            raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{given}")
+            arrivals = "" if arrived is None else f" and {len(arrived)} arrivals"
+            raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{arrivals}")
         moments = [None] * n if arrived is None else list(arrived)
         if n == 1:
             return [self.answer(requests[0], budgets[0], moments[0])]
         if not all(0 < budget < math.inf for budget in budgets):
             raise InputError(f"runtime: budgets_ms={budgets}: all must be positive, in ms")
-        with self._lock:
+        with self._lock, self._clocked:
             return self._generate(requests, budgets, moments) if n else []
 
     def _generate(
         self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
     ) -> list[Result]:
         stages = [self._first_stage(request) for request in requests]
-        start = time.perf_counter()
-        # one after another would have begun so much before
+        start = self._now()
+        # when each would have begun had it come alone
         begun = [start - stage.total_ms / 1e3 for stage in stages]
         limits = [self._limit(*each) for each in zip(stages, budgets, moments, begun, strict=True)]
         arrays = {name: np.stack([stage.features[name] for stage in stages]) for name in stages[0].features}
         chosen = self.controller.choose(arrays, np.array(limits, np.float32)).tolist()
-        decision_ms = (time.perf_counter() - start) * 1e3
+        decision_ms = (self._now() - start) * 1e3
 
         groups: dict[int, list[int]] = {}
         for i in sorted(range(len(chosen)), key=limits.__getitem__):
             groups.setdefault(chosen[i], []).append(i)
         results: dict[int, Result] = {}
         for choice, members in groups.items():
-            set_out = time.perf_counter()
+            before = self._now()
             answers = self.model.answer([stages[i] for i in members], self.configurations[choice])
-            done = time.perf_counter()
+            done = self._now()
             # what the group took beyond its answers: setting knobs
-            own = (a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True))
-            beyond_ms = max((done - set_out) * 1e3 - sum(own), 0.0)
+            work = (a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True))
+            beyond_ms = max((done - before) * 1e3 - sum(work), 0.0)
             for i, answer in zip(members, answers, strict=True):
                 about = stages[i], budgets[i], limits[i], moments[i]
                 results[i] = self._result(*about, choice, answer, decision_ms, beyond_ms, done)
@@ -228,37 +235,38 @@ class AdaptiveModel:
         return Result(answer, configuration, choice, budget, limit, waited + total, waited, overhead, decision_ms * 1e3)
 
     def _limit(self, stage: FirstStage, budget: float, arrived: float | None, begun: float) -> float:
-        """What is left for the answer of a budget whose first stage began at `begun`, in the profile's ms."""
+        """The rest of a budget whose first stage began at `begun`, for the answer, in the profile's ms."""
         left = budget - stage.extra_ms - self._decision_ms - self._beyond_ms
         if arrived is not None:
+            if self.clock == "cpu":
+                raise InputError("runtime: arrivals need clock=wall; clock=cpu counts the work of a request only")
             left -= (begun - arrived) * 1e3
         return max(left, LEAST_LATENCY_MS) / self.speed
 
-    def _choose_by_batch(self, features: Mapping[str, NDArray[Any]], limit: float) -> int:
+    def _decide_by_batch(self, features: Mapping[str, NDArray[Any]], limit: float) -> int:
         blocks = {name: block[None] for name, block in features.items()}
         return int(self.controller.choose(blocks, np.array([limit], np.float32))[0])
 
     def _first_stage(self, request: Request) -> FirstStage:
         if not self._cache:
             return self.model.first_stage(request)
-        start = time.perf_counter()
+        start = self._now()
         key = content_key(request.image), content_key(request.question)
         known = self._stages.get(key)
+        took = (self._now() - start) * 1e3
         if known is not None:
             self._stages.move_to_end(key)
             self.cache_hits += 1
-            took = (time.perf_counter() - start) * 1e3
             return replace(known, request=request, total_ms=took, extra_ms=took)
         self.cache_misses += 1
-        looked = (time.perf_counter() - start) * 1e3
         stage = self.model.first_stage(request)
         self._stages[key] = stage
         if len(self._stages) > self._cache:
             self._stages.popitem(last=False)
-        return replace(stage, total_ms=stage.total_ms + looked, extra_ms=stage.extra_ms + looked)
+        return replace(stage, total_ms=stage.total_ms + took, extra_ms=stage.extra_ms + took)
 
     def _remember(self, decision_ms: float, beyond_ms: float) -> None:
-        """Renew the running medians, at first often and then seldom: it costs time too."""
+        """Update the running medians, often at first and then seldom, since that costs time too."""
         self._latest.append((decision_ms, beyond_ms))
         self._count += 1
         if self._count < 8 or self._count % DECISIONS_KEPT == 0:
@@ -271,13 +279,13 @@ class AdaptiveModel:
 
         Args:
             table: the profile.
-            samples: row of the table → the request that was measured there; some hundred are enough.
-            cells: how many (sample, configuration) are timed, in random order; the median of the ratios counts.
-            warm_up: how many are answered before.
-            seed: of the cells.
+            samples: row of the table → the request that was measured there; about a hundred are enough.
+            cells: how many pairs of sample and configuration are timed, in random order; the median of the ratios
+                counts.
+            warm_up: how many are answered untimed before.
 
         Raises:
-            InputError: other configurations than the controller's, or no profiled cell among the samples.
+            InputError: a table with other configurations than the controller's, or without any of the samples.
         """
         if [table.configuration(c) for c in range(table.num_configurations)] != self.configurations:
             raise InputError(f"runtime: profile {table.name!r} has other configurations than the controller")
@@ -287,7 +295,7 @@ class AdaptiveModel:
             raise InputError(f"runtime: nothing to calibrate on, none of the samples is in profile {table.name!r}")
         drawn = np.random.default_rng(seed).integers(len(known), size=warm_up + cells)
         ratios = []
-        with self._lock, progress("timing this machine", len(drawn), quiet_s=5) as tick:
+        with self._lock, self._clocked, progress("timing this machine", len(drawn), quiet_s=5) as tick:
             for done, (place, column) in enumerate(known[drawn].tolist(), 1):
                 row = int(rows[place])
                 stage = self.model.first_stage(samples[row])
@@ -318,10 +326,10 @@ def content_key(content: Any) -> bytes:
         return hashlib.sha256(content.encode()).digest()
     if isinstance(content, Tensor):
         content = content.detach().cpu().numpy()
-    elif hasattr(content, "getpalette"):  # without it the pixels of some images are numbers and no colours
+    elif hasattr(content, "getpalette"):  # the pixels of some images are numbers of colours in a palette
         about = f"{content.mode} {content.size} {content.getpalette()} {content.info.get('transparency')} ".encode()
         return hashlib.sha256(about + content.tobytes()).digest()
     if not isinstance(content, np.ndarray) or content.dtype.hasobject:
-        raise InputError(f"runtime: cannot tell the content of a {type(content).__name__}; use cache=0")
+        raise InputError(f"runtime: cannot compare the content of a {type(content).__name__}; use cache=0")
     about = f"{content.dtype} {content.shape} ".encode()
     return hashlib.sha256(about + content.tobytes()).digest()

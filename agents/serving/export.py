@@ -1,7 +1,7 @@
-"""Export: a controller as arrays for NumPy, which decide alone, guard included; and whether a form decides as it does.
+"""Export: a controller as arrays that decide with NumPy alone, guard included, and comparisons with the controller.
 
-`arrays_of` is what the NumPy form (`knobwise.agents.serving.numpy_controller`) reads; the other form is an ONNX graph
-(`knobwise.agents.serving.onnx_graph`). `parity` holds either against the policy that was trained.
+`arrays_of` returns what the NumPy form (`knobwise.agents.serving.numpy_controller`) reads; the other form is an ONNX
+graph (`knobwise.agents.serving.onnx_graph`). `parity` compares the decisions of either with the trained policy's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.experts import Expert
 from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController
-from knobwise.agents.stack.priced_policy import SEED, PricedChooser
-from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
+from knobwise.agents.stack.priced_policy import PricedChooser, hash_keys
+from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import default_budgets, log_ms
+from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 
 Agent = Controller | StackedController | PricedChooser
@@ -34,7 +34,7 @@ Arrays = dict[str, NDArray[Any]]
 Decide = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 """Blocks [n, d], budgets [n] in ms → configurations int64 [n]."""
 TOLERANCE = 1e-5
-"""Two configurations whose scores differ by no more than this are equally good: rounding decides between them."""
+"""Configurations whose scores differ by at most this are equally good: rounding decides between them."""
 
 
 def network_of(agent: Agent) -> Controller:
@@ -47,20 +47,18 @@ def network_of(agent: Agent) -> Controller:
 
 
 def arrays_of(agent: Agent) -> Arrays:
-    """What an exported file holds: every array by name, and `header`, JSON as bytes.
+    """The content of an exported file: every array by name, and `header`, JSON as bytes.
 
     Raises:
-        InputError: a controller for mean budgets whose prices were not calibrated; or one that falls back to a static
-            mix but has no features by which the same request would be known again.
+        InputError: if prices for mean budgets are not calibrated, or if the controller falls back to a static mix but
+            has no features to recognise the same request by.
     """
     inner = agent.chooser if isinstance(agent, PricedChooser) else agent
     network = network_of(agent)
     stack = inner if isinstance(inner, StackedController) else None
     if network.priced and not isinstance(agent, PricedChooser):
-        raise InputError("export: the controller's prices were not calibrated yet; let its training end")
-    # in one place with the experts, whose weight decides whether they are read at all
-    experts = [one for one in stack.experts if isinstance(one, Expert)] if stack else []
-    guarded = stack is not None and stack.guard is not None and stack.static is not None
+        raise InputError("export: the controller's prices are not calibrated yet; let its training finish")
+    experts = [expert for expert in stack.experts if isinstance(expert, Expert)] if stack else []
     config = network.config
     weights = stack.weights.tolist() if stack else [1.0]
     header = {
@@ -75,7 +73,7 @@ def arrays_of(agent: Agent) -> Arrays:
         "stacked": stack is not None,
         "weights": weights,
         "experts": [[type(r).__name__ for _, r in expert.named_children()] for expert in experts],
-        "guard": guarded,
+        "guard": stack is not None and stack.guard is not None,
         "mean_budgets": isinstance(agent, PricedChooser),
     }
     tensors: dict[str, Tensor] = {"configurations": network.configurations}
@@ -85,12 +83,7 @@ def arrays_of(agent: Agent) -> Arrays:
         if weights[number + 1] > 0:
             tensors |= {f"experts.{number}.{name}": values for name, values in expert.state_dict().items()}
     arrays = {name: values.detach().cpu().numpy() for name, values in tensors.items()}
-    for name in [name for name in arrays if name.endswith(".threshold")]:
-        arrays[name] = rounded_down(arrays[name])
-    if guarded:
-        assert stack is not None
-        assert stack.guard is not None
-        assert stack.static is not None
+    if stack is not None and stack.guard is not None and stack.static is not None:
         arrays |= {f"guard.{name}": stack.guard.state_dict()[name].numpy() for name in ("budgets_ms", "miss", "deploy")}
         arrays |= {f"static.{name}": values for name, values in arrays_of_static(stack.static).items()}
     if isinstance(agent, PricedChooser):
@@ -105,22 +98,15 @@ def to_numpy(agent: Agent) -> NumpyController:
 
 
 def export_numpy(agent: Agent, path: str | Path) -> NumpyController:
-    """Write the `.npz` that `NumpyController.load` reads; returns what it holds."""
+    """Write the `.npz` that `NumpyController.load` reads, and return the same controller."""
     arrays = arrays_of(agent)
     with written_whole(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     return NumpyController(arrays)
 
 
-def rounded_down(threshold: NDArray[Any]) -> NDArray[Any]:
-    """float64 → the largest float32 that is not above: x ≤ t is the same for every float32 x."""
-    nearest = threshold.astype(np.float32)
-    above = nearest.astype(np.float64) > threshold
-    return np.where(above, np.nextafter(nearest, np.float32(-np.inf)), nearest)
-
-
 def arrays_of_static(static: BudgetAwareStatic) -> Arrays:
-    """Its tables, and as a step function what it chooses where every configuration may be taken."""
+    """Its tables, and its choices among all configurations as a step function of the budget."""
     plain = {name.removeprefix("_"): values.numpy() for name, values in static.plain().items()}
     starts, choices = static_steps(plain["latency_ms"], plain["sorted_ms"], plain["running"])
     exact = plain["sorted_ms"].astype(np.float32)
@@ -131,10 +117,10 @@ def arrays_of_static(static: BudgetAwareStatic) -> Arrays:
 def static_steps(
     latency_ms: NDArray[Any], sorted_ms: NDArray[Any], running: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Budget-aware static as a step function: from `starts[i]` ms on it takes `choices[i]`, [s] each.
+    """Budget-aware static as a step function: from `starts[i]` ms on it chooses `choices[i]`, [s] each.
 
-    A configuration's mean utility never falls as the budget grows, so the best one is the largest value met so far
-    when all cells are gone through in order of latency; among equals the one with the lower mean latency.
+    A configuration's mean utility never falls as the budget grows, so the best one is the running maximum over all
+    cells in order of latency; among equals the one with the lower mean latency.
 
     Args:
         latency_ms: float [C], mean latencies.
@@ -153,7 +139,7 @@ def static_steps(
     by_time = np.argsort(time, kind="stable")
     best = np.maximum.accumulate((place * count + (count - 1 - ranks))[by_time])
     time, chosen = time[by_time], order[count - 1 - best % count]
-    last = np.append(time[1:] != time[:-1], True)  # of the cells with the same latency all count
+    last = np.append(time[1:] != time[:-1], True)  # the last cell of each latency, which includes the others
     time, chosen = time[last], chosen[last]
     new = np.append(True, chosen[1:] != chosen[:-1])
     return time[new], chosen[new]
@@ -163,61 +149,57 @@ def _mean_arrays(agent: PricedChooser, network: Controller) -> Arrays:
     sizes = network.normaliser.sizes
     if agent.mix is not None and not sizes and not bool(agent.deployed.all()):
         raise InputError(
-            "export: without features the static mix of a mean budget draws by chance, which a file cannot repeat; "
+            "export: without features the static mix of a mean budget is drawn at random, which a file cannot repeat; "
             "train with features, or with policy.guard=false"
         )
-    generator = torch.Generator().manual_seed(SEED)
-    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (sum(sizes.values()) + 1,), generator=generator)
-    places = dict(zip(sizes, np.split(np.arange(sum(sizes.values())), np.cumsum(list(sizes.values()))), strict=False))
-    order = [places[name] for name in sorted(sizes)]
-    found = {
+    blocks = [name for name, size in sizes.items() for _ in range(size)]
+    arrays = {
         "budgets_ms": agent.budgets_ms.double().numpy(),
         "prices": agent.prices.numpy(),
         "deployed": agent.deployed.numpy(),
-        "hash_keys": keys.numpy(),
-        "hash_order": np.concatenate(order) if order else np.zeros(0, np.int64),
+        "hash_keys": hash_keys(len(blocks)).numpy(),
+        "hash_order": np.argsort(np.array(blocks, str), kind="stable"),
     }
     if agent.mix is not None:
         plain = agent.mix.plain()
         parts = dict(zip(("mean_accuracy", "mean_cost", "budgets"), plain["_means"], strict=True))
         parts |= {name: plain[name] for name in ("first", "second", "share")}
-        found |= {f"mix.{name}": values.numpy() for name, values in parts.items()}
-    return found
+        arrays |= {f"mix.{name}": values.numpy() for name, values in parts.items()}
+    return arrays
 
 
 # -- parity ------------------------------------------------------------------------------------------------------------
 
 
-def contexts_of(agent: Agent, table: ProfileTable, budgets_ms: Tensor | None = None) -> Tensor:
-    """The budgets that decisions are compared at, float32 [B]: those given or the default ones, and the calibrated."""
+def contexts_of(agent: Agent, table: ProfileTable) -> Tensor:
+    """The budgets to compare decisions at, float32 [B]: the default ones and the calibrated ones."""
     if isinstance(agent, PricedChooser):
         return agent.budgets_ms.float()
-    judged = default_budgets(table) if budgets_ms is None else budgets_ms
     calibrated = [agent.guard.budgets_ms] if isinstance(agent, StackedController) and agent.guard is not None else []
-    return torch.cat([budgets.float() for budgets in (judged, *calibrated)]).unique()
+    return torch.cat([budgets.float() for budgets in (default_budgets(table), *calibrated)]).unique()
 
 
 def agreement(
     agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor, samples: int | None = None
 ) -> dict[str, Any]:
-    """How often another form of a controller decides as it does, over all samples × budgets (float [B], ms), or over
-    the first so many samples.
+    """How often another form of a controller makes the same decision, over samples (all, or only the first ones) ×
+    budgets (float [B], ms).
 
-    Returns: `contexts`, `same`, and of the others `rounding`, where the scores of both choices are equal within
-    `TOLERANCE`, and `different`.
+    Returns: `contexts`, `same`, `rounding` (both choices have the same score within `TOLERANCE`), `different`, and
+    `share`, one minus the share of different decisions.
     """
     counts = {"contexts": 0, "same": 0, "rounding": 0, "different": 0}
     features = {name: block[:samples] for name, block in table.features.items()}
     with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
         for number, budget in enumerate(budgets_ms, 1):
             limits = budget.expand(min(table.num_samples, samples or table.num_samples))
-            own, other = agent.choose(features, limits), decide(features, limits)
-            rows = (own != other).nonzero().squeeze(1)
-            counts["contexts"] += len(own)
-            counts["same"] += len(own) - len(rows)
+            wanted, other = agent.choose(features, limits), decide(features, limits)
+            rows = (wanted != other).nonzero().squeeze(1)
+            counts["contexts"] += len(wanted)
+            counts["same"] += len(wanted) - len(rows)
             if len(rows):
                 some = {name: block[rows] for name, block in features.items()}
-                equal = _equally_good(agent, some, limits[rows], own[rows], other[rows])
+                equal = _equally_good(agent, some, limits[rows], wanted[rows], other[rows])
                 counts["rounding"] += int(equal.sum())
                 counts["different"] += int((~equal).sum())
             tick(number, "budgets")
@@ -231,53 +213,47 @@ def parity(
     budgets_ms: Tensor,
     what: str = "export",
     samples: int | None = None,
-) -> Any:
-    """`agreement`, which must be complete but for rounding.
+) -> dict[str, Any]:
+    """`agreement`, which must be complete except for rounding.
 
     Raises:
-        InputError: another decision somewhere.
+        InputError: if a decision is different.
     """
-    found = agreement(agent, decide, table, budgets_ms, samples)
-    if found["different"]:
+    counts = agreement(agent, decide, table, budgets_ms, samples)
+    if counts["different"]:
         raise InputError(
-            f"{what}: decides otherwise than the controller in {found['different']} of {found['contexts']} contexts of "
-            f"profile {table.name!r}; nothing was written"
+            f"{what}: decides differently from the controller in {counts['different']} of {counts['contexts']} "
+            f"contexts of profile {table.name!r}; nothing was written"
         )
-    return found
+    return counts
 
 
 @torch.no_grad()
 def _equally_good(agent: Agent, features: Mapping[str, Tensor], limits: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Whether two choices [n] have the same score but for rounding, by the agent's own scores."""
+    """Whether two choices [n] have the same score by the agent, up to rounding."""
     inner: Any = agent
     scale, rounds = torch.ones(len(limits), dtype=torch.float64), torch.ones(len(limits), dtype=torch.bool)
     if isinstance(agent, PricedChooser):
         group = agent.groups(limits)
-        rounds = agent.deployed[group]  # a static mix does not round
+        rounds = agent.deployed[group]  # a static mix is not subject to rounding
         inner, limits = agent.chooser, (1 / agent.prices[group]).float()
     x = inner.features(features, len(limits))
     if isinstance(inner, Controller):
         sharpness = inner.network.sharpness if isinstance(inner.network, UtilityNetwork) else 1.0
         score = inner(x, limits).double() / sharpness
     elif inner.priced:
-        accuracy, cost = inner.accuracy_and_cost(x)
+        accuracy, cost = inner.predictions(x).costs()
         score = accuracy.double() - cost.double() / limits.double().unsqueeze(1)
     else:
-        view = inner.view(x, limits)
-        score, meets = view.score.double(), view.meets.double()
+        score = inner.preference(inner.view(x, limits), limits)
         if inner.guard is not None:
-            group = (log_ms(limits).unsqueeze(1) - log_ms(inner.guard.budgets_ms)).abs().argmin(1)
-            price = inner.guard.miss[group]
-            score, scale = score + price.unsqueeze(1) * meets, 1 + price
-            score = torch.where(inner.guard.deploy[group].unsqueeze(1), score, torch.nan)  # nor does static
-        hopeless = (meets.amax(1, keepdim=True) < HOPELESS).expand_as(score)
-        score = torch.where(hopeless, -view.log_latency.double(), score)
-    apart = (score.gather(1, a[:, None]) - score.gather(1, b[:, None])).squeeze(1).abs()
-    return rounds & (apart <= TOLERANCE * scale)
+            scale = 1 + inner.guard.miss[inner.guard.groups(limits)]
+    difference = (score.gather(1, a[:, None]) - score.gather(1, b[:, None])).squeeze(1).abs()
+    return rounds & (difference <= TOLERANCE * scale)
 
 
 def by_numpy(controller: NumpyController) -> Decide:
-    """Decisions of the NumPy form, likewise."""
+    """Decisions of the NumPy form, for `parity`."""
 
     def decide(features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
         blocks = {name: block.numpy() for name, block in features.items()}
@@ -287,7 +263,7 @@ def by_numpy(controller: NumpyController) -> Decide:
 
 
 def one_by_one(controller: NumpyController) -> Decide:
-    """Decisions of the NumPy form for one request at a time, which takes a shorter way than many together."""
+    """Decisions of the NumPy form for one request at a time, which runs other code than many together."""
 
     def decide(features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
         blocks = {name: block.numpy() for name, block in features.items()}

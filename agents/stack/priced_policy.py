@@ -1,9 +1,9 @@
-"""Policies for mean budgets: something that decides at a price, the calibrated price of each budget, and a guard.
+"""Policies for mean budgets: a policy that decides at a price, the calibrated price of each budget, and a guard.
 
-Prices are calibrated on samples that what decides was not fitted on. Where it predicts an accuracy and a cost for every
-configuration the lowest price that keeps a budget is found exactly (`calibrate_prices`); any other is tried at many
-worths of a right answer, 1/price. The guard falls back, budget by budget, to the static mix where on those samples the
-policy was not more accurate at no higher mean latency, by more than chance.
+Prices are calibrated on samples that the policy was not fitted on. If it predicts accuracy and cost of every
+configuration, the lowest price that keeps a budget is computed exactly (`calibrate_prices`); otherwise many worths of a
+right answer, 1/price, are tried. For each budget the guard falls back to the static mix unless the policy was more
+accurate on those samples, by more than chance, at no higher mean latency.
 """
 
 from __future__ import annotations
@@ -15,34 +15,36 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import PredictThenChoose
 from knobwise.agents.predictors.experts import Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price
+from knobwise.agents.stack.reasons import mean_budget_reason
 from knobwise.agents.stack.stacked_controller import StackedController, fit_priced_stack
-from knobwise.agents.training.settings import PolicyConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import worths_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 WORTHS = 200
-"""How many worths are tried, evenly apart in logarithm."""
+"""Number of worths that are tried, evenly spaced in logarithm."""
 SEED = 0
-"""Of the hash, and of the draws for requests without features."""
+"""Seed of the hash, and of the draws for requests without features."""
 
 
 class PricedChooser:
     """Decides for mean budgets.
 
     Args:
-        name: how the policy is called.
-        chooser: its `choose(features, worths, mask)` weighs accuracy against latency/worth; a controller or a baseline.
-        budgets_ms: float [B], the mean budgets that it is calibrated for.
+        name: of the policy.
+        chooser: a controller or a baseline whose `choose(features, worths, mask)` weighs accuracy against
+            latency/worth.
+        budgets_ms: float [B], the calibrated mean budgets.
         prices: float64 [B], λ = 1/worth, accuracy per ms.
         mix: the static mix for the same budgets; None without a guard.
-        guard: what the guard found for each budget (`compared`); none without a guard.
+        guard: the guard's comparison for each budget (`compared`); empty without a guard.
     """
 
     def __init__(
@@ -56,23 +58,23 @@ class PricedChooser:
     ) -> None:
         self.name, self.chooser, self.mix = name, chooser, mix
         self.budgets_ms, self.prices = budgets_ms, prices.double()
-        self.guard = [dict(found) for found in guard]
-        self.deployed = torch.tensor([found["deployed"] for found in self.guard] or [True] * len(prices))
+        self.guard = [dict(row) for row in guard]
+        self.deployed = torch.tensor([row["deployed"] for row in self.guard] or [True] * len(prices))
         self._draws = torch.Generator().manual_seed(SEED)
 
     def groups(self, budgets_ms: Tensor) -> Tensor:
-        """Which of the calibrated budgets these are: float [n] in ms → int64 [n].
+        """The index of each of these budgets among the calibrated ones: float [n] in ms → int64 [n].
 
         Raises:
-            InputError: another budget. A price for it cannot be guessed.
+            InputError: if a budget is not calibrated; its price cannot be guessed.
         """
-        own = self.budgets_ms.double()
-        group = (budgets_ms.double().unsqueeze(1) - own).abs().argmin(1)
-        far = (budgets_ms.double() - own[group]).abs() > 1e-3 * own[group]
+        known = self.budgets_ms.double()
+        group = (budgets_ms.double().unsqueeze(1) - known).abs().argmin(1)
+        far = (budgets_ms.double() - known[group]).abs() > 1e-3 * known[group]
         if far.any():
             raise InputError(
                 f"a mean budget of {float(budgets_ms[far][0]):.4g}: prices were calibrated for "
-                f"{', '.join(f'{budget:.4g}' for budget in own.tolist())} only; train with the budgets_ms you need"
+                f"{', '.join(f'{budget:.4g}' for budget in known.tolist())} only; train with the budgets_ms you need"
             )
         return group
 
@@ -80,11 +82,11 @@ class PricedChooser:
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         """Decisions for requests under mean budgets: blocks [n, d], [n] ms, bool [n, C] → configurations int64 [n].
 
-        Where the static mix decides, a request's side of it follows from a hash of its features: the same request gets
-        the same configuration on any machine. Without features, from one draw after another.
+        Where the static mix decides, a hash of the features selects the side of the mix, so that the same request gets
+        the same configuration on any machine. Without features the side is drawn.
 
         Raises:
-            InputError: a budget without a calibrated price.
+            InputError: if a budget has no calibrated price.
         """
         group = self.groups(budgets_ms)
         chosen = self.chooser.choose(features, 1 / self.prices[group], mask).cpu()
@@ -97,8 +99,7 @@ class PricedChooser:
 
     @torch.no_grad()
     def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
-        """What the chooser takes for each sample at each calibrated budget, guard or not: configurations int64
-        [n, B]."""
+        """The chooser's configurations for each sample at each calibrated budget, without the guard: int64 [n, B]."""
         features, mask = {name: block[rows] for name, block in table.features.items()}, table.mask[rows]
         worths = [(1 / price).expand(len(rows)) for price in self.prices]
         return torch.stack([self.chooser.choose(features, worth, mask).cpu() for worth in worths], 1)
@@ -107,8 +108,8 @@ class PricedChooser:
     def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Accuracy and latency (ms) of each sample at each calibrated budget, float64 [n, B] each.
 
-        Where the static mix decides its expectation counts, and no draw. `decided` is what `decided` gives for the same
-        samples, where that is at hand.
+        Where the static mix decides, its expectation counts instead of a draw. `decided` may hold the result of
+        `decided` for the same samples.
         """
         chosen = self.decided(table, rows) if decided is None else decided
         accuracy, cost = (values[rows].double().gather(1, chosen) for values in (table.accuracy, table.latency_ms))
@@ -118,7 +119,7 @@ class PricedChooser:
         return accuracy.where(self.deployed, mixed), cost.where(self.deployed, mixed_cost)
 
     def plain(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint; of a chooser that is a controller."""
+        """Tensors and plain values, for a checkpoint; the chooser must be a controller."""
         return {
             "name": self.name,
             "kind": type(self.chooser).__name__,
@@ -132,10 +133,15 @@ class PricedChooser:
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> PricedChooser:
         """The inverse of `plain`."""
-        kind = {one.__name__: one for one in (Controller, StackedController)}[plain["kind"]]
+        kind = {kind.__name__: kind for kind in (Controller, StackedController)}[plain["kind"]]
         mix = plain["mix"] and StaticMix.restored(plain["mix"])
         chooser = kind.restored(plain["chooser"])
         return cls(plain["name"], chooser, plain["budgets_ms"], plain["prices"], mix, plain["guard"])
+
+
+def hash_keys(width: int) -> Tensor:
+    """The random numbers of `hashed`, int64 [1 + width]."""
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (width + 1,), generator=torch.Generator().manual_seed(SEED))
 
 
 def hashed(features: Mapping[str, Tensor]) -> Tensor:
@@ -145,8 +151,7 @@ def hashed(features: Mapping[str, Tensor]) -> Tensor:
     of a sum of the words, each times a random number, modulo 2^64.
     """
     words = torch.cat([features[name].cpu().float() for name in sorted(features)], 1).contiguous()
-    generator = torch.Generator().manual_seed(SEED)
-    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (words.shape[1] + 1,), generator=generator)
+    keys = hash_keys(words.shape[1])
     sums = (words.view(torch.int32).long() * keys[1:]).sum(1) + keys[0]
     return ((sums >> 32) & 0xFFFFFFFF).double() / 2**32
 
@@ -157,16 +162,16 @@ def hashed(features: Mapping[str, Tensor]) -> Tensor:
 def prices_by_trial(
     choose: Callable[[Tensor], Tensor], cost: Tensor, worths: Tensor, budgets_ms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The lowest price tried that keeps each mean budget on these rows; where none does, the one that costs least.
+    """The lowest of the tried prices that keeps each mean budget on these rows; if none does, the cheapest one.
 
     Args:
-        choose: a worth, float [] in ms → configurations int64 [n], by something that was not fitted on these rows.
+        choose: a worth, float [] in ms → configurations int64 [n], by a policy that was not fitted on these rows.
         cost: float [n, C], as measured.
-        worths: float [W], what is tried.
+        worths: float [W], to try.
         budgets_ms: float [B].
 
     Returns:
-        Prices float64 [B], and what was chosen at them, int64 [n, B].
+        Prices float64 [B], and the choices at them, int64 [n, B].
     """
     worths = worths.sort(descending=True).values
     chosen = torch.stack([choose(worth) for worth in worths], 1)
@@ -179,10 +184,10 @@ def prices_by_trial(
 def compared(
     accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor, confidence: float
 ) -> list[dict[str, Any]]:
-    """What the guard finds for each budget, in plain values and with a `reason` for a person.
+    """The guard's comparison for each budget in plain values, with a `reason` in words.
 
-    Deployed is what kept the budget and was more accurate than the static mix by more than z·(standard error of the
-    mean paired difference), z the normal quantile of `confidence`.
+    The policy is deployed if it keeps the budget and is more accurate than the static mix by more than z·(standard
+    error of the mean paired difference), z the normal quantile of `confidence`.
 
     Args:
         accuracy, cost: float [n, B], of the policy on samples that it was not fitted on.
@@ -195,31 +200,20 @@ def compared(
     gain, spent = gains.mean(0), cost.double().mean(0)
     error = (gains - gain).square().sum(0).div(max(n - 1, 1) * n).sqrt()
     kept, sure = spent <= budgets_ms.double() * (1 + 1e-9), (gain > z * error) & (n > 1)
-    found = []
+    rows = []
     for b, budget in enumerate(budgets_ms.tolist()):
-        deployed = bool(kept[b] & sure[b])
-        words = f"{float(gain[b]):+z.3f} ± {float(error[b]):.3f} accuracy on held-out samples"
-        if deployed:
-            reason = f"deployed: better than the static mix by {words}"
-        elif kept[b]:
-            reason = f"fell back to the static mix: {words} is not above 0 with {confidence:.0%} confidence"
-        else:
-            reason = (
-                f"fell back to the static mix: at no price is the mean this low, the lowest is {float(spent[b]):.4g}"
-            )
-        found.append(
-            {
-                "budget_ms": budget,
-                "deployed": deployed,
-                "reason": reason,
-                "accuracy_policy": float(accuracy[:, b].double().mean()),
-                "accuracy_static_mix": float(mixed[:, b].double().mean()),
-                "latency_ms_mean": float(spent[b]),
-                "gain": float(gain[b]),
-                "gain_se": float(error[b]),
-            }
-        )
-    return found
+        row = {
+            "budget_ms": budget,
+            "deployed": bool(kept[b] & sure[b]),
+            "reason": "",
+            "accuracy_policy": float(accuracy[:, b].double().mean()),
+            "accuracy_static_mix": float(mixed[:, b].double().mean()),
+            "latency_ms_mean": float(spent[b]),
+            "gain": float(gain[b]),
+            "gain_se": float(error[b]),
+        }
+        rows.append(row | {"reason": mean_budget_reason(row, bool(kept[b]), confidence)})
+    return rows
 
 
 @torch.no_grad()
@@ -232,7 +226,7 @@ def price_stack(
     budgets_ms: Tensor,
     seed: int,
 ) -> PricedChooser:
-    """A stack at its prices inside a guard, all of it out of fold.
+    """A stack at its prices inside a guard, all calibrated out of fold.
 
     Args:
         table, rows, network, config, worths, seed: see `fit_priced_stack`.
@@ -262,9 +256,9 @@ def price_controller(
     Args:
         table: the profile.
         controller: the controller.
-        choose: see `prices_by_trial`, for the held-out rows end to end.
+        choose: see `prices_by_trial`, for the held-out rows of all folds in order.
         folds: the rows that a member was fitted on, and those held out of it, int64 each.
-        config: the guard.
+        config: of the guard.
         budgets_ms: float [B], mean budgets.
     """
     rows = torch.cat([hold for _, hold in folds])
@@ -285,16 +279,16 @@ def _guarded(
     budgets_ms: Tensor,
     config: PolicyConfig,
 ) -> PricedChooser:
-    """Chosen int64 [n, B] at these prices on held-out `rows`; the mix to fall back to is that of `fitted`."""
+    """Inside a guard that compares the choices int64 [n, B] on held-out `rows`; the mix is fitted to `fitted`."""
     if not config.guard:
         return PricedChooser("controller", chooser, budgets_ms, prices)
     accuracy, cost = (values[rows].double().gather(1, chosen) for values in (table.accuracy, table.latency_ms))
-    found = compared(accuracy, cost, mixed, budgets_ms, config.confidence)
-    return PricedChooser("controller", chooser, budgets_ms, prices, StaticMix(table, fitted, budgets_ms), found)
+    guard = compared(accuracy, cost, mixed, budgets_ms, config.confidence)
+    return PricedChooser("controller", chooser, budgets_ms, prices, StaticMix(table, fitted, budgets_ms), guard)
 
 
 def tried_worths(table: ProfileTable, rows: Tensor) -> Tensor:
-    """Worths evenly apart in logarithm over the range of the training, float32 [W], in ms."""
+    """Worths evenly spaced in logarithm over the range of training, float32 [W], in ms."""
     low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).log().tolist()
     return torch.linspace(low, high, WORTHS).exp()
 
@@ -305,13 +299,13 @@ def tried_worths(table: ProfileTable, rows: Tensor) -> Tensor:
 class PredictAtPrice(PredictThenChoose):
     """Predicts accuracy and latency of every configuration, then takes the best Â − L̂/worth."""
 
-    def choose(self, features: Mapping[str, Tensor], worths: Tensor, mask: Tensor) -> Tensor:
+    def choose(self, features: Mapping[str, Tensor], worths: Tensor, mask: Tensor | None = None) -> Tensor:
         prediction = self.predict(features, len(worths))
         return choose_at_price(prediction.accuracy, prediction.latency_ms, 1 / worths.double(), mask)
 
 
 def make_priced_baselines(table: ProfileTable, split: Split, budgets_ms: Tensor, seed: int = 0) -> list[PricedChooser]:
-    """The baselines that look at the request, fitted on everything but the test rows, calibrated out of fold.
+    """The baselines that read the request, fitted on all but the test rows and calibrated out of fold.
 
     Args:
         table: the profile.
@@ -321,16 +315,14 @@ def make_priced_baselines(table: ProfileTable, split: Split, budgets_ms: Tensor,
     """
     rows = torch.cat([split.train, split.validation])
     normaliser = FeatureNormaliser.fit(table, rows)
-    measured = Measured.of(table, rows, budgets_ms[:0], seed)
+    measured = Measured.from_table(table, rows, budgets_ms[:0], seed)
     fitted = fit_experts(table, measured, normaliser, tuple(FAMILIES), seed)
-    found: list[PricedChooser] = []
-    for one in [fitted[0], *fitted]:
-        knows_accuracy = bool(found)  # the first is "latency only"
-        name = one.expert.name if knows_accuracy else "latency_only"
-        chooser = PredictAtPrice(name, one.expert, normaliser, knows_accuracy)
-        accuracy, cost = one.out_of_fold.accuracy, one.out_of_fold.latency_ms
-        if not knows_accuracy:
-            accuracy = one.expert.mean_accuracy.expand_as(accuracy)
-        prices = calibrate_prices(accuracy, cost, measured.latency_ms, measured.mask, budgets_ms)
-        found.append(PricedChooser(name, chooser, budgets_ms, prices))
-    return found
+    named = [("latency_only", fitted[0]), *((each.expert.name, each) for each in fitted)]
+    baselines = []
+    for name, (expert, held_out) in named:
+        predict_accuracy = name != "latency_only"
+        accuracy = held_out.accuracy if predict_accuracy else expert.mean_accuracy.expand_as(held_out.accuracy)
+        prices = calibrate_prices(accuracy, held_out.latency_ms, measured.latency_ms, measured.mask, budgets_ms)
+        chooser = PredictAtPrice(name, expert, normaliser, predict_accuracy)
+        baselines.append(PricedChooser(name, chooser, budgets_ms, prices))
+    return baselines

@@ -1,9 +1,9 @@
-"""The other sense of a budget: the *average* cost over the requests must not exceed it, so that easy ones pay for hard.
+"""Mean budgets: the *average* cost over the requests must not exceed the budget, so easy requests pay for hard ones.
 
 With a price λ ≥ 0 per unit of cost, each request takes argmax_c Â_c − λ·L̂_c: the Lagrangian of "most accuracy at this
 mean cost". Raising λ moves every request down the upper concave hull of its (cost, accuracy) points, one step at each
-of its breakpoints; all of what follows walks those steps exactly, none searches. Costs are latencies in ms here, but
-may be anything that is not negative.
+breakpoint. The functions here walk these steps exactly instead of searching. Costs are latencies in ms, but may be any
+numbers ≥ 0.
 """
 
 from __future__ import annotations
@@ -15,39 +15,32 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.judging.baselines import averages
-from knobwise.agents.judging.evaluation import bootstrap
 from knobwise.agents.predictors.prediction import pick
 from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 
 ROUNDING = 1e-9
-"""Relative; a price is put this far above its breakpoint, where the rounding of Â − λ·L̂ does not decide."""
+"""Relative distance of a price above its breakpoint, so that rounding of Â − λ·L̂ does not matter."""
 
 
-def mean_budgets(table: ProfileTable, rows: Tensor) -> Tensor:
-    """The mean budgets that are judged: 10/25/50/75/90 % quantiles of the configurations' mean latencies.
+def mean_budgets(table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None) -> Tensor:
+    """These mean budgets, by default 10/25/50/75/90 % quantiles of the configurations' mean latencies: float64 [B], ms.
 
-    None is below the mean latency of the cheapest configuration, so that each can be kept by a single one.
-
-    Returns: float64 [5], in ms.
-    """
-    cost = averages(table, rows)[1]
-    return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype))
-
-
-def judged_mean_budgets(table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None) -> Tensor:
-    """The mean budgets asked for, in ms, or else `mean_budgets`: float64 [B].
+    No default is below the mean latency of the cheapest configuration, so that a single configuration can keep each.
 
     Raises:
-        InputError: no budget, or one that is not positive.
+        InputError: if there is no budget, or one that is not positive.
     """
-    return mean_budgets(table, rows) if budgets_ms is None else judged_budgets(table, budgets_ms).double()
+    if budgets_ms is not None:
+        return judged_budgets(table, budgets_ms).double()
+    cost = averages(table, rows)[1]
+    return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype))
 
 
 # -- choosing by a price -----------------------------------------------------------------------------------------------
 
 
-def choose_at_price(accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | float, mask: Tensor) -> Tensor:
+def choose_at_price(accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | float, mask: Tensor | None) -> Tensor:
     """argmax_c Â_c − λ·L̂_c inside the mask, among equals the cheaper: int64 [n].
 
     Args:
@@ -63,14 +56,14 @@ def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]
     """Each sample's upper concave hull, from its cheapest configuration up to its most accurate.
 
     Returns:
-        Configurations int64 [n, H + 1], where the last one is repeated to the end, and the H breakpoints float64
-        [n, H], falling: step k is taken at prices below it, at none where it is 0.
+        Configurations int64 [n, H + 1], padded with the last one, and the H breakpoints float64 [n, H] in falling
+        order: step k is taken at prices below breakpoint k; 0 is padding.
     """
     accuracy, cost = accuracy.double(), cost.double()
     corners, prices = [pick(-cost, -accuracy, mask)], []
     while True:
-        here = corners[-1].unsqueeze(1)
-        gain, extra = accuracy - accuracy.gather(1, here), cost - cost.gather(1, here)
+        last = corners[-1].unsqueeze(1)
+        gain, extra = accuracy - accuracy.gather(1, last), cost - cost.gather(1, last)
         slope = (gain / extra).where(mask & (gain > 0) & (extra > 0), 0.0)
         steepest = slope.amax(1)
         if not (steepest > 0).any():
@@ -83,9 +76,9 @@ def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]
 def calibrate_prices(accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor) -> Tensor:
     """The lowest price at which `choose_at_price` keeps each mean budget on these rows, float64 [B].
 
-    Exact: the mean cost really paid is followed through the breakpoints of all samples. Wrong predictions can make it
-    rise with the price here and there; the lowest price still falls as budgets grow. A budget that no price keeps gets
-    the highest breakpoint, from which on everyone takes what is predicted to be cheapest.
+    Exact: it follows the actual mean cost through the breakpoints of all samples. Wrong predictions can make that cost
+    rise with the price in places; the lowest price still falls as budgets grow. A budget that no price keeps gets the
+    highest breakpoint, from which on every sample takes the configuration predicted to be cheapest.
 
     Args:
         accuracy_hat, cost_hat: float [n, C], predicted by a model that was not fitted on these rows.
@@ -105,12 +98,12 @@ def calibrate_prices(accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask:
 
 
 def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor) -> Tensor:
-    """The most accuracy that any choice could have got at each mean budget, in hindsight: int64 [n, B].
+    """The configurations with the highest accuracy at each mean budget, in hindsight: int64 [n, B].
 
-    From everyone's cheapest configuration, steps along the hulls are taken in the order of accuracy per cost until the
+    From every sample's cheapest configuration, steps along the hulls are taken in order of accuracy per cost until the
     next one would exceed the budget: the Lagrangian solution, with the steps at its price taken one by one. It is
-    optimal within one sample's exchange: the sum of accuracies is below that of the linear relaxation, an upper bound
-    for every choice, by less than this next step brings. A budget below the cheapest choices gives just those.
+    optimal up to one step: the sum of accuracies is below that of the linear relaxation, an upper bound for any choice,
+    by less than the gain of the next step. A budget below the cheapest choices gives these.
 
     Args:
         accuracy, cost: float [n, C], as measured; NaN where not profiled.
@@ -127,7 +120,7 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
     return corners.gather(1, steps)
 
 
-# -- without looking at the request ------------------------------------------------------------------------------------
+# -- the same for every request ------------------------------------------------------------------------------------
 
 
 def best_single_at(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor, mask: Tensor) -> Tensor:
@@ -155,7 +148,7 @@ def static_mix(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> tup
 
     Args:
         mean_accuracy, mean_cost: float [C].
-        budgets: float [B]; below the cheapest configuration's mean cost there is only this one.
+        budgets: float [B]; below the mean cost of the cheapest configuration the mixture is this one alone.
 
     Returns:
         The cheaper int64 [B], the dearer int64 [B], and the share of requests that gets the dearer, float64 [B].
@@ -169,11 +162,11 @@ def static_mix(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> tup
 
 
 class StaticMix:
-    """`static_mix` of a table's averages: what a policy must beat at the same mean cost.
+    """`static_mix` of a table's averages, which a policy must beat at the same mean cost.
 
-    Where one of the two was not profiled for a request the other stands in for it; where both were not, the best single
-    configuration for this budget among those that were. With many holes the mean latency can therefore differ from the
-    budget: report it.
+    If one of the two was not profiled for a request, the other replaces it; if neither was, the best single profiled
+    configuration for this budget does. With many holes the mean latency can therefore differ from the budget: report
+    it.
 
     Args:
         table: the profile.
@@ -186,21 +179,21 @@ class StaticMix:
         self.first, self.second, self.share = static_mix(*self._means)
 
     def both(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The cheaper and the dearer of each request at each budget: bool [n, C] → int64 [n, B] each."""
+        """The cheaper and the dearer configuration of each request at each budget: bool [n, C] → int64 [n, B] each."""
         instead = best_single_at(*self._means, mask)
         has_first, has_second = mask[:, self.first], mask[:, self.second]
         first = self.first.where(has_first, self.second.where(has_second, instead))
         return first, self.second.where(has_second, first)
 
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Expected accuracy and latency (ms) of each sample, float64 [n, B] each; no draw, so no noise from one."""
+        """Expected accuracy and latency (ms) of each sample, float64 [n, B] each, without the noise of draws."""
         first, second = self.both(table.mask[rows])
         both = (values[rows].double() for values in (table.accuracy, table.latency_ms))
         accuracy, cost = (torch.lerp(v.gather(1, first), v.gather(1, second), self.share) for v in both)
         return accuracy, cost
 
     def choose(self, place: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-        """Decisions by a number in [0, 1) for each request [n]; number of its budget int64 [n], mask [n, C] → [n]."""
+        """Decisions from a number in [0, 1) and a budget's index int64 for each request [n], and mask [n, C]."""
         first, second = (side.gather(1, group.unsqueeze(1)).squeeze(1) for side in self.both(mask))
         return second.where(place < self.share[group], first)
 
@@ -214,10 +207,3 @@ class StaticMix:
         mix = cls.__new__(cls)
         vars(mix).update(plain)
         return mix
-
-
-def difference_ci95(policy: Tensor, other: Tensor) -> list[float]:
-    """Paired bootstrap interval [2.5 %, 97.5 %] of mean(policy − other): [n] or, over S seeds, [S, n]; and [n]."""
-    difference = (policy - other).reshape(-1, len(other))
-    nothing = torch.zeros_like(other)
-    return bootstrap(difference, nothing, nothing)["utility_ci95"]

@@ -1,16 +1,16 @@
-"""The stacked policy: a network trained by GRPO and experts beside it, weighted by what each got out of fold.
+"""The stacked policy: a network trained by GRPO and experts, weighted by how well each predicts out of fold.
 
-Every member says what it expects of each configuration; the weighted mean decides, inside a guard. A decision is matrix
-products and walks down trees, about a millisecond; without experts it is the network's alone.
+Every member predicts each configuration; the weighted mean decides, inside a guard. A decision takes matrix products
+and walks down trees, about a millisecond; without experts the network decides alone.
 
-Under a deadline a member says an expected utility and the probability of being in time. At a price λ it says an
+Under a deadline a member predicts an expected utility and the probability of being on time. At a price λ it predicts an
 accuracy Â and a cost L̂, and ΣwÂ − λ·ΣwL̂ decides: linear in λ, so that the λ for a mean budget can be found exactly
-(`knobwise.agents.stack.prices`); the guard of that sense is around the whole (`knobwise.agents.stack.priced_policy`).
+(`knobwise.agents.stack.prices`). The guard for mean budgets is in `knobwise.agents.stack.priced_policy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import masked_log_softmax
-from knobwise.agents.controller.networks import UtilityNetwork
+from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.experts import Expert, Fitted, Measured, fit_experts
 from knobwise.agents.predictors.folds import folds_of
@@ -26,49 +27,88 @@ from knobwise.agents.predictors.prediction import Prediction, pick
 from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.prices import choose_at_price
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
-from knobwise.agents.training.settings import PolicyConfig
 from knobwise.envs.configurations.reward import utility
 from knobwise.envs.tables.profile_table import ProfileTable
 
 GUARD_SETTINGS = ("level", "confidence", "level_cost")
 
 HOPELESS = 0.01
-"""Where no configuration is more likely than this to be in time, the one expected to be fastest is taken."""
+"""If no configuration is more likely than this to be on time, the one expected to be fastest is chosen."""
 
 
 class View(NamedTuple):
-    """What one member, or all together, expect under one deadline for each request."""
+    """Predictions under a deadline for each request, by one member or by all together, [n, C] each."""
 
     score: Tensor
-    """[n, C], expected utility."""
+    """Expected utility."""
     meets: Tensor
-    """[n, C], probability of meeting the deadline."""
+    """Probability of meeting the deadline."""
     log_latency: Tensor
-    """[n, C], ln ms."""
+    """ln ms."""
+
+    @classmethod
+    def of_network(cls, network: UtilityNetwork, outcomes: Outcomes, limits: Tensor) -> View:
+        """Of M members side by side, [M, n, C] each, under deadlines [n]."""
+        limits = limits.expand(len(outcomes.hidden), -1)
+        return cls(network.scores(outcomes, limits), network.meets(outcomes, limits), outcomes.log_latency)
+
+    @classmethod
+    def of_expert(cls, prediction: Prediction, limits: Tensor) -> View:
+        """Under deadlines [n]."""
+        return cls(prediction.expected_utility(limits), prediction.meets(limits), prediction.log_latency)
 
 
-class Costs(NamedTuple):
-    """What one member, or all together, expect of each request, whatever the price."""
+class MemberPredictions(NamedTuple):
+    """What the members with a weight above 0 predict for n requests, whatever limits these."""
 
-    accuracy: Tensor
-    """[n, C]."""
-    latency_ms: Tensor
-    """[n, C]."""
+    weights: list[float]
+    network: UtilityNetwork
+    outcomes: Outcomes | None
+    """Of the network's M members, [M, n, ·] each; None if the network does not count."""
+    experts: list[Prediction]
 
+    @classmethod
+    def from_features(
+        cls, controller: Controller, experts: Iterable[nn.Module], weights: list[float], x: Tensor
+    ) -> MemberPredictions:
+        """From normalised features [n, width]; `weights` are those of the controller and of each expert."""
+        network, outcomes = controller.network, network_outcomes(controller, x) if weights[0] > 0 else None
+        assert isinstance(network, UtilityNetwork)
+        predictions = [expert(x) for weight, expert in zip(weights[1:], experts, strict=True) if weight > 0]
+        return cls([weight for weight in weights if weight > 0], network, outcomes, predictions)
 
-def _of_expert(prediction: Prediction, limits: Tensor) -> View:
-    return View(prediction.expected_utility(limits), prediction.meets(limits), prediction.log_latency)
+    def take(self, rows: Tensor) -> MemberPredictions:
+        """For some of the requests, int64 [m]."""
+        outcomes = self.outcomes and Outcomes(*(part[:, rows] for part in self.outcomes))
+        experts = [Prediction(p.accuracy[rows], p.log_latency[rows], p.spread) for p in self.experts]
+        return self._replace(outcomes=outcomes, experts=experts)
+
+    def view(self, limits: Tensor) -> View:
+        """Joint predictions under deadlines [n] in ms."""
+        views = [View.of_expert(prediction, limits) for prediction in self.experts]
+        if self.outcomes is not None:
+            of_members = View.of_network(self.network, self.outcomes, limits)
+            views.insert(0, View(*(part.mean(0) for part in of_members)))
+        return View(*(weighted(parts, self.weights) for parts in zip(*views, strict=True)))
+
+    def costs(self) -> tuple[Tensor, Tensor]:
+        """ΣwÂ and ΣwL̂ in ms, [n, C] each, which decide at a price."""
+        costs = [(prediction.accuracy, prediction.latency_ms) for prediction in self.experts]
+        if self.outcomes is not None:
+            costs.insert(0, (self.outcomes.accuracy.mean(0), self.outcomes.latency_ms.mean(0)))
+        accuracy, latency_ms = (weighted(parts, self.weights) for parts in zip(*costs, strict=True))
+        return accuracy, latency_ms
 
 
 class StackedController(nn.Module):
     """Decides by Σ_k w_k·score_k over a network and experts, inside a guard.
 
     Args:
-        network: a controller of structure `utility`; its features and configurations are those of the whole.
-        experts: what stands beside it.
+        network: a controller of structure `utility`; the stack has its features and configurations.
+        experts: the other members.
         weights: float [1 + experts], the network's first.
-        guard: prices of a miss and fall-backs for deadlines; None for none.
-        static: what the guard falls back to.
+        guard: prices of a miss and fall-backs for deadlines, or None.
+        static: the policy that the guard falls back to.
         held_out_worth: mean utility, or at prices mean of accuracy − latency/worth, out of fold and without the guard.
     """
 
@@ -101,35 +141,37 @@ class StackedController(nn.Module):
         """Normalised features [*shape, width]."""
         return self.network.features(blocks, *shape)
 
+    def predictions(self, features: Tensor) -> MemberPredictions:
+        """From normalised features [n, width]."""
+        return MemberPredictions.from_features(self.network, self.experts, self.weights.tolist(), features)
+
     def view(self, features: Tensor, limits: Tensor) -> View:
-        """Normalised features [n, width], deadlines [n] in ms → what the whole expects, [n, C] each."""
-        views = [View(*_mean(_of_members(self.network, features, limits)))] if self.weights[0] > 0 else []
-        return View(*self._joined([*views, *(_of_expert(p, limits) for p in self._predictions(features))]))
+        """Normalised features [n, width], deadlines [n] in ms → joint predictions, [n, C] each."""
+        return self.predictions(features).view(limits)
 
-    def accuracy_and_cost(self, features: Tensor) -> Costs:
-        """Normalised features [n, width] → ΣwÂ and ΣwL̂ in ms, [n, C] each: what decides at a price."""
-        costs = [Costs(*_mean(_costs_of_members(self.network, features)))] if self.weights[0] > 0 else []
-        return Costs(*self._joined([*costs, *(Costs(p.accuracy, p.latency_ms) for p in self._predictions(features))]))
-
-    def _predictions(self, features: Tensor) -> list[Prediction]:
-        """Of the experts that count."""
-        x = features if features.shape[-1] else features.new_zeros(len(features), 1)
-        return [expert(x) for weight, expert in zip(self.weights[1:].tolist(), self.experts, strict=True) if weight > 0]
-
-    def _joined(self, said: Sequence[tuple[Tensor, ...]]) -> Iterator[Tensor]:
-        used = self.weights[self.weights > 0]
-        return (weighted(parts, used) for parts in zip(*said, strict=True))
+    def preference(self, view: View, limits: Tensor) -> Tensor:
+        """What the choice under deadlines [n] maximises, guard included, float64 [n, C] in units of accuracy."""
+        worth = view.score.double()
+        if self.guard is not None and self.static is not None:
+            group = self.guard.groups(limits)
+            # double because of the highest price
+            worth = worth + self.guard.miss[group].unsqueeze(1) * view.meets.double()
+            fixed = self.static.choose({}, limits).unsqueeze(1)
+            static = torch.full_like(worth, -torch.inf).scatter_(1, fixed, 1.0)
+            worth = torch.where(self.guard.deploy[group].unsqueeze(1), worth, static)
+        hopeless = view.meets.amax(1, keepdim=True) < HOPELESS
+        return torch.where(hopeless, -view.log_latency.double(), worth)
 
     def forward(self, features: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalised features float [*, width], limits float [*] in ms, mask bool [*, C] → log-probs [*, C].
 
-        The guard is not in them; `choose` has it.
+        They ignore the guard, which `choose` applies.
         """
         network, flat = self.network.network, limit.reshape(-1)
         x = features.reshape(len(flat), features.shape[-1])
         assert isinstance(network, UtilityNetwork)
         if self.priced:
-            accuracy, cost = self.accuracy_and_cost(x)
+            accuracy, cost = self.predictions(x).costs()
             score = accuracy - cost / flat.unsqueeze(1)
         else:
             score = self.view(x, flat).score
@@ -141,11 +183,10 @@ class StackedController(nn.Module):
         device = self.configurations.device
         normal = self.features({name: block.to(device) for name, block in features.items()}, len(limits))
         limits = limits.to(device, torch.float32)
-        if mask is None:
-            mask = torch.ones(len(limits), len(self.configurations), dtype=torch.bool)
-        mask = mask.to(device)
+        shape = len(limits), len(self.configurations)
+        mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device)
         if self.priced:
-            return choose_at_price(*self.accuracy_and_cost(normal), 1 / limits.double(), mask)
+            return choose_at_price(*self.predictions(normal).costs(), 1 / limits.double(), mask)
         score, meets, log_latency = self.view(normal, limits)
         if self.guard is None or self.static is None:
             chosen = pick(score, log_latency, mask)
@@ -155,7 +196,7 @@ class StackedController(nn.Module):
         return torch.where(hopeless, pick(-log_latency, log_latency, mask), chosen)
 
     def chosen(self) -> dict[str, Any]:
-        """What was chosen on held-out samples, in plain values."""
+        """The weights and settings chosen on held-out samples, in plain values."""
         names = ["network", *(expert.name for expert in self.experts)]
         return {
             "weights": dict(zip(names, self.weights.tolist(), strict=True)),
@@ -183,7 +224,7 @@ class StackedController(nn.Module):
             guard = Guard(len(state["budgets_ms"]), **{name: plain["guard"][name] for name in GUARD_SETTINGS})
             guard.load_state_dict(state)
         static = None if plain["static"] is None else BudgetAwareStatic.restored(plain["static"])
-        experts = [Expert.restored(one) for one in plain["experts"]]
+        experts = [Expert.restored(expert) for expert in plain["experts"]]
         network = Controller.restored(plain["network"])
         return cls(network, experts, plain["weights"], guard, static, plain["held_out_worth"]).eval()
 
@@ -191,122 +232,120 @@ class StackedController(nn.Module):
 # -- fitting -----------------------------------------------------------------------------------------------------------
 
 
-def _of_members(controller: Controller, features: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Score, probability of being in time and log-latency of each member of a network, [M, n, C] each."""
-    network, members = controller.network, controller.config.members
-    assert isinstance(network, UtilityNetwork)
-    outcomes, own = network.outcomes(features.expand(members, -1, -1)), limits.expand(members, -1)
-    return network.scores(outcomes, own), network.meets(outcomes, own), outcomes.log_latency
+def network_outcomes(controller: Controller, features: Tensor) -> Outcomes:
+    """What the M members of a controller predict of normalised features [n, width], [M, n, ·] each."""
+    assert isinstance(controller.network, UtilityNetwork)
+    return controller.network.outcomes(features.expand(controller.config.members, -1, -1))
 
 
-def _costs_of_members(controller: Controller, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Accuracy and latency in ms that each member of a network expects, [M, n, C] each."""
-    network = controller.network
-    assert isinstance(network, UtilityNetwork)
-    outcomes = network.outcomes(features.expand(controller.config.members, -1, -1))
-    return outcomes.accuracy, outcomes.latency_ms
-
-
-def _mean(of_members: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    return (part.mean(0) for part in of_members)
-
-
-class _Basis(NamedTuple):
-    """What every member is asked on: the rows, and who has not seen which."""
+class _HeldOutMembers(NamedTuple):
+    """The rows that members are weighed on, and the members' predictions for rows that they have not seen."""
 
     measured: Measured
     fitted: list[Fitted]
-    features: Tensor
-    """Normalised, [n, width]."""
+    outcomes: Outcomes
+    """Of all members of the network, [M, n, ·] each."""
     owner: Tensor
     """int64 [n], the member of the network that each row was held out of."""
 
-    def own(self, of_members: tuple[Tensor, ...]) -> Iterator[Tensor]:
-        """[M, n, C] each → [n, C], of every row what the member says that has not seen it."""
-        return (part[self.owner, torch.arange(len(self.owner))] for part in of_members)
+    def unseen(self, *parts: Tensor) -> Iterator[Tensor]:
+        """[M, n, C] each → [n, C], for every row by the member that it was held out of."""
+        return (part[self.owner, torch.arange(len(self.owner))] for part in parts)
 
 
-def _basis(
+def _fit_members(
     table: ProfileTable, rows: Tensor, network: Controller, config: PolicyConfig, budgets_ms: Tensor, seed: int
-) -> _Basis:
-    """Fit the experts; `budgets_ms` are the deadlines that their spreads are chosen for, none at a price."""
-    measured = Measured.of(table, rows, budgets_ms, seed)
+) -> _HeldOutMembers:
+    """Fit the experts; `budgets_ms` are the deadlines that their spreads are chosen for, empty at a price."""
+    measured = Measured.from_table(table, rows, budgets_ms, seed)
     fitted = fit_experts(table, measured, network.normaliser, config.experts, seed) if network.normaliser.width else []
     owner = torch.empty(len(rows), dtype=torch.int64)
     for member, (_, hold) in enumerate(folds_of(table, rows, seed, network.config.members)):
         owner[torch.from_numpy(hold)] = member
     features = network.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    return _Basis(measured, fitted, features, owner)
+    return _HeldOutMembers(measured, fitted, network_outcomes(network, features), owner)
 
 
 @torch.no_grad()
 def fit_stack(
     table: ProfileTable, rows: Tensor, network: Controller, config: PolicyConfig, limits: Tensor, seed: int
 ) -> StackedController:
-    """Fit the experts beside a network for deadlines, weigh all of them, calibrate the guard: all out of fold.
+    """Fit the experts for deadlines, weigh all members and calibrate the guard, all out of fold.
 
     Args:
         table: the profile.
-        rows: int64 [n], what the network's members were fitted on in folds (`folds_of` of the same seed).
-        network: of structure `utility`, at least two members.
-        config: which experts, and the guard.
+        rows: int64 [n], the rows that the network's members were fitted on in folds (`folds_of` with the same seed).
+        network: of structure `utility`, with at least two members.
+        config: the experts and the guard.
         limits: float [B], budgets in ms that the utility of a decision is averaged over.
         seed: of folds and trees.
     """
-    basis = _basis(table, rows, network, config, limits, seed)
-    measured = basis.measured
+    members = _fit_members(table, rows, network, config, limits, seed)
+    measured, inner = members.measured, network.network
+    assert isinstance(inner, UtilityNetwork)
     each = [limit.expand(len(rows)) for limit in limits]
-    views = [[View(*basis.own(_of_members(network, basis.features, limit))) for limit in each]]
-    views += [[_of_expert(one.out_of_fold, limit) for limit in each] for one in basis.fitted]
-    scores, meets, _ = (
-        [torch.stack([getattr(v, part) for v in of_limits]) for of_limits in views] for part in View._fields
-    )
-    got = utility(measured.accuracy, measured.latency_ms, limits[:, None, None])
-    held_out = HeldOut(scores, got, measured.mask)
+    views = [
+        [View(*members.unseen(*View.of_network(inner, members.outcomes, limit))) for limit in each],
+        *([View.of_expert(expert.out_of_fold, limit) for limit in each] for expert in members.fitted),
+    ]
+    scores = [torch.stack([view.score for view in of_limits]) for of_limits in views]
+    meets = [torch.stack([view.meets for view in of_limits]) for of_limits in views]
+    worth = utility(measured.accuracy, measured.latency_ms, limits[:, None, None])
+    held_out = HeldOut(scores, worth, measured.mask)
     weights = stack_weights(held_out)
     static = guard = None
     if config.guard:
         static = BudgetAwareStatic(table, rows)
         guard = _calibrated(table, measured, held_out, meets, weights, config)
-    worth_held_out = held_out.mean_worth(weighted(scores, weights))
-    return StackedController(network, [f.expert for f in basis.fitted], weights, guard, static, worth_held_out).eval()
+    experts = [fitted.expert for fitted in members.fitted]
+    mean_worth = held_out.mean_worth(weighted(scores, weights))
+    return StackedController(network, experts, weights, guard, static, mean_worth).eval()
 
 
 @torch.no_grad()
 def fit_priced_stack(
     table: ProfileTable, rows: Tensor, network: Controller, config: PolicyConfig, worths: Tensor, seed: int
-) -> tuple[StackedController, Costs]:
-    """Fit the experts beside a network for prices and weigh all of them out of fold.
+) -> tuple[StackedController, tuple[Tensor, Tensor]]:
+    """Fit the experts for prices and weigh all members out of fold.
 
     Args:
         table, rows, network, config, seed: see `fit_stack`.
         worths: float [B], in ms, that the mean of accuracy − latency/worth is averaged over.
 
     Returns:
-        The stack, and what it expects of these rows with nothing in it that has seen them, its weights included.
+        The stack, and its accuracy and latency in ms for these rows, [n, C] each, predicted by members and weights that
+        have not seen them.
     """
-    basis = _basis(table, rows, network, config, worths[:0], seed)
-    measured = basis.measured
-    said = [Costs(*basis.own(_costs_of_members(network, basis.features)))]
-    said += [Costs(one.out_of_fold.accuracy, one.out_of_fold.latency_ms) for one in basis.fitted]
+    members = _fit_members(table, rows, network, config, worths[:0], seed)
+    measured, outcomes = members.measured, members.outcomes
+    costs = [tuple(members.unseen(outcomes.accuracy, outcomes.latency_ms))]
+    costs += [(fitted.out_of_fold.accuracy, fitted.out_of_fold.latency_ms) for fitted in members.fitted]
     worth = worths[:, None, None]
-    scores = [costs.accuracy - costs.latency_ms / worth for costs in said]
+    scores = [accuracy - latency_ms / worth for accuracy, latency_ms in costs]
     held_out = HeldOut(scores, (measured.accuracy - measured.latency_ms / worth).nan_to_num(), measured.mask)
     weights = stack_weights(held_out)
-    costs = Costs(*(torch.zeros_like(part) for part in said[0]))
-    for hold, own in _weights_of_folds(measured, held_out, weights):
-        for joined, parts in zip(costs, zip(*said, strict=True), strict=True):
-            joined[hold] = weighted([part[hold] for part in parts], own).to(joined.dtype)
-    stack = StackedController(network, [one.expert for one in basis.fitted], weights)
-    stack.held_out_worth = held_out.mean_worth(weighted(scores, weights))
-    return stack.eval(), costs
+    accuracy, latency_ms = _unseen(measured, held_out, weights, *zip(*costs, strict=True))
+    mean_worth = held_out.mean_worth(weighted(scores, weights))
+    experts = [fitted.expert for fitted in members.fitted]
+    return StackedController(network, experts, weights, held_out_worth=mean_worth).eval(), (accuracy, latency_ms)
 
 
 def _weights_of_folds(measured: Measured, held_out: HeldOut, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """For each fold its positions int64 [h], and weights that have not seen it."""
     for fit, hold in measured.folds:
-        own = stack_weights(held_out.take(torch.from_numpy(fit))) if len(held_out.scores) > 1 else weights
-        yield torch.from_numpy(hold), own
+        if len(held_out.scores) > 1:
+            weights = stack_weights(held_out.take(torch.from_numpy(fit)))
+        yield torch.from_numpy(hold), weights
+
+
+def _unseen(measured: Measured, held_out: HeldOut, weights: Tensor, *parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Each part [*, n, C] of all members, joined by weights that have not seen the fold that they are used for."""
+    folds = list(_weights_of_folds(measured, held_out, weights))
+    for members in parts:
+        joined = torch.zeros_like(members[0])
+        for hold, of_fold in folds:
+            joined[..., hold, :] = weighted([part[..., hold, :] for part in members], of_fold).to(joined.dtype)
+        yield joined
 
 
 def _calibrated(
@@ -317,17 +356,13 @@ def _calibrated(
     weights: Tensor,
     config: PolicyConfig,
 ) -> Guard:
-    """The guard, calibrated with weights that have not seen the fold they are judged on either."""
-    score, likely = torch.zeros_like(meets[0]), torch.zeros_like(meets[0])
+    """The guard, calibrated by weights that have not seen the fold they are judged on."""
+    score, likely = _unseen(measured, held_out, weights, held_out.scores, meets)
     static_choice = torch.zeros(score.shape[:2], dtype=torch.int64)
-    of_folds = _weights_of_folds(measured, held_out, weights)
-    for (fit, _), (place, own) in zip(measured.folds, of_folds, strict=True):
-        score[:, place] = weighted([s[:, place] for s in held_out.scores], own)
-        likely[:, place] = weighted([m[:, place] for m in meets], own)
+    for fit, hold in measured.folds:
         static = BudgetAwareStatic(table, measured.rows[torch.from_numpy(fit)])
         for number, budget in enumerate(measured.budgets_ms):
-            mask = measured.mask[place]
-            static_choice[number, place] = static.choose({}, budget.expand(len(place)), mask)
+            static_choice[number, hold] = static.choose({}, budget.expand(len(hold)), measured.mask[hold])
     return Guard.calibrate(
         budgets_ms=measured.budgets_ms,
         score=score,

@@ -1,31 +1,26 @@
-"""Weights for a stack of predictors, learned from what each says of samples that it was not fitted on."""
+"""Weights for a stack of predictors, learned from their predictions for samples that they were not fitted on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.common.errors import InputError
-
 ROUNDS = 15
 
 
-class HeldOut:
-    """What every member of a stack expects of held-out samples, and what came of it.
+class HeldOut(NamedTuple):
+    """The predictions of all members of a stack for held-out samples, and the outcomes."""
 
-    Args:
-        scores: K members' expected worth, float [B, n, C] each.
-        worth: float [B, n, C], what was really got; anything where not profiled.
-        mask: bool [n, C].
-    """
-
-    def __init__(self, scores: Sequence[Tensor], worth: Tensor, mask: Tensor) -> None:
-        if not scores:
-            raise InputError("a stack needs at least one member")
-        self.scores, self.worth, self.mask = list(scores), worth, mask
+    scores: list[Tensor]
+    """K members' expected worth, float [B, n, C] each."""
+    worth: Tensor
+    """float [B, n, C], the actual worth; anything where not profiled."""
+    mask: Tensor
+    """bool [n, C]."""
 
     def take(self, positions: Tensor) -> HeldOut:
         """The same for some of the samples, int64 [m]."""
@@ -40,10 +35,10 @@ class HeldOut:
 def stack_weights(held_out: HeldOut) -> Tensor:
     """Weights of K members, float64 [K], not negative, sum 1: the mean of two rules.
 
-    One fits the worth itself: least squares without negative weights, after each sample's mean over its configurations
-    is taken off, because only differences inside a sample decide (Breiman 1996, "Stacked Regressions"). The other fits
-    the decisions: greedy ensemble selection with replacement on mean worth (Caruana et al. 2004, "Ensemble Selection
-    from Libraries of Models"), the best of its prefixes. Either alone is more easily misled by few samples.
+    One fits the worth itself: least squares without negative weights, after subtracting each sample's mean over its
+    configurations, because only differences inside a sample decide (Breiman 1996, "Stacked Regressions"). The other
+    fits the decisions: greedy ensemble selection with replacement on mean worth (Caruana et al. 2004, "Ensemble
+    Selection from Libraries of Models"), keeping the best prefix. Few samples mislead either rule more easily alone.
     """
     return (_least_squares(held_out) + _greedy(held_out)) / 2
 
@@ -87,7 +82,7 @@ def _normal(weights: Tensor) -> Tensor:
     return weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
 
 
-def weighted(values: Sequence[Tensor], weights: Tensor) -> Tensor:
+def weighted(values: Sequence[Tensor], weights: Tensor | Sequence[float]) -> Tensor:
     """Σ_k w_k·values_k; members of weight 0 are left out."""
     parts = [float(w) * v for w, v in zip(weights, values, strict=True) if w > 0]
     return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]

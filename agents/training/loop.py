@@ -1,17 +1,22 @@
 """The training loop that controller and selector share, on TorchRL's Collector and ReplayBuffer.
 
-One iteration: the collector draws contexts and lets the behaviour policy decide; the buffer takes row numbers, actions,
-log-probs and rewards (no features); the loss goes over it in minibatches; the optimiser steps. Old log-probs are those
-of the moment of collection: the policy is never further from its own data than `epochs` passes take it.
+A training is a list of stages. In each iteration of a stage the collector draws contexts and lets the behaviour policy
+decide; the buffer takes row numbers, actions, log-probs and rewards (no features); the stage's loss goes over it in
+minibatches; the optimiser steps. Old log-probs are those of the moment of collection: the policy is never further from
+its own data than `epochs` passes take it.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import functools
+import itertools
 import math
+import multiprocessing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +28,32 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from torchrl.envs import EnvBase
 
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.agents.training.stopping import stopping
-from knobwise.common.interruption import Held
+from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
 from knobwise.losses import GRPOLoss
-from knobwise.losses.actor_loss import ActorLoss
+
+STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: str | torch.device) -> Iterator[None]:
+    """Torch's global generators, which all draws come from, are seeded in this block and restored after it."""
+    device = torch.device(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Of the CPU and, where it is used, of the GPU."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_random_state(state: list[Tensor], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
 
 
 class Log(Protocol):
@@ -36,72 +62,92 @@ class Log(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
 
+@dataclass
+class Stage:
+    """One stage of a training: which loss, for how long, how fast."""
+
+    name: str
+    """As the progress bar shows it."""
+    loss: Callable[[TensorDictBase], TensorDictBase]
+    """Of a minibatch: the sum of the outputs that have a gradient is minimised."""
+    iterations: int
+    """How many; a stage of none is left out."""
+    lr: float
+    """Learning rate of AdamW, before the schedule."""
+    prepare: Callable[[float, bool], None] = lambda share, watched: None
+    """Called before each iteration with the share of the stage that is done and whether diagnostics are wanted."""
+    begin: Callable[[], None] = lambda: None
+    """Called when the stage begins. The optimiser always starts anew."""
+    steer: Callable[[float], None] | None = None
+    """Called after each iteration with the KL to the reference policy, in nats."""
+    dropout: bool = False
+    """Whether the network learns in train mode. GRPO does not: like the old log-probs, which are drawn in eval mode,
+    the new ones are then without dropout, and the ratio is 1 at the first step."""
+    patience: int = 0
+    """Evaluations of this stage without a better score after which training stops; 0 never stops early."""
+
+
 class Trainer(ABC):
-    """Trains one agent with one seed. What is trained, on what, and how it is judged is said by the classes below it.
+    """Trains one agent with one seed, stage by stage. To be built inside `seeded`.
 
     Args:
+        agent: what is trained; in eval mode but where a stage says otherwise.
+        reference: what the KL is taken to.
+        env: gives contexts and rewards.
+        behaviour: the policy that collects.
+        stages: what is done, one after the other.
         settings: of the optimiser.
-        steers: whether `_steer` wants the KL of every iteration of GRPO.
+        stored: which of the collected keys go into the buffer.
+        shape: of a batch of contexts.
+        keep: `best` keeps the weights with the best score, `last` those that were judged last.
         seed: of initialisation, contexts, draws.
-        folder: where `best.pt` and `last.pt` go; None keeps nothing.
+        folder: where `best.pt` and `last.pt` go; None saves nothing.
         log: where metrics go; None for nowhere.
         device: `cpu` or `cuda`.
     """
 
-    agent: nn.Module
-    """What is trained; in eval mode whenever it draws, is judged, or is trained by GRPO."""
-    reference: nn.Module
-    """What the KL is taken to."""
-    env: EnvBase
-    grpo: GRPOLoss
     judged_by: str
     """What `_judge` gives, in a word."""
+    grpo: GRPOLoss
+    """The loss whose β may change in training."""
 
     def __init__(
         self,
+        agent: nn.Module,
+        reference: nn.Module,
+        env: EnvBase,
+        behaviour: Callable[..., TensorDictBase],
+        stages: list[Stage],
         settings: OptimiserConfig,
         *,
-        steers: bool = False,
+        stored: Collection[Any],
+        shape: tuple[int, ...],
+        keep: str = "best",
         seed: int = 0,
         folder: Path | None = None,
         log: Log | None = None,
         device: str = "cpu",
     ) -> None:
-        self.settings, self.steers, self.seed, self.folder, self.log = settings, steers, seed, folder, log
+        self.agent: Any = agent
+        self.reference, self.env = reference, env
+        self.stages, self.settings = stages, settings
+        self.seed, self.folder, self.log = seed, folder, log
         self.device, self.title = torch.device(device), f"seed {seed}"
         self.iteration, self.finished = 0, False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.saved: int | None = None  # the iteration that `last.pt` holds
-        self._held = Held()
-        with self._own_random():
-            torch.manual_seed(seed)
-            self._set_up()
-            self.optimiser = self._new_optimiser()
-            self._random = self._random_state()
-
-    def _own_random(self) -> AbstractContextManager[None]:
-        """Draws, dropout and minibatches come from torch's generators, which we borrow and give back as they were."""
-        return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
-
-    def _random_state(self) -> list[Tensor]:
-        on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_gpu]
-
-    def _collect_with(
-        self, behaviour: Callable[..., TensorDictBase], kept: Collection[Any], shape: tuple[int, ...]
-    ) -> None:
-        """Collector and buffer; of what is collected the keys in `kept` go into the buffer, a batch of this shape."""
+        self._keep_last, self._held = keep == "last", Held()
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
             sampler=SamplerWithoutReplacement(),
             batch_size=shape[0],
         )
         self.collector = Collector(
-            self.env,
+            env,
             behaviour,
             replay_buffer=self.buffer,
             extend_buffer=True,
-            postproc=lambda data: data.squeeze(-1).select(*kept, strict=False).unflatten(0, shape),
+            postproc=lambda data: data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape),
             frames_per_batch=math.prod(shape),
             total_frames=-1,
             trust_policy=True,
@@ -109,61 +155,46 @@ class Trainer(ABC):
             track_traj_ids=False,
             auto_register_policy_transforms=False,
         )
-
-    # -- what is trained, and how it is judged -------------------------------------------------------------------------
-
-    @abstractmethod
-    def _set_up(self) -> None:
-        """Make `agent`, `reference`, `env`, `grpo` and, by `_collect_with`, collector and buffer."""
-
-    @property
-    @abstractmethod
-    def stage(self) -> str:
-        """What happens in this iteration, in a word."""
-
-    @abstractmethod
-    def _loss(self) -> ActorLoss:
-        """The loss of this iteration, with what is scheduled in it set."""
+        self.optimiser = self._new_optimiser()
+        self._random = random_state(self.device)
 
     @abstractmethod
     def _judge(self) -> tuple[float, Mapping[str, float]]:
-        """How good the agent is on what was held out, higher is better, and what is to be logged of it."""
+        """How good the agent is on held-out data, higher is better, and what is logged of it."""
 
     @abstractmethod
-    def _metrics(self, data: TensorDictBase, seen: TensorDictBase) -> Mapping[str, float]:
-        """What is to be logged of an iteration: of the contexts collected, and of the outputs of the loss."""
+    def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
+        """What is logged of an iteration, from the collected contexts and the mean outputs of the loss."""
 
     @abstractmethod
-    def _save(self, folder: Path) -> None:
-        """After judging: write `best.pt` when this iteration is the best, then `last.pt` by `_save_last`."""
+    def provenance(self) -> dict[str, Any]:
+        """What `best.pt` says of how its agent was trained."""
 
     @abstractmethod
-    def _save_last(self, folder: Path) -> None:
-        """Write `last.pt` with `training_state()`: what goes on from there ends as it would have here."""
-
-    def _begin_grpo(self) -> None:
-        """What GRPO starts from becomes the reference, and the optimiser forgets the warm-up."""
-        self.reference.load_state_dict(self.agent.state_dict())
-        self.optimiser = self._new_optimiser()
-
-    @abstractmethod
-    def _steer(self, kl: float) -> None:
-        """Follow the KL to the reference, in nats, where `steers` asked for it."""
-
-    def _loss_of(self, loss: ActorLoss, minibatch: TensorDictBase) -> TensorDictBase:
-        outputs: TensorDictBase = loss(minibatch)
-        return outputs
+    def _write(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint of the agent, with these values in it."""
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
     @property
     def total(self) -> int:
-        """Iterations of both stages."""
-        return self.settings.warmup_iterations + self.settings.iterations
+        """Iterations of all stages."""
+        return sum(stage.iterations for stage in self.stages)
+
+    def _stage_and_start(self) -> tuple[Stage, int]:
+        """The stage of this iteration, and the iteration at which it begins."""
+        starts = list(itertools.accumulate((stage.iterations for stage in self.stages[:-1]), initial=0))
+        number = bisect.bisect(starts, self.iteration) - 1
+        return self.stages[number], starts[number]
 
     @property
-    def warming_up(self) -> bool:
-        return self.iteration < self.settings.warmup_iterations
+    def stage(self) -> Stage:
+        return self._stage_and_start()[0]
+
+    def _share(self) -> float:
+        """How much of the stage is done, 0 … 1."""
+        stage, start = self._stage_and_start()
+        return (self.iteration - start) / max(stage.iterations, 1)
 
     @property
     def _logged(self) -> bool:
@@ -171,117 +202,141 @@ class Trainer(ABC):
 
     @property
     def _watched(self) -> bool:
-        """Whether anybody looks at the numbers of this iteration."""
-        return self.steers or self._logged
+        """Whether anybody looks at the diagnostics of this iteration."""
+        return self._logged or self.stage.steer is not None
 
     def _new_optimiser(self) -> torch.optim.Optimizer:
-        named = [(name, p) for name, p in self.agent.named_parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [
-            {
-                "params": [p for name, p in named if not name.endswith("bias")],
-                "weight_decay": self.settings.weight_decay,
-            },
-            {"params": [p for name, p in named if name.endswith("bias")]},
-        ]
-        return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
-
-    def _share(self) -> float:
-        """How far the stage has come, 0 … 1."""
-        warmup, total = self.settings.warmup_iterations, self.total
-        return self.iteration / warmup if self.warming_up else (self.iteration - warmup) / max(total - warmup, 1)
+        learned = [(name, p) for name, p in self.agent.named_parameters() if p.requires_grad]
+        weights = [p for name, p in learned if not name.endswith("bias")]
+        biases = [p for name, p in learned if name.endswith("bias")]
+        decayed: dict[str, Any] = {"params": weights, "weight_decay": self.settings.weight_decay}
+        return torch.optim.AdamW([decayed, {"params": biases}], lr=0.0, weight_decay=0.0, fused=True)
 
     def _learning_rate(self) -> float:
-        lr = self.settings.warmup_lr if self.warming_up else self.settings.lr
+        lr, share, rise = self.stage.lr, self._share(), self.settings.rise
         if self.settings.schedule == "constant":
             return lr
-        share, rise = self._share(), self.settings.rise
         return lr * (share + 1e-2) / rise if share + 1e-2 < rise else lr * 0.5 * (1 + math.cos(math.pi * share))
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """Train to the end, or until what was held out stops gaining; gives the best, in eval mode. See `stopping`."""
+        """Train to the end, or until the held-out score stops improving; gives the best agent, in eval mode.
+
+        Where there is a folder, a signal stops training after the iteration that it comes in, which is saved.
+
+        Raises:
+            KeyboardInterrupt: stopped by a signal; a note says what is saved.
+        """
+        words = STOPPING if multiprocessing.parent_process() is None else ""  # said once, whatever the processes
         stream = iter(self.collector)
-        with stopping(self) as self._held, self._own_random(), progress(self.title, self.total, self.iteration) as tick:
-            torch.set_rng_state(self._random[0])
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(self._random[1], self.device)
-            while not self.finished:
-                self.finished = self.iteration == self.total
-                if self.finished or self._logged:
-                    self._evaluate()
-                if self.finished:
-                    break
-                if self._held.asked is not None:
-                    self._keep(self._save_last)
-                    self._held.check()
-                if self.iteration == self.settings.warmup_iterations:
-                    self._begin_grpo()
-                metrics = self.iterate(stream)
-                if self.log is not None and metrics:
-                    self.log.log(metrics, self.iteration)
-                tick(self.iteration + 1, f"{self.stage} · best validation {self.judged_by} {self.best['score']:.4f}")
-                self.iteration += 1
+        try:
+            with (
+                held_back(self.folder is not None, words) as self._held,
+                seeded(self.seed, self.device),
+                progress(self.title, self.total, self.iteration) as tick,
+            ):
+                set_random_state(self._random, self.device)
+                while self._continues():
+                    metrics = self.iterate(stream)
+                    if self.log is not None and metrics:
+                        self.log.log(metrics, self.iteration)
+                    best = f"best validation {self.judged_by} {self.best['score']:.4f}"
+                    tick(self.iteration + 1, f"{self.stage.name} · {best}")
+                    self.iteration += 1
+        except KeyboardInterrupt as stop:
+            stop.add_note(self._what_is_saved())
+            raise
         self.collector.shutdown()
         self.agent.load_state_dict(self.best["state"])
         return self.agent.eval()
 
+    def _continues(self) -> bool:
+        """Evaluate where it is time to, stop where a signal came, begin the next stage; False at the end."""
+        self.finished |= self.iteration == self.total
+        if self.finished or self._logged:
+            self._evaluate()
+        if self.finished:
+            return False
+        if self._held.number is not None:
+            self._save(judged=False)
+            self._held.check()
+        stage, start = self._stage_and_start()
+        if self.iteration == start:
+            stage.begin()
+            self.optimiser = self._new_optimiser()
+        return True
+
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
-        """One iteration on contexts that the collector draws into the buffer; gives what is to be logged."""
+        """One iteration on contexts that the collector draws into the buffer; gives what is logged."""
+        self.stage.prepare(self._share(), self._watched)
         self.buffer.empty()
         next(stream)
         return self._learn(self.buffer[:])
 
     def _learn(self, data: TensorDictBase) -> Mapping[str, float]:
         """One iteration on freshly collected contexts."""
-        loss = self._loss()
+        stage, watched = self.stage, self._watched
         for group in self.optimiser.param_groups:
             group["lr"] = self._learning_rate()
-        loss.diagnostics = self._watched
+        self.agent.train(stage.dropout)
         outputs: list[TensorDictBase] = []
         for _ in range(self.settings.epochs):
             for minibatch in self.buffer.sample().split(self.settings.minibatch):
-                out = self._loss_of(loss, minibatch)
+                out = stage.loss(minibatch)
                 total = functools.reduce(torch.add, (value for value in out.values() if value.requires_grad))
                 self.optimiser.zero_grad()
                 total.backward()
                 norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.settings.clip_grad)
                 self.optimiser.step()
-                if loss.diagnostics:
+                if watched:
                     outputs.append(out.detach().set("loss", total.detach()).set("grad_norm", norm))
         self.agent.eval()
-        if not self._watched:
+        if not watched:
             return {}
-        seen: TensorDict = lazy_stack(outputs).mean(0)
-        if loss is self.grpo and self.steers:
-            self._steer(float(seen["kl_to_ref"]))
-        return self._metrics(data, seen) if self._logged else {}
+        mean: TensorDict = lazy_stack(outputs).mean(0)
+        if stage.steer is not None:
+            stage.steer(float(mean["kl_to_ref"]))
+        return self._metrics(data, mean) if self._logged else {}
 
     def _evaluate(self) -> None:
-        """Judge what was held out, keep the best, say when it is time to stop, save."""
+        """Judge on held-out data, keep the best, see whether to stop early, save."""
         score, metrics = self._judge()
-        if self._is_best(score):
+        if self._keep_last or score > self.best["score"]:
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
             self.best = {"score": score, "iteration": self.iteration, "state": state}
-        since = self.iteration - max(self.best["iteration"], self.settings.warmup_iterations)
-        self.finished |= 0 < self.settings.patience * self.settings.evaluate_every <= since
+        stage, start = self._stage_and_start()
+        since = self.iteration - max(self.best["iteration"], start)
+        self.finished |= 0 < stage.patience * self.settings.evaluate_every <= since
         if self.log is not None:
             self.log.log({f"Val/{name}": value for name, value in metrics.items()}, self.iteration)
-        self._keep(self._save)
+        self._save(judged=True)
 
-    def _keep(self, save: Callable[[Path], None]) -> None:
+    # -- stopping and resuming -----------------------------------------------------------------------------------------
+
+    def _save(self, judged: bool) -> None:
+        """Write `last.pt`, from which training ends as it would have here; once judged, also what is kept."""
         if self.folder is not None:
             with self._held.undisturbed():
-                save(self.folder)
+                for name in self._kept_files() if judged else ():
+                    self._write(self.folder / name, self.provenance())
+                self._write(self.folder / "last.pt", {"training": self.training_state()})
                 self.saved = self.iteration
 
-    def _is_best(self, score: float) -> bool:
-        return score > float(self.best["score"])
+    def _kept_files(self) -> list[str]:
+        """The files that this evaluation is kept in."""
+        return ["best.pt"] if self.best["iteration"] == self.iteration else []
 
-    # -- stopping and going on -----------------------------------------------------------------------------------------
+    def _what_is_saved(self) -> str:
+        """What is on disk of this training, for a person."""
+        if self.folder is None or self.saved is None:
+            return f"{self.title}: nothing was saved yet"
+        holds = "is finished" if self.finished else f"holds iteration {self.saved:,} of {self.total:,}"
+        best = f"validation {self.judged_by} {self.best['score']:.4f} at iteration {self.best['iteration']:,}"
+        return f"{self.title}: {self.folder / 'last.pt'} {holds}; best.pt beside it the best so far ({best})"
 
     def training_state(self) -> dict[str, Any]:
-        """What `last.pt` holds beside the agent: tensors and plain values."""
+        """What `last.pt` holds beside the agent."""
         return {
             "iteration": self.iteration,
             "finished": self.finished,
@@ -290,10 +345,10 @@ class Trainer(ABC):
             "optimiser": self.optimiser.state_dict(),
             "kl_to_ref_coeff": float(self.grpo.kl_to_ref_coeff),
             "contexts": self.env.contexts.before,
-            "random": self._random_state(),
+            "random": random_state(self.device),
         }
 
-    def go_on_from(self, agent: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def resume_from(self, agent: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Go on from what `training_state` gave; the end is the same, bit for bit, as without the stop."""
         self.agent.load_state_dict(agent)
         self.reference.load_state_dict(state["reference"])

@@ -23,17 +23,20 @@ from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
 from knobwise.agents.selector.clip_encoder import ClipEncoder
 from knobwise.agents.selector.evaluation import choose, judge
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.selector.settings import SelectorLossConfig, StageConfig
-from knobwise.agents.training.loop import Log, Trainer
+from knobwise.agents.training.loop import Stage, Trainer, seeded
+from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.demonstrations.reward import DemonstrationRewardConfig
-from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, GroupConfig, Scorer
+from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses import GRPOLoss, RCELoss
-from knobwise.losses.actor_loss import ActorLoss
+from knobwise.losses.settings import SelectorLossConfig
 
-KEPT = ("row", "action", "action_log_prob", "reference_log_prob", "group_mask")
+STORED = (
+    *("row", "action", "action_log_prob", "reference_log_prob", "group_mask"),
+    *(("next", "reward"), ("next", "vqa_correct")),
+)
 
 
 class SelectorTrainer(Trainer):
@@ -56,9 +59,7 @@ class SelectorTrainer(Trainer):
         seed, folder, log, device: see `Trainer`.
     """
 
-    env: DemonstrationBandit
     agent: SelectorActor
-    reference: SelectorActor
 
     def __init__(
         self,
@@ -78,163 +79,159 @@ class SelectorTrainer(Trainer):
         loss: SelectorLossConfig | None = None,
         reward: DemonstrationRewardConfig | None = None,
         seed: int = 0,
-        folder: Path | None = None,
-        log: Log | None = None,
         device: str = "cpu",
+        **options: Any,
     ) -> None:
         if live and scorer is None:
             raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
         if not len(split.train) or not len(split.validation):
             raise InputError(f"{table.name}: training needs queries to fit on and others to choose the epoch on")
-        self.table, self.split, self.shots, self.scorer, self.live = table, split, shots, scorer, live
-        self.config, self.loss, self.groups = config or StageConfig(), loss or SelectorLossConfig(), groups
-        self.reward, self._stage, self._start, self._reference = reward, stage, start, reference or start
-        self._embeddings = embeddings or StoredEmbeddings(table.queries, table.candidates)
-        self._reference_embeddings = reference_embeddings or self._embeddings
+        self.table, self.split, self.shots, self.scorer = table, split, shots, scorer
+        self.config, self.loss = config or StageConfig(), loss or SelectorLossConfig()
         self.judged_by = "beam score" if scorer is None and "vqa_correct" not in table.fields else "accuracy"
-        steers = self.loss.kl_band is not None or self.loss.temperature_band is not None
-        settings = self.config.optimiser(len(split.train))
-        super().__init__(settings, steers=steers and stage == "grpo", seed=seed, folder=folder, log=log, device=device)
-
-    @property
-    def stage(self) -> str:
-        return self._stage
+        reference, embeddings = reference or start, embeddings or StoredEmbeddings(table.queries, table.candidates)
+        networks = ((start, embeddings), (reference, reference_embeddings or embeddings))
+        weights = (*start.state_dict().values(), *reference.state_dict().values())
+        sums = [float(values.double().sum()) for values in weights]
+        self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
+        settings, group = self.config.optimiser(len(split.train)), self.loss.group_size
+        with seeded(seed, device):
+            agent, frozen = (
+                SelectorActor(*copy.deepcopy(each), table.pool, shots, group).to(device).eval() for each in networks
+            )
+            agent.selector.stage = stage
+            env = DemonstrationBandit(
+                table,
+                batch_size=settings.contexts,
+                group_size=group,
+                shots=shots if live else None,
+                reward=reward,
+                rows=split.train,
+                seed=seed,
+                scorer=scorer if live else None,
+                groups=groups or GroupConfig(),
+                device=torch.device(device),
+            )
+            behaviour = SequenceBehaviour(agent, frozen.requires_grad_(False), with_log_probs=stage == "grpo")
+            options |= {"stored": STORED, "shape": (settings.contexts,), "keep": self.config.keep}
+            stages = [self._stage(stage, agent, settings)]
+            super().__init__(agent, frozen, env, behaviour, stages, settings, seed=seed, device=device, **options)
 
     @property
     def selector(self) -> Selector:
         """What is trained."""
         return self.agent.selector
 
-    def _set_up(self) -> None:
-        table, scorer = self.table, self.scorer if self.live else None
-        group = self.loss.group_size
-        ends = ((self._start, self._embeddings), (self._reference, self._reference_embeddings))
-        self.agent, self.reference = (
-            SelectorActor(*copy.deepcopy(end), table.pool, self.shots, group).to(self.device).eval() for end in ends
-        )
-        self.reference.requires_grad_(False)
-        self.selector.stage = self.stage
-        self.env = DemonstrationBandit(
-            table,
-            batch_size=self.settings.contexts,
-            group_size=group,
-            shots=self.shots if self.live else None,
-            reward=self.reward,
-            rows=self.split.train,
-            seed=self.seed,
-            scorer=scorer,
-            groups=self.groups or GroupConfig(),
-            device=self.device,
-        )
-        self.imitation = RCELoss(self.agent, recorded=True, scores=self.loss.scores, functional=False).to(self.device)
-        self.grpo = GRPOLoss(self.agent, **self.loss.of_grpo(), masked=True, functional=False).to(self.device)
-        self.behaviour = SequenceBehaviour(self.agent, self.reference)
-        self.behaviour.with_log_probs = self.stage == "grpo"
-        kept = [*KEPT, ("next", "reward"), ("next", "vqa_correct")]
-        self._collect_with(self.behaviour, kept, (self.settings.contexts,))
+    # -- the stage -----------------------------------------------------------------------------------------------------
 
-    def _begin_grpo(self) -> None:
-        """The reference is given, and this is the only stage."""
+    def _stage(self, name: str, agent: SelectorActor, settings: OptimiserConfig) -> Stage:
+        device = agent.pool.device
+        self.imitation = RCELoss(agent, recorded=True, scores=self.loss.scores, functional=False).to(device)
+        self.grpo = GRPOLoss(agent, **self.loss.of_grpo(), masked=True, functional=False).to(device)
+        stage = Stage(name, self._imitate, settings.iterations, settings.lr, prepare=self._prepare_imitation)
+        stage.dropout = name == "sft"
+        if name == "grpo":
+            stage.loss, stage.prepare = self._grpo, self._prepare_grpo
+            if self.loss.kl_band is not None or self.loss.temperature_band is not None:
+                stage.steer = self._steer
+        return stage
 
-    def _loss(self) -> ActorLoss:
-        if self.stage == "grpo":
-            # in eval mode: draws, old log-probs and the new ones are all taken without dropout, so that the ratio is 1
-            self.grpo.top = self.loss.curriculum_top if self._share() < self.loss.curriculum else None
-            return self.grpo
+    def _prepare_imitation(self, share: float, watched: bool) -> None:
         start, end = self.loss.temperature_start, self.loss.temperature_end
-        temperature = math.inf if self.stage == "sft" else start + (end - start) * self._share()
-        self.imitation.temperature.fill_(temperature)
-        self.agent.train(self.stage == "sft")
-        return self.imitation
+        self.imitation.temperature.fill_(math.inf if self.stage.name == "sft" else start + (end - start) * share)
+        self.imitation.diagnostics = watched
 
-    def _loss_of(self, loss: ActorLoss, minibatch: TensorDictBase) -> TensorDictBase:
-        there, least = _there(minibatch), self.loss.min_positive
-        if loss is self.grpo and least > 0:
-            right = (minibatch["next", "vqa_correct"] > 0.5) & there
-            there = there & (right.sum(-1, keepdim=True) >= least * there.sum(-1, keepdim=True))
-        minibatch = minibatch.copy().set("group_mask", there)
-        taught = there.any(-1)  # means are over the queries that have something to teach
-        return super()._loss_of(loss, minibatch[taught] if taught.any() else minibatch)
+    def _prepare_grpo(self, share: float, watched: bool) -> None:
+        self.grpo.top = self.loss.curriculum_top if share < self.loss.curriculum else None
+        self.grpo.diagnostics = watched
 
     def _steer(self, kl: float) -> None:
         if self.loss.kl_band is not None:
             self.grpo.adapt_kl(kl, *self.loss.kl_band)
         if self.loss.temperature_band is not None:
             low, high = self.loss.temperature_band
-            change = 1 / 1.1 if kl > high else 1.1 if kl < low else 1.0
-            self.agent.temperature = min(2.0, max(0.5, self.agent.temperature * change))
+            change = 1 / 1.1 if kl > high else 1.1
+            if kl > high or kl < low:
+                self.agent.temperature = min(2.0, max(0.5, self.agent.temperature * change))
 
-    def _metrics(self, data: TensorDictBase, seen: TensorDictBase) -> Mapping[str, float]:
-        reward, right = data["next", "reward"], data["next", "vqa_correct"]
-        there = _there(data)
-        metrics = {"Reward": reward[there], "Accuracy": right[there & ~right.isnan()]}
-        logged = {f"{name}_Mean": float(values.mean()) for name, values in metrics.items() if len(values)}
-        logged |= {f"{name}_Std": float(values.std(correction=0)) for name, values in metrics.items() if len(values)}
-        logged |= {name: float(seen[key]) for key, name in LOGGED.items() if key in seen}
+    def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
+        outputs: TensorDictBase = self.imitation(_taught(minibatch, _present(minibatch)))
+        return outputs
+
+    def _grpo(self, minibatch: TensorDictBase) -> TensorDictBase:
+        present, least = _present(minibatch), self.loss.min_positive
+        if least > 0:
+            right = (minibatch["next", "vqa_correct"] > 0.5) & present
+            present = present & (right.sum(-1, keepdim=True) >= least * present.sum(-1, keepdim=True))
+        outputs: TensorDictBase = self.grpo(_taught(minibatch, present))
+        return outputs
+
+    def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
+        reward, right, present = data["next", "reward"], data["next", "vqa_correct"], _present(data)
+        drawn = {"Reward": reward[present], "Accuracy": right[present & ~right.isnan()]}
+        logged = {f"{name}_Mean": float(values.mean()) for name, values in drawn.items() if len(values)}
+        logged |= {f"{name}_Std": float(values.std(correction=0)) for name, values in drawn.items() if len(values)}
+        logged |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         logged |= {"LR": self._learning_rate(), "Beta": float(self.grpo.kl_to_ref_coeff)}
-        return {f"Train/{name}": value for name, value in logged.items()} | {
-            "Train/Temperature": self.agent.temperature if self.stage == "grpo" else float(self.imitation.temperature)
-        }
+        logged["Temperature"] = float(self.imitation.temperature)
+        if self.stage.name == "grpo":
+            logged["Temperature"] = self.agent.temperature
+        return {f"Train/{name}": value for name, value in logged.items()}
 
-    # -- what was held out ---------------------------------------------------------------------------------------------
+    # -- held-out data -------------------------------------------------------------------------------------------------
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """Greedy sequences of the validation queries, scored; or of what was recorded of them, what ranks first."""
         rows = self.split.validation
         if self.scorer is None:
-            found = self._recorded_first(rows)
+            score = self._recorded_first(rows)
         else:
             chosen = choose(self.selector, self.agent.embeddings, self.table, rows, self.shots)
-            found = float(judge(self.table, self.scorer, chosen, rows).mean())
-        return found, {f"{self.judged_by.title().replace(' ', '_')}_Mean": found}
-
-    def _is_best(self, score: float) -> bool:
-        return self.config.keep == "last" or super()._is_best(score)
+            score = float(judge(self.table, self.scorer, chosen, rows).mean())
+        return score, {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
 
     @torch.no_grad()
-    def _recorded_first(self, rows: Tensor, at_once: int = 512) -> float:
+    def _recorded_first(self, rows: Tensor, batch: int = 512) -> float:
         """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group: right or
         wrong, or where that is not known its score. Over queries that have any."""
-        table, found = self.table, []
+        table, scores = self.table, []
         outcome = table.fields["vqa_correct" if "vqa_correct" in table.fields else "beam_score"]
-        there = table.beam_mask & (table.lengths == self.shots) & ~outcome.isnan()
-        rows = rows[there[rows].any(1)]
-        for part in rows.split(at_once) if len(rows) else ():
-            batch = TensorDict({"row": part}, [len(part)], device=self.device)
-            log_probs = self.agent.get_dist(batch).log_prob(table.sequences[part].to(self.device)).cpu()
-            first = log_probs.masked_fill(~there[part], -torch.inf).argmax(1, keepdim=True)
-            found.append(outcome[part].gather(1, first))
-        return float(torch.cat(found).mean()) if found else 0.0
+        recorded = table.beam_mask & (table.lengths == self.shots) & ~outcome.isnan()
+        rows = rows[recorded[rows].any(1)]
+        for part in rows.split(batch) if len(rows) else ():
+            queries = TensorDict({"row": part}, [len(part)], device=self.device)
+            log_probs = self.agent.get_dist(queries).log_prob(table.sequences[part].to(self.device)).cpu()
+            first = log_probs.masked_fill(~recorded[part], -torch.inf).argmax(1, keepdim=True)
+            scores.append(outcome[part].gather(1, first))
+        return float(torch.cat(scores).mean()) if scores else 0.0
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _save(self, folder: Path) -> None:
-        epoch = self.iteration // self.settings.evaluate_every
-        extra: dict[str, Any] = {"policy": folder.name, "validation": self.best["score"], "epoch": epoch}
+    @property
+    def _epoch(self) -> int:
+        return self.iteration // self.settings.evaluate_every
+
+    def _kept_files(self) -> list[str]:
+        return [f"epoch{self._epoch}.pt", *super()._kept_files()]
+
+    def provenance(self) -> dict[str, Any]:
+        """How the selector came about, and the weights that were trained with it."""
+        extra: dict[str, Any] = {"validation": self.best["score"], "epoch": self._epoch, "shots": self.shots}
+        extra["policy"] = None if self.folder is None else self.folder.name
         extra["fitted"] = [self.table.query_ids[row] for part in self.split[:2] for row in part.tolist()]
-        extra["shots"] = self.shots
         if isinstance(self.agent.embeddings, ClipEncoder):
             extra["lora"] = self.agent.embeddings.lora_state()
-        save_checkpoint(folder / f"epoch{epoch}.pt", self.selector, self.table, extra)
-        if self.best["iteration"] == self.iteration:
-            save_checkpoint(folder / "best.pt", self.selector, self.table, extra)
-        self._save_last(folder)
+        return extra
 
-    def _save_last(self, folder: Path) -> None:
-        save_checkpoint(folder / "last.pt", self.selector, self.table, {"training": self.training_state()})
+    def _write(self, path: Path, extra: dict[str, Any]) -> None:
+        save_checkpoint(path, self.selector, self.table, extra)
 
     def training_state(self) -> dict[str, Any]:
         return super().training_state() | {
             "agent": self.agent.state_dict(),
             "temperature": self.agent.temperature,
-            "settings": self.settings_said(),
+            "settings": self._resumable,
         }
-
-    def settings_said(self) -> str:
-        """Everything that has to be the same for a stopped stage to go on."""
-        weights = (*self._start.state_dict().values(), *self._reference.state_dict().values())
-        start = [float(values.double().sum()) for values in weights]
-        return repr((self.stage, self.live, self.shots, self.config, self.loss, self.reward, self.groups, start))
 
     def resume(self, path: Path) -> bool:
         """Go on from a `last.pt`; the end is the same, bit for bit, as without the stop. False when there is none.
@@ -246,9 +243,9 @@ class SelectorTrainer(Trainer):
             return False
         loaded = load_checkpoint(path)
         state = loaded.extra.get("training", {})
-        if loaded.profile_digest != self.table.digest or state.get("settings") != self.settings_said():
+        if loaded.profile_digest != self.table.digest or state.get("settings") != self._resumable:
             raise InputError(f"{path}: was trained on other beams or with other settings; choose another name=…")
-        self.go_on_from(state["agent"], state)
+        self.resume_from(state["agent"], state)
         self.agent.temperature = state["temperature"]
         return True
 
@@ -258,8 +255,14 @@ class SelectorTrainer(Trainer):
         return self.selector
 
 
-def _there(batch: TensorDictBase) -> Tensor:
-    """Which sequences of the groups there are, bool [P, G]: of live draws all."""
+def _present(batch: TensorDictBase) -> Tensor:
+    """Which sequences each group has, bool [P, G]; of live draws all."""
     reward = batch["next", "reward"]
-    found: Tensor = batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
-    return found
+    mask: Tensor = batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
+    return mask
+
+
+def _taught(minibatch: TensorDictBase, present: Tensor) -> TensorDictBase:
+    """The queries that have something to teach, over which means are taken; all where none has."""
+    minibatch, taught = minibatch.copy().set("group_mask", present), present.any(-1)
+    return minibatch[taught] if taught.any() else minibatch

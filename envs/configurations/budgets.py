@@ -1,21 +1,21 @@
-"""Latency budgets: which ones a policy is trained on, which ones it is judged on, and how a network reads them."""
+"""Latency budgets: which ones train a policy, which ones judge it, and how a network reads them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
 FEASIBLE_SHARE = 0.75
 LEAST_LATENCY_MS = 1e-9
-"""Budgets are at least this, and logarithms are taken of at least this: below any cost in any unit, were it USD."""
+"""Lower bound of budgets and of the arguments of logarithms; below any cost in any unit, even USD."""
 
 
 def log_ms(latency_ms: Tensor) -> Tensor:
@@ -24,29 +24,23 @@ def log_ms(latency_ms: Tensor) -> Tensor:
 
 
 def log_measured(latency_ms: Tensor) -> Tensor:
-    """Natural logarithm of what was measured; a 0 counts as a tenth of the smallest value above it.
+    """Natural logarithm of measured costs; a 0 counts as a tenth of the smallest value above it.
 
-    Timers report 0 for very short times, and a cost may be 0 for some configurations; only in logarithms the 0 is
-    replaced. NaN stays.
+    Timers report 0 for very short times, and some configurations may cost nothing; the 0 is replaced in logarithms
+    only. NaN stays.
     """
     above = latency_ms[latency_ms > 0]
     return latency_ms.clamp_min(float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS).log()
 
 
 def default_budgets(table: ProfileTable) -> Tensor:
-    """The five budgets that everything is judged on, float32 [5], in ms: `quantile_budgets` of the whole table."""
+    """The five budgets that policies are judged on, float32 [5], in ms: `quantile_budgets` of the whole table."""
     return quantile_budgets(table.latency_ms, table.mask)
 
 
 def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
-    """The 10/25/50/75/90 % quantiles of all profiled latencies, each raised where needed to a budget that
-    three quarters of the samples can meet with their fastest configuration.
-
-    Args:
-        latency_ms: float [N, C].
-        mask: bool [N, C], what was profiled.
-
-    Returns: [5], in ms.
+    """The 10/25/50/75/90 % quantiles of all profiled latencies, each raised if needed until three quarters of the
+    samples can meet it with their fastest configuration: latencies [N, C] and the mask bool [N, C] → [5], in ms.
     """
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
@@ -55,10 +49,8 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
 
 
 def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None) -> Tensor:
-    """The budgets asked for, in ms, or else the default ones, of these rows (int64) or of all: float32 [B].
-
-    Raises:
-        InputError: no budget, or one that is not positive.
+    """The budgets in the settings, in ms; the default are those of these rows (int64) or of all: float32 [B].
+    Raises InputError if there is no budget, or one that is not positive.
     """
     if budgets_ms is None:
         return default_budgets(table) if rows is None else quantile_budgets(table.latency_ms[rows], table.mask[rows])
@@ -68,24 +60,20 @@ def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows
 
 
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:
-    # torch.quantile refuses more than 16 M values; profiles are that large at times
+    # torch.quantile refuses more than 16 M values, and profiles may have more
     ordered = values.sort().values
-    place = shares.double() * (len(ordered) - 1)  # float32 does not count that far
+    place = shares.double() * (len(ordered) - 1)  # float32 cannot count that far
     low = place.floor().long()
     high = place.ceil().long()
     return torch.lerp(ordered[low], ordered[high], (place - low).to(ordered.dtype))
 
 
-def _positive(numbers: tuple[float, ...]) -> bool:
-    return bool(numbers) and all(0 < number < math.inf for number in numbers)
-
-
 def worths_range(latencies_ms: Tensor) -> Tensor:
-    """What a right answer is worth, from the least to the most that is looked at, float32 [2], in ms.
+    """The least and the greatest worth of a right answer that are considered, float32 [2], in ms.
 
-    The price of a mean budget is λ = 1/worth. From the 3 % quantile of the latencies, where only what is nearly free
-    pays, to thirty times their 97 % quantile, where a gain of some 3 points pays for the slowest; what costs nothing is
-    left out.
+    The price of a mean budget is λ = 1/worth. The range is from the 3 % quantile of the latencies, where only the
+    nearly free pays, to thirty times their 97 % quantile, where a gain of some 3 points pays for the slowest. Free
+    configurations are left out.
     """
     paid = latencies_ms[latencies_ms > 0]
     low, high = _quantile(paid if len(paid) else torch.ones(1), torch.tensor([0.03, 0.97]))
@@ -93,48 +81,17 @@ def worths_range(latencies_ms: Tensor) -> Tensor:
 
 
 def judged_worths(table: ProfileTable) -> Tensor:
-    """Five worths evenly apart in logarithm, float32 [5], in ms: what a policy for mean budgets is validated at."""
+    """Five worths evenly spaced in logarithm, float32 [5], in ms, to validate a policy for mean budgets."""
     low, high = worths_range(table.latency_ms[table.mask]).log().tolist()
     return torch.linspace(low, high, 7)[1:-1].exp()
 
 
-@dataclass
-class BudgetConfig:
-    """Which budgets a policy is trained on. They are drawn anew at every visit of a sample."""
-
-    strategy: str = "quantiles"
-    """`relative`: a random profiled latency of the sample itself times one of `factors` (the seeds' form);
-    `uniform`: evenly between `low_ms` and `high_ms`;
-    `quantiles`: evenly in rank between the `low` and `high` quantiles of all profiled latencies;
-    `fixed`: one of `values_ms`."""
-    factors: tuple[float, ...] = (0.8, 1.0, 1.2)
-    """Multiples of the measured latency, for `relative`."""
-    low_ms: float | None = None
-    """Lower end for `uniform`, in ms; None takes the 3 % quantile of the profiled latencies."""
-    high_ms: float | None = None
-    """Upper end for `uniform`, in ms; None takes the 97 % quantile of the profiled latencies."""
-    low: float = 0.03
-    """Lower quantile for `quantiles`, in 0..1."""
-    high: float = 0.97
-    """Upper quantile for `quantiles`, in 0..1."""
-    values_ms: tuple[float, ...] = ()
-    """The budgets for `fixed`, in ms."""
-    sense: str = "deadline"
-    """`deadline`: every request has its own budget; `mean`: the average over the requests must not exceed it. A policy
-    is then conditioned on what a right answer is worth, in ms (1/λ, λ the price of time), drawn evenly in logarithm,
-    and rewarded by accuracy − latency/worth; the worth for a wanted mean latency is found on held-out samples."""
-
-
 class BudgetSampler:
-    """Draws budgets for samples of a table, or under `sense="mean"` worths.
-
-    Args:
-        table: the profile.
-        config: which strategy, with its numbers.
-        rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
+    """Draws budgets for samples of a table, or worths if `sense="mean"`. Ranges and quantiles are taken from `rows`,
+    int64 [n]; None for all.
 
     Raises:
-        InputError: an unknown strategy, or numbers that it cannot use.
+        InputError: if the strategy is unknown, or cannot use the numbers.
     """
 
     STRATEGIES = ("relative", "uniform", "quantiles", "fixed")
@@ -149,28 +106,28 @@ class BudgetSampler:
             raise InputError(f"budget.strategy={config.strategy!r}: must be one of {', '.join(self.STRATEGIES)}")
         if config.sense == "mean":
             self._numbers = worths_range(latencies).log()
-        elif config.strategy == "relative":
-            self._check(_positive(config.factors), "factors must be positive, at least one", config.factors)
-            self._numbers = torch.tensor(list(config.factors))
-        elif config.strategy == "fixed":
-            self._check(_positive(config.values_ms), "values_ms must be positive, at least one", config.values_ms)
-            self._numbers = torch.tensor(list(config.values_ms))
+        elif config.strategy in ("relative", "fixed"):
+            name = "factors" if config.strategy == "relative" else "values_ms"
+            numbers: tuple[float, ...] = getattr(config, name)
+            valid = bool(numbers) and all(0 < number < math.inf for number in numbers)
+            self._check(valid, f"{name} must be positive, at least one", numbers)
+            self._numbers = torch.tensor(list(numbers))
         elif config.strategy == "uniform":
-            ends = _quantile(latencies, torch.tensor([0.03, 0.97])).clamp_min(LEAST_LATENCY_MS).tolist()
-            low = ends[0] if config.low_ms is None else config.low_ms
-            high = ends[1] if config.high_ms is None else config.high_ms
+            lowest, highest = _quantile(latencies, torch.tensor([0.03, 0.97])).clamp_min(LEAST_LATENCY_MS).tolist()
+            low = lowest if config.low_ms is None else config.low_ms
+            high = highest if config.high_ms is None else config.high_ms
             self._check(0 < low <= high < math.inf, "needs 0 < low_ms ≤ high_ms", (low, high))
             self._numbers = torch.tensor([low, high])
         else:
             self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1", (config.low, config.high))
             self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, 1025))
 
-    def _check(self, right: bool, needs: str, found: object = "") -> None:
-        if not right:
-            raise InputError(f"budget.strategy={self.config.strategy}: {needs} {found}".rstrip())
+    def _check(self, valid: bool, needs: str, value: object) -> None:
+        if not valid:
+            raise InputError(f"budget.strategy={self.config.strategy}: {needs} {value}")
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw one budget for each of these samples: int64 [n] → float32 [n], ms, always positive."""
+        """Draw a budget for each of these samples: int64 [n] → float32 [n], ms, always positive."""
         n = len(rows)
         if self.config.sense == "mean":
             low, high = self._numbers
@@ -193,12 +150,8 @@ class BudgetEncoding(nn.Module):
     `linear` gives z itself. `sinusoidal` adds sin and cos of π·2^k·z/4 for k = 0 … (width − 1)/2 − 1, the encoding of
     "Attention Is All You Need" (Vaswani et al. 2017, section 3.5) for a real-valued position.
 
-    Args:
-        latencies_ms: what μ and σ are fitted on: the profiled latencies of the training samples.
-        kind: `linear` or `sinusoidal`.
-        width: width of the sinusoidal vector; 1 + 2·frequencies of it are used.
-
-    Shapes: forward takes [*] ms and gives [*, self.width].
+    μ and σ are those of `latencies_ms`, the profiled latencies of the training samples. Of `width`, 1 + 2·frequencies
+    are used. Shapes: forward takes [*] ms and gives [*, self.width].
     """
 
     mean: Tensor

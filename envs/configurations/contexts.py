@@ -1,50 +1,27 @@
-"""What all three environments share: how contexts are drawn, and which decisions have an outcome."""
+"""What all environments share: how contexts are drawn, and which decisions have an outcome."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import BudgetConfig, BudgetSampler
-from knobwise.envs.configurations.reward import RewardConfig
+from knobwise.envs.configurations.budgets import BudgetSampler
+from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-@dataclass
-class BalanceConfig:
-    """Which samples are drawn how often in training. Judging counts every sample once."""
-
-    by: str = "none"
-    """`none`: every sample as often; `dataset` or `question_type`: small groups more often, up to all groups alike;
-    `configuration`: samples more often for which seldom profiled configurations were measured."""
-    power: float = 1.0
-    """How far: 1 makes the groups (or configurations) equal, 0.5 lets them count by the square root of their size."""
-
-    def __post_init__(self) -> None:
-        if self.by not in ("none", "dataset", "question_type", "configuration"):
-            raise InputError(f"balance.by={self.by!r}: must be none, dataset, question_type or configuration")
-        if not 0 < self.power <= 1:
-            raise InputError(f"balance.power={self.power}: must be above 0 and at most 1")
-
-
 def row_weights(table: ProfileTable, balance: BalanceConfig, rows: Tensor) -> Tensor | None:
-    """How often each row is to be drawn, relative to the others, float64 [N]; None where all are alike.
+    """How often each row is drawn relative to the others, float64 [N]; None if all are drawn evenly.
 
-    A group of size s among `rows` gets weight s^(1 − power) in all, shared evenly by its samples. With
-    `by="configuration"` every configuration that was profiled for s of the rows shares the same weight among these, so
-    that a sample has the sum over its profiled configurations.
-
-    Args:
-        table: the profile.
-        balance: what is balanced.
-        rows: int64 [n], what is drawn from; the other rows have weight 0.
+    A group of size s among `rows` gets a total weight of s^(1 − power), shared evenly by its samples. With
+    `by="configuration"` the rows for which a configuration was profiled are such a group; a sample gets the sum over
+    its profiled configurations. Only `rows`, int64 [n], are drawn from; the others have weight 0.
 
     Raises:
-        InputError: balancing by question types that the profile does not have, or of one data set or type only.
+        InputError: if the profile has no question types to balance by, or only one data set or type.
     """
     if balance.by == "none":
         return None
@@ -63,26 +40,23 @@ def row_weights(table: ProfileTable, balance: BalanceConfig, rows: Tensor) -> Te
     group = torch.tensor([numbers.setdefault(names[row], len(numbers)) for row in rows.tolist()])
     if len(numbers) < 2:
         raise InputError(
-            f"balance.by={balance.by}: all samples of profile {table.name!r} to train on are of one, "
-            f"{names[rows[0]]!r}; there is nothing to balance"
+            f"balance.by={balance.by}: all training samples of profile {table.name!r} are of {names[rows[0]]!r}, so "
+            "there is nothing to balance"
         )
     weights[rows] = torch.bincount(group).double().pow(-balance.power)[group]
     return weights
 
 
 class ContextSampler:
-    """Draws contexts: rows from those given, uniformly or by weight, a budget for each. One seed, one sequence.
+    """Draws contexts: rows, uniformly or by weight, and a budget for each.
 
-    All three environments draw through this class, so that equal seeds give equal contexts.
+    All environments draw through this class, so that equal seeds give equal contexts.
 
     Args:
-        table: the profile.
-        budget: which budgets.
-        rows: int64 [n], the samples to draw from; None for all. Of M such lists the contexts are drawn in turn: number
-            i from list i mod M.
-        seed: of the generator.
+        rows: int64 [n], the samples to draw from; None for all. From M such lists contexts are drawn in turn, context i
+            from list i mod M.
         weights: float [N], how often each row of the table is drawn relative to the others of its list, see
-            `row_weights`; None for evenly.
+            `row_weights`; None draws evenly.
     """
 
     def __init__(
@@ -95,24 +69,26 @@ class ContextSampler:
     ) -> None:
         rows = torch.arange(table.num_samples) if rows is None else rows
         lists = [rows] if isinstance(rows, Tensor) else list(rows)
-        self.counts = torch.tensor([len(one) for one in lists])
+        self.counts = torch.tensor([len(part) for part in lists])
         if not lists or not self.counts.all():
             raise InputError("the environment got no samples to draw from")
         self.rows = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
         self.flat = torch.cat(lists)
-        # list m ends at m + 1: one search finds the place in any of them
-        self.ends = None if weights is None else torch.cat([m + _shares(weights[one]) for m, one in enumerate(lists)])
+        # shares of list m run from m to m + 1, so that one search finds the place in any list
+        self.cumulative = None
+        if weights is not None:
+            self.cumulative = torch.cat([m + _shares(weights[part]) for m, part in enumerate(lists)])
         self.budgets = BudgetSampler(table, budget, torch.cat(lists).unique() if len(lists) > 1 else lists[0])
         self.generator = torch.Generator().manual_seed(seed)
-        self.before = self.generator.get_state()  # of the contexts drawn last: set back to it, they are drawn again
+        self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
     def __call__(self, count: int) -> tuple[Tensor, Tensor]:
         """`count` contexts: rows int64 [count], budgets float32 [count] in ms."""
         self.before = self.generator.get_state()
-        if self.ends is not None:
+        if self.cumulative is not None:
             turn = torch.arange(count) % len(self.counts)
             drawn = turn + torch.rand(count, generator=self.generator, dtype=torch.float64)
-            rows = self.flat[torch.searchsorted(self.ends, drawn, right=True)]
+            rows = self.flat[torch.searchsorted(self.cumulative, drawn, right=True)]
         elif len(self.rows) == 1:
             rows = self.rows[0][torch.randint(self.rows.shape[1], (count,), generator=self.generator)]
         else:
@@ -122,49 +98,43 @@ class ContextSampler:
         return rows, self.budgets(rows, self.generator)
 
     def set_back(self, before: Tensor) -> None:
-        """To what `before` was: the contexts drawn after that come again."""
+        """Return to an earlier value of `before`: the contexts drawn after it come again."""
         self.generator.set_state(before)
 
 
 def _shares(weights: Tensor) -> Tensor:
-    """Running sum of weights, float64 [n], the last exactly 1."""
+    """Running sum of the normalised weights, float64 [n], whose last entry is exactly 1."""
     if not bool((weights >= 0).all()) or not float(weights.sum()) > 0:
-        raise ValueError("weights of samples: none may be negative, and not all 0")
+        raise ValueError("weights of samples must not be negative, nor all 0")
     running = weights.double().cumsum(0)
     return running / running[-1]
 
 
 def limit_key(budget: BudgetConfig | None) -> str:
-    """What limits a request: `budget_ms`, or under a mean budget `worth_ms`, what a right answer is worth."""
+    """What limits a request: `budget_ms`, or under a mean budget `worth_ms`, the worth of a right answer."""
     return "worth_ms" if budget is not None and budget.sense == "mean" else "budget_ms"
 
 
 def reward_under(budget: BudgetConfig | None, reward: RewardConfig | None) -> RewardConfig:
-    """The reward asked for, by default `shaped`, or under a mean budget `priced`.
-
-    Raises:
-        InputError: a reward of one sense with budgets of the other.
-    """
+    """The reward in the settings; the default is `shaped`, under a mean budget `priced`. Raises InputError if the
+    reward does not go with the sense of the budget."""
     mean = limit_key(budget) == "worth_ms"
     reward = reward or RewardConfig(kind="priced" if mean else "shaped")
     if (reward.kind == "priced") != mean:
         sense = "mean" if mean else "deadline"
         raise InputError(
-            f"reward.kind={reward.kind}: does not go with budget.sense={sense}; priced goes with mean only"
+            f"reward.kind={reward.kind}: does not go with budget.sense={sense}; priced goes with mean, and only with it"
         )
     return reward
 
 
 def check_profiled(table: ProfileTable, rows: Tensor, configurations: Tensor) -> None:
-    """Refuse a decision whose outcome nobody measured: int64 [P] rows, int64 [P, G] configurations.
-
-    Raises:
-        InputError: naming the first such sample.
-    """
+    """Refuse a decision whose outcome was not measured, by an InputError that names the first such sample: int64 [P]
+    rows, int64 [P, G] configurations."""
     known = (configurations >= 0) & table.mask[rows[:, None], configurations.clamp_min(0)]
     if not known.all():
         sample = table.sample_ids[int(rows[(~known).any(1)][0])]
         raise InputError(
             f"{int((~known).sum())} of the actions were never profiled for their sample (the first: sample {sample!r} "
-            f"of {table.name!r}); `mask` tells which configurations were"
+            f"of {table.name!r}); `mask` says which configurations were"
         )

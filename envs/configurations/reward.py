@@ -1,43 +1,16 @@
-"""The reward of one decision, and the utility by which decisions are judged."""
+"""The reward of one decision, and the utility that decisions are judged by. `settings.py` lists the kinds of reward."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from knobwise.common.errors import InputError
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-@dataclass
-class RewardConfig:
-    """The training signal. The defaults of `shaped` are those of the original controller."""
-
-    kind: str = "shaped"
-    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else −`miss`; `priced`:
-    α·accuracy − latency/worth, under a mean budget."""
-    alpha: float = 1.0
-    """α, weight of the accuracy."""
-    beta: float = 0.5
-    """β, weight of the smooth latency penalty sigmoid(10·(latency/budget − 1))."""
-    gamma: float = 10.0
-    """γ, weight of the squared relative excess over the budget."""
-    delta: float = 0.1
-    """δ, weight of the bonus for time left: 1 − latency/budget, only inside the budget."""
-    epsilon: float = 0.05
-    """ε, weight of the complexity: the mean over the knobs of value / largest value (0 for knobs that are names)."""
-    miss: float = 0.0
-    """What a missed budget costs under `utility`."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("shaped", "utility", "priced"):
-            raise InputError(f"reward.kind={self.kind!r}: must be shaped, utility or priced")
-
-
 def utility(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
-    """accuracy if latency ≤ budget, else 0: what every policy is judged by. Shapes broadcast; NaN cells give 0."""
+    """accuracy if latency ≤ budget, else 0, by which every policy is judged. Shapes broadcast; NaN cells give 0."""
     return torch.where(latency_ms <= budget_ms, accuracy, 0.0)
 
 
@@ -47,14 +20,8 @@ def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: 
     `shaped` = α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency − budget)/budget)² − ε·complexity
     + δ·(1 − latency/budget if latency ≤ budget else 0), the formula of the original controller.
 
-    Args:
-        accuracy: in [0, 1].
-        latency_ms: ms.
-        budget_ms: ms, positive; under `priced` what a right answer is worth.
-        complexity: in [0, 1], see `complexity`.
-        config: the coefficients.
-
-    All tensors broadcast against one another; so does the result. NaN in, NaN out.
+    Under `priced` the budget is the worth of a right answer, in ms. All tensors broadcast against one another; so does
+    the result. NaN in, NaN out.
     """
     relative = latency_ms / budget_ms
     if config.kind == "priced":
@@ -75,7 +42,7 @@ def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: 
 def complexity(table: ProfileTable) -> Tensor:
     """float32 [C]: for each configuration the mean over its knobs of value / the knob's largest value.
 
-    A knob whose values are names, or negative, has no size and counts 0.
+    Knobs whose values are names or negative have no size and count 0.
     """
     columns = []
     for number, knob in enumerate(table.knobs):
@@ -88,13 +55,7 @@ def complexity(table: ProfileTable) -> Tensor:
 
 
 class RewardTable:
-    """The reward of every configuration of a table for given samples and budgets, computed when asked for.
-
-    Args:
-        table: the profile.
-        config: the coefficients.
-        device: where the outcomes are looked up; None leaves them where the table has them.
-    """
+    """The rewards of a table's configurations, computed on demand; without a device, where the table is."""
 
     def __init__(self, table: ProfileTable, config: RewardConfig, device: torch.device | str | None = None) -> None:
         self.config, self.complexity = config, complexity(table).to(device)
@@ -110,7 +71,7 @@ class RewardTable:
         cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
         return self.accuracy.take(cells), self.latency_ms.take(cells)
 
-    def of(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
+    def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
         """int64 [n] rows, int64 [n, G] configurations, float [n] budgets → float32 [n, G]."""
         cells = self.outcome(rows, configurations)
         return reward(*cells, budgets_ms.unsqueeze(-1), self.complexity.take(configurations), self.config)

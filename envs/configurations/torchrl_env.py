@@ -1,8 +1,8 @@
 """The contextual bandit that replays a profile, as a native batched TorchRL environment.
 
-Every episode is one decision: `reset` draws P contexts (a sample and a budget each), `step` takes G configurations for
-each of them, the group, and gives their rewards. The group is an axis of the action, so one forward pass of a policy
-serves all its draws, and only row numbers travel: features are looked up where they are encoded.
+Every episode is one decision: `reset` draws P contexts (a sample and a budget each), `step` takes a group of G
+configurations for each of them and returns their rewards. The group is an axis of the action, so one forward pass of a
+policy serves all its draws, and observations hold row numbers only: features are looked up where they are encoded.
 """
 
 from __future__ import annotations
@@ -10,43 +10,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
-from torchrl.envs import EnvBase
 
-from knobwise.envs.configurations.budgets import BudgetConfig
 from knobwise.envs.configurations.contexts import ContextSampler, check_profiled, limit_key, reward_under
-from knobwise.envs.configurations.reward import RewardConfig, RewardTable
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.single_step import SingleStepEnv
 from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
 
 
-class ConfigBandit(EnvBase):
+class ConfigBandit(SingleStepEnv):
     """P contexts at once, G configurations for each.
 
     Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`. With
-    `lean=False` also the feature blocks [P, d], `mask` bool [P, C] (which configurations were profiled for the sample),
-    and, zero before the step, `accuracy` and `latency_ms` float32 [P, G] of what was chosen. With
-    `full_information=True` also `reward_per_configuration` float32 [P, C], NaN where not profiled, for the exact
-    objective.
+    `lean=False` also the feature blocks [P, d], `mask` bool [P, C] (the configurations profiled for the sample), and
+    `accuracy` and `latency_ms` float32 [P, G] of the actions, 0 before the step. With `full_information=True` also
+    `reward_per_configuration` float32 [P, C], NaN where not profiled, for the exact objective.
 
     Action: `action` int64 [P, G, K], for each knob the index of its value. Reward: float32 [P, G].
 
     Args:
-        table: the profile to replay.
-        batch_size: P.
-        group_size: G.
-        budget: which budgets are drawn.
-        reward: the coefficients of the reward.
-        rows: int64 [n], the samples to draw from (the training split); None for all. Of M such lists the contexts are
-            drawn in turn, number i from list i mod M.
-        seed: of the contexts.
-        lean: only row numbers and budgets travel, as in the training loop.
-        full_information: give the reward of every configuration beside the context.
+        batch_size, group_size: P, G.
+        rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
+            drawn in turn, context i from list i mod M.
+        lean: observations hold only row numbers and budgets, as in the training loop.
+        full_information: observations also hold the reward of every configuration.
         weights: float [N], how often each row is drawn relative to the others; None for evenly.
 
     Raises:
-        InputError: an action that was never profiled for its sample, at `step`.
+        InputError: by `step`, if an action was never profiled for its sample.
 
     Examples:
         >>> from knobwise.envs import ConfigBandit, builtin_profile
@@ -94,12 +88,7 @@ class ConfigBandit(EnvBase):
         self.action_spec = MultiCategorical(
             sizes, shape=(p, g, len(sizes)), dtype=torch.int64, remove_singleton=False, device=device
         )
-        self.reward_spec = Unbounded(shape=(p, g), device=device)
-        self.done_spec = Binary(shape=(p, 1), dtype=torch.bool, device=device)
-
-    @property
-    def group_size(self) -> int:
-        return self.reward_spec.shape[-1]
+        self._set_outcome_specs(p, g)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         # contexts are drawn where the table is, so that a seed gives the same ones on every device
@@ -111,31 +100,24 @@ class ConfigBandit(EnvBase):
             blocks = {**self.table.features, "mask": self.table.mask}
             out |= {name: block[rows].to(self.device) for name, block in blocks.items()}
             out |= {name: self.observation_spec[name].zero() for name in ("accuracy", "latency_ms")}
-        out["done"] = out["terminated"] = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
-        return TensorDict(out, batch_size=self.batch_size, device=self.device)
+        return self._context(out)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows, budgets_ms = tensordict["row"], tensordict[self.limit_key]
         configurations = self.find(tensordict["action"])
-        reward = self.rewards.of(rows, configurations, budgets_ms)
+        reward = self.rewards.chosen(rows, configurations, budgets_ms)
         if (configurations.amin() < 0) | reward.sum().isnan():
             check_profiled(self.table, rows.cpu(), configurations.cpu())
-        out = tensordict.select(*self.observation_spec.keys(), strict=False)
+        observed = {}
         if not self.lean:
-            out["accuracy"], out["latency_ms"] = self.rewards.outcome(rows, configurations)
-        out["reward"] = reward
-        out["done"] = out["terminated"] = torch.ones_like(reward[:, :1], dtype=torch.bool)
-        return out
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """A step and the contexts after it. That every episode ends here is known, so nothing is looked up."""
-        return tensordict.set("next", self._step(tensordict)), self._reset()
+            observed["accuracy"], observed["latency_ms"] = self.rewards.outcome(rows, configurations)
+        return self._outcome(tensordict, reward, observed)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw uniformly among the configurations that were profiled for each sample."""
+        """Draw uniformly among the configurations profiled for each sample."""
         if tensordict is None or "row" not in tensordict:
             return super().rand_action(tensordict)
-        # number n + 1 of a sample's profiled configurations, n drawn evenly: many times faster than torch.multinomial
+        # configuration n + 1 of those profiled for the sample, n drawn evenly: much faster than torch.multinomial
         counts = self.table.mask[tensordict["row"].cpu()].cumsum(1, dtype=torch.int32)
         drawn = torch.searchsorted(counts, (torch.rand(len(counts), self.group_size) * counts[:, -1:]).int() + 1)
         return tensordict.set("action", self.table.configurations[drawn].to(tensordict["row"].device))

@@ -1,7 +1,7 @@
 """Files of recorded beams: the legacy JSON, the RL data (read and written), and matrices of embeddings.
 
-In both files the key of a query is its data set index: its row in the matrix of query embeddings. Ids of candidates are
-rows of the matrix of candidate embeddings. What a reader drops, it counts in the table's notes.
+In both formats the key of a query is its data set index: its row in the matrix of query embeddings. Ids of candidates
+are rows of the matrix of candidate embeddings. The table's notes count what a reader drops.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from knobwise.common.errors import InputError
@@ -22,6 +21,7 @@ from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_records import (
     NUMERAL,
     Record,
+    Records,
     TrailingQuery,
     as_rl_data,
     collect,
@@ -30,14 +30,16 @@ from knobwise.envs.demonstrations.beam_records import (
     records,
     whole_numbers,
 )
-from knobwise.envs.demonstrations.beam_table import FIELDS, METHODS, BeamTable, shows_own_image
+from knobwise.envs.demonstrations.beam_table import BeamTable, shows_own_image
+from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.readers.frames import read_frame
+from knobwise.envs.tables.tensor_file import tensors_of
 
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""
 Images = str | Path | Sequence[str]
-"""The image that each candidate shows: M names ("" where unknown), a JSON list of them, a JSON object from id to name,
-or a table file with the columns `id` and `image_id`."""
+"""The image that each candidate shows: M names ("" if unknown), a JSON list of them, a JSON object from id to name, or
+a table file with the columns `id` and `image_id`."""
 
 
 def read_beam_data(
@@ -50,86 +52,119 @@ def read_beam_data(
     candidate_images: Images | None = None,
     name: str | None = None,
 ) -> BeamTable:
-    """Read recorded beams, legacy or RL data, told apart by the content.
+    """Read recorded beams. The content decides which of the two formats it is.
+
+    Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is the ids in its beams,
+    scores become `beam_score`, and the method of every beam is `beam`.
+
+    RL data: `{query: {"query": {}, "candidate_pool_ids": [], "pointer_candidates": [{}, …]}}`. `pointer` holds places
+    in `candidate_pool_ids` if the row also has `pointer_global`, otherwise ids, as the older `pointer_pos` does. The
+    pool of a query without one is the ids in its rows. Rows with `eval_failed`, or evaluated in mode `error` or
+    `fallback`, are dropped; a query stays, even without any beam.
 
     Args:
         path: the JSON file.
         embeddings: of the candidates, [M, d].
-        query_embeddings: of the queries, [n, d]; without them (or with an equal matrix) queries and candidates number
-            the same items: then a query is no candidate of its own, and an item's image is known from either side.
-        trailing_query: `auto` drops the query's own id where it ends a row of a legacy file, `never` takes it for a
+        query_embeddings: of the queries, [n, d]; without them (or with an equal matrix) queries and candidates are the
+            same items: then a query is no candidate of its own, and an item's image is known from either side.
+        trailing_query: `auto` drops the query's own id at the end of a row of a legacy file, `never` takes it for a
             candidate.
         keep_fallback: keep the rows of RL data whose `vqa_eval_mode` is `fallback`.
-        candidate_images: what image each candidate shows, so that those that show the query's own are dropped; by
-            default what `write_rl_data` noted.
-        name: of the table; by default what `write_rl_data` noted, or the file's.
+        candidate_images: the image that each candidate shows, so that candidates with the query's own image are
+            dropped; by default as noted by `write_rl_data`.
+        name: of the table; by default as noted by `write_rl_data`, or the file's.
 
     Raises:
-        InputError: naming the file and the query: broken JSON, missing keys, wrong types, values that are not finite,
-            ids that lie beyond the embeddings or stand twice in a sequence or a pool, lists of different lengths, a
-            pointer outside the pool or at odds with `pointer_global`, an unknown `gen_method`, no beam left.
+        InputError: naming the file and the query, if JSON is broken, keys are missing, types are wrong, values are not
+            finite, ids are beyond the embeddings or occur twice in a sequence or a pool, lists differ in length, a
+            pointer is outside the pool or contradicts `pointer_global`, a `gen_method` is unknown, or no beam is left.
     """
     content = read_json(path)
     if any(isinstance(record, dict) and "id_list" in record for _, record in records(path, content)):
         content = as_rl_data(path, content, trailing_query)
-    return _table(path, content, embeddings, query_embeddings, keep_fallback, candidate_images, name)
+    kept = collect(path, content, keep_fallback)
+    candidates = _matrix(embeddings, "embeddings")
+    queries = candidates if query_embeddings is None else _matrix(query_embeddings, "query embeddings")
+    return _table(path, content, kept, candidates, queries, candidate_images, name)
 
 
-def read_beams(
+def _table(
     path: str | Path,
-    embeddings: Embeddings,
-    query_embeddings: Embeddings | None = None,
-    *,
-    trailing_query: TrailingQuery = "auto",
-    candidate_images: Images | None = None,
-    name: str | None = None,
+    content: Any,
+    kept: Records,
+    candidates: Tensor,
+    queries: Tensor,
+    images: Images | None,
+    name: str | None,
 ) -> BeamTable:
-    """Read legacy beams, `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`; see `read_beam_data`.
+    ids, pool = torch.tensor(kept.queries), _padded(kept.pools)
+    _check_embeddings(path, ids, pool, queries, candidates)
+    same_items = torch.equal(queries, candidates)
+    saved = _saved_by_us(path, content)
+    noted = tuple(saved.get("candidate_images", ())) if images is None else images
+    names = _read_images(noted, len(candidates), str(path))
+    query_names, candidate_names = _joined_images(kept, names, len(candidates)) if same_items else (kept.images, names)
+    leaks = shows_own_image(pool, query_names, candidate_names) | (same_items & (pool == ids[:, None]))
+    owners = torch.tensor(kept.owners, dtype=torch.int64)
+    pool, sequences, usable = _without(leaks, pool, owners, _padded(kept.sequences))
+    owners = owners[usable]
+    beams = owners.bincount(minlength=len(ids))
+    counts = {
+        "candidates dropped from pools: they are the query itself or show its image": int(leaks.sum()),
+        "rows dropped: they use such candidates": int((~usable).sum()),
+        "queries of unknown image": query_names.count("") if any(query_names) else 0,
+        "queries name their image, candidates do not: none could be dropped for showing it (see candidate_images)": (
+            sum(map(bool, query_names)) if not any(candidate_names) else 0
+        ),
+        "queries without any beam": int((beams == 0).sum()),
+        "queries with only one beam, which is compared with nothing": int((beams == 1).sum()),
+    }
+    notes = [*map(str, saved.get("notes", ())), *(f"{n} {what}" for what, n in {**kept.counts, **counts}.items() if n)]
+    if not len(owners):
+        raise InputError(f"{path}: no beam is left. {'; '.join(notes)}")
+    slot = torch.arange(len(owners)) - (beams.cumsum(0) - beams)[owners]
 
-    A query's pool is the ids seen in its beams. Scores become `beam_score`; every beam was found by `beam`.
-    """
-    content = as_rl_data(path, read_json(path), trailing_query)
-    return _table(path, content, embeddings, query_embeddings, False, candidate_images, name)
+    def dense(values: Tensor, padding: float) -> Tensor:
+        shape = (len(ids), int(beams.max()), *values.shape[1:])
+        return torch.full(shape, padding, dtype=values.dtype).index_put((owners, slot), values)
 
-
-def read_rl_data(
-    path: str | Path,
-    embeddings: Embeddings,
-    query_embeddings: Embeddings | None = None,
-    *,
-    keep_fallback: bool = False,
-    candidate_images: Images | None = None,
-    name: str | None = None,
-) -> BeamTable:
-    """Read RL data, `{query: {"query": {}, "candidate_pool_ids": [], "pointer_candidates": [{}, …]}}`; see
-    `read_beam_data`.
-
-    `pointer` holds places in `candidate_pool_ids` where `pointer_global` stands beside it, otherwise ids (as the older
-    `pointer_pos` does). A query without a pool has the ids seen in its rows. Rows with `eval_failed`, or evaluated in
-    mode `error` or `fallback`, are dropped; a query stays, even without any beam.
-    """
-    return _table(path, read_json(path), embeddings, query_embeddings, keep_fallback, candidate_images, name)
+    fields = {field: outcomes(path, kept, field)[usable] for field in FIELDS}
+    methods = torch.tensor(kept.methods)[usable]
+    return BeamTable(
+        name=name or str(saved.get("name") or Path(path).stem),
+        query_ids=tuple(map(str, kept.queries)),
+        pool=pool,
+        sequences=dense(sequences, -1),
+        fields={field: dense(values, torch.nan) for field, values in fields.items() if not values.isnan().all()},
+        found_by=dense(methods[:, 0], -1),
+        round=dense(methods[:, 1], 0),
+        queries=queries[ids],
+        candidates=candidates,
+        query_images=tuple(query_names) if any(query_names) else (),
+        candidate_images=candidate_names if any(candidate_names) else (),
+        blocks=saved.get("blocks", {}),
+        notes=tuple(notes),
+    )
 
 
 def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write RL data. `read_rl_data` makes the same table of it, given the same embeddings by row.
+    """Write RL data, from which `read_beam_data` makes the same table, given the same embeddings by row.
 
     Args:
         table: its query ids must be whole numbers, the rows of the query embeddings.
-        path: where to.
         metadata: added to `_meta`, such as the model that scored the beams.
 
     Raises:
-        InputError: other query ids, metadata that JSON cannot hold. Nothing has been written then.
+        InputError: if query ids are no row numbers, or JSON cannot hold the metadata. Nothing is written then.
     """
     if wrong := [query for query in table.query_ids if not NUMERAL.fullmatch(query)]:
         raise InputError(
-            f"{path}: {len(wrong)} query ids of beam table {table.name!r} are no row numbers ({wrong[0]!r}); in RL "
+            f"{path}: {len(wrong)} query ids of beam table {table.name!r} are not row numbers ({wrong[0]!r}); in RL "
             "data the id of a query is its row in the query embeddings. Save the table as .safetensors instead"
         )
-    ours: Record = {"name": table.name, "notes": table.notes, "candidate_images": table.candidate_images}
-    ours |= {"blocks": table.blocks} if table.blocks else {}
-    content: Record = {"_meta": {**(metadata or {}), "knobwise": ours}}
+    saved: Record = {"name": table.name, "notes": table.notes, "candidate_images": table.candidate_images}
+    saved |= {"blocks": table.blocks} if table.blocks else {}
+    content: Record = {"_meta": {**(metadata or {}), "knobwise": saved}}
     # as decimals that are as short as a float32 allows
     fields = {k: x.numpy().astype(str).astype(np.float64).tolist() for k, x in table.fields.items()}
     methods, rounds = table.found_by.tolist(), table.round.tolist()
@@ -156,29 +191,29 @@ def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any
 def read_embeddings(path: str | Path) -> Tensor:
     """Read float32 [N, d], a row per data set index, from `.safetensors`, `.npz`, `.npy` or `.pt`.
 
-    Of several matrices in the file, it is the one called `embeddings`.
+    If the file holds several matrices, the one named `embeddings` is read.
 
     Raises:
-        InputError: no such file, not of its kind, no matrix of numbers, values that are NaN or infinite.
+        InputError: if there is no such file, it is not of its kind, holds no matrix of numbers, or NaN or infinity.
     """
-    path, found = Path(path), {}
+    path = Path(path)
+    arrays: Any
     if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
         raise InputError(f"{path}: no such file, or none of .safetensors, .npz, .npy, .pt, which hold embeddings")
     try:
         if path.suffix == ".safetensors":
-            with safe_open(str(path), framework="pt") as file:
-                found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            arrays = tensors_of(path)
         elif path.suffix == ".pt":
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            arrays = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            found = np.load(path, allow_pickle=False)
-        found = dict(found) if isinstance(found, Mapping) else {"embeddings": found}
-        found = {key: torch.as_tensor(x) for key, x in found.items() if isinstance(x, Tensor) or x.dtype.kind in "iuf"}
+            arrays = np.load(path, allow_pickle=False)
+        arrays = dict(arrays) if isinstance(arrays, Mapping) else {"embeddings": arrays}
+        matrices = {k: torch.as_tensor(x) for k, x in arrays.items() if isinstance(x, Tensor) or x.dtype.kind in "iuf"}
     except Exception as error:
         raise InputError(f"{path}: cannot be read as embeddings without executing code in it ({error})") from error
-    if len(found) != 1 and "embeddings" not in found:
-        raise InputError(f"{path}: expected one matrix, or one called embeddings; found {[*found] or 'none'}")
-    return _matrix(found["embeddings"] if "embeddings" in found else next(iter(found.values())), str(path))
+    if len(matrices) != 1 and "embeddings" not in matrices:
+        raise InputError(f"{path}: expected one matrix, or one named embeddings; it holds {[*matrices] or 'none'}")
+    return _matrix(matrices["embeddings"] if "embeddings" in matrices else next(iter(matrices.values())), str(path))
 
 
 def _matrix(embeddings: Embeddings, source: str) -> Tensor:
@@ -193,9 +228,6 @@ def _matrix(embeddings: Embeddings, source: str) -> Tensor:
     return matrix
 
 
-# -- from records to the table -----------------------------------------------------------------------------------------
-
-
 def _padded(rows: list[list[int]]) -> Tensor:
     """int64 [len(rows), longest], −1 after the end of a row."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
@@ -204,115 +236,69 @@ def _padded(rows: list[list[int]]) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def _table(
-    path: str | Path,
-    content: Any,
-    embeddings: Embeddings,
-    query_embeddings: Embeddings | None,
-    keep_fallback: bool,
-    candidate_images: Images | None,
-    name: str | None,
-) -> BeamTable:
-    found = collect(path, content, keep_fallback)
-    candidates = _matrix(embeddings, "embeddings")
-    asked = candidates if query_embeddings is None else _matrix(query_embeddings, "query embeddings")
-    queries, pool = torch.tensor(found.queries), _padded(found.pools)
-    for what, ids, count in (("query", queries[:, None], len(asked)), ("candidate", pool, len(candidates))):
-        if (beyond := ids >= count).any():
+def _joined_images(kept: Records, names: tuple[str, ...], count: int) -> tuple[list[str], tuple[str, ...]]:
+    """The images of queries and candidates that are the same items, known from either side."""
+    if names:
+        return [image or names[query] for image, query in zip(kept.images, kept.queries, strict=True)], names
+    known = dict(zip(kept.queries, kept.images, strict=True))
+    return kept.images, tuple(known.get(i, "") for i in range(count)) if any(kept.images) else ()
+
+
+def _check_embeddings(path: str | Path, ids: Tensor, pool: Tensor, queries: Tensor, candidates: Tensor) -> None:
+    for what, rows, count in (("query", ids[:, None], len(queries)), ("candidate", pool, len(candidates))):
+        if (beyond := rows >= count).any():
             raise InputError(
-                f"{path}: {len(ids[beyond].unique())} {what} ids are beyond the {count} rows of the {what} embeddings, "
-                f"such as {ids[beyond][0]} of query {queries[beyond.any(1)][0]}; an id is a row number, so give the "
-                "embeddings of the whole data set that it was counted in"
+                f"{path}: {len(rows[beyond].unique())} {what} ids are beyond the {count} rows of the {what} "
+                f"embeddings, such as {rows[beyond][0]} of query {ids[beyond.any(1)][0]}; an id is a row number, "
+                "so give the embeddings of the whole data set that it counts in"
             )
-    if asked.shape[1] != candidates.shape[1]:
-        widths = f"query embeddings are {asked.shape[1]} wide, candidates {candidates.shape[1]}"
+    if queries.shape[1] != candidates.shape[1]:
+        widths = f"query embeddings are {queries.shape[1]} wide, candidates {candidates.shape[1]}"
         raise InputError(f"{path}: {widths}; both must come from the same space")
-    same = torch.equal(asked, candidates)
+
+
+def _saved_by_us(path: str | Path, content: Any) -> Record:
+    """What `write_rl_data` noted of the table, if it wrote the file."""
     meta = content.get("_meta")
-    ours = meta.get("knobwise") if isinstance(meta, dict) else None
-    ours = ours if isinstance(ours, dict) else {}
-    blocks = ours.get("blocks", {})
+    saved = meta.get("knobwise") if isinstance(meta, dict) else None
+    saved = dict(saved) if isinstance(saved, dict) else {}
+    blocks = saved.get("blocks", {})
     if not isinstance(blocks, dict) or not all(isinstance(x, list) and len(x) == 2 for x in blocks.values()):
         raise InputError(f"{path}: blocks holds {blocks!r}, expected columns [from, to] by name")
-    blocks = {name: tuple(whole_numbers(str(path), f"block {name!r}", columns)) for name, columns in blocks.items()}
-    noted = tuple(ours.get("candidate_images", ()))
-    shown = _read_images(noted if candidate_images is None else candidate_images, len(candidates), str(path))
-    images = found.images
-    if same and shown:  # an item has one image, as query and as candidate
-        images = [image or shown[query] for image, query in zip(images, found.queries, strict=True)]
-    elif same and any(images):
-        known = dict(zip(found.queries, images, strict=True))
-        shown = tuple(known.get(i, "") for i in range(len(candidates)))
+    saved["blocks"] = {k: tuple(whole_numbers(str(path), f"block {k!r}", columns)) for k, columns in blocks.items()}
+    return saved
 
-    # candidates that are the query itself or show its image go, and so do the beams that use them
-    own = shows_own_image(pool, images, shown) | (pool == queries[:, None] if same else torch.tensor(False))
-    owners, sequences = torch.tensor(found.owners, dtype=torch.int64), _padded(found.sequences)
+
+def _without(dropped: Tensor, pool: Tensor, owners: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pools and sequences without some candidates (bool [Q, N]), and which of the sequences do not use them."""
     used = sequences >= 0
-    kept = ~(own[owners[:, None], sequences.clamp_min(0)] & used).any(1)
-    moved = (~own).cumsum(1) - 1
-    sequences = moved[owners[:, None], sequences.clamp_min(0)].masked_fill(~used, -1)[kept]
-    left = (pool >= 0) & ~own
+    usable = ~(dropped[owners[:, None], sequences.clamp_min(0)] & used).any(1)
+    moved = (~dropped).cumsum(1) - 1
+    sequences = moved[owners[:, None], sequences.clamp_min(0)].masked_fill(~used, -1)[usable]
+    left = (pool >= 0) & ~dropped
     pool = pool.masked_fill(~left, -1).gather(1, (~left).int().argsort(dim=1, stable=True))[:, : int(left.sum(1).max())]
-    owners = owners[kept]
-    beams = owners.bincount(minlength=len(queries))
-    notes = [*map(str, ours.get("notes", ())), *(f"{count} {what}" for what, count in found.said.items())]
-    said = {
-        "candidates dropped from pools: they are the query itself or show its image": int(own.sum()),
-        "rows dropped: they use such candidates": int((~kept).sum()),
-        "queries of unknown image": images.count("") if any(images) else 0,
-        "queries name their image, candidates do not: none could be dropped for showing it (see candidate_images)": (
-            sum(map(bool, images)) if not any(shown) else 0
-        ),
-        "queries without any beam": int((beams == 0).sum()),
-        "queries with one beam only, which nothing is compared with": int((beams == 1).sum()),
-    }
-    notes += [f"{count} {what}" for what, count in said.items() if count]
-    if not len(owners):
-        raise InputError(f"{path}: no beam is left. {'; '.join(notes)}")
-    slot = torch.arange(len(owners)) - (beams.cumsum(0) - beams)[owners]
-
-    def dense(values: Tensor, padding: float) -> Tensor:
-        shape = (len(queries), int(beams.max()), *values.shape[1:])
-        return torch.full(shape, padding, dtype=values.dtype).index_put((owners, slot), values)
-
-    fields = {field: outcomes(path, found, field)[kept] for field in FIELDS}
-    methods = torch.tensor(found.methods)[kept]
-    return BeamTable(
-        name=name or str(ours.get("name") or Path(path).stem),
-        query_ids=tuple(map(str, found.queries)),
-        pool=pool,
-        sequences=dense(sequences, -1),
-        fields={field: dense(values, torch.nan) for field, values in fields.items() if not values.isnan().all()},
-        found_by=dense(methods[:, 0], -1),
-        round=dense(methods[:, 1], 0),
-        queries=asked[queries],
-        candidates=candidates,
-        query_images=tuple(images) if any(images) else (),
-        candidate_images=shown if any(shown) else (),
-        blocks=blocks,
-        notes=tuple(notes),
-    )
+    return pool, sequences, usable
 
 
 def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:
-    """The image of each of `count` candidates, "" where unknown; or none at all."""
-    found: Any = images
+    """The image of each of `count` candidates, "" if unknown; or none at all."""
+    names: Any = images
     if isinstance(images, str | Path):
         source = str(images)
         if source.endswith(".json"):
-            found = read_json(source)
+            names = read_json(source)
         else:
             frame = read_frame(Path(source))
             if not {"id", "image_id"} <= {*frame.columns} or frame["id"].is_duplicated().any():
                 raise InputError(f"{source}: expected the image of each candidate: columns id (each once) and image_id")
-            found = dict(frame.select("id", "image_id").iter_rows())
-    if isinstance(found, dict):
-        by_id = dict(zip(whole_numbers(source, "id", [*found]), found.values(), strict=True))
+            names = dict(frame.select("id", "image_id").iter_rows())
+    if isinstance(names, dict):
+        by_id = dict(zip(whole_numbers(source, "id", [*names]), names.values(), strict=True))
         if beyond := [i for i in by_id if i >= count]:
             raise InputError(f"{source}: names the image of candidate {beyond[0]}, but there are {count} embeddings")
-        found = [by_id.get(i) for i in range(count)]
-    if not isinstance(found, list | tuple) or not all(type(image) in (str, int, type(None)) for image in found):
+        names = [by_id.get(i) for i in range(count)]
+    if not isinstance(names, list | tuple) or not all(type(image) in (str, int, type(None)) for image in names):
         raise InputError(f"{source}: expected the image of each candidate: a list of names, or names by id")
-    if found and len(found) != count:
-        raise InputError(f"{source}: names the images of {len(found)} candidates, but there are {count} embeddings")
-    return tuple("" if image is None else str(image) for image in found)
+    if names and len(names) != count:
+        raise InputError(f"{source}: names the images of {len(names)} candidates, but there are {count} embeddings")
+    return tuple("" if image is None else str(image) for image in names)

@@ -1,6 +1,6 @@
-"""The records in a JSON file of recorded beams, read strictly: queries, pools, sequences and how each was found.
+"""The records in a JSON file of recorded beams, read strictly: queries, pools, sequences and how each was kept.
 
-Both formats come out alike, as `Found`; `knobwise.envs.demonstrations.beam_files` makes the table of it.
+Both formats become `Records`, from which `knobwise.envs.demonstrations.beam_files` builds the table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import METHODS, POLICY
+from knobwise.envs.demonstrations.beam_table import POLICY
+from knobwise.envs.demonstrations.settings import METHODS
 
 Record = dict[str, Any]
 NUMERAL = re.compile(r"[0-9]{1,18}")
@@ -26,21 +27,22 @@ TrailingQuery = Literal["auto", "never"]
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     Raises:
-        InputError: no such file, not JSON or cut off, NaN or infinity in it, a key twice in one object.
+        InputError: if there is no such file, it is not JSON or cut off, holds NaN or infinity, or an object has a key
+            twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> Record:
         record = dict(pairs)
         if len(record) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise InputError(f"{path}: the key {twice!r} stands twice in one object (a query id?); keep one of them")
+            raise InputError(f"{path}: the key {twice!r} occurs twice in one object (a query id?); keep only one")
         return record
 
     def refuse(constant: str) -> None:
-        raise InputError(f"{path}: holds {constant}, which is not JSON; write null for what was not recorded")
+        raise InputError(f"{path}: holds {constant}, which is not JSON; write null for a missing value")
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -58,22 +60,14 @@ def read_json(path: str | Path) -> Any:
 
 
 def records(path: str | Path, content: Any) -> Iterator[tuple[str, Any]]:
-    """The records by query key, `_meta` left out.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The records by query key, `_meta` left out. Raises InputError if there are none."""
     if not isinstance(content, dict) or not content.keys() - {"_meta"}:
         raise InputError(f"{path}: holds no queries; expected an object {{query id: {{…}}}}")
     return ((key, record) for key, record in content.items() if key != "_meta")
 
 
 def whole_numbers(where: str, what: str, values: Any) -> list[int]:
-    """A list of whole numbers ≥ 0; a string of digits is one, a float is not.
-
-    Raises:
-        InputError: anything else, saying where and what.
-    """
+    """A list of whole numbers ≥ 0, or InputError; a string of digits counts as one, a float does not."""
     if isinstance(values, list):
         if {*map(type, values)} <= {int} and min(values, default=0) >= 0 and max(values, default=0) < 1 << 62:
             return values
@@ -85,11 +79,8 @@ def whole_numbers(where: str, what: str, values: Any) -> list[int]:
 
 
 def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) -> Record:
-    """Legacy beams in the form of RL data without pools.
-
-    Raises:
-        InputError: lists that are missing or of different lengths, ids that are none, a score that is null.
-    """
+    """Legacy beams in the form of RL data without pools. Raises InputError if a list is missing, lengths differ, an id
+    is not valid, or a score is null."""
     if trailing_query not in ("auto", "never"):
         raise InputError(f"trailing_query={trailing_query!r} is unknown; known are auto, never")
     converted: Record = {}
@@ -99,7 +90,7 @@ def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) ->
         lists: list[Any] = [record.get(k) if isinstance(record, dict) else None for k in ("id_list", "score_list")]
         if not all(isinstance(values, list) for values in lists) or len(lists[0]) != len(lists[1]):
             raise InputError(
-                f"{where}: expected id_list and score_list, two lists of the same length, one entry a beam"
+                f"{where}: expected id_list and score_list, two lists of the same length with an entry per beam"
             )
         rows, query = [], whole_numbers(where, "its key", [key])[0]
         for number, (values, score) in enumerate(zip(*lists, strict=True)):
@@ -114,8 +105,8 @@ def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) ->
     return {"_meta": {"knobwise": {"notes": notes}}, **converted}
 
 
-class Found(NamedTuple):
-    """What one pass over the records collects, per query and per beam."""
+class Records(NamedTuple):
+    """The records of a file, per query and per beam."""
 
     queries: list[int]
     images: list[str]
@@ -126,17 +117,14 @@ class Found(NamedTuple):
     """Places in the owner's pool."""
     methods: list[tuple[int, int]]
     rows: list[Record]
-    said: Counter[str]
+    counts: Counter[str]
+    """What was dropped or noticed, and how often."""
 
 
-def collect(path: str | Path, content: Any, keep_fallback: bool) -> Found:
-    """One pass over RL data: what is kept of it, and what was dropped, counted.
-
-    Raises:
-        InputError: naming the query and the row that is broken; see
-        `knobwise.envs.demonstrations.beam_files.read_beam_data`.
-    """
-    found = Found([], [], [], [], [], [], [], Counter())
+def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
+    """Read RL data, keeping the valid rows and counting the dropped ones. Raises InputError as
+    `knobwise.envs.demonstrations.beam_files.read_beam_data`, naming the query and the row."""
+    kept = Records([], [], [], [], [], [], [], Counter())
     for owner, (key, record) in enumerate(records(path, content)):
         where = f"{path}: query {key}"
         about = record.get("query") or {} if isinstance(record, dict) else None
@@ -152,30 +140,30 @@ def collect(path: str | Path, content: Any, keep_fallback: bool) -> Found:
         chosen = [_chosen(f"{where}, row {number}", row, pool) for number, row in enumerate(rows)]
         if pool is None:
             pool = list(dict.fromkeys(chain.from_iterable(chosen)))
-            found.said["queries without a pool of their own: it is the ids seen in their rows"] += 1
+            kept.counts["queries without a pool: it is the ids in their rows"] += 1
         place = {candidate: i for i, candidate in enumerate(pool)}
         if len(place) < len(pool):
-            raise InputError(f"{where}: an id stands twice in candidate_pool_ids; every candidate has one place")
+            raise InputError(f"{where}: an id occurs twice in candidate_pool_ids; every candidate has one place")
         for number, (row, ids) in enumerate(zip(rows, chosen, strict=True)):
             at = f"{where}, row {number}"
             if why := _why_dropped(at, row, ids, keep_fallback):
-                found.said[f"rows dropped: {why}"] += 1
+                kept.counts[f"rows dropped: {why}"] += 1
                 continue
             if len(set(ids)) < len(ids) or not place.keys() >= set(ids):
                 wrong = next(i for i in ids if i not in place or ids.count(i) > 1)
-                how = "stands twice in the sequence" if wrong in place else "is not in candidate_pool_ids"
-                raise InputError(f"{at}: id {wrong} {how}; mend or remove the row")
-            found.owners.append(owner)
-            found.sequences.append([place[i] for i in ids])
-            found.methods.append(_method(at, row))
-            found.rows.append(row)
-        found.queries.append(whole_numbers(where, "its key", [key])[0])
-        found.images.append("" if image is None else str(image))
-        found.pools.append(pool)
-    query, count = Counter(found.queries).most_common(1)[0]
+                how = "occurs twice in the sequence" if wrong in place else "is not in candidate_pool_ids"
+                raise InputError(f"{at}: id {wrong} {how}; fix or remove the row")
+            kept.owners.append(owner)
+            kept.sequences.append([place[i] for i in ids])
+            kept.methods.append(_method(at, row))
+            kept.rows.append(row)
+        kept.queries.append(whole_numbers(where, "its key", [key])[0])
+        kept.images.append("" if image is None else str(image))
+        kept.pools.append(pool)
+    query, count = Counter(kept.queries).most_common(1)[0]
     if count > 1:
-        raise InputError(f"{path}: query {query} stands there {count} times, spelled differently; keep one of them")
-    return found
+        raise InputError(f"{path}: query {query} occurs {count} times, spelled differently; keep only one")
+    return kept
 
 
 def _chosen(where: str, row: Record, pool: list[int] | None) -> list[int]:
@@ -207,11 +195,11 @@ def _why_dropped(where: str, row: Record, ids: list[int], keep_fallback: bool) -
         return "eval_failed" if failed else "vqa_eval_mode error"
     if mode == "fallback" and not keep_fallback:
         return "vqa_eval_mode fallback (see keep_fallback)"
-    return "" if ids else "no demonstration in them"
+    return "" if ids else "without demonstrations"
 
 
 def _method(where: str, row: Record) -> tuple[int, int]:
-    """How the row was found, as an index into METHODS, and the round."""
+    """How the row's beam was found, as an index into METHODS, and its round."""
     method, written = row.get("gen_method"), row.get("round")
     if method in METHODS[:POLICY] and not written:
         return METHODS.index(method), 0
@@ -225,17 +213,14 @@ def _method(where: str, row: Record) -> tuple[int, int]:
     return METHODS.index(kind), round
 
 
-def outcomes(path: str | Path, found: Found, name: str) -> Tensor:
-    """float32 [beams]: what is recorded under this name, NaN where nothing is.
-
-    Raises:
-        InputError: something that is no finite number; `vqa_correct` that is neither 0 nor 1.
-    """
-    values: list[Any] = [row.get(name) for row in found.rows]
+def outcomes(path: str | Path, kept: Records, name: str) -> Tensor:
+    """The field of this name for each beam, float32 [beams], NaN where it is not recorded. Raises InputError if a value
+    is not a finite number, or `vqa_correct` neither 0 nor 1."""
+    values: list[Any] = [row.get(name) for row in kept.rows]
     hard = name == "vqa_correct"
-    for value, owner in zip(values, found.owners, strict=True):
+    for value, owner in zip(values, kept.owners, strict=True):
         fits = value in (0, 1) if hard else type(value) in (int, float) and abs(value) < 3.4e38
         if value is not None and not fits:
             wanted = "0 or 1 (soft scores are vqa_acc_score)" if hard else "a finite number, or null"
-            raise InputError(f"{path}: query {found.queries[owner]}: {name} is {value!r}, expected {wanted}")
+            raise InputError(f"{path}: query {kept.queries[owner]}: {name} is {value!r}, expected {wanted}")
     return torch.from_numpy(np.array(values, dtype=np.float64).astype(np.float32))

@@ -13,24 +13,24 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.demonstrations.reward import DemonstrationRewardConfig
-from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, GroupConfig, Scorer
+from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 
 Observation = dict[str, NDArray[Any]]
 
 
 class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
-    """Choose the demonstrations that a model is shown before one query, in order, and see what it answers.
+    """Choose the demonstrations that a model sees before a query, in order, and see whether it answers right.
 
     Description:
-        A contextual bandit whose action is a whole sequence. Without a scorer it replays what was recorded; with one
-        every sequence is scored.
+        A contextual bandit whose action is a whole sequence. Without a scorer it replays recorded sequences; with one
+        it scores every sequence.
     Action space:
-        `MultiDiscrete([N] * shots)`: places in the query's pool, in the order shown. A place chosen before, or where
-        the pool has no candidate (−1 too), shows nothing, so a sequence may be shorter.
+        `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated place, or one without a candidate
+        (also −1), adds no demonstration, so a sequence may be shorter.
     Observation space:
         `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the candidates' embeddings, 0 where there is
-        none) and `mask` (`MultiBinary` N, where there is one).
+        none) and `mask` (`MultiBinary` N, 1 where there is one).
     Rewards:
         `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all.
     Starting state:
@@ -38,16 +38,16 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
     Episode end:
         After one step, always.
     Info:
-        After reset: `query_id`, and without a scorer `sequences`, int64 [n, shots], what was recorded (−1 after the
-        end). After a step also `sequence` (the places shown), `vqa_correct` (NaN where unknown), and without a scorer
-        `oracle_sequence` and `oracle_reward` of the best recorded sequence, where there is one.
+        After reset: `query_id`, and without a scorer `sequences`, the recorded ones, int64 [n, shots] (−1 after the
+        end). After a step also `sequence` (the places used), `vqa_correct` (NaN if unknown), and without a scorer
+        `oracle_sequence` and `oracle_reward` of the best recorded sequence, if there is one.
     Arguments:
         table: queries, pools, recorded sequences. shots, reward, rows, scorer, groups: as for `DemonstrationBandit`.
         render_mode: None or "ansi".
 
     Raises:
-        InputError: as `DemonstrationBandit`; at `step` an action of another shape, and without a scorer a sequence that
-            was never recorded.
+        InputError: as `DemonstrationBandit`; by `step`, if the action has another shape, or without a scorer if the
+            sequence was never recorded.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}
@@ -62,7 +62,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         groups: GroupConfig | None = None,
         render_mode: str | None = None,
     ) -> None:
-        # as gymnasium wants it: without a seed given to reset(), no two environments draw the same
+        # gymnasium expects that without a seed for reset() no two environments draw the same
         seed = torch.Generator().seed()
         self._bandit = DemonstrationBandit(
             table, shots=shots, reward=reward, rows=rows, seed=seed, scorer=scorer, groups=groups
@@ -102,16 +102,15 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             raise InputError(
                 f"the action has shape {places.shape}, expected {self.action_space.shape}: places in the pool"
             )
-        shown = list(dict.fromkeys(place for place in places.tolist() if 0 <= place < size))
-        # a group in which the other sequences are none
-        group = torch.full(self._bandit.action_spec.shape, -1)
-        group[0, 0, : len(shown)] = torch.tensor(shown, dtype=torch.int64)
+        sequence = list(dict.fromkeys(place for place in places.tolist() if 0 <= place < size))
+        group = torch.full(self._bandit.action_spec.shape, -1)  # the other sequences of the group stay empty
+        group[0, 0, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
         context = self._bandit.observation_spec.zero().update({"row": torch.tensor([row]), "action": group})
         outcome = self._bandit.step(context)["next"]
         reward, correct = float(outcome["reward"][0, 0]), float(outcome["vqa_correct"][0, 0])
-        info = self._describe(row) | {"sequence": np.array(shown, dtype=np.int64), "vqa_correct": correct}
+        info = self._describe(row) | {"sequence": np.array(sequence, dtype=np.int64), "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
-        self._words = f"Query {info['query_id']}.\nShown: {shown}; answer {answer}, reward {reward:+.3f}."
+        self._words = f"Query {info['query_id']}.\nShown: {sequence}; answer {answer}, reward {reward:+.3f}."
         if self._bandit.scorer is None and len(info["sequences"]):
             rewards = self._bandit.rewards[row][self.table.beam_mask[row]]
             best = info["sequences"][int(rewards.argmax())]
@@ -122,17 +121,17 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         return self._observe(row), reward, True, False, info
 
     def render(self) -> str | None:
-        """In words, what happened last (`render_mode="ansi"`)."""
+        """The last reset or step in words (`render_mode="ansi"`)."""
         return self._words if self.render_mode == "ansi" else None
 
     def _observe(self, row: int) -> Observation:
         # copies, because an observation must not share memory with the next one
-        there = self.table.pool_mask[row]
-        pool = self.table.candidates[self.table.pool[row].clamp_min(0)] * there.unsqueeze(1)
+        mask = self.table.pool_mask[row]
+        pool = self.table.candidates[self.table.pool[row].clamp_min(0)] * mask.unsqueeze(1)
         return {
             "query": self.table.queries[row].numpy().copy(),
             "pool": pool.numpy(),
-            "mask": there.numpy().astype(np.int8),
+            "mask": mask.numpy().astype(np.int8),
         }
 
     def _describe(self, row: int) -> dict[str, Any]:

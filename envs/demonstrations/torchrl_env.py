@@ -1,72 +1,43 @@
 """The bandit of the selector, as a native batched TorchRL environment.
 
 Every episode is one decision: `reset` draws P queries, `step` takes for each of them a group of G ordered sequences of
-demonstrations, as places in the query's own pool, and gives their rewards. Without a scorer the sequences are those
-that were recorded, and their rewards are looked up; with one they are scored as they are drawn.
+demonstrations, as places in the query's own pool, and returns their rewards. Without a scorer the sequences are
+recorded ones and their rewards are looked up; with one they are scored as they are drawn.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.functional import pad
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
-from torchrl.envs import EnvBase
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import GROUPS, METHODS, POLICY, BeamTable
-from knobwise.envs.demonstrations.reward import (
-    DemonstrationRewardConfig,
-    coherence_and_diversity,
-    demonstration_reward,
-    shuffle,
-)
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
+from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
+from knobwise.envs.demonstrations.settings import METHODS, DemonstrationRewardConfig, GroupConfig
+from knobwise.envs.single_step import SingleStepEnv
 
 Scorer = Callable[[Tensor, Tensor], dict[str, Tensor]]
 """Rows of the queries int64 [n], rows of their demonstrations in the bank int64 [n, T] (−1 after the end, all −1: no
 demonstration), on the CPU → float [n] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`, anywhere."""
 
 
-@dataclass
-class GroupConfig:
-    """Which recorded sequences of a query form its group."""
-
-    methods: str | Sequence[str] = "all"
-    """One of `knobwise.envs.demonstrations.beam_table.GROUPS`, or some of its `METHODS`."""
-    rounds: int | None = None
-    """Of the draws of a policy only those of so many latest rounds; None for all."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.methods, str) and self.methods in GROUPS:
-            self.methods = GROUPS[self.methods]
-        elif not self.methods or isinstance(self.methods, str) or not set(self.methods) <= set(METHODS):
-            raise InputError(
-                f"groups.methods={self.methods!r}: must be {', '.join(GROUPS)}, or a list of {', '.join(METHODS)}"
-            )
-        self.methods = tuple(self.methods)
-        if self.rounds is not None and self.rounds < 1:
-            raise InputError(f"groups.rounds={self.rounds}: must be ≥ 1, or null for all rounds")
-
-
 def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = None) -> BeamTable:
-    """The table with those beams only that form the groups, closed up to the left; B is the widest group.
-
-    Args:
-        table: Q queries.
-        groups: how they were found.
-        shots: keep sequences of so many demonstrations; None keeps all.
+    """The table with only the beams that form the groups, without gaps; B is the size of the largest group.
+    With `shots`, only sequences of this length are kept.
 
     Raises:
-        InputError: no beam of the table is among them.
+        InputError: if the table has no such beam.
     """
     wanted = torch.tensor([method in groups.methods for method in METHODS])
-    kept = table.beam_mask & wanted[table.found_by]  # where there is no beam, found_by is −1
+    kept = table.beam_mask & wanted[table.found_by]  # found_by is −1 without a beam, but the mask excludes it
     if groups.rounds is not None:
         kept &= (table.found_by != POLICY) | (table.round > table.round.max() - groups.rounds)
     if shots is not None:
@@ -97,13 +68,8 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
 class Passes:
     """Draws batches of rows, pass after pass; every pass has each row once, in a new random order.
 
-    A last batch that is not full is filled from the next pass. `drawn` counts the batches; set back, it gives those
-    after it again, the same on every device.
-
-    Args:
-        rows: int64 [n].
-        count: rows in a batch.
-        seed: of the orders, ≥ 0.
+    A batch has `count` of the rows, int64 [n]; the last one of a pass is filled up from the next pass. `drawn` counts
+    the batches; set back, it repeats the later ones, the same on every device. The seed is ≥ 0.
     """
 
     def __init__(self, rows: Tensor, count: int, seed: int) -> None:
@@ -119,11 +85,11 @@ class Passes:
 
     @property
     def before(self) -> int:
-        """Batches drawn before the last one: set back to it, that one is drawn again."""
+        """Batches drawn before the last one; `set_back` to it draws the last one again."""
         return max(self.drawn - 1, 0)
 
     def set_back(self, before: int) -> None:
-        """To what `before` was: the batches drawn after that come again."""
+        """Return to an earlier value of `before`: the batches drawn after it come again."""
         self.drawn = before
 
 
@@ -132,34 +98,30 @@ def _order(seed: int, number: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng([seed, number]).permutation(count))
 
 
-class DemonstrationBandit(EnvBase):
+class DemonstrationBandit(SingleStepEnv):
     """P queries at once, G ordered sequences of demonstrations for each.
 
-    Observation: `row` int64 [P] (row of the table) and, zero before the step, `vqa_correct` float32 [P, G]: whether the
-    answer after each sequence is right, NaN where that was not recorded or no sequence is. Without a scorer also
-    `sequences` int64 [P, G, T], the recorded sequences of the query's group, −1 after the end, and `group_mask` bool
-    [P, G], True where there is one.
+    Observation: `row` int64 [P] (row of the table) and `vqa_correct` float32 [P, G]: whether the answer after each
+    sequence is right; 0 before the step, NaN if not recorded or without a sequence. Without a scorer also `sequences`
+    int64 [P, G, T], the recorded sequences of the query's group, −1 after the end, and `group_mask` bool [P, G], True
+    for each of them.
 
     Action: `action` int64 [P, G, T], places in the query's pool, −1 after the end; all −1 is no sequence, reward 0.
     Reward: float32 [P, G].
 
     Args:
-        table: queries, pools, recorded sequences.
         batch_size: P.
         group_size: G with a scorer. Without one G is B, the widest recorded group.
-        shots: T with a scorer, by default the table's; without one, recorded sequences of this length only, by default
-            all.
-        reward: mode and weights.
+        shots: T with a scorer, by default the table's; without one, use recorded sequences of this length only, by
+            default all.
         rows: int64 [n], the queries to draw from (the training split); None for all. They come in passes, see `Passes`;
-            `contexts.drawn` may be set back to have the same again.
+            set `contexts.drawn` back to repeat them.
         seed: of the contexts and of shuffled rewards.
-        scorer: scores sequences as they are drawn; None replays recorded ones. It is given rows of this table.
-        groups: which recorded sequences form a group.
-        device: where tensors live; None is the CPU.
+        scorer: scores sequences as they are drawn, by rows of this table; None replays recorded ones.
 
     Raises:
-        InputError: settings that do not fit the table; a field that the reward is made of was not recorded; at `step`,
-            a sequence that was never recorded (without a scorer) or does not exist in the query's pool.
+        InputError: if the settings do not fit the table, or a field that the reward needs was not recorded; by `step`,
+            if a sequence was never recorded (without a scorer) or is not in the query's pool.
     """
 
     def __init__(
@@ -206,40 +168,25 @@ class DemonstrationBandit(EnvBase):
             observation["sequences"] = places()
             observation["group_mask"] = Binary(shape=(p, g), dtype=torch.bool, device=device)
         else:
-            self.without = torch.full((table.num_queries,), torch.nan, device=device)
+            self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
         self.observation_spec = Composite(observation, shape=(p,), device=device)
         self.action_spec = places()
-        self.reward_spec = Unbounded(shape=(p, g), device=device)
-        self.done_spec = Binary(shape=(p, 1), dtype=torch.bool, device=device)
-
-    @property
-    def group_size(self) -> int:
-        return self.reward_spec.shape[-1]
-
-    # -- one episode ---------------------------------------------------------------------------------------------------
+        self._set_outcome_specs(p, g)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         rows = self.contexts().to(self.device)
         out = {"row": rows, "vqa_correct": self.observation_spec["vqa_correct"].zero()}
         if self.scorer is None:
             out |= {"sequences": self.sequences[rows], "group_mask": self.group_mask[rows]}
-        out["done"] = out["terminated"] = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
-        return TensorDict(out, batch_size=self.batch_size, device=self.device)
+        return self._context(out)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows, action = tensordict["row"], tensordict["action"]
-        out = tensordict.select(*self.observation_spec.keys(), strict=False)
-        outcome = self._replayed if self.scorer is None else self._scored
-        out["reward"], out["vqa_correct"] = outcome(rows, action)
-        out["done"] = out["terminated"] = torch.ones_like(rows, dtype=torch.bool).unsqueeze(-1)
-        return out
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """A step and the contexts after it. That every episode ends here is known, so nothing is looked up."""
-        return tensordict.set("next", self._step(tensordict)), self._reset()
+        reward, correct = self._replayed(rows, action) if self.scorer is None else self._scored(rows, action)
+        return self._outcome(tensordict, reward, {"vqa_correct": correct})
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw evenly: among the query's recorded sequences, or with a scorer without replacement from its pool."""
+        """Draw evenly among the query's recorded sequences, or with a scorer from its pool without replacement."""
         if tensordict is None or "row" not in tensordict:
             return super().rand_action(tensordict)
         rows, (p, g, t) = tensordict["row"], self.action_spec.shape
@@ -255,19 +202,17 @@ class DemonstrationBandit(EnvBase):
         if seed is not None:
             self.contexts.seed, self.contexts.drawn = seed, 0
 
-    # -- recorded sequences --------------------------------------------------------------------------------------------
-
     def _recorded_rewards(self, seed: int) -> Tensor:
-        """float32 [Q, B], of every recorded sequence; 0 where there is none."""
+        """The reward of every recorded sequence, float32 [Q, B]; 0 where there is none."""
         table, config = self.table, self.reward_config
         for name in config.needs:
             absent = table.beam_mask & table.fields.get(name, torch.full(table.beam_mask.shape, torch.nan)).isnan()
             if count := int(absent.sum()):
                 query = table.query_ids[int(absent.any(1).nonzero()[0])]
                 raise InputError(
-                    f"reward.mode={config.mode} is made of {name}, which {count} of {int(table.beam_mask.sum())} "
-                    f"sequences of beam table {table.name!r} do not have (the first: query {query}); record it, leave "
-                    "those sequences out, or choose another mode"
+                    f"reward.mode={config.mode} needs {name}, which {count} of {int(table.beam_mask.sum())} sequences "
+                    f"of beam table {table.name!r} lack (the first: query {query}); record it, leave out those "
+                    "sequences, or choose another mode"
                 )
         coherence = diversity = None
         if config.needs_embeddings:  # in pieces: [Q, B, T, d] may be larger than the memory
@@ -285,18 +230,16 @@ class DemonstrationBandit(EnvBase):
         if same.all():
             return rewards, correct
         match = (action.unsqueeze(2) == recorded.unsqueeze(1)).all(-1)
-        found, empty = match.any(2), (action < 0).all(-1)
-        if not (found | empty).all():
-            unknown = ~found & ~empty
+        recorded_before, empty = match.any(2), (action < 0).all(-1)
+        unknown = ~recorded_before & ~empty
+        if unknown.any():
             query = self.table.query_ids[int(rows[unknown.any(1)][0])]
             raise InputError(
                 f"{int(unknown.sum())} of the sequences were never recorded for their query (the first: query {query} "
-                f"of {self.table.name!r}, places {action[unknown][0].tolist()}); `sequences` tells which were"
+                f"of {self.table.name!r}, places {action[unknown][0].tolist()}); `sequences` says which were"
             )
         place = torch.where(same, torch.arange(same.shape[1], device=same.device), match.int().argmax(2))
         return rewards.gather(1, place).where(~empty, 0.0), correct.gather(1, place).where(~empty, torch.nan)
-
-    # -- sequences scored as they are drawn ----------------------------------------------------------------------------
 
     def _scored(self, rows: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Reward and correctness of each sequence, float32 [P, G]."""
@@ -307,31 +250,34 @@ class DemonstrationBandit(EnvBase):
         bank = _demonstrations(pool, action)
         # the same sequence drawn twice is scored once
         drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), bank], 2)[mask]
-        asked, inverse = drawn.unique(dim=0, return_inverse=True)
-        nothing = dict.fromkeys(config.needs, torch.empty(0))
+        distinct, inverse = drawn.unique(dim=0, return_inverse=True)
+        distinct = distinct.cpu()
+        scores = dict.fromkeys(config.needs, torch.empty(0))
+        if len(distinct):
+            scores = self.scorer(distinct[:, 0], distinct[:, 1:])
         fields = {}
-        given = asked.cpu()
-        for name, value in (self.scorer(given[:, 0], given[:, 1:]) if len(given) else nothing).items():
+        for name, value in scores.items():
             fields[name] = torch.full(mask.shape, torch.nan, device=mask.device)
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
         if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
-            fields["beam_score"] = fields["vqa_gt_prob"] - self._without(rows)[:, None]
+            fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
         levels = self._level(pool, action, self.candidates) if config.needs_embeddings else ()
         reward = demonstration_reward(fields, used.sum(-1), mask, config, *levels)
         if reward.isnan().any():
             unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
-            raise InputError(f"reward.mode={config.mode} is made of {unknown}, for which the scorer gave NaN")
+            raise InputError(f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN")
         if config.shuffled:
             reward = shuffle(reward, mask, self._generator(self.contexts.seed, self.contexts.drawn))
         return reward, fields.get("vqa_correct", torch.full_like(reward, torch.nan))
 
-    def _without(self, rows: Tensor) -> Tensor:
-        """float32 [P]: P(true answer) without any demonstration, asked once for each query."""
+    def _score_without_demonstrations(self, rows: Tensor) -> Tensor:
+        """P(true answer) without any demonstration, float32 [P], scored once per query."""
         assert self.scorer is not None
-        if len(new := rows[self.without[rows].isnan()].unique()):
+        known = self.without_demonstrations
+        if len(new := rows[known[rows].isnan()].unique()):
             none = torch.full((len(new), self.shots), -1)
-            self.without[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
-        return self.without[rows]
+            known[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
+        return known[rows]
 
     def _check(self, rows: Tensor, action: Tensor, pool: Tensor) -> None:
         ordered, used = action.sort(-1).values, action >= 0
@@ -345,8 +291,6 @@ class DemonstrationBandit(EnvBase):
                 f"{int(bad.sum())} of the sequences do not exist (the first: query {query} of {self.table.name!r}, "
                 f"places {action[bad][0].tolist()}): a place outside the pool, the same twice, or −1 before the end"
             )
-
-    # -- both ----------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _level(pool: Tensor, sequences: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:

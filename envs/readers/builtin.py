@@ -9,11 +9,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 def builtin_profile(accuracy: str = "accuracy") -> ProfileTable:
-    """Read the built-in profile.
-
-    Args:
-        accuracy: which column is the accuracy: `accuracy` (exact match) or `soft_score` (share of right tokens).
-    """
+    """Read the built-in profile; its accuracy is `accuracy` (exact match) or `soft_score` (share of right tokens)."""
     from knobwise.envs.readers.long_table import read_long_table
 
     folder = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))

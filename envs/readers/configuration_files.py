@@ -1,15 +1,17 @@
-"""Folders with one JSON file per configuration: finding the files, reading their rows strictly.
+"""Folders with one JSON file per configuration: finding the files and reading their rows strictly.
 
-What such files are known to get wrong is refused, not repaired: ids that restart on every rank, knobs that disagree
-with the file name, merges that lost samples.
+Known faults of such files are refused, not repaired: ids that restart on every rank, knobs that disagree with the file
+name, merges that lost samples.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
+import operator
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,53 +23,46 @@ from knobwise.common.progress import progress
 
 IDS = ("sample_id", "question_id", "image_id")
 WORDS = (*IDS, "question_type")
-"""What is read of a row besides its numbers; it may also stand in the row's `metadata`."""
+"""What is read of a row besides its numbers; it may also be in the row's `metadata`."""
 
 Record = dict[str, Any]
 Setting = dict[str, int | str]
 
 
-def configuration_files(
-    directory: str | Path, kind: str, pattern: re.Pattern[str], dataset: str, keys: Sequence[str], said: list[str]
-) -> Generator[tuple[Path, Setting, Record, list[Record]], None, None]:
-    """The files of one data set: path, knobs, content, and the rows under the first of `keys` that is there.
+def read_configurations(
+    directory: str | Path,
+    kind: str,
+    pattern: re.Pattern[str],
+    dataset: str,
+    keys: Sequence[str],
+    columns: Mapping[str, Sequence[Sequence[str]]],
+    notes: list[str],
+) -> tuple[pl.DataFrame, list[Record]]:
+    """The cells of one data set: `WORDS`, columns, knobs, file; and the summaries, with knobs and file.
 
-    Where there is a merge of `_rankN` files, the rank files only serve to check it. Whoever may stop early closes the
-    iterator, so that its progress bar ends too.
+    Rows are under the first of `keys` that a file has. A column is the sum of some values of a row, each under the
+    first of its spellings. If there is a merge of `_rankN` files, the rank files only serve to check it.
     """
     root, dashed = Path(directory), dataset.replace("_", "-")
-    if not root.is_dir():
-        raise InputError(f"{root}: no such directory")
-    folders = [root / "_".join(filter(None, (kind, spelling))) for spelling in (dashed, dataset)]
-    for folder in (*folders, root):
-        paths = sorted(folder.glob("*.json"))
-        if matches := {path: match for path in paths if (match := pattern.fullmatch(path.name))}:
-            break
-    else:
-        held = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
-        example = (
-            f"{kind}_crops12_topk8_blocks16.json" if kind else f"{dataset}_imgsizetier-high_crops12_topk8_blocks16.json"
-        )
-        raise InputError(
-            f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder {folders[0].name} nor in the "
-            f"directory itself. A file is called like {example}; the directory holds: {held}"
-        )
+    folder, matches = _find_folder(root, kind, pattern, dataset)
     ranks: dict[Path, list[Path]] = {}
     for path, match in matches.items():
         merge = path.with_name(path.name.replace(match["rank"] or "", ""))
         ranks.setdefault(merge if merge in matches else path, []).extend([path] if merge != path else [])
     foreign, short = [], 0
+    frames: list[pl.DataFrame] = []
+    summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
             tick(done, "")
             setting = {k: v if k == "tier" else int(v) for k, v in matches[path].groupdict().items() if k != "rank"}
-            content, rows = load(path, setting, keys)
-            told = content["config"].get("dataset_name")
-            if isinstance(told, str) and told.replace("_", "-") != dashed:
-                foreign.append(told)
+            content, rows = _load(path, setting, keys)
+            named = content["config"].get("dataset_name")
+            if isinstance(named, str) and named.replace("_", "-") != dashed:
+                foreign.append(named)
                 if folder == root:
                     continue
-            whole = sum(len(load(part, setting, keys)[1]) for part in parts if part != path)
+            whole = sum(len(_load(part, setting, keys)[1]) for part in parts if part != path)
             if whole - len(rows) > len(parts):  # a distributed sampler repeats up to one sample on each rank
                 raise InputError(
                     f"{path}: holds {len(rows)} of the {whole} rows of its {len(parts)} rank files: ids that restart "
@@ -75,28 +70,51 @@ def configuration_files(
                 )
             counts = [record.get("num_samples") for record in (*content["summary"], content)]
             short += sum(count for count in counts if isinstance(count, int)) > len(rows) > 0
-            yield path, setting, content, rows
+            summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
+            frames.append(_rows_frame(path, setting, rows, columns))
         tick(len(ranks), "")
-    told_names = ", ".join(sorted(set(foreign)))
+    names = ", ".join(sorted(set(foreign)))
     if len(foreign) == len(ranks) and folder == root:
-        raise InputError(f"{root}: no files of {dataset!r}; all {len(foreign)} say that they are of {told_names}")
+        raise InputError(f"{root}: no files of {dataset!r}; all {len(foreign)} name the data set {names}")
+    unread = sum(p not in matches and not p.stem.endswith("_results") for p in folder.glob("*.json"))
     skipped = {
         "rank files not read, since their merges are there": len(matches) - len(ranks),
-        "JSON files not read, since their names do not fit": sum(
-            path not in matches and not path.stem.endswith("_results") for path in paths
-        ),
+        "JSON files not read, since their names do not fit": unread,
         "files with fewer rows than num_samples in their summary": short,
-        f"files that say they are of {told_names}{': not read' * (folder == root)}": len(foreign),
+        f"files that name the data set {names}{': not read' * (folder == root)}": len(foreign),
     }
-    said += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
+    notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
+    frame = pl.concat(frames)
+    for column in columns:
+        frame = in_range(frame, column)
+    return frame, summaries
 
 
-def load(path: Path, setting: Setting, keys: Sequence[str]) -> tuple[Record, list[Record]]:
-    """The content of a file and its rows, with the knobs everywhere in it checked against those of its name."""
+def _find_folder(
+    root: Path, kind: str, pattern: re.Pattern[str], dataset: str
+) -> tuple[Path, dict[Path, re.Match[str]]]:
+    """The folder that holds the files of a data set, and those files with the matches of their names."""
+    if not root.is_dir():
+        raise InputError(f"{root}: no such directory")
+    folders = [root / "_".join(filter(None, (kind, name))) for name in (dataset.replace("_", "-"), dataset)]
+    for folder in (*folders, root):
+        paths = sorted(folder.glob("*.json"))
+        if matches := {path: match for path in paths if (match := pattern.fullmatch(path.name))}:
+            return folder, matches
+    content = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
+    example = f"{kind or f'{dataset}_imgsizetier-high'}_crops12_topk8_blocks16.json"
+    raise InputError(
+        f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder {folders[0].name} nor in the "
+        f"directory itself. File names look like {example}; the directory holds: {content}"
+    )
+
+
+def _load(path: Path, setting: Setting, keys: Sequence[str]) -> tuple[Record, list[Record]]:
+    """The content of a file and its rows; all knobs in it are checked against those of its name."""
     try:
         content = _decoded(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: is not readable JSON ({error}); was the run that wrote it cut short?") from error
+        raise InputError(f"{path}: not readable JSON ({error}); was the run that wrote it cut short?") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: must hold a JSON object with {' or '.join(keys)}, holds a {type(content).__name__}")
     content["summary"], content["config"] = content.get("summary") or [], content.get("config") or {}
@@ -117,9 +135,9 @@ def load(path: Path, setting: Setting, keys: Sequence[str]) -> tuple[Record, lis
 
 
 def _decoded(text: bytes) -> Any:
-    """JSON as Python reads and writes it: what the fast parser refuses, such as NaN, the one of Python decides."""
+    """JSON as Python reads and writes it: Python's own parser decides on what the fast one refuses, such as NaN."""
     collecting = gc.isenabled()
-    gc.disable()  # nothing in JSON is a cycle, but looking for some again and again takes a third of the time
+    gc.disable()  # JSON has no cycles, and looking for them takes a third of the time
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -129,34 +147,36 @@ def _decoded(text: bytes) -> Any:
             gc.enable()
 
 
-def rows_frame(path: Path, setting: Setting, rows: list[Record], values: Mapping[str, pl.Series]) -> pl.DataFrame:
-    """The rows of one file with their `WORDS` and the knobs."""
-    columns = {key: _row_words(path, rows, key) for key in WORDS}
-    frame = pl.DataFrame({**columns, **values})
-    knobs = [pl.lit(value, pl.String if isinstance(value, str) else pl.Int64).alias(k) for k, value in setting.items()]
-    return frame.with_columns(*knobs, file=pl.lit(str(path)))
+def _rows_frame(
+    path: Path, setting: Setting, rows: list[Record], columns: Mapping[str, Sequence[Sequence[str]]]
+) -> pl.DataFrame:
+    values = {key: _row_words(path, rows, key) for key in WORDS}
+    for column, terms in columns.items():
+        values[column] = functools.reduce(operator.add, [_row_numbers(path, rows, names) for names in terms])
+    knobs = [pl.lit(v, pl.String if k == "tier" else pl.Int64).alias(k) for k, v in setting.items()]
+    return pl.DataFrame(values).with_columns(*knobs, file=pl.lit(str(path)))
 
 
 def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
     """Text [rows], null where a row has no such id or word."""
-    found = [row.get(key) for row in rows]
-    kinds = set(map(type, found))
+    words = [row.get(key) for row in rows]
+    kinds = set(map(type, words))
     if kinds <= {type(None)} and not any(key in row for row in rows):
-        found = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
-        kinds = set(map(type, found))
+        words = [m.get(key) if isinstance(m := row.get("metadata"), dict) else None for row in rows]
+        kinds = set(map(type, words))
     if not kinds <= {int, float, str, type(None)}:
         raise InputError(f"{path}: {key} must be a whole number or a text in every row")
     if float in kinds:
-        found = [int(value) if isinstance(value, float) and value.is_integer() else value for value in found]
-        if wrong := [value for value in found if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64]:
+        words = [int(value) if isinstance(value, float) and value.is_integer() else value for value in words]
+        if wrong := [value for value in words if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64]:
             raise InputError(f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text")
     if kinds <= {str, type(None)}:
-        return pl.Series(found, dtype=pl.String)
-    return pl.Series([None if value is None else str(value) for value in found], dtype=pl.String)
+        return pl.Series(words, dtype=pl.String)
+    return pl.Series([None if value is None else str(value) for value in words], dtype=pl.String)
 
 
-def row_numbers(path: Path, rows: list[Record], *spellings: str) -> pl.Series:
-    """Float64 [rows], null where a row has null; from the first of the spellings that occurs."""
+def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl.Series:
+    """Float64 [rows], null where a row has null, under the first of the spellings that occurs."""
     key = next((s for s in spellings if any(s in row for row in rows)), None)
     if key is None and rows:
         raise InputError(f"{path}: its rows have no {' or '.join(spellings)}; they have {', '.join(rows[0])}")
@@ -166,8 +186,9 @@ def row_numbers(path: Path, rows: list[Record], *spellings: str) -> pl.Series:
         raise InputError(f"{path}: {key} must be a number in every row") from None
 
 
-def in_range(frame: pl.DataFrame, column: str, top: float = 3.4e38) -> pl.DataFrame:
-    """The frame, unless a value is NaN, negative or above `top`."""
+def in_range(frame: pl.DataFrame, column: str) -> pl.DataFrame:
+    """The frame, unless a value is NaN or negative, or an accuracy above 1."""
+    top = 1 if column == "accuracy" else 3.4e38
     bad = frame.filter(pl.col(column).is_between(-1e-6 if top == 1 else 0, top + 1e-6).not_())
     if bad.height:
         raise InputError(
@@ -177,11 +198,11 @@ def in_range(frame: pl.DataFrame, column: str, top: float = 3.4e38) -> pl.DataFr
     return frame
 
 
-def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, said: list[str]) -> list[pl.DataFrame]:
+def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: list[str]) -> list[pl.DataFrame]:
     """The frames with one id each: `question_id` where every row has it. Refuses ids that occur twice."""
     key = "question_id" if all(side["question_id"].null_count() == 0 for side in sides) else "sample_id"
     if key == "sample_id" and any(side["question_id"].is_not_null().any() for side in sides):
-        said.append(f"{dataset}: not every row has a question_id, so sample_id is the key")
+        notes.append(f"{dataset}: not every row has a question_id, so sample_id is the key")
     keyed = []
     for side in sides:
         if (without := side.filter(pl.col(key).is_null())).height:
@@ -193,18 +214,18 @@ def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, said: l
             raise InputError(
                 f"{where}: in data set {dataset}, {cells.height} (sample, configuration) pairs in "
                 f"{cells.select(knobs).n_unique()} configurations occur more than once, such as {first['len']} × {key} "
-                f"{first[key]}. Do ids restart in every batch or on every rank? Number the samples through, or add a "
-                "question_id"
+                f"{first[key]}. Do ids restart in every batch or on every rank? Number all samples consecutively, "
+                "or add a question_id"
             )
         keyed.append(side.with_columns(sample_id=pl.col(key)).drop("question_id"))
     return keyed
 
 
 def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
-    """The cells of one or more data sets with images and question types in all rows, where any of them has such.
+    """The cells of one or more data sets with images and question types in all rows, if any row has them.
 
-    A data set that says nothing of images has one for each sample; a row without question type has that of another row
-    of its sample, else `unknown`.
+    A data set without images gets one per sample; a row without question type gets that of another row of its sample,
+    else `unknown`.
     """
     dataset = [column for column in ("dataset",) if column in cells.columns]
     if dataset and not cells["image_id"].is_null().all():

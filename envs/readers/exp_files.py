@@ -1,16 +1,13 @@
-"""exp5 (accuracy) with exp6 (latency) folders, and core_exp folders, read and written.
+"""Reading and writing exp5 (accuracy) with exp6 (latency) folders, and core_exp folders.
 
-What does not join is counted in the table's notes.
+Cells that do not join are counted in the table's notes.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +19,9 @@ from knobwise.envs.readers.configuration_files import (
     IDS,
     WORDS,
     Record,
-    configuration_files,
     in_range,
     keyed,
-    row_numbers,
-    rows_frame,
+    read_configurations,
     whole_words,
 )
 from knobwise.envs.readers.frames import TIERS
@@ -51,10 +46,7 @@ CORE_COLUMNS = {
     "decode_ms": "T_LLM_decode",
     "latency_ms": "T_total",
 }
-"""Our names of columns and those in core_exp files."""
-
-
-# -- exp5 and exp6 -----------------------------------------------------------------------------------------------------
+"""Our column names and those of core_exp files."""
 
 
 def read_exp5_exp6(
@@ -71,8 +63,8 @@ def read_exp5_exp6(
 ) -> ProfileTable:
     """Join the accuracy files and the latency files of one or more data sets, cell by cell.
 
-    The key of a sample is its `question_id` where every row on both sides has one, otherwise its `sample_id`. Images
-    and question types are those of the accuracy files.
+    The key of a sample is its `question_id` if every row on both sides has one, otherwise its `sample_id`. Images and
+    question types come from the accuracy files.
 
     Args:
         exp5_dir: holds `exp5_accuracy_<data set with dashes>/`, or the files. Not read with `exp6_accuracy`.
@@ -80,28 +72,34 @@ def read_exp5_exp6(
         dataset_name: such as `text_vqa`; or several.
         latency: which time the budget limits, in ms.
         accuracy: which value of the exp5 rows is the accuracy, such as `soft_score`.
-        exp6_accuracy: take the accuracy that the latency files recorded themselves.
-        broadcast_latency: where a configuration has no more than a mean latency, give it to all its samples.
-        features: a feature file keyed by the same ids.
+        exp6_accuracy: take the accuracy recorded in the latency files.
+        broadcast_latency: if a configuration has only a mean latency, give it to all its samples.
         name: of the table; by default the data set's name.
 
     Raises:
-        InputError: naming the file: nothing found, broken JSON, wrong types, values out of range, ids that occur twice,
-            knobs that disagree with the file name, nothing in common between exp5 and exp6.
+        InputError: naming the file, if there are no files, JSON is broken, types are wrong, values out of range, ids
+            occur twice, knobs disagree with the file name, or exp5 and exp6 have nothing in common.
     """
     if latency not in ("total", "prefill", "decode"):
         raise InputError(f"latency={latency!r} is unknown for exp6 files; known are total, prefill, decode")
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
-    said: list[str] = []
+    notes: list[str] = []
     joined = []
     for dataset in datasets:
-        times, means = _read_exp6(exp6_dir, dataset, latency, exp6_accuracy, said)
+        times, means = _read_exp6(exp6_dir, dataset, latency, exp6_accuracy, notes)
         if exp6_accuracy:
-            cells = keyed([times], KNOBS, dataset, said)[0]
+            cells = keyed([times], KNOBS, dataset, notes)[0]
         else:
-            scores = _read_exp5(exp5_dir, dataset, accuracy, said)
-            scores, times = keyed([scores, times], KNOBS, dataset, said)
-            cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, said), dataset, said)
+            if exp5_dir is None:
+                raise InputError(
+                    "no directory of exp5 accuracy files: give exp5_dir, or exp6_accuracy=true to do without"
+                )
+            pattern, columns = re.compile(rf"exp5_accuracy(_results)?_{SETTING}"), {"accuracy": [(accuracy,)]}
+            scores, _ = read_configurations(
+                exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes
+            )
+            scores, times = keyed([scores, times], KNOBS, dataset, notes)
+            cells = _join(scores, _broadcast(scores, times, means, broadcast_latency, notes), dataset, notes)
         joined.append(cells.with_columns(dataset=pl.lit(dataset)) if len(datasets) > 1 else cells)
     return table_from_frame(
         whole_words(pl.concat(joined)),
@@ -109,86 +107,67 @@ def read_exp5_exp6(
         knobs=KNOBS,
         features=features,
         source=str(exp6_dir) if exp6_accuracy else f"{exp5_dir} with {exp6_dir}",
-        notes=said,
+        notes=notes,
     )
 
 
-def _read_exp5(directory: str | Path | None, dataset: str, accuracy: str, said: list[str]) -> pl.DataFrame:
-    """One row per score: ids, knobs, accuracy, file."""
-    if directory is None:
-        raise InputError("no directory of exp5 accuracy files: give exp5_dir, or exp6_accuracy=true to do without")
-    frames = []
-    pattern = re.compile(rf"exp5_accuracy(_results)?_{SETTING}")
-    keys = ("all_samples",)
-    with closing(configuration_files(directory, "exp5_accuracy", pattern, dataset, keys, said)) as files:
-        for path, setting, _, rows in files:
-            values = {"accuracy": row_numbers(path, rows, accuracy)}
-            frames.append(rows_frame(path, setting, rows, values))
-    return in_range(pl.concat(frames), "accuracy", top=1)
-
-
 def _read_exp6(
-    directory: str | Path, dataset: str, stage: str, own_accuracy: bool, said: list[str]
+    directory: str | Path, dataset: str, stage: str, with_accuracy: bool, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """One row per time: ids, knobs, latency_ms, file; and one row per configuration and file: knobs, mean, weight."""
-    frames, means = [], []
+    """One row per time: ids, knobs, latency_ms, file. One row per configuration and file: knobs, mean, weight."""
     pattern = re.compile(rf"exp6_latency(_results)?_{SETTING}")
     keys = ("per_sample_latencies", "all_samples")
-    with closing(configuration_files(directory, "exp6_latency", pattern, dataset, keys, said)) as files:
-        for path, setting, content, rows in files:
-            values = {"latency_ms": row_numbers(path, rows, f"T_{stage}_ms", f"latency_{stage}")}
-            if own_accuracy:
-                values["accuracy"] = row_numbers(path, rows, "accuracy", "score")
-            frames.append(rows_frame(path, setting, rows, values))
-            for record in content["summary"]:
-                spellings = [record.get(f"latency_{stage}_ms"), record.get("latency_mean" if stage == "total" else "")]
-                found = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
-                mean = next((float(m) for m in found if isinstance(m, int | float)), None)
-                weight = n if isinstance(n := record.get("num_samples"), int) and n > 0 else 1
-                means.append({**setting, "mean": mean, "weight": weight, "file": str(path)})
+    columns = {"latency_ms": [(f"T_{stage}_ms", f"latency_{stage}")]}
+    columns |= {"accuracy": [("accuracy", "score")]} if with_accuracy else {}
+    times, summaries = read_configurations(directory, "exp6_latency", pattern, dataset, keys, columns, notes)
+    means = []
+    for record in summaries:
+        spellings = [record.get(f"latency_{stage}_ms"), record.get("latency_mean" if stage == "total" else "")]
+        values = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
+        mean = next((float(m) for m in values if isinstance(m, int | float)), None)
+        weight = n if isinstance(n := record.get("num_samples"), int) and n > 0 else 1
+        means.append({k: record[k] for k in (*KNOBS, "file")} | {"mean": mean, "weight": weight})
     schema = dict.fromkeys(KNOBS, pl.Int64) | {"mean": pl.Float64, "weight": pl.Int64, "file": pl.String}
-    times = in_range(pl.concat(frames), "latency_ms")
-    summary = pl.DataFrame(means, schema=schema).drop_nulls("mean")
-    return in_range(times, "accuracy", top=1) if own_accuracy else times, summary
+    return times, pl.DataFrame(means, schema=schema).drop_nulls("mean")
 
 
 def _broadcast(
-    scores: pl.DataFrame, times: pl.DataFrame, means: pl.DataFrame, wanted: bool, said: list[str]
+    scores: pl.DataFrame, times: pl.DataFrame, means: pl.DataFrame, wanted: bool, notes: list[str]
 ) -> pl.DataFrame:
-    """The times; if wanted, a configuration that has no more than a mean time gives it to all its scores."""
+    """The times; if wanted, a configuration that has only a mean time gives it to all its scores."""
     means = means.join(times, on=KNOBS, how="anti")
     mean = (pl.col("mean") * pl.col("weight")).sum() / pl.col("weight").sum()
     means = means.group_by(KNOBS).agg(mean.alias("latency_ms"), pl.col("file").first())
     if means.is_empty():
         return times
-    told = f"{means.height} configurations have a mean latency only"
-    said.append(f"{told}: given to all their samples" if wanted else f"{told}: left out (see broadcast_latency)")
+    use = "given to all their samples" if wanted else "left out (see broadcast_latency)"
+    notes.append(f"{means.height} configurations have only a mean latency: {use}")
     if not wanted:
         return times
     spread = scores.drop("file").join(in_range(means, "latency_ms"), on=KNOBS)
     return pl.concat([times, spread.select(times.columns)])
 
 
-def _join(scores: pl.DataFrame, times: pl.DataFrame, dataset: str, said: list[str]) -> pl.DataFrame:
-    """The cells that have both; counts in words what has only one."""
+def _join(scores: pl.DataFrame, times: pl.DataFrame, dataset: str, notes: list[str]) -> pl.DataFrame:
+    """The cells that have both; notes how many have only one."""
     on = ["sample_id", *KNOBS]
     cells = scores.join(times.select(*on, "latency_ms"), on=on)
-    for mine, other, here, there in ((scores, times, "exp5", "exp6"), (times, scores, "exp6", "exp5")):
-        alone = mine.select(KNOBS).unique().join(other, on=KNOBS, how="anti").sort(KNOBS)
+    sides = (("exp5", scores), ("exp6", times))
+    for (name, side), (other_name, other) in (sides, sides[::-1]):
+        alone = side.select(KNOBS).unique().join(other, on=KNOBS, how="anti").sort(KNOBS)
         if alone.height:
             some = ", ".join("/".join(map(str, row)) for row in alone.head(3).rows())
-            said.append(
-                f"{dataset}: {alone.height} configurations are in {here} only ({some}{', …' * (alone.height > 3)})"
-            )
-        lost = mine.join(other, on=on, how="anti").join(alone, on=KNOBS, how="anti")
+            more = ", …" * (alone.height > 3)
+            notes.append(f"{dataset}: {alone.height} configurations are only in {name} ({some}{more})")
+        lost = side.join(other, on=on, how="anti").join(alone, on=KNOBS, how="anti")
         if lost.height:
-            samples = lost["sample_id"].n_unique()
-            said.append(f"{dataset}: {lost.height} cells of {samples} samples have no partner in {there}: not profiled")
+            count = f"{lost.height} cells of {lost['sample_id'].n_unique()} samples"
+            notes.append(f"{dataset}: {count} have no partner in {other_name}: not profiled")
     if cells.is_empty():
         ids = [sorted(side["sample_id"].unique())[:3] for side in (scores, times)]
         raise InputError(
-            f"{dataset}: exp5 and exp6 have no (sample, configuration) pair in common; ids in exp5 are such as "
-            f"{ids[0]}, in exp6 {ids[1]}. {'; '.join(said)}"
+            f"{dataset}: exp5 and exp6 have no (sample, configuration) pair in common; exp5 has ids such as "
+            f"{ids[0]}, exp6 {ids[1]}. {'; '.join(notes)}"
         )
     return cells
 
@@ -207,13 +186,12 @@ def write_exp5_exp6(
             numbers), `accuracy`, `latency_ms`; optionally `soft_score`, `prefill_ms`, `decode_ms`, `num_*_tokens`,
             `question_id`, `image_id`, `question_type`, `pred`, `answers`. Rows without accuracy or latency are left
             out.
-        exp5_dir: gets the folder `exp5_accuracy_<data set with dashes>`.
-        exp6_dir: gets the folder `exp6_latency_<data set with dashes>`.
-        dataset_name: such as `text_vqa`.
+        exp5_dir, exp6_dir: get the folders `exp5_accuracy_<data set with dashes>` and `exp6_latency_<…>`.
         metadata: added to the `config` of every file: the machine, the model, the split of the data set.
 
     Raises:
-        InputError: what a table refuses, other knobs, metadata that JSON cannot hold. Nothing has been written then.
+        InputError: if a table would refuse the frame, it has other knobs, or JSON cannot hold the metadata. Nothing is
+            written then.
     """
     frame, config = _to_write(frame, KNOBS, dataset_name, metadata, "the frame for exp5 and exp6 files")
     frame = frame.with_columns(T_total_ms="latency_ms", score="accuracy")
@@ -247,7 +225,7 @@ def write_exp5_exp6(
 def _to_write(
     frame: pl.DataFrame, knobs: Sequence[str], dataset_name: str, metadata: Mapping[str, Any] | None, source: str
 ) -> tuple[pl.DataFrame, Record]:
-    """The rows that were profiled, null for NaN, and what is said of the run; refuses what cannot be read again."""
+    """The rows that were profiled, null for NaN, and what is notes of the run; refuses what cannot be read again."""
     table = table_from_frame(frame, name=dataset_name, knobs=knobs, source=source)
     if len(set(table.dataset_names)) > 1:
         raise InputError(f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own name")
@@ -277,9 +255,6 @@ def _write(path: Path, content: Record) -> None:
         temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
 
 
-# -- core_exp ----------------------------------------------------------------------------------------------------------
-
-
 def read_core_exp(
     directory: str | Path,
     dataset_name: str,
@@ -288,38 +263,28 @@ def read_core_exp(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Read core_exp files, which hold accuracies and times; the knobs are tier, top_k and num_active_blocks.
+    """Read core_exp files, which hold accuracies and times. The knobs are tier, top_k and num_active_blocks.
 
     Args:
         directory: holds `<data set with dashes>/`, or the files.
-        dataset_name: such as `text_vqa`.
-        latency: which time the budget limits, in ms; `vision_prefill` is the sum of both.
-        features: a feature file keyed by the same ids.
-        name: of the table; by default the data set's name.
+        latency: which time the budget limits, in ms; `vision_prefill` is the sum of the two.
 
     Raises:
         InputError: as `read_exp5_exp6`.
     """
     if latency not in CORE_STAGES:
         raise InputError(f"latency={latency!r} is unknown for core_exp files; known are {', '.join(CORE_STAGES)}")
-    said: list[str] = []
-    frames = []
+    notes: list[str] = []
     pattern = re.compile(rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}")
-    keys = ("per_sample_results",)
-    with closing(configuration_files(directory, "", pattern, dataset_name, keys, said)) as files:
-        for path, setting, _, rows in files:
-            times = [row_numbers(path, rows, stage) for stage in CORE_STAGES[latency]]
-            total = functools.reduce(operator.add, times)
-            values = {"accuracy": row_numbers(path, rows, "accuracy"), "latency_ms": total}
-            frames.append(rows_frame(path, setting, rows, values))
-    cells = in_range(in_range(pl.concat(frames), "accuracy", top=1), "latency_ms")
+    columns = {"accuracy": [("accuracy",)], "latency_ms": [(stage,) for stage in CORE_STAGES[latency]]}
+    cells, _ = read_configurations(directory, "", pattern, dataset_name, ["per_sample_results"], columns, notes)
     return table_from_frame(
-        whole_words(keyed([cells], CORE_KNOBS, dataset_name, said)[0]),
+        whole_words(keyed([cells], CORE_KNOBS, dataset_name, notes)[0]),
         name=name or dataset_name,
         knobs=CORE_KNOBS,
         features=features,
         source=str(directory),
-        notes=said,
+        notes=notes,
     )
 
 
@@ -338,12 +303,11 @@ def write_core_exp(
             `num_language_tokens`, `num_output_tokens`, `num_total_tokens`, `question_id`, `image_id`, `question_type`,
             `pred`, `metadata`. Rows without accuracy or latency are left out.
         directory: gets the folder of the data set, with dashes.
-        dataset_name: such as `text_vqa`.
         tier_crops: the fewest and the most crops of each tier.
         metadata: the `config` of every file: the machine, the model, the split of the data set.
 
     Raises:
-        InputError: as `write_exp5_exp6`; a tier without crops, a stage that is missing. Nothing has been written then.
+        InputError: as `write_exp5_exp6`; if a tier has no crops, or a stage is missing. Nothing is written then.
     """
     source = "the frame for core_exp files"
     if missing := sorted({"tier", "vision_ms", "prefill_ms", "decode_ms"} - set(frame.columns)):
@@ -364,7 +328,7 @@ def write_core_exp(
             "num_samples": cells.height,
             "accuracy": cells["accuracy"].mean(),
             "accuracy_std": cells["accuracy"].std(ddof=0),
-            "latency_stats": {f"{s}_{of.lower()}": value for s, found in spreads.items() for of, value in found},
+            "latency_stats": {f"{s}_{name.lower()}": value for s, spread in spreads.items() for name, value in spread},
             "per_sample_results": cells.select(keys).to_dicts(),
             "config": config,
         }

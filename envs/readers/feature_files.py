@@ -1,4 +1,4 @@
-"""Feature files: named blocks of numbers, one row for each sample, keyed by `sample_id`."""
+"""Feature files: named blocks of numbers, one row per sample, keyed by `sample_id`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.tensor_file import tensors_of
 
 
 class Features(NamedTuple):
-    """What a feature file holds: n ids, named blocks float32 [n, d] (NaN is missing), n data set names or none."""
+    """The content of a feature file: n ids, named blocks float32 [n, d] (NaN is missing), n data set names or none."""
 
     sample_ids: tuple[str, ...]
     blocks: dict[str, Tensor]
@@ -32,30 +33,30 @@ class Features(NamedTuple):
 def read_features(path: str | Path) -> Features:
     """Read named feature blocks keyed by `sample_id` from `.safetensors`, `.npz`, `.pt` or a table file.
 
-    `sample_id` [n] (in safetensors integers, or a JSON list of names in the metadata) and optionally `dataset` [n]
-    stand beside the blocks [n, d] or [n]. In a table file a list column is a block, and the other columns make one
-    block, `features`.
+    Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]; in safetensors as
+    integers, or as a JSON list of names in the metadata. In a table file a list column is a block, and the other
+    columns make one block, `features`.
 
     Raises:
-        InputError: no such file, not of its kind, no ids, ids that occur twice, blocks that are not numbers, infinite
-            or of the wrong length.
+        InputError: if there is no such file, it is not of its kind, ids are missing or occur twice, or a block is not
+            numeric, infinite or of the wrong length.
     """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
-        found = {key: np.asarray(values) for key, values in _read_arrays(path).items()}
+        arrays = {key: np.asarray(values) for key, values in _read_arrays(path).items()}
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read as features without executing code in it ({error})") from error
-    ids = {key: found.pop(key) for key in ("dataset", "sample_id") if key in found}
+    ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}
     ids = {key: values.astype(str) if values.dtype.kind == "S" else values for key, values in ids.items()}
-    if "sample_id" not in ids or not found:
-        raise InputError(f"{path}: features need sample_id [n] and at least one block [n, d]; it has {[*ids, *found]}")
+    if "sample_id" not in ids or not arrays:
+        raise InputError(f"{path}: features need sample_id [n] and at least one block [n, d]; it has {[*ids, *arrays]}")
     names = {key: tuple(name_column(pl.Series(key, values), str(path))) for key, values in ids.items()}
     n, blocks = len(names["sample_id"]), {}
-    for key, values in found.items():
+    for key, values in arrays.items():
         if values.dtype.kind not in "biuf":
             raise InputError(f"{path}: features {key!r} are not numbers")
         if values.ndim not in (1, 2) or len(values) != n:
@@ -72,10 +73,8 @@ def read_features(path: str | Path) -> Features:
 
 
 def attach_features(table: ProfileTable, features: str | Path | Features) -> ProfileTable:
-    """The table with one row of features for each of its samples, matched by id (and data set, where both name it).
-
-    Raises:
-        InputError: a sample without features; anything that `read_features` refuses.
+    """The table with a row of features for each of its samples, matched by id (and by data set, if both name it).
+    Raises InputError if a sample has no features, or `read_features` refuses the file.
     """
     source = "features" if isinstance(features, Features) else str(features)
     if not isinstance(features, Features):
@@ -83,26 +82,26 @@ def attach_features(table: ProfileTable, features: str | Path | Features) -> Pro
     datasets, sample_ids = features.datasets, features.sample_ids
     both = bool(datasets) and (bool(table.datasets) or table.name in datasets)
     keys = list(zip(table.dataset_names, table.sample_ids, strict=True)) if both else [(i,) for i in table.sample_ids]
-    found = list(zip(datasets, sample_ids, strict=True)) if both else [(i,) for i in sample_ids]
-    for whose, ids in (("the profile", keys), ("the features", found)):
+    known = list(zip(datasets, sample_ids, strict=True)) if both else [(i,) for i in sample_ids]
+    for whose, ids in (("the profile", keys), ("the features", known)):
         if len(set(ids)) < len(ids):
             raise InputError(
                 f"{source}: ids occur in several data sets of {whose}; name the data set of each in `dataset`"
             )
-    place = {key: i for i, key in enumerate(found)}
+    place = {key: i for i, key in enumerate(known)}
     if missing := [" ".join(key) for key in keys if key not in place]:
         raise InputError(
             f"{source}: no features for {len(missing)} of {len(keys)} samples of profile {table.name!r}, such as "
-            f"{', '.join(missing[:5])}; it has ids such as {', '.join(' '.join(key) for key in found[:3])}"
+            f"{', '.join(missing[:5])}; it has ids such as {', '.join(' '.join(key) for key in known[:3])}"
         )
     rows = torch.tensor([place[key] for key in keys])
-    unused = len(found) - len(keys)
+    unused = len(known) - len(keys)
     notes = (*table.notes, f"{unused} rows of features without a sample: not used") if unused else table.notes
     return replace(table, features={k: block[rows] for k, block in features.blocks.items()}, notes=notes)
 
 
 def write_features(table: ProfileTable, path: str | Path) -> None:
-    """Write the table's feature blocks beside its ids as `.safetensors`, `.npz`, `.pt` or `.parquet`."""
+    """Write the table's feature blocks with its ids as `.safetensors`, `.npz`, `.pt` or `.parquet`."""
     ids = {"sample_id": list(table.sample_ids)} | ({"dataset": list(table.datasets)} if table.datasets else {})
     blocks, suffix = {k: v.contiguous() for k, v in table.features.items()}, Path(path).suffix
     if not blocks or suffix not in (".safetensors", ".npz", ".pt", ".parquet"):
@@ -133,22 +132,22 @@ def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     if path.suffix == ".safetensors":
         with safe_open(str(path), framework="pt") as file:
             words = {k: json.loads(v) for k, v in (file.metadata() or {}).items() if k in ("sample_id", "dataset")}
-            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
-            return {**{k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, **words}
-    found: dict[str, ArrayLike] = {}
+        tensors = {k: v.float() if v.is_floating_point() else v for k, v in tensors_of(path).items()}
+        return {**tensors, **words}
+    arrays_by_name: dict[str, ArrayLike] = {}
     scalars = []
     for column in read_frame(path):
         if column.name in KEYS:
             if column.name in ("sample_id", "dataset"):
-                found[column.name] = name_column(column, str(path)).to_numpy()
+                arrays_by_name[column.name] = name_column(column, str(path)).to_numpy()
         elif isinstance(column.dtype, (pl.List, pl.Array)):
             lengths = column.list.len() if isinstance(column.dtype, pl.List) else column.arr.len()
             if lengths.n_unique() > 1:
                 raise InputError(f"{path}: rows of features {column.name!r} have different lengths, or are missing")
             values = number_column(column.explode(), str(path)).fill_null(np.nan)
-            found[column.name] = values.to_numpy().reshape(len(column), -1)
+            arrays_by_name[column.name] = values.to_numpy().reshape(len(column), -1)
         else:
             scalars.append(number_column(column, str(path)).fill_null(np.nan).to_numpy())
-    if scalars and "features" in found:
-        raise InputError(f"{path}: the scalar columns make a block `features`, but there is one already; rename it")
-    return found | ({"features": np.stack(scalars, 1)} if scalars else {})
+    if scalars and "features" in arrays_by_name:
+        raise InputError(f"{path}: the scalar columns make a block `features`, but the file has one already; rename it")
+    return arrays_by_name | ({"features": np.stack(scalars, 1)} if scalars else {})

@@ -1,4 +1,4 @@
-"""Table files and their columns, read strictly: what is not what it should be is refused by name."""
+"""Table files and their columns, read strictly; errors name the column that is wrong."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def read_frame(path: Path) -> pl.DataFrame:
             return pl.read_parquet(path)
     except Exception as error:
         raise InputError(f"{path}: cannot be read as {path.suffix[1:]} ({str(error).partition(chr(10))[0]})") from error
-    raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl, .ndjson and .gz of the texts")
+    raise InputError(f"{path}: not a table; known are .csv, .parquet, .jsonl and .ndjson; text may end in .gz")
 
 
 def number_column(series: pl.Series, source: str) -> pl.Series:
-    """As Float64; text is parsed, true and false are 1 and 0, what is empty is null."""
+    """As Float64; text is parsed, true and false are 1 and 0, empty text is null."""
     if series.dtype in (pl.String, pl.Categorical, pl.Enum):
         text = series.cast(pl.String).str.strip_chars().str.to_lowercase()
         text = text.replace({"true": "1", "false": "0", "": None})
         numbers = text.cast(pl.Float64, strict=False)
         if len(wrong := text.filter(numbers.is_null() & text.is_not_null())):
             raise InputError(
-                f"{source}: column {series.name!r} has {len(wrong)} values that are no numbers: {wrong[0]!r}, …"
+                f"{source}: column {series.name!r} has {len(wrong)} values that are not numbers: {wrong[0]!r}, …"
             )
         return numbers
     if series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null):
@@ -65,7 +65,7 @@ def name_column(series: pl.Series, source: str) -> pl.Series:
 
 
 def knob_column(series: pl.Series, source: str) -> tuple[Knob, pl.Series]:
-    """The knob that a column sets, and the index of each row's value; text such as `8` is a number, `08` is not."""
+    """The knob of a column, and the index of each row's value. Text such as `8` is a number, `08` is not."""
     if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.null_count() or not (series.dtype.is_numeric() or series.dtype == pl.String):

@@ -1,4 +1,4 @@
-"""Several profiles of the same knobs as one table, whose `datasets` tell them apart."""
+"""Several profiles of the same knobs joined into one table; `datasets` says where a sample is from."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from knobwise.envs.readers.frames import TIERS
 from knobwise.envs.tables.profile_table import Knob, KnobValue, ProfileTable
 
 DATASET = "dataset"
-"""The feature block that says which data set a sample is from."""
+"""The feature block that encodes a sample's data set."""
 
 
 def join_tables(
     tables: Sequence[ProfileTable], name: str = "joint", *, dataset_input: bool = False, missing_blocks: bool = False
 ) -> ProfileTable:
-    """One table of all samples; the configurations are those of any of the tables, and a cell that was not profiled in
-    its own table stays so.
+    """One table of all samples, with the configurations of all tables; cells not profiled in their table stay so.
 
     Args:
-        tables: profiles with the same knobs; the values of a knob may differ. One data set may be spread over several.
-        name: of the joint table.
+        tables: profiles with the same knobs; the values of a knob may differ. A data set may be spread over several.
         dataset_input: add the data set as a feature block, see `with_dataset_input`.
-        missing_blocks: feature values that a table does not have at all are missing (NaN) instead of refused.
+        missing_blocks: fill in feature blocks that a table lacks as missing (NaN) instead of refusing them.
 
     Raises:
-        InputError: other knobs, another unit, feature blocks that differ in name or width, a sample that stands twice.
+        InputError: if knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
     """
     if not tables:
         raise InputError(f"profile {name!r}: no tables to join")
     knobs = _joined_knobs(tables)
     codes = [_codes(table, knobs) for table in tables]
     configurations, place = torch.cat(codes).unique(dim=0, return_inverse=True)
-    places = place.split([len(one) for one in codes])
+    places = place.split([len(code) for code in codes])
     shape = sum(table.num_samples for table in tables), len(configurations)
     accuracy, latency_ms = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     first = 0
@@ -46,6 +44,9 @@ def join_tables(
         accuracy[rows].index_copy_(1, columns, table.accuracy)
         latency_ms[rows].index_copy_(1, columns, table.latency_ms)
     parts, notes = _parts(tables)
+    question_types: tuple[str, ...] = ()
+    if any(table.question_types for table in tables):
+        question_types = _all(t.question_types or ("unknown",) * t.num_samples for t in tables)
     joint = ProfileTable(
         name=name,
         knobs=knobs,
@@ -56,12 +57,10 @@ def join_tables(
         sample_ids=_all(table.sample_ids for table in tables),
         features=_features(tables, missing_blocks),
         datasets=_all(table.dataset_names for table in tables),
-        # an image id counts inside its data set only
+        # image ids are unique inside their data set only
         image_ids=_all(t.image_ids or t.sample_ids for t in tables) if any(t.image_ids for t in tables) else (),
         parts=parts,
-        question_types=_all(t.question_types or ("unknown",) * t.num_samples for t in tables)
-        if any(t.question_types for t in tables)
-        else (),
+        question_types=question_types,
         notes=(*(f"{table.name}: {note}" for table in tables for note in table.notes), *notes),
         unit=tables[0].unit,
     )
@@ -69,16 +68,11 @@ def join_tables(
 
 
 def with_dataset_input(table: ProfileTable, names: Sequence[str] | None = None) -> ProfileTable:
-    """The table with a feature block `dataset`: one column for each data set, 1 for its samples and 0 for the others.
+    """The table with a feature block `dataset`: one column per data set, 1 for its samples and 0 for the others.
 
-    Args:
-        table: the profile.
-        names: of the columns; None for the table's data sets in the order of the alphabet. A sample of another data set
-            has 0 everywhere. A row of NaN counts as the median of those a policy was trained on: as none of them, or
-            as the one that more than half of the samples are of.
-
-    Raises:
-        InputError: the table has a block of this name already.
+    `names` are those of the columns; None for the table's data sets in alphabetical order. A sample of another data set
+    is 0 everywhere. A policy reads a row of NaN as the median of its training samples: as none of the data sets, or as
+    the one with more than half of the samples. Raises InputError if the table has a block of this name already.
     """
     if DATASET in table.features:
         raise InputError(f"profile {table.name!r} has a feature block {DATASET!r} already; leave dataset_input out")
@@ -90,7 +84,7 @@ def with_dataset_input(table: ProfileTable, names: Sequence[str] | None = None) 
 
 
 def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
-    """Which of these rows (int64 [n]) are of which data set: name → positions in `rows`, int64, sorted by name."""
+    """The rows (int64 [n]) of each data set: name → positions in `rows`, int64, sorted by name."""
     names = np.array(table.dataset_names)[rows.numpy()]
     return {str(name): torch.from_numpy((names == name).nonzero()[0]) for name in np.unique(names)}
 
@@ -100,7 +94,7 @@ def _all(words: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
-    """The knobs in the order of the first table, each with the values of all."""
+    """The knobs in the order of the first table, each with the values of all tables."""
     names = [knob.name for knob in tables[0].knobs]
     for table in tables[1:]:
         if sorted(knob.name for knob in table.knobs) != sorted(names):
@@ -125,12 +119,12 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
 
 def _codes(table: ProfileTable, knobs: tuple[Knob, ...]) -> Tensor:
     """The table's configurations in the values of these knobs, int64 [C, K]."""
-    own = {knob.name: (knob, table.configurations[:, k]) for k, knob in enumerate(table.knobs)}
+    column_of = {knob.name: (knob, table.configurations[:, k]) for k, knob in enumerate(table.knobs)}
     columns = []
     for knob in knobs:
-        mine, chosen = own[knob.name]
+        table_knob, chosen = column_of[knob.name]
         place = {value: i for i, value in enumerate(knob.values)}
-        columns.append(torch.tensor([place[value] for value in mine.values])[chosen])
+        columns.append(torch.tensor([place[value] for value in table_knob.values])[chosen])
     return torch.stack(columns, 1)
 
 
@@ -157,12 +151,12 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
 
 
 def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
-    """Each sample's part, where any of the tables fixes its split, and what was said of the others."""
+    """Each sample's part if any of the tables fixes its split, and notes on the other tables."""
     if not any(table.parts for table in tables):
         return (), []
-    # where none has a validation part `ProfileTable.split` takes it out of all training parts, by its own seed
+    # if no table has a validation part, `ProfileTable.split` takes one out of all training parts, by its own seed
     whole = all(set(table.parts) == {"train", "test"} for table in tables)
-    found, notes = [], []
+    parts_of_tables, notes = [], []
     for table in tables:
         parts = list(table.parts)
         if not parts or (set(parts) == {"train", "test"} and not whole):
@@ -172,5 +166,5 @@ def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
                     parts[row] = part
             fixes = "fixes no validation part" if table.parts else "fixes no split"
             notes.append(f"{table.name}: {fixes}, as others do; divided {'75/25' if table.parts else '60/20/20'}")
-        found.append(parts)
-    return _all(found), notes
+        parts_of_tables.append(parts)
+    return _all(parts_of_tables), notes

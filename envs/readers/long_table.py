@@ -1,24 +1,25 @@
-"""Long tables and features: files in, one `ProfileTable` out; and the way back.
+"""Long tables: one row per (sample, configuration), read into a `ProfileTable` and written again.
 
-A long table has one row per (sample, configuration): `sample_id`, one column per knob, an accuracy and a cost;
-optionally `dataset`, `split`, `image_id`, `question_type`. That is how measurements of any system come in. All readers
-end in `table_from_frame`.
+The columns are `sample_id`, one per knob, an accuracy and a cost; optionally `dataset`, `split`, `image_id` and
+`question_type`. Measurements of any system come in this form, and all readers end in `table_from_frame`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
+from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.feature_files import Features, attach_features, read_features, write_features
 from knobwise.envs.readers.frames import KEYS, knob_column, name_column, number_column, read_frame
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 __all__ = [
     "Features",
@@ -32,6 +33,14 @@ __all__ = [
 ]
 
 MEASURES = frozenset({"accuracy", "score", "soft_score", "pred", "prediction", "answer", "answers", "question"})
+WORD_COLUMNS = {
+    "datasets": "dataset",
+    "sample_ids": "sample_id",
+    "image_ids": "image_id",
+    "parts": "split",
+    "question_types": "question_type",
+}
+"""Fields of a `ProfileTable` with a name for each sample, and the columns that hold them."""
 PARTS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
@@ -39,34 +48,14 @@ PARTS = {
 }
 
 
-def read_long_table(
-    path: str | Path,
-    *,
-    features: str | Path | Features | None = None,
-    name: str | None = None,
-    knobs: Sequence[str] | None = None,
-    accuracy: str = "accuracy",
-    latency: str = "latency_ms",
-    unit: str = "ms",
-) -> ProfileTable:
+def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any) -> ProfileTable:
     """Read a long table from CSV, Parquet or JSON lines (by suffix; CSV and JSON lines also gzipped).
 
-    The arguments are those of `table_from_frame`; the table is called as the file unless `name` says otherwise.
-
-    Raises:
-        InputError: no such file, not of its kind, or anything that `table_from_frame` refuses.
+    The choices are those of `table_from_frame`; the default name is that of the file. Raises InputError if there is no
+    such file, if it is not of its kind, or if `table_from_frame` refuses it.
     """
     name = name or Path(path).name.split(".")[0]
-    return table_from_frame(
-        read_frame(Path(path)),
-        name=name,
-        knobs=knobs,
-        accuracy=accuracy,
-        latency=latency,
-        unit=unit,
-        features=features,
-        source=str(path),
-    )
+    return table_from_frame(read_frame(Path(path)), name=name, source=str(path), **choices)
 
 
 def table_from_frame(
@@ -83,27 +72,78 @@ def table_from_frame(
 ) -> ProfileTable:
     """Make the dense table from one row per (sample, configuration).
 
-    A row without accuracy or latency (null) is an unprofiled cell, like a row that is not there. Samples come out
-    sorted by data set and id, configurations by knob value, whatever the order of the rows.
+    A row without accuracy or latency (null) is an unprofiled cell, as if the row were missing. Samples are sorted by
+    data set and id, configurations by knob value; the order of the rows does not matter.
 
     Args:
-        frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` serves where `accuracy` is missing), a cost ≥ 0;
-            optionally `dataset`, and `image_id`, `split` and `question_type`, constant inside a sample.
+        frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a cost ≥ 0; optionally
+            `dataset`, and `image_id`, `split` and `question_type`, constant inside a sample.
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
         accuracy: the column to maximise.
         latency: the column that the budget limits: a time, or any other cost (energy, price).
-        unit: what that column is in, and with it the budgets.
-        features: a feature file, or what `read_features` gave.
-        source: what to call the frame in error messages; a file name.
-        notes: what the caller skipped already.
+        unit: the unit of that column, and so of the budgets.
+        features: a feature file, or what `read_features` returned.
+        source: the name of the frame in error messages, such as a file name.
 
     Raises:
-        InputError: missing or wrong columns, values out of range, a cell that stands twice, features that do not fit.
+        InputError: if columns are missing or wrong, values out of range, a cell occurs twice, or features do not fit.
     """
-    source, said = source or name, list(notes)
+    source, notes = source or name, list(notes)
     if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
         accuracy = "score"
+    frame, keys, measured = _check_columns(frame, accuracy, latency, source, notes)
+    columns = _find_knobs(frame, keys, {accuracy, latency}, notes) if knobs is None else knobs
+    _check_knobs(frame, columns, {*keys.columns, accuracy, latency}, source)
+    settings, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
+    chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
+    configurations = chosen.unique().sort(chosen.columns)
+    samples = _samples(frame.drop(columns), keys, source)
+    if knobs is None:
+        _refuse_measured_knobs(settings, len(configurations), len(frame), source)
+    cell = _row_numbers(keys, samples) * len(configurations) + _row_numbers(chosen, configurations)
+    _refuse_repeated(cell, samples, configurations, settings, source)
+    values = _place_cells(measured, cell, (len(samples), len(configurations)))
+    table = ProfileTable(
+        name=name,
+        knobs=settings,
+        configurations=torch.from_numpy(configurations.to_numpy().astype(np.int64)),
+        accuracy=values["accuracy"],
+        latency_ms=values["latency"],
+        mask=~values["accuracy"].isnan(),
+        **_names(samples, notes),
+        notes=tuple(notes),
+        unit=unit,
+    )
+    return table if features is None else attach_features(table, features)
+
+
+def long_frame(table: ProfileTable) -> pl.DataFrame:
+    """The profiled cells as one row per (sample, configuration), the inverse of `table_from_frame`."""
+    row, column = table.mask.nonzero().numpy().T
+    words = {column: getattr(table, field) for field, column in WORD_COLUMNS.items()}
+    columns = [pl.Series(column, names).gather(row) for column, names in words.items() if names]
+    for knob, chosen in zip(table.knobs, table.configurations.numpy().T, strict=True):
+        columns.append(pl.Series(knob.name, list(knob.values), strict=False).gather(chosen[column]))
+    columns += [pl.Series(m, getattr(table, m).numpy()[row, column]) for m in ("accuracy", "latency_ms")]
+    return pl.DataFrame(columns)
+
+
+def write_long_table(table: ProfileTable, path: str | Path) -> None:
+    """Write the profiled cells as CSV, Parquet or JSON lines (by suffix). Features go to `write_features`."""
+    frame, suffix = long_frame(table), Path(path).suffix
+    writers: dict[str, Callable[[Path], Any]]
+    writers = {".csv": frame.write_csv, ".parquet": frame.write_parquet, ".jsonl": frame.write_ndjson}
+    if suffix not in writers:
+        raise InputError(f"{path}: a table is written as .csv, .parquet or .jsonl")
+    with written_whole(path) as temporary:
+        writers[suffix](temporary)
+
+
+def _check_columns(
+    frame: pl.DataFrame, accuracy: str, latency: str, source: str, notes: list[str]
+) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    """The profiled rows, their keys (`dataset` if there is one, and `sample_id`) and their measurements."""
     if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
         raise InputError(
             f"{source}: no column {', '.join(missing)}; its columns are {', '.join(frame.columns) or 'none'}. A "
@@ -114,120 +154,59 @@ def table_from_frame(
     )
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():
-        said.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
+        notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
         frame, measured = frame.filter(profiled), measured.filter(profiled)
     if frame.is_empty():
         raise InputError(f"{source}: no row with both {accuracy} and {latency}")
     keys = pl.DataFrame([name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns])
     _refuse(measured["accuracy"].is_between(-1e-6, 1 + 1e-6).not_(), f"{accuracy} outside [0, 1]", keys, source)
     _refuse(measured["latency"].is_between(0, 3e38).not_(), f"{latency} negative, NaN or infinite", keys, source)
-    by_default = knobs is None
-    if knobs is None:
-        knobs, skipped = _find_knobs(frame, keys, {accuracy, latency})
-        said += skipped
-    wrong = [k for k in knobs if k not in frame.columns or k in {*keys.columns, accuracy, latency}]
-    if wrong or not knobs:
-        raise InputError(
-            f"{source}: {', '.join(wrong) or 'no column'} for a knob; its columns are {', '.join(frame.columns)}. Name "
-            "the knobs with knobs=; where there are none, name the configurations in one column"
-        )
-    found, codes = zip(*(knob_column(frame[column], source) for column in knobs), strict=True)
-    settings = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
-    configurations = settings.unique().sort(settings.columns)
-    optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns and c not in knobs]
-    extra = [c for c in optional if not frame[c].is_null().all()]
-    extras = [name_column(frame[c], source) for c in extra]
-    samples = _samples(keys.with_columns(extras), keys.columns, source)
-    n, c = len(samples), len(configurations)
-    if by_default and c > 50 and 2 * c > len(frame):
-        sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in found)
-        raise InputError(
-            f"{source}: {c} configurations in {len(frame)} rows, so a column taken as a knob must be a measurement: "
-            f"{sizes}. Name the knobs with knobs="
-        )
-    cell = _row_numbers(keys, samples) * c + _row_numbers(settings, configurations)
-    times = np.bincount(cell)
-    if times.max() > 1:
-        sample, configuration = divmod(int(times.argmax()), c)
-        setting = zip(found, configurations.row(configuration), strict=True)
-        where = " ".join((str(samples["sample_id"][sample]), *(f"{k.name}={k.values[v]}" for k, v in setting)))
-        raise InputError(
-            f"{source}: {(times > 1).sum()} (sample, configuration) pairs occur more than once, such as {where}, there "
-            f"{times.max()} times. Ids must be unique inside a data set (do they restart in every batch or on "
-            "every rank?), and every knob a column"
-        )
-    dense = {measure: np.full(n * c, np.nan, np.float32) for measure in measured.columns}
-    for measure, values in dense.items():
+    return frame, keys, measured
+
+
+def _place_cells(measured: pl.DataFrame, cell: np.ndarray, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """Accuracy and latency as float32 [N, C], NaN where not profiled, from the cell number of each row."""
+    dense = {}
+    for measure in measured.columns:
+        values = np.full(shape[0] * shape[1], np.nan, np.float32)
         values[cell] = measured[measure].clip(0, 1 if measure == "accuracy" else None)
-    parts = tuple(samples["split"]) if "split" in samples.columns else ()
-    if len(set(parts)) == 1:  # it tells where the samples come from, not how to divide them
-        said.append(f"every sample is in split {parts[0]!r}: the samples are divided anew")
-        parts = ()
-    table = ProfileTable(
-        name=name,
-        knobs=found,
-        configurations=torch.from_numpy(configurations.to_numpy().astype(np.int64)),
-        accuracy=torch.from_numpy(dense["accuracy"].reshape(n, c)),
-        latency_ms=torch.from_numpy(dense["latency"].reshape(n, c)),
-        mask=torch.from_numpy(~np.isnan(dense["accuracy"]).reshape(n, c)),
-        sample_ids=tuple(samples["sample_id"]),
-        datasets=tuple(samples["dataset"]) if "dataset" in samples.columns else (),
-        image_ids=tuple(samples["image_id"]) if "image_id" in samples.columns else (),
-        parts=parts,
-        question_types=tuple(samples["question_type"]) if "question_type" in samples.columns else (),
-        notes=tuple(said),
-        unit=unit,
+        dense[measure] = torch.from_numpy(values.reshape(shape))
+    return dense
+
+
+def _refuse_repeated(
+    cell: np.ndarray, samples: pl.DataFrame, configurations: pl.DataFrame, knobs: Sequence[Knob], source: str
+) -> None:
+    """Raise if a (sample, configuration) pair occurs more than once, naming the most frequent."""
+    times = np.bincount(cell)
+    if times.max() == 1:
+        return
+    sample, configuration = divmod(int(times.argmax()), len(configurations))
+    setting = zip(knobs, configurations.row(configuration), strict=True)
+    pair = " ".join((str(samples["sample_id"][sample]), *(f"{k.name}={k.values[v]}" for k, v in setting)))
+    raise InputError(
+        f"{source}: {(times > 1).sum()} (sample, configuration) pairs occur more than once, such as {pair}, "
+        f"{times.max()} times. Ids must be unique inside a data set (do they restart in every batch or on "
+        "every rank?), and every knob a column"
     )
-    return table if features is None else attach_features(table, features)
-
-
-def long_frame(table: ProfileTable) -> pl.DataFrame:
-    """The profiled cells as one row per (sample, configuration): what `table_from_frame` makes the same table of."""
-    row, column = table.mask.nonzero().numpy().T
-    words = {
-        "dataset": table.datasets,
-        "sample_id": table.sample_ids,
-        "image_id": table.image_ids,
-        "split": table.parts,
-        "question_type": table.question_types,
-    }
-    columns = [pl.Series(key, values).gather(row) for key, values in words.items() if values]
-    for knob, chosen in zip(table.knobs, table.configurations.numpy().T, strict=True):
-        columns.append(pl.Series(knob.name, list(knob.values), strict=False).gather(chosen[column]))
-    columns += [pl.Series(m, getattr(table, m).numpy()[row, column]) for m in ("accuracy", "latency_ms")]
-    return pl.DataFrame(columns)
-
-
-def write_long_table(table: ProfileTable, path: str | Path) -> None:
-    """Write the profiled cells as CSV, Parquet or JSON lines (by suffix). Features go to `write_features`."""
-    frame, suffix = long_frame(table), Path(path).suffix
-    if suffix not in (".csv", ".parquet", ".jsonl"):
-        raise InputError(f"{path}: a table is written as .csv, .parquet or .jsonl")
-    with written_whole(path) as temporary:
-        if suffix == ".csv":
-            frame.write_csv(temporary)
-        elif suffix == ".parquet":
-            frame.write_parquet(temporary)
-        else:
-            frame.write_ndjson(temporary)
 
 
 def _refuse(bad: pl.Series, what: str, keys: pl.DataFrame, source: str) -> None:
-    """Raise where a row is bad, with the number of such rows and the first of them."""
+    """Raise if a row is bad, with the number of such rows and the first of them."""
     if bad.any():
         first = ", ".join(f"{k} {v}" for k, v in keys.row(int(bad.arg_max() or 0), named=True).items())
-        raise InputError(f"{source}: {bad.sum()} rows with {what}, the first at {first}. Mend them or leave them out")
+        raise InputError(f"{source}: {bad.sum()} rows with {what}, the first at {first}. Fix or remove them")
 
 
-def _find_knobs(frame: pl.DataFrame, keys: pl.DataFrame, taken: set[str]) -> tuple[list[str], list[str]]:
-    """The columns that are knobs by default, and in words which others might have been."""
-    names = [c for c in frame.columns if c not in KEYS | MEASURES | taken and not c.endswith("_ms")]
+def _find_knobs(frame: pl.DataFrame, keys: pl.DataFrame, measures: set[str], notes: list[str]) -> list[str]:
+    """The columns that are knobs by default; notes which others might have been."""
+    names = [c for c in frame.columns if c not in KEYS | MEASURES | measures and not c.endswith("_ms")]
     nested = [c for c in names if frame[c].dtype.is_nested()]
     names = [c for c in names if c not in nested]
     samples = keys.hstack(frame.select(names)).group_by(keys.columns)
     spread = samples.agg(pl.col(names).n_unique())
     fixed = []
-    if len(frame) >= 2 * len(spread):  # with one row for each sample every column looks like a property of the sample
+    if len(frame) >= 2 * len(spread):  # with one row per sample every column looks like a property of the sample
         fixed = [c for c in names if spread[c].max() == 1 and frame[c].n_unique() > 1]
     names = [c for c in names if c not in fixed]
     labels = []
@@ -237,15 +216,40 @@ def _find_knobs(frame: pl.DataFrame, keys: pl.DataFrame, taken: set[str]) -> tup
             labels.append(label)
             names = others
     reasons = {"hold lists": nested, "never vary inside a sample": fixed, "only repeat the other knobs": labels}
-    return names, [f"not knobs, since they {why}: {', '.join(which)}" for why, which in reasons.items() if which]
+    notes += [f"not knobs, since they {why}: {', '.join(which)}" for why, which in reasons.items() if which]
+    return names
 
 
-def _samples(rows: pl.DataFrame, keys: list[str], source: str) -> pl.DataFrame:
-    """One row for each sample, sorted: by data set, then whole-number ids by size, then the other ids by name."""
+def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], source: str) -> None:
+    wrong = [k for k in knobs if k not in frame.columns or k in other]
+    if wrong or not knobs:
+        raise InputError(
+            f"{source}: {', '.join(wrong) or 'no column'} for a knob; its columns are {', '.join(frame.columns)}. Name "
+            "the knobs with knobs=; if there are none, name the configurations in one column"
+        )
+
+
+def _refuse_measured_knobs(knobs: Sequence[Knob], configurations: int, rows: int, source: str) -> None:
+    """Raise if nearly every row has its own configuration."""
+    if configurations > 50 and 2 * configurations > rows:
+        sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in knobs)
+        raise InputError(
+            f"{source}: {configurations} configurations in {rows} rows, so a column taken as a knob must be a "
+            f"measurement: {sizes}. Name the knobs with knobs="
+        )
+
+
+def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl.DataFrame:
+    """One row per sample, sorted by data set, then whole-number ids by size, then the other ids by name."""
+    optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
+    extra = [name_column(frame[c], source) for c in optional if not frame[c].is_null().all()]
+    rows, keys = keys_of_rows.with_columns(extra), keys_of_rows.columns
     samples, n = rows.unique(), rows.select(keys).n_unique()
     for column in rows.columns[len(keys) :]:
         if (more := rows.select(*keys, column).n_unique() - n) > 0:
-            raise InputError(f"{source}: {column} must be the same in all rows of a sample; {more} times it changes")
+            raise InputError(
+                f"{source}: {column} must be the same in all rows of a sample; there are {more} other values"
+            )
     if "split" in samples.columns:
         words = samples["split"].str.to_lowercase()
         if unknown := sorted(set(words) - set(PARTS)):
@@ -253,6 +257,14 @@ def _samples(rows: pl.DataFrame, keys: list[str], source: str) -> pl.DataFrame:
         samples = samples.with_columns(words.replace_strict(PARTS))
     number = pl.col("sample_id").cast(pl.Int64, strict=False)
     return samples.sort(*keys[:-1], number, "sample_id", nulls_last=True)
+
+
+def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:
+    """The fields of a table with a name for each sample."""
+    names = {column: tuple(samples[column]) for column in samples.columns}
+    if len(set(names.get("split", ()))) == 1:  # this is the samples' origin, and does not divide them
+        notes.append(f"every sample is in split {names.pop('split')[0]!r}: the samples are divided anew")
+    return {field: names.get(column, ()) for field, column in WORD_COLUMNS.items()}
 
 
 def _row_numbers(rows: pl.DataFrame, index: pl.DataFrame) -> np.ndarray:

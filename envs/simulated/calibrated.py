@@ -1,27 +1,27 @@
-"""Simulated profiles of a vision-language model with three knobs, calibrated to what has been published of one.
+"""Simulated profiles of a vision-language model with three knobs, calibrated to what was published about one.
 
-The published numbers are of a mixture-of-experts model with 16 blocks on one GPU. What comes out follows
-them and is called `simulated-…`: it was not measured. For sample i of a data set and configuration c:
+The published numbers are from a mixture-of-experts model with 16 blocks on one GPU. The profiles follow them and are
+called `simulated-…`: nothing was measured. For sample i of a data set and configuration c:
 
 - Latents z_i ~ N(0, I₇): difficulty, size of the image, length of the text, length of the answer, and how much crops,
   experts and blocks matter for this sample.
-- Vision tokens are (crops + 1)·144 and up to 5 % fewer, by the size of the image. `max_crops` is the number of crops;
-  a tier leaves it to the size of the image which number of its range it is.
-- Time of vision is a curve over crops, the only thing solved for: what the published totals leave for it. Prefill is
-  `PREFILL_MS` times powers of vision tokens, text tokens, top_k and blocks times noise, and rarely a stall. A step of
-  decoding takes 36–48 ms by blocks and top_k, at every position alike, times noise. The first token comes with the
-  prefill, so that total = vision + prefill + (tokens − 1)·step.
-- The answer is right if Φ⁻¹ of the configuration's mean accuracy + difficulty + what the knobs matter for this sample +
-  noise is above 0, all scaled so that the mean is met. A right answer scores what the annotators agree, as VQA does.
-- Mean accuracy falls from the best published one by what the removed blocks cost (`blocks_lost`), and by experts and
-  crops, which share what is left down to the worst published one.
+- There are (crops + 1)·144 vision tokens, or up to 5 % fewer, depending on the size of the image. `max_crops` is the
+  number of crops; a tier is a range of crops, and the size of the image decides which number in it.
+- Vision time is a curve over crops, the only thing that is solved for: what the published totals leave for it. Prefill
+  is `PREFILL_MS` times powers of vision tokens, text tokens, top_k and blocks, times noise, and rarely a stall. A
+  decoding step takes 36–48 ms depending on blocks and top_k, at every position alike, times noise. The first token
+  comes with the prefill, so that total = vision + prefill + (tokens − 1)·step.
+- The answer is right if Φ⁻¹ of the configuration's mean accuracy + difficulty + the effect of knobs on this sample +
+  noise is above 0, all scaled so that the mean is met. A right answer scores what the annotators agree on, as in VQA.
+- Mean accuracy falls from the best published one by the cost of the removed blocks (`blocks_lost`); experts and crops
+  share the rest of the way down to the worst published one.
 - Features read the sizes, and the other latents as far as `signal` allows. No feature reads the noise of an outcome.
 
-Two published numbers do not fit each other: inside one configuration prefill varies by 18 %, but over all records of
+Two published numbers contradict each other: inside one configuration prefill varies by 18 %, but over all records of
 the 240 configurations, with the configurations' own differences, by 16 %. They come from different runs; the effect of
 the text length (`TEXT_EFFECT`) follows the first on tiers and the second elsewhere.
 
-`python -m calibration` prints published and simulated numbers side by side.
+`python benchmarks/calibration.py` prints published and simulated numbers side by side.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Floats = NDArray[np.float64]
 
 TOTAL_BLOCKS = 16
 TIERS = {"low": (1, 3), "medium": (4, 8), "high": (9, 15)}
-"""Crops from–to."""
+"""Fewest and most crops."""
 GRIDS: dict[str, tuple[Knob, ...]] = {
     "240": (
         Knob("max_crops", (2, 4, 6, 8, 10, 12)),
@@ -62,7 +62,7 @@ GRIDS: dict[str, tuple[Knob, ...]] = {
 
 
 class DataSet(NamedTuple):
-    """What has been published of a data set, and what is chosen where nothing has been."""
+    """What was published about a data set, and choices for what was not."""
 
     worst: tuple[float, float]
     """Accuracy and mean total ms at the fast end of the Pareto front: tier low, top_k 4, 12 blocks."""
@@ -76,7 +76,7 @@ class DataSet(NamedTuple):
     high_loss: float
     """The same with 12 crops."""
     other_vision: float
-    """Time of vision of the tier, medium or high, that is not `best_tier`, over that of `best_tier` (chosen)."""
+    """Vision time of the other of medium and high, relative to that of `best_tier` (chosen)."""
 
 
 DATA_SETS = {
@@ -84,31 +84,31 @@ DATA_SETS = {
     "coco_vqa": DataSet((0.654, 166.5), (0.826, 294.7), "medium", (2.2, 2, 6), 0.0, 0.3, 1.3),
     "okvqa": DataSet((0.366, 177.9), (0.644, 289.2), "medium", (2.4, 2, 8), 0.0, 0.2, 1.3),
 }
-"""The best tier of coco_vqa and the tokens of okvqa are not published: chosen so that both, which show the same images,
-spend about the same time on vision."""
+"""The best tier of coco_vqa and the tokens of okvqa were not published. They are chosen so that the two, which show the
+same images, have about the same vision time."""
 BLOCK_LOSS: Floats = np.array(
     [0.627, 0.055, 0.051, 0.046, 0.039, 0.034, 0.031, 0.028, 0.027, 0.026, 0.026, 0.027, 0.030, 0.033, 0.037, 0.043]
 )
-"""Accuracy lost by removing one block; that of block 0 is published, and most that can be lost."""
+"""Accuracy lost by removing one block. The value of block 0 was published, and no more can be lost."""
 PREFILL_MS = 135.0
 """With `REFERENCE` tokens, experts and blocks."""
 REFERENCE = {"vision": 1000.0, "text": 40.0, "top_k": 15.0, "blocks": 11.7}
 VISION_EFFECT, EXPERT_EFFECT, BLOCK_EFFECT = 0.15, 0.08, 0.40
-"""Powers in prefill."""
+"""Exponents in the prefill time."""
 TEXT_EFFECT = {"240": 0.18, "27": 0.18, "tiers": 0.37}
 TEXT_SPREAD = 0.45
 """Standard deviation of the logarithm of text tokens."""
 PREFILL_NOISE, STALLS, STALL = 0.046, 1e-4, 0.6
-"""Standard deviation in logarithm; share of records that stall; mean of the time then added over the time itself."""
+"""Standard deviation of the logarithm; share of records that stall; mean relative delay of a stall."""
 STEP_NOISE = 0.193
 LEVELS = ((0.3, 0.05), (0.6, 0.08), (0.9, 0.07), (1.0, 0.80))
-"""What a right answer scores, and how often."""
+"""Scores of a right answer, and how often each occurs."""
 DIFFICULTY, SUITS, ANSWER_NOISE = 1.0, 0.8, 0.5
 """Standard deviations, before scaling."""
 NEW_ANSWERS = 0.1
-"""Share of records in which the answer's length is not that of the sample but another draw."""
+"""Share of records in which the length of the answer is drawn anew."""
 COLUMN_NOISE = 2.0
-"""Standard deviation of what else is in a feature column; that of a latent is 1."""
+"""Standard deviation of the noise in a feature column; a latent has 1."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ class CalibratedConfig:
     datasets: tuple[str, ...] = ("text_vqa", "coco_vqa", "okvqa")
     """Data sets, out of text_vqa, coco_vqa, okvqa."""
     samples: int = 2276
-    """How many samples of each data set. With three data sets and 240 configurations 2276 make 1.64 million records, as
+    """Samples per data set. The default, with three data sets and 240 configurations, makes 1.64 million records, as
     many as were published."""
     grid: str = "240"
     """240: max_crops 2–12 × top_k 4–32 × blocks 8–16; 27: max_crops 2, 6, 10 × top_k 4, 8, 12 × blocks 12, 14, 16;
@@ -130,9 +130,9 @@ class CalibratedConfig:
     language_width: int = 2048
     """Width of the block language_features; 0 for none."""
     signal: float = 0.5
-    """Share of the variance of difficulty, length of the answer and use of each knob that features can tell."""
+    """Share of the variance of difficulty, answer length and usefulness of each knob that the features explain."""
     seed: int = 0
-    """Of everything that is drawn."""
+    """Random seed."""
 
 
 class Records(NamedTuple):
@@ -159,11 +159,11 @@ class Records(NamedTuple):
 
 
 def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
-    """Draw the profile; the same config gives the same table, and the samples of a data set are the same whichever
-    others are drawn.
+    """Draw the profile. The same config gives the same table; a data set has the same samples whatever other data sets
+    are drawn.
 
     Raises:
-        InputError: an unknown data set, grid or latency, no sample, a signal outside [0, 1], negative numbers.
+        InputError: for an unknown data set, grid or latency, no samples, a signal outside [0, 1], or negative numbers.
     """
     _check(config)
     drawn = {dataset: _draw(config, dataset) for dataset in config.datasets}
@@ -190,11 +190,11 @@ def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
 
 
 def calibrated_records(config: CalibratedConfig) -> pl.DataFrame:
-    """The same draw as one row per (configuration, sample), with the stages and tokens that files of records hold.
+    """The same draw with one row per (configuration, sample), and with the stages and tokens of record files.
 
     Columns: `dataset`, `sample_id`, the knobs, `accuracy`, `latency_ms` (the total), `vision_ms`, `prefill_ms`,
-    `decode_ms`, `step_ms`, and `num_*_tokens` for vision, language, output and total. What is written of it to files
-    should be named so that nobody takes it for measured.
+    `decode_ms`, `step_ms`, and `num_*_tokens` for vision, language, output and total. Name files with these records
+    so that nobody takes them for measured.
     """
     _check(config)
     knobs, chosen = GRIDS[config.grid], _configurations(config.grid)
@@ -219,7 +219,7 @@ def calibrated_records(config: CalibratedConfig) -> pl.DataFrame:
 
 
 def blocks_lost(removed: tuple[int, ...]) -> float:
-    """Accuracy lost by removing these blocks: together less than the sum, and never more than by removing block 0."""
+    """Accuracy lost by removing these blocks: less than the sum, and never more than for block 0 alone."""
     most = BLOCK_LOSS[0]
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
 
@@ -247,8 +247,8 @@ def _configurations(grid: str) -> NDArray[np.int64]:
 
 
 def _draw(config: CalibratedConfig, dataset: str) -> Records:
-    known, n = DATA_SETS[dataset], config.samples
-    # one stream for each thing that is drawn, so that the widths of features change nothing else
+    published, n = DATA_SETS[dataset], config.samples
+    # a stream for each quantity, so that the widths of features change nothing else
     streams = np.random.default_rng([config.seed, zlib.crc32(dataset.encode())]).spawn(6)
     latents, for_prefill, for_steps, for_answers, for_lengths, for_features = streams
     z = latents.standard_normal((n, 7))
@@ -272,19 +272,19 @@ def _draw(config: CalibratedConfig, dataset: str) -> Records:
     noise *= 1 + (for_prefill.random(shape) < STALLS) * for_prefill.exponential(STALL, shape)
     effect = TEXT_EFFECT[config.grid]
     prefill = _prefill(vision_tokens, top_k, blocks) * (text_tokens / REFERENCE["text"])[:, None] ** effect * noise
-    vision = _vision(known, effect)(nominal) * (crops + 1) / (nominal + 1)
+    vision = _vision(published, effect)(nominal) * (crops + 1) / (nominal + 1)
     step = _step(top_k, blocks) * np.exp(STEP_NOISE * for_steps.standard_normal(shape) - STEP_NOISE**2 / 2)
     place = np.where(for_lengths.random(shape) < NEW_ANSWERS, for_lengths.random(shape), ndtr(length)[:, None])
-    tokens = _lengths(*known.tokens)(place)
+    tokens = _lengths(*published.tokens)(place)
 
-    # each knob from −1 to 1; a sample gains or loses by it
-    ends = [(np.log1p(nominal), 2, 12), (np.log(top_k), 4, 32), (blocks, 8, 16)]
+    # each knob scaled to −1 … 1; a sample gains or loses by it
+    ranges = [(np.log1p(nominal), 2, 12), (np.log(top_k), 4, 32), (blocks, 8, 16)]
     scale: list[Callable[[Any], Any]] = [np.log1p, np.log, np.asarray]
-    places = [2 * (v - f(a)) / (f(b) - f(a)) - 1 for (v, a, b), f in zip(ends, scale, strict=True)]
+    places = [2 * (v - f(a)) / (f(b) - f(a)) - 1 for (v, a, b), f in zip(ranges, scale, strict=True)]
     matters = SUITS * np.stack(places)
     spread = np.sqrt(DIFFICULTY**2 + np.square(matters).sum(0) + ANSWER_NOISE**2)
     agreed, often = np.array(LEVELS).T
-    right = spread * ndtri(_mean_accuracy(known, nominal, top_k, blocks) / (agreed @ often))
+    right = spread * ndtri(_mean_accuracy(published, nominal, top_k, blocks) / (agreed @ often))
     right = right + DIFFICULTY * z[:, :1] + np.stack(suits, 1) @ matters
     right = right + ANSWER_NOISE * for_answers.standard_normal(shape) > 0
     accuracy = right * for_answers.choice(agreed, (n, 1), p=often)
@@ -293,7 +293,7 @@ def _draw(config: CalibratedConfig, dataset: str) -> Records:
 
 
 def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
-    """Ms at the reference length of the text."""
+    """Prefill time in ms at the reference text length."""
     inputs = {
         "vision": (vision_tokens, VISION_EFFECT),
         "top_k": (top_k, EXPERT_EFFECT),
@@ -304,13 +304,13 @@ def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[A
 
 
 def _step(top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
-    """Mean ms of a decoding step: 36 with the least of both knobs, 48 with the most."""
+    """Mean ms of a decoding step: 36 at the smallest values of both knobs, 48 at the largest."""
     return np.asarray(36 + 9 * (blocks - 8) / 8 + 3 * np.log(top_k / 4) / np.log(8))
 
 
 def _vision(known: DataSet, text_effect: float) -> Callable[[Floats], Floats]:
-    """Mean ms by the number of crops: what prefill and decoding leave of the published totals at 2 crops and those of
-    the best tier, a straight line between, and to 0 at no image at all."""
+    """Mean vision ms by the number of crops: what prefill and decoding leave of the published totals at 2 crops and at
+    the crops of the best tier, linear in between, and 0 without an image."""
     longer = np.exp((text_effect * TEXT_SPREAD) ** 2 / 2)
 
     def left(total: float, crops: int, top_k: int, blocks: int) -> float:
@@ -326,7 +326,7 @@ def _vision(known: DataSet, text_effect: float) -> Callable[[Floats], Floats]:
 
 
 def _mean_accuracy(known: DataSet, crops: Floats, top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
-    """Of each configuration, [C]."""
+    """Mean accuracy of each configuration, [C]."""
     cheapest = np.argsort(BLOCK_LOSS, kind="stable")
     by_blocks = np.array([blocks_lost(tuple(cheapest[:removed])) for removed in range(TOTAL_BLOCKS - 7)])
     left = known.best[0] - known.worst[0] - by_blocks[4]
@@ -350,10 +350,10 @@ def _lengths(mean: float, least: int, most: int) -> Callable[[Floats], NDArray[n
 def _features(
     config: CalibratedConfig, dataset: str, z: Floats, generator: np.random.Generator
 ) -> dict[str, torch.Tensor]:
-    """Image features read difficulty, size and the use of crops and blocks; language features difficulty, the two
-    lengths and the use of experts and blocks. All data sets share the encoder; each has an offset of its own."""
-    shown = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * generator.standard_normal(z.shape)
-    shown[:, 1:3] = z[:, 1:3]
+    """Image features read difficulty, size and the usefulness of crops and blocks; language features read difficulty,
+    both lengths and the usefulness of experts and blocks. All data sets share the encoder and differ by an offset."""
+    visible = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * generator.standard_normal(z.shape)
+    visible[:, 1:3] = z[:, 1:3]
     blocks = {
         "image_features": (config.image_width, [0, 1, 4, 6]),
         "language_features": (config.language_width, [0, 2, 3, 5, 6]),
@@ -367,7 +367,7 @@ def _features(
             offset = np.random.default_rng([config.seed, number, zlib.crc32(dataset.encode())]).standard_normal(
                 width, dtype=np.float32
             )
-            block = shown[:, which].astype(np.float32) @ weights + 0.5 * offset
+            block = visible[:, which].astype(np.float32) @ weights + 0.5 * offset
             block += COLUMN_NOISE * generator.standard_normal(block.shape, dtype=np.float32)
             features[name] = torch.from_numpy(block)
     return features

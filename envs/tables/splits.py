@@ -1,34 +1,111 @@
-"""Which samples are fitted on and which are judged: with a data set left out, or in folds."""
+"""Which rows are fitted on and which are judged: by shares, with a data set left out, or in folds."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+if TYPE_CHECKING:
+    from knobwise.envs.tables.profile_table import ProfileTable
+
+
+class Split(NamedTuple):
+    """Row numbers of a table, int64, disjoint: fit on `train`, choose on `validation`, report on `test`."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
+def split_groups(
+    groups: Sequence[Hashable],
+    train: float,
+    validation: float,
+    seed: int,
+    *,
+    table: str,
+    rows: str = "samples",
+    allow_no_test: bool = False,
+) -> Split:
+    """Split rows at random so that no group is torn apart; `train` and `validation` are shares of the groups.
+
+    `groups` has the group of each row, such as its image. The rest is the test part, which may be empty only if
+    `allow_no_test`. Messages call the data `table` and `rows`. Raises InputError if another part is empty.
+    """
+    place, count = _shuffled(groups, seed)
+    first, second = round(train * count), round((train + validation) * count)
+    if not 0 < first < second <= count - (not allow_no_test):
+        raise InputError(
+            f"{table}: shares train={train}, validation={validation} leave a part of its {count} {rows} (or images) "
+            "empty; each of train, validation and the rest needs at least one"
+        )
+    parts = [place < first, (place >= first) & (place < second), place >= second]
+    return Split(*(part.nonzero().squeeze(1) for part in parts))
+
+
+def split_samples(table: ProfileTable, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
+    """Split by sample, or by image where images are known; the rest is the test part.
+
+    A split fixed by the file (`table.parts`) is used as it is; if it has no validation part, that comes out of the
+    training part. Deterministic in `seed` and in the order of the samples.
+
+    Raises:
+        InputError: if the shares leave a part empty, or the fixed split lacks a part or tears an image apart.
+    """
+    groups = list(zip(table.dataset_names, table.image_ids or table.sample_ids, strict=True))
+    if not table.parts:
+        return split_groups(groups, train, validation, seed, table=f"profile {table.name!r}")
+    fixed = Split(*(torch.tensor([i for i, p in enumerate(table.parts) if p == w]) for w in Split._fields))
+    missing = [part for part, rows in fixed._asdict().items() if not len(rows)]
+    if missing == ["validation"]:
+        place, count = _shuffled([groups[row] for row in fixed.train.tolist()], seed)
+        first = round(train / (train + validation) * count)
+        if 0 < first < count:
+            return Split(fixed.train[place < first], fixed.train[place >= first], fixed.test)
+    if missing:
+        raise InputError(
+            f"profile {table.name!r} fixes its split, but no sample is in: {', '.join(missing)}. Name the parts "
+            "train, validation and test, or leave out the column `split`"
+        )
+    parts_of: dict[tuple[str, str], set[str]] = {}
+    for group, part in zip(groups, table.parts, strict=True):
+        parts_of.setdefault(group, set()).add(part)
+    torn = [group for group, parts in parts_of.items() if len(parts) > 1]
+    if torn:
+        raise InputError(
+            f"profile {table.name!r}: {len(torn)} images are in several parts of its split (the first: "
+            f"{torn[0][1]!r}); give all samples of an image the same `split`"
+        )
+    return fixed
+
+
+def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
+    """The place of each row's group in a random order of the groups, int64 [n], and the number of groups."""
+    numbers: dict[Hashable, int] = {}
+    group_of_row = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
+    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
+    return order.argsort()[group_of_row], len(numbers)
 
 
 def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) -> dict[str, Split]:
-    """For each data set the split with all of its samples as the test part; the others' are divided, data set by data
-    set and by image or sample, into training and validation, without those that show one of its images (see
-    `unseen`). A split that the file fixed does not count.
-
-    Args:
-        table: with at least two data sets.
-        validation: share of the samples of the other data sets.
-        seed: of the division.
+    """For each data set the split that tests on all of its samples. Those of the other data sets are divided into
+    training and validation, data set by data set and by image or sample; those that show an image of the test part
+    are left out (see `unseen`). A split fixed by the file is ignored.
 
     Raises:
-        InputError: one data set only, or too few samples.
+        InputError: if there is only one data set, or too few samples.
     """
     names, everything = np.array(table.dataset_names), torch.arange(table.num_samples)
     known = sorted(set(table.dataset_names))
     if len(known) < 2:
-        raise InputError(f"profile {table.name!r} has one data set, {known[0]!r}; leaving one out needs two at least")
+        raise InputError(f"profile {table.name!r} has one data set, {known[0]!r}; leaving one out needs at least two")
     splits = {}
     for name in known:
         out = torch.from_numpy(names == name)
@@ -37,25 +114,19 @@ def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) 
 
 
 def k_folds(table: ProfileTable, k: int, seed: int = 0, validation: float = 0.25) -> list[Split]:
-    """k splits whose test parts are disjoint and together all samples; by image or sample, and every data set is spread
-    evenly over them. What shows an image of the test part (see `unseen`) is in no other part. A split that the file
-    fixed does not count.
-
-    Args:
-        table: the profile.
-        k: how many, at least 2.
-        seed: of the division.
-        validation: share of what is not in the test part.
+    """k splits whose test parts are disjoint and together make up all samples. They are divided by image or sample, and
+    every data set is spread evenly over them; no sample outside the test part shows one of its images (see `unseen`). A
+    split fixed by the file is ignored. `validation` is a share of the samples outside the test part.
 
     Raises:
-        InputError: k below 2, or more folds than samples (or images).
+        InputError: if k is below 2, or above the number of samples (or images).
     """
     if k < 2:
         raise InputError(f"split.folds={k}: must be at least 2")
     everything = torch.arange(table.num_samples)
     fold = (_places(table, everything, seed) * k).long()
     if int(torch.bincount(fold, minlength=k).amin()) == 0:
-        raise InputError(f"split.folds={k}: profile {table.name!r} has too few samples (or images) for as many")
+        raise InputError(f"split.folds={k}: profile {table.name!r} has too few samples (or images) for that many")
     return [
         unseen(table, Split(*_divided(table, everything[fold != number], validation, seed), everything[fold == number]))
         for number in range(k)
@@ -65,31 +136,29 @@ def k_folds(table: ProfileTable, k: int, seed: int = 0, validation: float = 0.25
 def unseen(table: ProfileTable, split: Split) -> Split:
     """The split without the training and validation samples that show an image of the test part.
 
-    Inside a data set images are never split apart; but data sets may show the same ones, as coco_vqa and okvqa do. Ids
-    of images count inside their data set, so that an image is taken for the same where its id is, and bit for bit a
-    feature block. Where images or features are not known nothing is left out.
-
-    Raises:
-        InputError: nothing is left to train on or to choose on.
+    Inside a data set images are never split apart, but several data sets may show the same ones, as coco_vqa and okvqa
+    do. An image id is unique inside its data set only, so two samples of different data sets show the same image if
+    their ids agree and so does, bit for bit, a feature block. Without images or features, nothing is left out. Raises
+    InputError if nothing is left to train or to validate on.
     """
     if not table.image_ids or not table.features or len(set(table.dataset_names)) < 2:
         return split
-    shown = [_shows(table, rows) for rows in split]
-    judged = set().union(*shown[2])
-    train, validation = (
-        rows[torch.tensor([judged.isdisjoint(one) for one in of_rows], dtype=torch.bool)]
-        for rows, of_rows in zip(split[:2], shown[:2], strict=True)
-    )
+    tested = set().union(*_images(table, split.test))
+
+    def without_tested(rows: Tensor) -> Tensor:
+        return rows[torch.tensor([tested.isdisjoint(images) for images in _images(table, rows)], dtype=torch.bool)]
+
+    train, validation = without_tested(split.train), without_tested(split.validation)
     if not len(train) or not len(validation):
         raise InputError(
-            f"profile {table.name!r}: all samples outside the test part show images of it; nothing is left to fit on"
+            f"profile {table.name!r}: all samples outside the test part show its images; nothing is left to fit on"
         )
     return Split(train, validation, split.test)
 
 
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:
-    """The rows, int64, that default budgets are taken from: all of them, or where data sets are judged that none was
-    fitted on, those that were: what the left out ones take is not known before."""
+    """The rows, int64, that default budgets are taken from: all, but without the test part where it consists of data
+    sets that nothing was fitted on, because their latencies are not known beforehand."""
     fitted = torch.cat([split.train, split.validation])
     names = np.array(table.dataset_names)
     new = set(names[split.test.numpy()]).isdisjoint(names[fitted.numpy()])
@@ -105,16 +174,14 @@ def divide(
     folds: int | None = None,
     fold: int = 0,
 ) -> Split:
-    """The split that settings ask for: `table.split`, or with a data set left out, or one of several folds; always
-    without what shows an image of the test part (`unseen`). For the last two only the ratio of the shares counts.
-
-    Raises:
-        InputError: an unknown data set, a fold that does not exist, both asked for, or what the three refuse.
+    """The split described by the settings: by shares, with a data set left out, or one of several folds; always without
+    samples that show an image of the test part (`unseen`). For the last two only the ratio of the shares counts. Raises
+    InputError if the data set or the fold does not exist, or both are given, or a part would be empty.
     """
     if leave_out is not None and folds is not None:
-        raise InputError("split.leave_out and split.folds: give one of them")
+        raise InputError("split.leave_out and split.folds: give only one of them")
     if folds is None and fold:
-        raise InputError(f"split.fold={fold}: give split.folds too, how many there are")
+        raise InputError(f"split.fold={fold}: give split.folds too, the number of folds")
     if leave_out is None and folds is None:
         return unseen(table, table.split(train, validation, seed))
     if not min(train, validation) > 0:
@@ -132,7 +199,7 @@ def divide(
 
 
 def _divided(table: ProfileTable, rows: Tensor, validation: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows to fit on and to choose on."""
+    """Rows to train and to validate on."""
     held = _places(table, rows, seed) < validation
     if not 0 < int(held.sum()) < len(rows):
         raise InputError(
@@ -142,10 +209,10 @@ def _divided(table: ProfileTable, rows: Tensor, validation: float, seed: int) ->
     return rows[~held], rows[held]
 
 
-def _shows(table: ProfileTable, rows: Tensor) -> list[set[tuple[str, str, bytes]]]:
-    """For each row the images that it may show: its image id with each feature block, one hash of it."""
+def _images(table: ProfileTable, rows: Tensor) -> list[set[tuple[str, str, bytes]]]:
+    """The images that each row may show: its image id with the hash of each of its feature blocks."""
     blocks = {name: block[rows].numpy() for name, block in table.features.items()}
-    known = {name: ~np.isnan(block).all(1) for name, block in blocks.items()}  # what is missing shows nothing
+    known = {name: ~np.isnan(block).all(1) for name, block in blocks.items()}
     return [
         {
             (table.image_ids[row], name, hashlib.sha1(block[i].tobytes()).digest())
@@ -162,7 +229,8 @@ def _places(table: ProfileTable, rows: Tensor, seed: int) -> Tensor:
     units = np.array(table.image_ids or table.sample_ids)[rows.numpy()]
     places = np.empty(len(rows))
     for name in np.unique(names):
-        mine = names == name
-        found, number = np.unique(units[mine], return_inverse=True)
-        places[mine] = ((np.random.default_rng(seed).permutation(len(found)) + 0.5) / len(found))[number]
+        rows_of_dataset = names == name
+        distinct, number = np.unique(units[rows_of_dataset], return_inverse=True)
+        order = np.random.default_rng(seed).permutation(len(distinct))
+        places[rows_of_dataset] = ((order + 0.5) / len(distinct))[number]
     return torch.from_numpy(places)

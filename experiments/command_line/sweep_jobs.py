@@ -1,8 +1,9 @@
-"""One job of a sweep, wherever a launcher runs it, and what it leaves in the sweep's folder for the others to see; and
-whether a launcher can run any.
+"""The jobs of a sweep: one of them, wherever a launcher runs it; the states of all of them, shown while the sweep runs
+and reported at its end; and whether a launcher can run any.
 
-`N.json` says how job N fares. A job in another process writes what it prints into `N.log`, and ends, as by Ctrl-C, when
-a file `stop` appears: all of this goes by files, so that it works alike on one machine and on many that share a disk.
+Each job leaves its state in the sweep's folder: `N.json` for the launching process, and from another process its output
+in `N.log`. A job in another process stops, as by Ctrl-C, when a file `stop` appears. All of this goes by files, so it
+works alike on one machine and on many that share a disk.
 """
 
 from __future__ import annotations
@@ -10,36 +11,41 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import refused_by_system, written_whole
-from knobwise.common.interruption import stopped_by_signals
-from knobwise.experiments.command_line.settings import settings_of, with_variants
+from knobwise.common.files import refused_by_system
+from knobwise.common.interruption import Held, stopped_by_signals
+from knobwise.common.progress import duration, say
+from knobwise.experiments.results.problem import problem_of
+from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 from knobwise.experiments.settings.selector_options import SelectorRun
 
 STOP = "stop"
-LOOKED_S = 0.3
-"""So often a job in another process looks whether it is to stop."""
+POLL_S = 0.3
+"""Seconds between looks of a job in another process for that file, and of the launching process at the jobs."""
 ANSWERS_S = 5.0
-"""So long a Ray cluster may take to accept a connection."""
+"""Seconds within which a Ray cluster must accept a connection."""
 
 
-def train(config: Any, overrides: list[str]) -> Path:
-    """Train a controller or a selector, as the settings say; returns the run's folder.
+def train(config: Any, words: list[str]) -> Path:
+    """Train a controller or a selector; returns the run's folder.
 
     Raises:
         InputError: settings or files that cannot be used; nothing has been written then.
@@ -47,81 +53,56 @@ def train(config: Any, overrides: list[str]) -> Path:
     if isinstance(config, SelectorRun):
         from knobwise.experiments.train import selector
 
-        return selector.run(config, overrides)
+        return selector.run(config, words)
     from knobwise.experiments.train import controller
 
-    return controller.run(config, overrides)
-
-
-@dataclass
-class Outcome:
-    """How a job fares."""
-
-    state: str
-    """running, finished, failed or stopped."""
-    folder: str | None = None
-    """Of its run, when it is finished."""
-    seconds: float = 0.0
-    """How long it took, this time."""
-    error: str | None = None
-    """Why it failed, or where it stands when it was stopped, in a line."""
-    crashed: bool = False
-    """Whether it failed by an error of the program or a full disk, and not by something given that was wrong."""
-
-    def write(self, folder: Path, number: int) -> Outcome:
-        """Into the folder of the sweep."""
-        with written_whole(folder / f"{number}.json") as temporary:
-            temporary.write_text(json.dumps(asdict(self)))
-        return self
-
-
-def read_outcome(folder: Path, number: int) -> Outcome | None:
-    """What is known of a job; None before it has begun."""
-    path = folder / f"{number}.json"
-    return Outcome(**json.loads(path.read_text())) if path.exists() else None
+    return controller.run(config, words)
 
 
 def result_line(run: Path) -> str:
-    """What came of a finished run, in a few words: its utility, or the accuracy of each way of post-training."""
+    """The result of a finished run in a few words: its utility, or the accuracy of each way of post-training."""
     results = json.loads((run / "results.json").read_text())
-    if results.get("system") != "selector":
-        own = next(row for row in results["rows"] if row["policy"] == "controller" and row["budget_ms"] is None)
-        low, high = own["utility_ci95"]
-        return f"utility {own['utility']:.3f} [{low:.3f}, {high:.3f}]"
-    at = [row for row in results["rows"] if row["shots"] == results["trained_shots"]] or results["rows"]
-    found = {row["policy"]: row["accuracy"] for row in at}
-    return "accuracy " + ", ".join(f"{name} {found[name]:.3f}" for name in results["variants"] if name in found)
+    if problem_of(results).averaged:
+        row = next(row for row in results["rows"] if row["policy"] == "controller" and row["budget_ms"] is None)
+        low, high = row["utility_ci95"]
+        return f"utility {row['utility']:.3f} [{low:.3f}, {high:.3f}]"
+    rows = [row for row in results["rows"] if row["shots"] == results["trained_shots"]] or results["rows"]
+    accuracy = {row["policy"]: row["accuracy"] for row in rows}
+    return "accuracy " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in results["variants"] if name in accuracy)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a launcher calls in each job's process. It raises nothing but what stops a process, and returns nothing: how
-    it went is in the folder."""
+    """What a launcher calls in each job's process, with the job's number. It returns nothing and raises nothing but
+    KeyboardInterrupt: the result is in the folder."""
 
     folder: Path
     """Of the sweep, absolute."""
     jobs: list[list[str]]
     """The words of every job."""
-    at: str
-    """Folder in which the sweep was launched, which relative paths are meant from."""
+    configs: list[Any]
+    """The settings of every job."""
+    start: str
+    """The folder in which the sweep was launched, which relative paths refer to."""
     launcher: tuple[str, int]
-    """Machine and process that launched it."""
+    """The machine and the process that launched it."""
+    show: Callable[[], None] | None = None
+    """Called when the state of a job changes in the launching process."""
 
     def __call__(self, config: DictConfig) -> None:
-        given = list(HydraConfig.get().overrides.task)
-        number = next(i for i, words in enumerate(self.jobs, 1) if with_variants(words) == given)
-        if here() == self.launcher:
-            self._run(config, number)
+        if this_process() == self.launcher:
+            self.run(config.job)
         elif not (self.folder / STOP).exists():
-            os.chdir(self.at)
-            with _output_into(self.folder / f"{number}.log"), _stopped_by(self.folder / STOP):
-                self._run(config, number)
+            os.chdir(self.start)
+            with _output_into(self.folder / f"{config.job}.log"), _stopped_by(self.folder / STOP):
+                self.run(config.job)
 
-    def _run(self, config: DictConfig, number: int) -> None:
+    def run(self, number: int) -> None:
+        """Train, and write the outcome."""
         start = time.monotonic()
-        Outcome("running").write(self.folder, number)
+        self._write(number, Outcome("running"))
         try:
-            run = train(settings_of(config), self.jobs[number - 1])
+            run = train(self.configs[number - 1], self.jobs[number - 1])
             outcome = Outcome("finished", str(run.absolute()))
         except InputError as error:
             outcome = Outcome("failed", error=str(error))
@@ -129,24 +110,27 @@ class Job:
             refused = refused_by_system(error) if isinstance(error, OSError) else None
             if refused is None:
                 traceback.print_exc()
-                line = str(error).splitlines()[0] if str(error) else "no message"
-                refused = 1, f"{type(error).__name__}: {line}"
+                refused = 1, f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             outcome = Outcome("failed", error=refused[1], crashed=refused[0] == 1)
         except BaseException as stop:
-            where = "; ".join(getattr(stop, "__notes__", ())) or None
-            Outcome("stopped", seconds=time.monotonic() - start, error=where).write(self.folder, number)
-            if here() == self.launcher:
+            outcome = Outcome("stopped", error="; ".join(getattr(stop, "__notes__", ())) or None)
+            if this_process() == self.launcher:
                 raise
-            return
-        outcome.seconds = time.monotonic() - start
+        finally:
+            outcome.seconds = time.monotonic() - start
+            self._write(number, outcome)
+
+    def _write(self, number: int, outcome: Outcome) -> None:
         outcome.write(self.folder, number)
+        if self.show is not None:
+            self.show()
 
 
 def check_launcher(launcher: DictConfig) -> None:
     """Refuse a launcher that cannot launch, and join the Ray cluster that was named.
 
-    The launcher itself would tell Ray how much memory to take, which a cluster that runs already does not accept; of
-    what is joined it lets be. A Ray of our own is our own alone, even where a cluster runs on this machine.
+    Hydra's launcher would tell Ray how much memory to take, which a running cluster refuses, so the cluster is joined
+    here. Without an address Ray is started anew (`local`), also where a cluster runs on this machine.
 
     Raises:
         InputError: no process is allowed, or no Ray cluster answers.
@@ -155,40 +139,40 @@ def check_launcher(launcher: DictConfig) -> None:
         raise InputError("hydra.launcher.n_jobs=0: must be at least 1, or -1 for as many jobs as there are cores")
     if not str(launcher._target_).endswith(".RayLauncher"):
         return
-    given = launcher.ray.init.get("address")
-    address = given if given not in (None, "auto") else os.environ.get("RAY_ADDRESS") or given
+    setting = launcher.ray.init.get("address")
+    address = setting if setting not in (None, "auto") else os.environ.get("RAY_ADDRESS") or setting
     if address in (None, "local"):
         launcher.ray.init.address = "local"
         return
-    address = str(address)  # a port alone is read as a number
-    key = "hydra.launcher.ray.init.address" if address == str(given) else "RAY_ADDRESS"
-    nobody = f"{key}={address}: no Ray cluster answers at {address}"
-    if place := re.fullmatch(r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address):  # Ray itself tries for long
+    address = str(address)  # Hydra reads a port alone as a number
+    key = "hydra.launcher.ray.init.address" if address == str(setting) else "RAY_ADDRESS"
+    no_answer = f"{key}={address}: no Ray cluster answers at {address}"
+    if place := re.fullmatch(r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address):  # Ray itself would try for long
         try:
             socket.create_connection((place[1], int(place[2])), ANSWERS_S).close()
         except (OSError, OverflowError, UnicodeError) as error:
-            raise InputError(f"{nobody} ({getattr(error, 'strerror', None) or error})") from error
+            raise InputError(f"{no_answer} ({getattr(error, 'strerror', None) or error})") from error
     import ray
 
     if not ray.is_initialized():
         try:
             ray.init(**dict(OmegaConf.to_container(launcher.ray.init, resolve=True)))  # type: ignore[arg-type]
         except Exception as error:
-            said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise InputError(f"{nobody} as it should ({said})") from error
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise InputError(f"{no_answer} as it should ({reason})") from error
 
 
-def here() -> tuple[str, int]:
+def this_process() -> tuple[str, int]:
     """This machine and this process."""
     return socket.gethostname(), os.getpid()
 
 
 @contextmanager
 def _output_into(path: Path) -> Iterator[None]:
-    """Write what this process and its children print to a file: several jobs at once would garble a terminal."""
+    """Write the output of this process and its children to a file: that of several jobs would garble a terminal."""
+    saved = [os.dup(1), os.dup(2)]
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
     try:
         with path.open("ab") as file:
             os.dup2(file.fileno(), 1)
@@ -197,31 +181,31 @@ def _output_into(path: Path) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, descriptor in enumerate(kept, 1):
+        for number, descriptor in enumerate(saved, 1):
             os.dup2(descriptor, number)
             os.close(descriptor)
 
 
 @contextmanager
 def _stopped_by(path: Path) -> Iterator[None]:
-    """Interrupt this process, once, when a file appears or whoever launched it is gone.
+    """Interrupt this process, once, when a file appears or the launching process is gone.
 
-    It becomes a process group of its own: a Ctrl-C in the terminal reaches the launcher alone, which makes the file,
-    and a process that waits for its next job is not broken by it."""
+    The process gets a group of its own: a Ctrl-C in the terminal reaches the launching process alone, which makes the
+    file, and does not break a process that waits for its next job."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     parent, ended, busy = os.getppid(), threading.Event(), threading.Lock()
 
-    def look() -> None:
-        while not ended.wait(LOOKED_S):
+    def watch() -> None:
+        while not ended.wait(POLL_S):
             with busy:
                 if not ended.is_set() and (path.exists() or os.getppid() != parent):
                     os.kill(os.getpid(), signal.SIGINT)
                     return
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         with stopped_by_signals():
@@ -230,3 +214,154 @@ def _stopped_by(path: Path) -> Iterator[None]:
         with busy:
             ended.set()
         thread.join()
+
+
+# -- all jobs ----------------------------------------------------------------------------------------------------------
+
+
+class Crashed(Exception):
+    """A job or its launcher failed by an error of the program."""
+
+
+class SweepStates:
+    """The jobs of a sweep, whose states stand in its folder.
+
+    Args:
+        folder: of the sweep, absolute.
+        jobs: the words of every job.
+        in_turn: whether the jobs run in this process, one after the other.
+    """
+
+    def __init__(self, folder: Path, jobs: list[list[str]], in_turn: bool) -> None:
+        self.folder, self.jobs, self.in_turn = folder, jobs, in_turn
+        (folder / STOP).unlink(missing_ok=True)
+        for number in range(1, len(jobs) + 1):
+            outcome = read_outcome(folder, number)
+            if outcome and not (outcome.folder and (Path(outcome.folder) / "results.json").exists()):
+                (folder / f"{number}.json").unlink()
+        self.done_before = set(self.outcomes("finished"))
+        self.announced: dict[int, str] = {}
+        self.begun: dict[int, float] = {}
+        self.tick: Callable[[int, str], None] = lambda done, note: None
+
+    def add_notes(self, stop: KeyboardInterrupt) -> None:
+        """Note how many jobs are finished and, of jobs in other processes, where each stands."""
+        note = f"{len(self.outcomes('finished'))} of {count(len(self.jobs), 'job')} are finished"
+        others = {state: len(self.outcomes(state)) for state in ("failed", "stopped")}
+        stop.add_note(", ".join([note, *(f"{number} {state}" for state, number in others.items() if number)]))
+        if not self.in_turn:
+            for number, outcome in self.outcomes("stopped").items():
+                stop.add_note(f"{self.name(number)}: {outcome.error or 'stopped'}")
+
+    def name(self, number: int) -> str:
+        settings = self.settings(number)
+        return f"job {number} of {len(self.jobs)}" + (f" ({settings})" if settings else "")
+
+    def settings(self, number: int) -> str:
+        """The words of a job that not all jobs have."""
+        return " ".join(word for word in self.jobs[number - 1] if not all(word in job for job in self.jobs))
+
+    def outcomes(self, *states: str) -> dict[int, Outcome]:
+        """The jobs that are in one of these states, by their numbers."""
+        every = {number: read_outcome(self.folder, number) for number in range(1, len(self.jobs) + 1)}
+        return {number: outcome for number, outcome in every.items() if outcome and outcome.state in states}
+
+    @contextmanager
+    def watched(self, held: Held) -> Iterator[None]:
+        """Show the jobs in other processes, and tell them to stop after a signal."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(POLL_S):
+                self.show()
+                if held.number is not None:
+                    (self.folder / STOP).touch()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.show()
+
+    def show(self) -> None:
+        """Say what has changed since the last call."""
+        for number, outcome in self.outcomes("running", "finished", "failed", "stopped").items():
+            if number in self.done_before or self.announced.get(number) == outcome.state:
+                continue
+            self.announced[number] = outcome.state
+            if outcome.state == "running":
+                self.begun[number] = time.monotonic()
+                say(f"{self.name(number)} …")
+            elif outcome.state == "failed":
+                say(f"{self.name(number)}: failed: {outcome.error}")
+            elif outcome.folder is not None:
+                result = result_line(Path(outcome.folder))
+                say(f"{self.name(number)}: {result}, {duration(outcome.seconds)}{self.time_left()}")
+        running = ", ".join(self.name(number) for number in self.outcomes("running"))
+        self.tick(len(self.outcomes("finished", "failed")), running)
+
+    def time_left(self) -> str:
+        """The time that the other jobs take if each takes the mean of those finished now; nothing where all of them run
+        and have taken longer already."""
+        seconds = [done.seconds for number, done in self.outcomes("finished").items() if number not in self.done_before]
+        mean = sum(seconds) / len(seconds)
+        now = time.monotonic()
+        running = self.outcomes("running")
+        waiting = len(self.jobs) - len(self.outcomes("finished", "failed", "running"))
+        total = waiting * mean + sum(max(0.0, mean - (now - self.begun.get(number, now))) for number in running)
+        left = total / max(1, len(running))
+        return f"; {duration(max(1.0, left))} left" if waiting or left >= 1 else ""
+
+    def report(self) -> None:
+        """Print the jobs in a table, and the command that compares them.
+
+        Raises:
+            InputError: jobs failed for a mistake in what was given.
+            Crashed: jobs failed otherwise.
+        """
+        finished, failed = self.outcomes("finished"), self.outcomes("failed")
+        folders = {number: relative(Path(str(outcome.folder))) for number, outcome in finished.items()}
+        table = Table(box=None, pad_edge=False)
+        for column in ("job", "settings", "result", "time", "run"):
+            table.add_column(column, overflow="fold")
+        for number, folder in folders.items():
+            time_taken = duration(finished[number].seconds)
+            cells = (str(number), self.settings(number) or "–", result_line(Path(folder)), time_taken, folder)
+            table.add_row(*map(escape, cells))
+        if finished:
+            console = Console()
+            width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+            # a broken path cannot be copied from a terminal, so it gets a line of its own
+            narrow = sys.stdout.isatty() and width > console.width
+            if narrow:
+                table.columns.pop()
+            Console(width=None if narrow else width).print(table)
+            for number, folder in folders.items() if narrow else ():
+                print(f"job {number}: {folder}")
+        if len(folders) > 1:
+            print(f"compare them: knobwise compare {shlex.join(_together(list(folders.values())))}")
+        if failed:
+            number, outcome = next(iter(failed.items()))
+            others = f" (and {len(failed) - 1} more of them)" if len(failed) > 1 else ""
+            line = f"{self.name(number)}{others}: {outcome.error}; repeat the command to run what failed again"
+            raise Crashed(line) if outcome.crashed else InputError(line)
+
+
+def _together(folders: list[str]) -> list[str]:
+    """The one folder that holds these runs and no others, where there is one."""
+    parents = {Path(folder).parent for folder in folders}
+    runs = {str(path.parent) for parent in parents for path in parent.glob("*/results.json")}
+    return [str(parents.pop())] if len(parents) == 1 and runs == set(folders) else folders
+
+
+def count(number: int, what: str) -> str:
+    """`1 job`, `2 jobs`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def relative(path: Path) -> str:
+    """A path as a person in this folder would write it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

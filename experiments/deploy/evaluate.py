@@ -1,5 +1,5 @@
-"""Judge a trained controller again: on the test samples of its own profile, or on another profile. Of a selector: on
-the held-out queries of its own beams, or on others."""
+"""Judge a trained agent again: a controller on the test samples of its own profile or on another profile, a selector on
+the held-out queries of its own beams or on others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from threadpoolctl import threadpool_limits
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, make_baselines
-from knobwise.agents.selector.evaluation import decide_selector, decide_simple
+from knobwise.agents.judging.policy import Baseline
+from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines
-from knobwise.agents.training.settings import at_least
+from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.configurations.budgets import judged_budgets
@@ -26,22 +27,21 @@ from knobwise.envs.readers.joint import DATASET
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.report.report import print_results
-from knobwise.experiments.report.verdict import on_decisions
-from knobwise.experiments.results.mean_results import mean_results_of
-from knobwise.experiments.results.results import held_out_choices, results_of
-from knobwise.experiments.results.selector_results import selector_results
+from knobwise.experiments.report.verdicts import on_decisions
+from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets, selector_decisions
+from knobwise.experiments.results.summary import held_out_choices, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
 from knobwise.experiments.settings.profiles import read_profile
 
 
 def run(config: EvaluateRun) -> dict[str, Any]:
-    """Print, and write when asked for, what a controller gets beside the baselines; returns the results.
+    """Judge an agent beside the baselines, print the results, write them to `json` if it is set, and return them.
 
     On the profile that the controller was trained on (same digest) the test samples are those kept from it in training,
-    and the baselines are fitted on what it was fitted on. On another profile with the same configurations a split is
-    made anew, and test samples that the controller has seen in training (the same features, or without features the
-    same id) are left out. A controller for mean budgets is judged at those that it was calibrated for.
+    and the baselines are fitted on what it was fitted on. Another profile with the same configurations is split anew,
+    and test samples that the controller has seen in training (the same features, or without features the same id) are
+    left out. A controller for mean budgets is judged at those that it was calibrated for.
 
     Raises:
         InputError: no such checkpoint, or a profile with other configurations or features; of a selector, beams with
@@ -52,19 +52,54 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     loaded = load_checkpoint(config.checkpoint)
     if isinstance(loaded.agent, Selector):
         results = evaluate_selector(loaded, config)
-        _tell(results, config)
-        return results
-    if not config.live and config.stream != LiveConfig():
-        raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
-    table = read_profile(config.profile)
-    if config.live:
+    elif config.live:
         from knobwise.experiments.deploy.live import run_live
 
-        given = {name: getattr(config, name) for name in ("json", "budgets_ms") if getattr(config.stream, name) is None}
-        return run_live(config.checkpoint, table, replace(config.stream, **given))
-    decides = loaded.controller
-    controller = decides.chooser if isinstance(decides, PricedChooser) else decides
-    if controller.priced and controller is decides:
+        shared = {name: getattr(config, name) for name in ("json", "budgets_ms")}
+        missing = {name: value for name, value in shared.items() if getattr(config.stream, name) is None}
+        return run_live(config.checkpoint, read_profile(config.profile), replace(config.stream, **missing))
+    elif config.stream != LiveConfig():
+        raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
+    else:
+        results = evaluate_controller(loaded, config)
+    if config.json is not None:
+        with written_whole(Path(config.json)) as temporary:
+            temporary.write_text(json.dumps(results, indent=1))
+    print_results(results, Console())
+    if not isinstance(loaded.agent, Selector) and (sentence := on_decisions(results)):
+        print(sentence)
+    return results
+
+
+def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
+    """A controller beside the baselines at every budget."""
+    table, policy = read_profile(config.profile), loaded.controller
+    _check_fits(loaded, table, config)
+    split = _split_for(loaded, table, config)
+    fitted, test = torch.cat([split.train, split.validation]), split.test
+    with threadpool_limits(config.threads):
+        if isinstance(policy, PricedChooser):
+            if config.budgets_ms is not None:
+                policy.groups(torch.tensor(config.budgets_ms))  # refuses budgets without a calibrated price
+            budgets_ms = policy.budgets_ms
+            priced = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
+            results, _ = judge_mean_budgets(table, fitted, test, budgets_ms, [policy], [0], priced)
+        else:
+            budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
+            baselines: list[Baseline] = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
+            if config.baselines:
+                baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
+            rewards = RewardTable(table, config.reward)
+            results, _ = judge_deadlines(table, test, budgets_ms, rewards, [policy], [0], baselines)
+    return results | held_out_choices([loaded])
+
+
+def _check_fits(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> None:
+    """Raises InputError if the controller cannot decide on this profile."""
+    controller = loaded.controller
+    if isinstance(controller, PricedChooser):
+        controller = controller.chooser
+    elif controller.priced:
         raise InputError(f"{config.checkpoint}: its prices were not calibrated yet; let its training end")
     if table.knobs != controller.knobs or not torch.equal(table.configurations, controller.configurations):
         raise InputError(
@@ -72,66 +107,31 @@ def run(config: EvaluateRun) -> dict[str, Any]:
             f"{', '.join(k.name for k in controller.knobs)}; profile {table.name!r} has others"
         )
     names = sorted(set(table.dataset_names))
-    if DATASET in table.features and (told := loaded.extra.get("told", names)) != names:
+    if DATASET in table.features and (trained := loaded.extra.get("told", names)) != names:
         raise InputError(
-            f"{config.checkpoint}: was told which of the data sets {', '.join(told)} a sample is from, and profile "
+            f"{config.checkpoint}: was told which of the data sets {', '.join(trained)} a sample is from, and profile "
             f"{table.name!r} has {', '.join(names)}; train without dataset_input for data sets that are new"
         )
-    controller.features(table.features, table.num_samples)  # other features than it was trained with: say so first
-    split = divide(table, **asdict(config.split))
+    controller.features(table.features, table.num_samples)  # refuses other features than it was trained with
     if "seen" not in loaded.extra:
         raise InputError(f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt")
+
+
+def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Split:
+    """The split of the training, or of another profile a new one without test samples that the controller has seen."""
+    split = divide(table, **asdict(config.split))
     if loaded.profile_digest == table.digest:
-        split = Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
-    else:
-        seen = set(loaded.extra["seen"])
-        new = torch.tensor([print_ not in seen for print_ in table.fingerprints(split.test)])
-        print(
-            f"not the profile of the training: {int(new.sum())} of its {len(new)} test samples are new",
-            flush=True,
-        )
-        if not new.any():
-            raise InputError(f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}")
-        split = split._replace(test=split.test[new])
-    with threadpool_limits(config.threads):
-        if isinstance(decides, PricedChooser):
-            results = _under_mean_budgets(config, table, split, decides)
-        else:
-            budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
-            rewards = RewardTable(table, config.reward)
-            fitted = torch.cat([split.train, split.validation])
-            few = [BudgetAwareStatic(table, fitted), Oracle(table, split.test)]
-            baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms) if config.baselines else few
-            results = results_of(table, split.test, budgets_ms, rewards, [decides], [0], baselines)
-    results |= held_out_choices([loaded])
-    _tell(results, config)
-    if said := on_decisions(results):
-        print(said)
-    return results
-
-
-def _tell(results: dict[str, Any], config: EvaluateRun) -> None:
-    if config.json is not None:
-        with written_whole(Path(config.json)) as temporary:
-            temporary.write_text(json.dumps(results, indent=1))
-    print_results(results, Console())
-
-
-def _under_mean_budgets(
-    config: EvaluateRun, table: ProfileTable, split: Split, controller: PricedChooser
-) -> dict[str, Any]:
-    """At the mean budgets that the controller was calibrated for; asking for another is refused."""
-    if config.budgets_ms is not None:
-        controller.groups(torch.tensor(config.budgets_ms))
-    budgets_ms = controller.budgets_ms
-    baselines = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
-    fitted = torch.cat([split.train, split.validation])
-    return mean_results_of(table, fitted, split.test, budgets_ms, [controller], [0], baselines)
+        return Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
+    seen = set(loaded.extra["seen"])
+    new = torch.tensor([print_ not in seen for print_ in table.fingerprints(split.test)])
+    print(f"not the profile of the training: {int(new.sum())} of its {len(new)} test samples are new", flush=True)
+    if not new.any():
+        raise InputError(f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}")
+    return split._replace(test=split.test[new])
 
 
 def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
-    """A selector beside the simple ways, at every number of shots asked for; queries that it was trained on are left
-    out."""
+    """A selector beside the simple ways, at every number of shots; queries that it was trained on are left out."""
     data, selector = read_data(config.beams), loaded.selector
     embeddings, rows = StoredEmbeddings(data.test.queries, data.test.candidates), data.test_rows
     check_judged(data, config.judged_shots)
@@ -143,16 +143,15 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
     name = loaded.extra.get("policy", selector.stage)
-    correct: dict[str, dict[int, torch.Tensor]] = {name: {}}
+    decided: dict[str, dict[int, Decided]] = {name: {}}
     for shots in config.judged_shots:
-        chosen = decide_selector(selector, embeddings, data.test, data.test_scorer, shots, rows)
-        correct[name][shots] = chosen.correct
+        decided[name][shots] = decide_selectors([selector], embeddings, data.test, data.test_scorer, shots, rows)
         if config.baselines:
             simple = decide_simple(data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted)
-            for way, found in simple.items():
-                correct.setdefault(way, {})[shots] = found.correct
+            for way, outcome in simple.items():
+                decided.setdefault(way, {})[shots] = outcome
     return selector_results(
-        correct,
+        selector_decisions(decided, data.test, rows, [0]),
         data.test,
         seeds=[0],
         trained_shots=loaded.extra.get("shots", config.judged_shots[0]),

@@ -1,4 +1,4 @@
-"""Export a trained controller: files that decide without knobwise, and what was measured of them."""
+"""Export a trained controller as files that decide without knobwise, compared with it and timed."""
 
 from __future__ import annotations
 
@@ -32,46 +32,47 @@ from knobwise.agents.serving.export import (
     one_by_one,
     parity,
 )
-from knobwise.agents.serving.onnx_graph import by_onnx, check_packages, export_onnx, onnx_session
+from knobwise.agents.serving.onnx_graph import by_onnx, check_packages, export_onnx, onnx_session, quantise_onnx
 from knobwise.agents.stack.stacked_controller import StackedController
-from knobwise.agents.training.settings import at_least
+from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.reward import RewardConfig, RewardTable
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.settings.profiles import read_profile
 
 CALLS = 300
-"""Decisions that are timed of each form, and samples whose requests are decided one by one too."""
+"""Timed decisions of each form, and samples whose requests are also decided one by one."""
 
 
 def run(config: ExportRun) -> Path:
     """Write controller.npz, controller.onnx, numpy_controller.py and export.json; returns their folder.
 
     Raises:
-        InputError: no such checkpoint, another profile's configurations or features, a controller that cannot be
-            exported, missing packages; or a form that decides otherwise than the controller somewhere.
+        InputError: if there is no such checkpoint, the profile has other configurations or features, the controller
+            cannot be exported, packages are missing, or a form makes a different decision.
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
     loaded = load_checkpoint(config.checkpoint)
     agent, table, out = loaded.controller, read_profile(config.profile), Path(config.out)
     _check(config, agent, table)
-    said: dict[str, Any] = {"checkpoint": {"path": config.checkpoint, "digest": _digest(Path(config.checkpoint))}}
+    summary: dict[str, Any] = {"checkpoint": {"path": config.checkpoint, "digest": _digest(Path(config.checkpoint))}}
     if config.student:
         assert isinstance(agent, StackedController)
-        agent, said["student"] = _student(loaded, agent, table)
+        agent, summary["student"] = _student(loaded, agent, table)
     budgets_ms = contexts_of(agent, table)
-    said |= {
+    summary |= {
         "trained_on": {"name": loaded.profile_name, "digest": loaded.profile_digest},
         "compared_on": {"name": table.name, "digest": table.digest, "budgets_ms": budgets_ms.tolist()},
         "features": network_of(agent).normaliser.sizes,
         "forms": {},
         "files": {},
     }
-    # everything is made and compared in a folder of its own first: what disagrees is never seen
+    # everything is made and compared in a temporary folder, so that no wrong file is left behind
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         with threadpool_limits(config.threads):
@@ -80,80 +81,76 @@ def run(config: ExportRun) -> Path:
         (made / source.name).write_bytes(source.read_bytes())
         if config.student:
             save_checkpoint(made / "student.pt", agent, table, loaded.extra)
-        said["forms"] = forms
+        summary["forms"] = forms
         for path in sorted(made.iterdir()):
-            said["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
+            summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
             with written_whole(out / path.name) as temporary:
                 temporary.write_bytes(path.read_bytes())
-    before = _files_before(out)
+    try:
+        before = set(json.loads((out / "export.json").read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        before = set()
     with written_whole(out / "export.json") as temporary:
-        temporary.write_text(json.dumps(said, indent=1))
-    for name in before - set(said["files"]):  # of another controller: it must not be taken for this one
-        (out / name).unlink(missing_ok=True)
-    _tell(said, out)
+        temporary.write_text(json.dumps(summary, indent=1))
+    for name in before - set(summary["files"]):  # it belongs to another controller
+        if Path(name).name == name:
+            (out / name).unlink(missing_ok=True)
+    _print(summary, out)
     return out
 
 
-def _files_before(out: Path) -> set[str]:
-    """What an earlier export left in this folder."""
-    try:
-        files = json.loads((out / "export.json").read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-    return {name for name in files if Path(name).name == name}
-
-
 def _check(config: ExportRun, agent: Agent, table: ProfileTable) -> None:
-    """Refuse what cannot be exported before anything takes time."""
+    """Refuse at once what cannot be exported."""
     if config.onnx or config.int8:
         check_packages()
     network = network_of(agent)
     if table.knobs != network.knobs or not torch.equal(table.configurations, network.configurations):
         raise InputError(
-            f"{config.checkpoint}: was trained for {len(network.configurations)} configurations of "
+            f"{config.checkpoint}: trained for {len(network.configurations)} configurations of "
             f"{', '.join(k.name for k in network.knobs)}; profile {table.name!r} has others"
         )
     network.features(table.features, table.num_samples)
     if config.student and (not isinstance(agent, StackedController) or agent.priced):
         raise InputError(
-            f"{config.checkpoint}: student=true is for a controller of several members under deadlines (policy=auto or "
+            f"{config.checkpoint}: student=true needs a controller of several members under deadlines (policy=auto or "
             "policy=utility); this one is light already, or decides for mean budgets"
         )
     if network.priced and (config.onnx or config.int8):
-        raise InputError(f"{config.checkpoint}: decides for mean budgets, which has no ONNX form; add onnx=false")
+        raise InputError(f"{config.checkpoint}: a controller for mean budgets has no ONNX form; add onnx=false")
 
 
 def _student(loaded: Loaded, teacher: StackedController, table: ProfileTable) -> tuple[Controller, dict[str, Any]]:
-    """Fit a student where its teacher was fitted, and judge both on the samples kept from the teacher."""
+    """Fit a student on the teacher's samples, and judge both on the teacher's test samples."""
     from knobwise.agents.judging.evaluation import judge
     from knobwise.agents.serving.distillation import student_of
 
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
         raise InputError(
-            f"student=true: needs the profile that the controller was trained on ({loaded.profile_name!r}), "
-            f"and profile {table.name!r} is another; and a best.pt, which says which samples were kept from it"
+            f"student=true: needs the profile that the controller was trained on ({loaded.profile_name!r}), not "
+            f"{table.name!r}, and a best.pt, which lists the test samples"
         )
-    print("fitting a light student to the controller …", file=sys.stderr, flush=True)
+    print("fitting a student to the controller …", file=sys.stderr, flush=True)
     rows, test = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]), loaded.extra["test_rows"]
     student = student_of(teacher, table, rows, seed=0)
     budgets_ms, rewards = default_budgets(table), RewardTable(table, RewardConfig())
-    judged = [judge(one, table, test, budgets_ms, rewards) for one in (teacher, student)]
+    judged = [judge(policy, table, test, budgets_ms, rewards) for policy in (teacher, student)]
     same = (judged[0].chosen == judged[1].chosen).double().mean()
     about = {"test_samples": len(test), "same_decision_on_test": float(same)}
-    for name, one in zip(("teacher", "student"), judged, strict=True):
-        metrics = one.metrics()
+    for name, outcomes in zip(("teacher", "student"), judged, strict=True):
+        metrics = outcomes.metrics()
         about[f"utility_of_{name}"] = metrics["Utility"]
         about[f"satisfaction_feasible_of_{name}"] = metrics["Satisfaction_Feasible"]
     return student, about
 
 
 def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tensor, folder: Path) -> dict[str, Any]:
-    """Every form wanted, compared with the controller and timed."""
+    """The chosen forms, compared with the controller and timed."""
     controller = export_numpy(agent, folder / "controller.npz")
     forms = {"NumPy": parity(agent, by_numpy(controller), table, budgets_ms, "controller.npz")}
-    # which goes another way, and takes longer to compare
-    alone = parity(agent, one_by_one(controller), table, budgets_ms, "controller.npz, one request at a time", CALLS)
-    forms["NumPy"]["one_by_one"] = alone
+    # single requests run other code, and take longer to compare
+    forms["NumPy"]["one_by_one"] = parity(
+        agent, one_by_one(controller), table, budgets_ms, "controller.npz, one request at a time", CALLS
+    )
     blocks = {name: block.numpy() for name, block in table.features.items()}
     rows = [{name: block[row % table.num_samples] for name, block in blocks.items()} for row in range(CALLS)]
     limits = [float(budgets_ms[number % len(budgets_ms)]) for number in range(CALLS)]
@@ -163,52 +160,47 @@ def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tens
             {**{name: block[None] for name, block in row.items()}, "budget_ms": np.array([limit], np.float32)}
             for row, limit in zip(rows, limits, strict=True)
         ]
-        for form, name, wanted in (
-            ("ONNX float32", "controller.onnx", config.onnx),
-            ("ONNX int8", "controller.int8.onnx", config.int8),
-        ):
-            if not wanted:
-                continue
-            int8 = form == "ONNX int8"
-            export_onnx(agent, folder / name, int8)
-            session = onnx_session(folder / name, config.threads)
-            compare = agreement if int8 else parity
-            forms[form] = compare(agent, by_onnx(session), table, budgets_ms)
-            ways[form] = lambda i, session=session: session.run(None, feeds[i])  # type: ignore[misc]
-    for form, micros in _timed(ways).items():
-        forms[form]["decision_us_p50"] = micros
-    return forms
-
-
-def _timed(ways: dict[str, Callable[[int], Any]]) -> dict[str, float]:
-    """Median µs of one decision by each; they take turns."""
-    micros: dict[str, list[float]] = {name: [] for name in ways}
+        graph, small_graph = folder / "controller.onnx", folder / "controller.int8.onnx"
+        export_onnx(agent, graph)
+        if config.int8:
+            quantise_onnx(graph, small_graph)
+            session = onnx_session(small_graph, config.threads)
+            forms["ONNX int8"] = agreement(agent, by_onnx(session), table, budgets_ms)
+            ways["ONNX int8"] = lambda i, session=session: session.run(None, feeds[i])  # type: ignore[misc]
+        if config.onnx:
+            session = onnx_session(graph, config.threads)
+            forms["ONNX float32"] = parity(agent, by_onnx(session), table, budgets_ms)
+            ways["ONNX float32"] = lambda i, session=session: session.run(None, feeds[i])  # type: ignore[misc]
+        else:
+            graph.unlink()
+    micros: dict[str, list[float]] = {form: [] for form in ways}
     for i in range(CALLS):
-        for name, decide in ways.items():
+        for form, decide in ways.items():  # the forms take turns
             start = time.perf_counter_ns()
             decide(i)
-            micros[name].append((time.perf_counter_ns() - start) / 1e3)
-    return {name: statistics.median(values) for name, values in micros.items()}
+            micros[form].append((time.perf_counter_ns() - start) / 1e3)
+    for form, values in micros.items():
+        forms[form]["decision_us_p50"] = statistics.median(values)
+    return forms
 
 
 def _digest(path: Path) -> str:
     return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
-def _tell(said: dict[str, Any], out: Path) -> None:
-    console = Console()
-    table = Table(box=None, pad_edge=False)
-    for column in ("form", "same decision", "of contexts", "rounding", "different", "µs, median"):
-        table.add_column(column, justify="left" if column == "form" else "right")
-    for form, found in said["forms"].items():
-        counts = [str(found[key]) for key in ("same", "contexts", "rounding", "different")]
-        table.add_row(form, *counts, f"{found['decision_us_p50']:.0f}")
+def _print(summary: dict[str, Any], out: Path) -> None:
+    console, table = Console(), Table("form", box=None, pad_edge=False)
+    for column in ("same decision", "of contexts", "rounding", "different", "µs, median"):
+        table.add_column(column, justify="right")
+    for form, result in summary["forms"].items():
+        counts = [str(result[key]) for key in ("same", "contexts", "rounding", "different")]
+        table.add_row(form, *counts, f"{result['decision_us_p50']:.0f}")
     console.print(table)
-    if student := said.get("student"):
+    if student := summary.get("student"):
         console.print(
             f"student: decides as its teacher in {student['same_decision_on_test']:.1%} of the test requests; utility "
-            f"{student['utility_of_student']:.3f}, teacher {student['utility_of_teacher']:.3f}; budgets met where "
-            f"possible {student['satisfaction_feasible_of_student']:.1%}, teacher "
+            f"{student['utility_of_student']:.3f}, teacher {student['utility_of_teacher']:.3f}; on time (feasible) "
+            f"{student['satisfaction_feasible_of_student']:.1%}, teacher "
             f"{student['satisfaction_feasible_of_teacher']:.1%}",
             soft_wrap=True,
         )

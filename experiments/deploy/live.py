@@ -1,29 +1,21 @@
-"""A controller in front of the real model: a simulated stream of requests, served live, beside what a replay promises.
+"""A controller in front of the real model: a stream of requests served live, compared with a replay from the profile.
 
-Arrivals, budgets and the order of the requests are drawn; the model, its answers and the clock are real. Every request
-is served by the controller (`knobwise.agents.serving.adaptive_model`), by budget-aware static and by fixed
-configurations: a few requests in a row by one of them, then the same by the next, in random order, so that the drift
-of the machine hits all alike. The controller is charged all that its way takes beyond the model's own time, the others
-nothing. Then the same decisions are looked up in the profile: a replay that disagrees with the real thing would be
-worth nothing.
+Every request is served by the controller (`knobwise.agents.serving.adaptive_model`), by budget-aware static and by
+fixed configurations. The controller is charged everything that it takes beyond the model's own time, the
+others nothing. Then the same decisions are looked up in the profile: a replay that disagrees with the real model would
+be worth nothing.
 """
 
 from __future__ import annotations
 
-import bisect
-import gc
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -32,71 +24,27 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.distillation import student_of
-from knobwise.agents.serving.export import arrays_of_static, to_numpy
+from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.deploy.live_results import live_results
-from knobwise.experiments.report.live_report import print_live, write_live_page
+from knobwise.experiments.deploy.live_stream import Record, Stream, check_features, draw_stream, serve
+from knobwise.experiments.report.live import print_live, write_live_page
+from knobwise.experiments.report.words import LEARNED as CONTROLLER
+from knobwise.experiments.report.words import STATIC
+from knobwise.experiments.results.statistics import mean_interval
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
-from knobwise.profiling.elastic.measuring import one_thread
-from knobwise.profiling.elastic.model import Configuration
-from knobwise.profiling.elastic.profile import ElasticProfileConfig
-from knobwise.profiling.elastic.scenes import END, TOKEN, WORDS, Scenes, draw_samples, soft_score
-
-CONTROLLER, STATIC = "controller", "budget_aware_static"
-LATELY = 100
-"""Of so many timed cells the median ratio is the speed of the machine."""
-IN_A_ROW = 20
-"""Requests that one policy serves before the next serves the same."""
-
-
-class Served(NamedTuple):
-    """What one policy did with one request. Times in ms."""
-
-    choice: int
-    score: float
-    inference_ms: float
-    overhead_ms: float
-    """What its way took beyond the model's own time; static and fixed configurations are charged nothing."""
-    waited_ms: float
-    limit_ms: float
-    """What was decided under, in the profile's ms; NaN for a fixed configuration."""
-    decision_us: float
-
-
-@dataclass(frozen=True)
-class Stream:
-    """n requests: which sample, under which budget, when."""
-
-    rows: NDArray[np.int64]
-    """[n], rows of the table."""
-    budgets_ms: NDArray[np.float64]
-    """[n]."""
-    arrivals_s: NDArray[np.float64] | None
-    """[n], seconds after the start; None where each arrives when the one before is answered."""
-    scenes: Mapping[int, Scenes]
-    """By row, also of the cells that are timed to find the speed."""
-
-
-@dataclass
-class Record:
-    """What was served: P policies, n requests, R repeats."""
-
-    policies: list[str]
-    served: dict[str, NDArray[Any]]
-    """The fields of `Served`, [P, n, R] each."""
-    cells: list[tuple[int, int, float]] = field(default_factory=list)
-    """(row, configuration, ms) of the model alone, timed between the requests."""
+from knobwise.profiling.measuring.machine import cpu_name, one_thread
+from knobwise.profiling.measuring.measuring import collected_between
 
 
 def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | None = None) -> dict[str, Any]:
-    """Serve a simulated stream by the built-in elastic model, print what came of it, and return it.
+    """Serve a simulated stream by the built-in elastic model, print the results and return them.
 
     Args:
         checkpoint: a controller for deadlines, trained on `table`.
@@ -104,7 +52,8 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
         config: the stream; also which files to write.
 
     Raises:
-        InputError: no controller for deadlines, one of another profile, or a profile of another model.
+        InputError: the checkpoint is no controller for deadlines or of another profile, or the profile is of another
+            model.
     """
     config = config or LiveConfig()
     loaded = load_checkpoint(checkpoint)
@@ -124,7 +73,7 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
         with one_thread():
             controller, by_student = student_of(controller, table, fitted, seed=0), True
     exported = to_numpy(controller)
-    with one_thread(), threadpool_limits(1), _no_collector():
+    with one_thread(), threadpool_limits(1), collected_between():
         model = AdaptiveModel(vlm, exported)
         others = set(stream.scenes) - set(stream.rows.tolist())
         model.calibrate(table, {row: request_of(stream.scenes[row]) for row in others}, config.calibration)
@@ -145,133 +94,16 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
     return results
 
 
-# -- what is served ----------------------------------------------------------------------------------------------------
-
-
-def draw_stream(table: ProfileTable, test: Tensor, fitted: Tensor, budgets_ms: Tensor, config: LiveConfig) -> Stream:
-    """Draw order, budgets and arrivals; budgets still in the profile's ms. The scenes are those of the profile."""
-    rng, profile = np.random.default_rng(config.seed), ElasticProfileConfig()
-    rounds = -(-config.requests // len(test))
-    rows = np.concatenate([rng.permutation(test.numpy()) for _ in range(rounds)])[: config.requests]
-    drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
-    arrivals = None if config.rate is None else rng.exponential(1 / config.rate, config.requests).cumsum()
-    for_speed = rng.permutation(fitted.numpy())[: config.calibration].tolist()
-    if max(*rows.tolist(), *for_speed) >= profile.samples:
-        raise InputError(f"profile {table.name!r}: live needs the built-in profile of {profile.samples} samples")
-    scenes = draw_samples(max(*rows.tolist(), *for_speed) + 1, profile.seed)
-    return Stream(rows, drawn, arrivals, {row: scenes[row] for row in {*rows.tolist(), *for_speed}})
-
-
-def check_features(vlm: ElasticAdaptive, table: ProfileTable, stream: Stream) -> None:
-    """See that the samples of the stream are those of the table: by their features.
-
-    Raises:
-        InputError: they are not.
-    """
-    for row in set(stream.rows.tolist()):
-        found = vlm.first_stage(request_of(stream.scenes[row])).features
-        for name, block in found.items():
-            known = table.features[name][row].numpy() if name in table.features else block[:0]
-            # other processors may round the last bit of a half otherwise
-            if known.shape != block.shape or not np.allclose(block, known, atol=4e-3, rtol=4e-3):
-                raise InputError(
-                    f"profile {table.name!r}: sample {table.sample_ids[row]} is not what the built-in model was "
-                    "measured on; live needs profile=builtin"
-                )
-
-
 def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor, count: int) -> dict[str, int]:
     """Name → configuration, by what they did on the rows fitted on (int64 [n])."""
     accuracy, latency = averages(table, fitted)
     everything = torch.ones(1, table.num_configurations, dtype=torch.bool)
-    found = {
+    chosen = {
         "best_static": int(BestStatic(table, fitted, budgets_ms).choose({}, budgets_ms[:1], everything)),
         "cheapest": int(latency.argmin()),
         "most_accurate": int(accuracy.argmax()),
     }
-    return dict(list(found.items())[:count])
-
-
-def serve(
-    model: AdaptiveModel,
-    table: ProfileTable,
-    static: BudgetAwareStatic,
-    fixed: Mapping[str, int],
-    stream: Stream,
-    config: LiveConfig,
-) -> Record:
-    """Serve the stream by the controller, budget-aware static and the fixed configurations, with cells of the profile
-    timed between them: `IN_A_ROW` requests by one of them, as a server meets them with its caches, then the same by the
-    next, in random order."""
-    vlm = model.model
-    assert isinstance(vlm, ElasticAdaptive)
-    settings = [Configuration(**chosen) for chosen in model.configurations]
-    requests = {row: request_of(scene) for row, scene in stream.scenes.items()}
-    soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
-    by_cpu = config.clock == "cpu"
-    clock = time.thread_time if by_cpu else time.perf_counter
-    # its choices as a step function of the budget: decided in torch they would slow down the answers that follow
-    steps = arrays_of_static(static)
-    starts, choices = steps["starts"].tolist(), steps["choices"].tolist()
-
-    def by_controller(row: int, budget: float, waited: float) -> Served:
-        arrived = None if stream.arrivals_s is None else time.perf_counter() - waited / 1e3
-        start = clock()
-        got = model.answer(requests[row], budget, arrived)
-        took_ms = (clock() - start) * 1e3
-        score = score_of(got.answer.text.split(), stream.scenes[row], soft)
-        inference = got.answer.extra["cpu_ms"] if by_cpu else got.answer.total_ms
-        overhead = max(took_ms - inference, 0.0)
-        return Served(got.choice, score, inference, overhead, waited, got.limit_ms, got.decision_us)
-
-    def alone(row: int, choice: int, waited: float, limit: float = np.nan) -> Served:
-        start = clock()
-        run = vlm.model.generate(requests[row].image, requests[row].question, settings[choice])
-        took = (clock() - start) * 1e3
-        said = [WORDS[token] for token in run.tokens if token != END]
-        return Served(choice, score_of(said, stream.scenes[row], soft), took, 0.0, waited, limit, 0.0)
-
-    def by_static(row: int, budget: float, waited: float) -> Served:
-        limit = float(np.float32(max(budget - waited, LEAST_LATENCY_MS) / model.speed))
-        return alone(row, choices[bisect.bisect_right(starts, limit) - 1], waited, limit)
-
-    def always(choice: int) -> Callable[[int, float, float], Served]:
-        return lambda row, budget, waited: alone(row, choice, waited)
-
-    policies = {CONTROLLER: by_controller, STATIC: by_static, **{name: always(c) for name, c in fixed.items()}}
-    servers, n = list(policies.values()), len(stream.rows)
-    rng = np.random.default_rng((config.seed, 1))
-    for i in range(config.warm_up):
-        for server in servers:
-            server(int(stream.rows[i % n]), float(stream.budgets_ms[i % n]), 0.0)
-    shape = (len(servers), n, config.repeats)
-    record = Record(list(policies), {name: np.zeros(shape) for name in Served._fields})
-    others = np.array(sorted(set(requests) - set(stream.rows.tolist())))
-    with progress("serving", n * config.repeats, 0) as tick:
-        for repeat in range(config.repeats):
-            free = np.zeros(len(servers))  # when each policy's server has answered all before, in seconds
-            for first in range(0, n, IN_A_ROW):
-                block = range(first, min(first + IN_A_ROW, n))
-                for p in rng.permutation(len(servers) + 1).tolist():
-                    for i in block:
-                        if p == len(servers):
-                            cell = int(rng.choice(others)), int(rng.integers(len(settings)))
-                            record.cells.append((*cell, alone(*cell, 0.0).inference_ms))
-                            continue
-                        arrival = 0.0 if stream.arrivals_s is None else float(stream.arrivals_s[i])
-                        waited = 0.0 if stream.arrivals_s is None else max(free[p] - arrival, 0.0) * 1e3
-                        served = servers[p](int(stream.rows[i]), float(stream.budgets_ms[i]), waited)
-                        free[p] = arrival + (served.waited_ms + served.overhead_ms + served.inference_ms) / 1e3
-                        for name, value in served._asdict().items():
-                            record.served[name][p, i, repeat] = value
-                # a machine that others use too is not as fast as a minute ago: both that read the profile are told
-                lately = [
-                    ms / max(float(table.latency_ms[r, c]), LEAST_LATENCY_MS) for r, c, ms in record.cells[-LATELY:]
-                ]
-                if len(lately) == LATELY:
-                    model.speed = float(np.median(lately))
-                tick(repeat * n + block[-1] + 1, "")
-    return record
+    return dict(list(chosen.items())[:count])
 
 
 def _cpu_speed(
@@ -287,22 +119,136 @@ def _cpu_speed(
     return float(np.median(ratios))
 
 
-def score_of(words: Sequence[str], scene: Scenes, soft: bool) -> float:
-    """Exact match, or the share of right words, of an answer."""
-    right = scene.answers[0]
-    said = np.array([*(TOKEN[word] for word in words), END])
-    if soft:
-        return round(soft_score(said, right), 4)
-    return float(said.tolist() == right[: right.tolist().index(END) + 1].tolist())
+# -- the results -------------------------------------------------------------------------------------------------------
+
+METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
 
 
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """As in measuring the profile: the garbage collector would stop the clock at random requests."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+def live_results(
+    table: ProfileTable, stream: Stream, record: Record, controller: NumpyController, speed: float
+) -> dict[str, Any]:
+    """What is printed and written: a row for each policy, the replay of the same decisions, and the overhead.
+
+    Live and replay agree if the replay lies in the interval of what was served, and for accuracy if every answer is the
+    same; differences and their intervals are paired. Only the model's part is replayed: overhead and waiting stay as
+    they were. All intervals are 95 % bootstrap intervals over requests; with a `rate` they ignore that requests which
+    wait for one another are not independent.
+    """
+    served = {name: torch.from_numpy(values) for name, values in record.served.items()}
+    choice, rows = served["choice"].long(), torch.from_numpy(stream.rows)
+    budgets = torch.from_numpy(stream.budgets_ms)[:, None]
+    at = rows[:, None].expand(choice.shape), choice
+    during, half_width = _speed(table, record)
+    costs = served["overhead_ms"] + served["waited_ms"]
+    live = _outcomes(served["score"], served["inference_ms"] + costs, budgets)
+    replay = _outcomes(table.accuracy[at].double(), during * table.latency_ms[at].double() + costs, budgets)
+    feasible = during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
+    # the speed of this machine is known only as well as its cells allow
+    unsure = half_width * table.latency_ms[at].double().mean((1, 2))
+    learned = record.policies.index(CONTROLLER)
+    limits = served["limit_ms"][learned]
+    policies, agreement = [], []
+    for p, name in enumerate(record.policies):
+        row = {"policy": name, **_policy_row(live, p, feasible), "waited_ms": float(served["waited_ms"][p].mean())}
+        behind = (live["utility"][learned] - live["utility"][p]).mean(-1)
+        policies.append(row | {"behind": float(behind.mean()), "behind_ci95": _interval(behind)})
+        agreement += [
+            {"policy": name, "what": what, **_agreement(live[what][p], replay[what][p], row[f"{what}_ci95"], what, off)}
+            for what, off in zip(METRICS, (0.0, float(unsure[p]), 0.0, 0.0), strict=True)
+        ]
+    return {
+        "kind": "simulated request stream, served live",
+        "profile": {"name": table.name, "digest": table.digest},
+        "machine": {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1},
+        "requests": len(rows),
+        "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
+        "infeasible": float((~feasible).double().mean()),
+        "speed": {"before": speed, "during": during, "during_ci95": [during - half_width, during + half_width]},
+        "rows": policies,
+        "agreement": agreement,
+        "overhead": _overhead({name: values[learned] for name, values in served.items()}),
+        "decisions": _replayed_decisions(table, stream, controller, speed, choice[learned], limits),
+        "configurations": {
+            name: table.configuration(int(choice[p, 0, 0]))
+            for p, name in enumerate(record.policies)
+            if name not in (CONTROLLER, STATIC)
+        },
+    }
+
+
+def _speed(table: ProfileTable, record: Record) -> tuple[float, float]:
+    """Latency here / latency in the profile, and half the width of its 95 % interval.
+
+    Medians, since a single stall of the machine is longer than many answers. The standard error of a median is
+    1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978, "Variations of Box Plots").
+    """
+    cells = torch.tensor(record.cells, dtype=torch.float64)
+    profiled = table.latency_ms[cells[:, 0].long(), cells[:, 1].long()].double()
+    ratios = cells[:, 2] / profiled.clamp_min(LEAST_LATENCY_MS)
+    low, median, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    return median, 1.96 * 1.25 / 1.35 * (high - low) / len(ratios) ** 0.5
+
+
+def _outcomes(accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor) -> dict[str, Tensor]:
+    """`METRICS` of every request, [P, n, R] each."""
+    met = (latency_ms <= budgets_ms).double()
+    return dict(zip(METRICS, (accuracy, latency_ms, met, accuracy * met), strict=True))
+
+
+def _policy_row(live: Mapping[str, Tensor], p: int, feasible: Tensor) -> dict[str, Any]:
+    """The means of one policy over the requests, with intervals."""
+    row: dict[str, Any] = {}
+    means = {what: values[p].mean(-1) for what, values in live.items()}
+    for what, values in means.items():
+        row |= {what: float(values.mean()), f"{what}_ci95": _interval(values)}
+    few = means["satisfaction"][feasible]
+    return row | {
+        "latency_ms_p95": float(live["latency_ms"][p].quantile(0.95)),
+        "satisfaction_feasible": float(few.mean()) if len(few) else None,
+        "satisfaction_feasible_ci95": _interval(few) if len(few) else None,
+    }
+
+
+def _agreement(live: Tensor, replay: Tensor, ci95: Sequence[float], what: str, unsure: float) -> dict[str, Any]:
+    """One metric of one policy, float [n, R], live and replayed; `unsure` widens the interval of their difference."""
+    gap, mean = (live - replay).mean(-1), float(replay.mean(-1).mean())
+    (low, high), centre = _interval(gap), float(gap.mean())
+    agrees = torch.equal(live, replay) if what == "accuracy" else ci95[0] <= mean <= ci95[1]
+    interval = [centre - float(np.hypot(centre - low, unsure)), centre + float(np.hypot(high - centre, unsure))]
+    live_mean = float(live.mean(-1).mean())
+    return {"live": live_mean, "replay": mean, "agrees": agrees, "difference": centre, "ci95": interval}
+
+
+def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
+    """What the controller adds to the model's time. Of the parts medians: the clock of a decision is always the wall's,
+    and a stall would count in one of them only."""
+    inference, overhead = float(served["inference_ms"].mean()), served["overhead_ms"]
+    decision_us, overhead_us = float(served["decision_us"].median()), float((overhead * 1e3).median())
+    return {
+        "inference_ms": inference,
+        "overhead_us": float(overhead.mean()) * 1e3,
+        "overhead_us_p50": overhead_us,
+        "decision_us_p50": decision_us,
+        "features_and_knobs_us_p50": overhead_us - decision_us,
+        "share": float(overhead.mean()) / inference,
+        "share_p50": float(overhead.median()) / inference,
+    }
+
+
+def _replayed_decisions(
+    table: ProfileTable, stream: Stream, controller: NumpyController, speed: float, choice: Tensor, limits_ms: Tensor
+) -> dict[str, float]:
+    """How often a replay decides as the controller did, int64 and float [n, R]: at its limits, at whole budgets."""
+    blocks = {name: block[stream.rows].numpy() for name, block in table.features.items()}
+    limits, chosen = limits_ms.float().numpy(), choice.numpy()
+    whole = controller.choose(blocks, (stream.budgets_ms / speed).astype(np.float32))
+    same = [controller.choose(blocks, limits[:, r]) == chosen[:, r] for r in range(limits.shape[1])]
+    return {
+        "as_replayed_at_the_same_limit": float(np.mean(same)),
+        "as_replayed_at_the_whole_budget": float((whole[:, None] == chosen).mean()),
+    }
+
+
+def _interval(values: Tensor) -> list[float]:
+    """Of the mean; without the rounding that would make a share greater than 1."""
+    return [round(end, 12) for end in mean_interval(values)]

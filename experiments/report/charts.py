@@ -9,24 +9,29 @@ import altair as alt
 import numpy as np
 import polars as pl
 
-from knobwise.experiments.report.page import quantity
+from knobwise.experiments.report.colours import OTHERS as OTHER
+from knobwise.experiments.report.colours import by_hue, domain
+from knobwise.experiments.report.words import quantity
 
-OTHER = "others"
+DASHED: dict[str, Any] = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
 MOST_VALUES = 12
 """A knob with more values than this is drawn with its most used ones and "other"."""
 
 
 def _colour(policies: Sequence[str]) -> dict[str, Any]:
-    """Colour by policy, always in this order, so that a policy has one colour on the whole page."""
+    """Colour by policy: every policy has one colour, on this page and on all others."""
     # long names, as of runs, stand in fewer columns, so that the legend is no wider than the chart
     columns = max(1, min(5, 820 // (6 * max(map(len, policies), default=1) + 34)))
-    legend = alt.Legend(orient="top", title=None, labelLimit=340, columns=columns, symbolOpacity=1)
-    return {"color": alt.Color("policy:N", scale=alt.Scale(domain=list(policies)), legend=legend)}
+    values = list(policies)
+    legend = alt.Legend(orient="top", title=None, labelLimit=340, columns=columns, symbolOpacity=1, values=values)
+    return {"color": alt.Color("policy:N", scale=alt.Scale(domain=domain(policies)), legend=legend)}
 
 
 def _budget_axis(budgets: Iterable[float], ticks: int, unit: str = "ms") -> alt.X:
-    ends = [b for b in budgets if b > 0] or [1.0]
-    scale = alt.Scale(type="log") if max(ends) > 20 * min(ends) else alt.Scale(zero=False, nice=False, padding=12)
+    positive = [b for b in budgets if b > 0] or [1.0]
+    scale = (
+        alt.Scale(type="log") if max(positive) > 20 * min(positive) else alt.Scale(zero=False, nice=False, padding=12)
+    )
     return alt.X("budget_ms:Q", title=f"latency budget ({unit})", scale=scale, axis=alt.Axis(tickCount=ticks))
 
 
@@ -52,33 +57,43 @@ def plane(
     front = configurations.filter(
         pareto_front(configurations["accuracy"].to_numpy(), configurations["latency_ms"].to_numpy())
     )
-    tooltip = [
-        alt.Tooltip(f"{name}:{'Q' if dtype.is_numeric() else 'N'}") for name, dtype in configurations.schema.items()
-    ]
     layers = [
-        base.mark_circle(style="quiet", size=36, opacity=0.55).encode(tooltip=tooltip),
+        base.mark_circle(style="quiet", size=36, opacity=0.55).encode(tooltip=_tooltip(configurations)),
         alt.Chart(front)
         .mark_line(style="quiet", strokeWidth=1.5, interpolate="step-after", strokeDash=[4, 3])
         .encode(x, y),
     ]
     if paths is not None and len(paths):
-        detail = [alt.Tooltip(f"{name}:{'Q' if dtype.is_numeric() else 'N'}") for name, dtype in paths.schema.items()]
-        line = alt.Chart(paths).encode(x, y, order="budget_ms:Q", tooltip=detail, **_colour(policies))
+        line = alt.Chart(paths).encode(x, y, order="budget_ms:Q", tooltip=_tooltip(paths), **_colour(policies))
         if "name" in paths.columns:
             line = line.encode(detail="name:N")
-        thin, named = alt.datum.policy == OTHER, alt.datum.policy != OTHER
-        layers += [
-            line.transform_filter(thin).mark_line(strokeWidth=1),
-            line.transform_filter(named).mark_line(strokeWidth=2),
-            line.transform_filter(named).mark_circle(size=60, opacity=1),
-        ]
+        layers += _thin_and_named(line, width=2, size=60)
     if references is not None:
         layers.append(_quiet(references, x, y, "budget_ms"))
     return alt.layer(*layers).properties(width=820, height=360)
 
 
+def _tooltip(rows: pl.DataFrame) -> list[alt.Tooltip]:
+    return [alt.Tooltip(f"{name}:{'Q' if dtype.is_numeric() else 'N'}") for name, dtype in rows.schema.items()]
+
+
+def _thin_and_named(lines: alt.Chart, width: float, size: int) -> list[alt.Chart]:
+    """The policies that have a colour with dots, all others thin."""
+    thin, named = alt.datum.policy == OTHER, alt.datum.policy != OTHER
+    return [
+        lines.transform_filter(thin).mark_line(strokeWidth=1),
+        lines.transform_filter(named).mark_line(strokeWidth=width),
+        lines.transform_filter(named).mark_circle(size=size, opacity=1),
+    ]
+
+
+def with_spans(marks: alt.Chart, base: alt.Chart, width: float = 2) -> alt.LayerChart:
+    """Bars with their intervals (low, high)."""
+    return alt.layer(marks, base.mark_rule(style="quiet", strokeWidth=width).encode(alt.X("low:Q"), alt.X2("high:Q")))
+
+
 def _quiet(references: pl.DataFrame, x: alt.X, y: alt.Y, order: str) -> alt.Chart:
-    """What lines are seen against: without colour, told apart by their dashes."""
+    """The references of a chart: without colour, distinguished by their dashes."""
     names = references["policy"].unique(maintain_order=True).to_list()
     scale = alt.Scale(domain=names, range=[[1, 3], [7, 3], [1, 0]][: len(names)])
     legend = alt.Legend(orient="bottom", title=None, labelLimit=340, symbolSize=900)
@@ -87,7 +102,7 @@ def _quiet(references: pl.DataFrame, x: alt.X, y: alt.Y, order: str) -> alt.Char
 
 
 def pareto_front(accuracy: np.ndarray, latency_ms: np.ndarray) -> np.ndarray:
-    """Which of these no other beats in accuracy without costing more: bool [C] from two float [C]."""
+    """The configurations that no other beats in accuracy without costing more: bool [C] from two float [C]."""
     order = np.lexsort((-accuracy, latency_ms))
     best = np.maximum.accumulate(accuracy[order])
     front = np.zeros(len(order), dtype=bool)
@@ -131,7 +146,7 @@ def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.L
     """
     axis = alt.Axis(values=sorted(rows["shots"].unique()), format="d", grid=False)
     x = alt.X("shots:Q", title="demonstrations (shots)", axis=axis, scale=alt.Scale(padding=24, nice=False, zero=False))
-    mark = alt.Chart(pl.DataFrame({"shots": [trained]})).mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4])
+    mark = alt.Chart(pl.DataFrame({"shots": [trained]})).mark_rule(**DASHED)
     lines = _lines(rows, x, "accuracy", "accuracy (0 to 1)", policies)
     return alt.layer(mark.encode(x), lines).properties(width=820, height=340)
 
@@ -172,15 +187,9 @@ def _lines(
     if "low" in rows.columns:
         band = alt.Chart(rows.filter(pl.col("policy") != OTHER)).mark_area(opacity=0.15)
         layers.append(band.encode(x, alt.Y("low:Q", title=title), y2="high:Q", **_colour(policies)))
-    thin, named = alt.datum.policy == OTHER, alt.datum.policy != OTHER
-    layers += [
-        line.transform_filter(thin).mark_line(strokeWidth=1).encode(detail="name:N"),
-        line.transform_filter(named).mark_line(strokeWidth=2.5),
-        line.transform_filter(named).mark_circle(size=50, opacity=1),
-    ]
+    layers += _thin_and_named(line.encode(detail="name:N"), width=2.5, size=50)
     if level is not None:
-        mark = alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4])
-        layers.append(mark.encode(y="level:Q"))
+        layers.append(alt.Chart(pl.DataFrame({"level": [level]})).mark_rule(**DASHED).encode(y="level:Q"))
     return alt.layer(*layers)
 
 
@@ -192,9 +201,9 @@ def differences(rows: pl.DataFrame, title: str) -> alt.LayerChart:
         title: of the axis.
     """
     y = alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=400))
-    # of the five colours the first two, and the last, which is grey, for what is not certain
-    scale = alt.Scale(domain=["better", "worse", "", " ", "no difference shown"])
-    legend = alt.Legend(orient="top", title=None, values=["better", "worse", "no difference shown"], labelLimit=340)
+    hues = {"blue": "better", "orange": "worse", "grey": "no difference shown"}
+    scale = alt.Scale(domain=by_hue(hues))
+    legend = alt.Legend(orient="top", title=None, values=list(hues.values()), labelLimit=340)
     colour = alt.Color("shown:N", scale=scale, legend=legend)
     detail = ["run:N", *(alt.Tooltip(f"{name}:Q", format="+.3f") for name in ("difference", "low", "high")), "shown:N"]
     base = alt.Chart(rows).encode(y, colour, tooltip=detail)
@@ -224,36 +233,34 @@ def curves_of_runs(points: pl.DataFrame, panels: Sequence[str], runs: Sequence[s
     lines = base.transform_filter(named).mark_line(strokeWidth=2).encode(y, tooltip=tooltip)
     dots = base.transform_filter(alt.datum.alone).mark_circle(size=60, opacity=1).encode(y, tooltip=tooltip)
     begins = alt.Chart().transform_filter(alt.datum.grpo != None).transform_aggregate(groupby=["grpo"])  # noqa: E711
-    mark = begins.mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4]).encode(x="grpo:Q")
+    mark = begins.mark_rule(**DASHED).encode(x="grpo:Q")
     layers = alt.layer(mark, band, thin, lines, dots).properties(width=360, height=180)
     facet = alt.Facet("panel:N", sort=list(panels), title=None)
-    apart = layers.facet(facet, data=points, columns=2, bounds="flush", spacing={"row": 74, "column": 70})
-    return apart.resolve_scale(x="independent", y="independent")
+    panels_of_runs = layers.facet(facet, data=points, columns=2, bounds="flush", spacing={"row": 74, "column": 70})
+    return panels_of_runs.resolve_scale(x="independent", y="independent")
 
 
-def policy_bars(policies: pl.DataFrame, kinds: Sequence[str]) -> alt.LayerChart:
-    """Accuracy of each policy as a bar with its interval and its number, coloured by kind.
+def policy_bars(policies: pl.DataFrame) -> alt.LayerChart:
+    """Accuracy of each policy as a bar in its colour, with its interval and its number; controls are grey.
 
     Args:
-        policies: name, kind, accuracy, low, high; in the order in which the policies are to stand.
-        kinds: the order of the kinds, which gives their colours.
+        policies: name, kind, accuracy, low, high, in order. A kind other than "learned" is written beside the bar.
     """
-    scale = alt.Scale(domain=[0, max(1.0, policies["high"].max())])  # type: ignore[type-var]
-    axis = alt.Axis(tickCount=5, labelFlush=False)
-    x, y = (
-        alt.X("accuracy:Q", title="accuracy (0 to 1)", scale=scale, axis=axis),
-        alt.Y("name:N", sort=None, title=None),
+    bars_of = policies.with_columns(
+        colour=pl.when(pl.col("kind") == "control").then(pl.lit(OTHER)).otherwise(pl.col("name")),
+        label=pl.col("accuracy").map_elements(lambda share: f"{share:.3f}", return_dtype=pl.String)
+        + pl.when(pl.col("kind") == "learned").then(pl.lit("")).otherwise("  " + pl.col("kind")),
     )
-    legend = alt.Legend(orient="top", title=None, columns=5, labelLimit=340)
-    colour = alt.Color("kind:N", scale=alt.Scale(domain=list(kinds)), legend=legend)
-    tooltip = ["name:N", *(alt.Tooltip(f"{name}:Q", format=".3f") for name in ("accuracy", "low", "high"))]
-    base = alt.Chart(policies).encode(y.axis(labelLimit=260), tooltip=tooltip)
-    bars = base.mark_bar(height=15, opacity=0.75).encode(x, colour)
-    interval = base.mark_rule(style="quiet", strokeWidth=2).encode(alt.X("low:Q"), alt.X2("high:Q"))
-    words = base.mark_text(style="quiet", align="left", dx=6).encode(
-        alt.X("high:Q"), alt.Text("accuracy:Q", format=".3f")
-    )
-    return alt.layer(bars, interval, words).properties(width=640, height=alt.Step(24))
+    highest = max(1.0, *policies["high"])
+    scale, axis = alt.Scale(domain=[0, highest * 1.25]), alt.Axis(values=[0, 0.2, 0.4, 0.6, 0.8, 1])
+    x = alt.X("accuracy:Q", title="accuracy (0 to 1)", scale=scale, axis=axis)
+    y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=260))
+    colour = alt.Color("colour:N", scale=alt.Scale(domain=domain([*bars_of["colour"].unique(maintain_order=True)])))
+    tooltip = ["name:N", "kind:N", *(alt.Tooltip(f"{name}:Q", format=".3f") for name in ("accuracy", "low", "high"))]
+    base = alt.Chart(bars_of).encode(y, tooltip=tooltip)
+    bars = base.mark_bar(height=15, opacity=0.75).encode(x, colour.legend(None))
+    words = base.mark_text(style="quiet", align="left", dx=6).encode(alt.X("high:Q"), alt.Text("label:N"))
+    return alt.layer(with_spans(bars, base), words).properties(width=640, height=alt.Step(24))
 
 
 def side_by_side(charts: Sequence[alt.LayerChart]) -> alt.HConcatChart:
@@ -308,13 +315,12 @@ def weights(members: pl.DataFrame) -> alt.LayerChart:
     Args:
         members: member, seed, weight; in the order in which the members are to stand.
     """
-    x, y = (
-        alt.X("weight:Q", title="weight in the stack", axis=alt.Axis(format="%", tickCount=8)),
-        alt.Y("member:N", sort=None),
-    )
+    x = alt.X("weight:Q", title="weight in the stack", axis=alt.Axis(format="%", tickCount=8))
+    y = alt.Y("member:N", sort=None, title=None)
     means = members.group_by("member", maintain_order=True).agg(pl.col("weight").mean())
+    colour = alt.Color("member:N", scale=alt.Scale(domain=domain(means["member"].to_list())), legend=None)
     tooltip = ["member:N", alt.Tooltip("weight:Q", format=".1%")]
-    bars = alt.Chart(means).mark_bar(height=14, opacity=0.75).encode(x, y.title(None), tooltip=tooltip)
+    bars = alt.Chart(means).mark_bar(height=14, opacity=0.75).encode(x, y, colour, tooltip=tooltip)
     dots = alt.Chart(members).mark_circle(style="quiet", size=36, opacity=1).encode(x, y, tooltip=[*tooltip, "seed:N"])
     return alt.layer(bars, dots).properties(width=680, height=alt.Step(26))
 
@@ -326,9 +332,9 @@ def curves(logged: pl.DataFrame, panels: Sequence[str], begins: int | None = Non
         logged: panel, part (train or validation), seed, step, value.
         begins: the step at which GRPO begins; a dashed line stands there.
     """
-    colour = alt.Color(
-        "part:N", title=None, scale=alt.Scale(domain=["train", "validation"]), legend=alt.Legend(orient="top")
-    )
+    parts = {"slate": "train", "blue": "validation"}
+    legend = alt.Legend(orient="top", values=list(parts.values()))
+    colour = alt.Color("part:N", title=None, scale=alt.Scale(domain=by_hue(parts)), legend=legend)
     # stages of training come one after the other, each in panels of its own
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False))
     y = alt.Y("value:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4))
@@ -337,7 +343,7 @@ def curves(logged: pl.DataFrame, panels: Sequence[str], begins: int | None = Non
     layers = [lines]
     if begins is not None:
         once = alt.Chart().transform_aggregate(lines="count()").transform_calculate(begins=str(begins))
-        layers.insert(0, once.mark_rule(style="quiet", strokeWidth=1.5, strokeDash=[5, 4]).encode(x="begins:Q"))
+        layers.insert(0, once.mark_rule(**DASHED).encode(x="begins:Q"))
     facet, spacing = alt.Facet("panel:N", sort=list(panels), title=None), {"row": 74, "column": 62}
     drawn = alt.layer(*layers).properties(width=225, height=130)
     drawn = drawn.facet(facet, data=logged, columns=3, bounds="flush", spacing=spacing)
@@ -352,9 +358,9 @@ def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> alt.VConca
     """
     rows = []
     # one scale for all knobs, so that a knob which does little looks like it
-    ends = {y: pl.Series([v for knob in knobs.values() for v in knob[y]]) for y in ("accuracy", "latency_ms")}
+    ranges = {y: pl.Series([v for knob in knobs.values() for v in knob[y]]) for y in ("accuracy", "latency_ms")}
     scales = {
-        y: alt.Scale(domain=[all_.min(), all_.max()], nice=True, zero=False, padding=6) for y, all_ in ends.items()
+        y: alt.Scale(domain=[all_.min(), all_.max()], nice=True, zero=False, padding=6) for y, all_ in ranges.items()
     }
     for name, knob in knobs.items():
         frame = pl.DataFrame(

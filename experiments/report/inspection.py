@@ -1,14 +1,17 @@
-"""What is in a profile, what is wrong with it, and how much a policy could gain on it.
+"""The content of a profile, its faults, and how much a policy could gain on it.
 
 Every number is taken over profiled cells only. The headroom is in-sample (the static configuration is chosen on the
-samples that it is judged on) and the oracle knows the outcomes: it bounds what a policy could gain, no more.
+samples that it is judged on) and the oracle knows the outcomes: it is only an upper bound on what a policy could gain.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +21,11 @@ from torch import Tensor
 
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.report.tables import Table, print_lines, print_table
+from knobwise.experiments.report.words import policy_name, quantity, sentences
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-FEW_SAMPLES = 200
-LITTLE = 0.02
-"""Shares, spreads and gains below this count as next to nothing."""
 
 
 def inspect_table(table: ProfileTable) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "digest": table.digest,
         "samples": table.num_samples,
         "configurations": table.num_configurations,
-        "grid": _product(table.knob_sizes),
+        "grid": math.prod(table.knob_sizes),
         "coverage": float(mask.double().mean()),
         "config_dependent_share": float(depends.double().mean()),
         "latency_cv_within_configuration": float(variation),
@@ -69,7 +70,9 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "notes": list(table.notes),
     }
     facts["pareto"] = _pareto(means["accuracy"], means["latency_ms"])
-    facts["warnings"] = _warnings(facts)
+    headroom = facts["headroom"]
+    gain = max(map(operator.sub, headroom["oracle"], headroom["budget_aware_static"]))
+    facts["warnings"] = sentences("profile_warnings.txt.j2", **facts, gain=gain)
     return facts
 
 
@@ -128,186 +131,74 @@ def _pareto(accuracy: Tensor, latency_ms: Tensor) -> list[int]:
     return front[latency_ms[front].argsort()].tolist()
 
 
-def _product(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
-
-
-def _warnings(facts: Mapping[str, Any]) -> list[str]:
-    """What a person should know before training on this, in words."""
-    found = []
-    gains = [
-        oracle - one["utility"]
-        for oracle, one in zip(facts["headroom"]["oracle"], facts["static_choices"], strict=True)
-    ]
-    if facts["samples"] < FEW_SAMPLES:
-        found.append(f"Only {facts['samples']} samples: intervals on a test split of them will be wide.")
-    if facts["coverage"] < 1:
-        found.append(
-            f"{1 - facts['coverage']:.1%} of the cells were not profiled: means per configuration or knob, and the "
-            "best static choice, are over different samples then, and compare with caution."
-        )
-    if facts["config_dependent_share"] < LITTLE:
-        found.append("Accuracy hardly depends on the configuration: choosing can save time, but not win accuracy.")
-    if facts["latency_cv_within_configuration"] == 0:
-        found.append("Latency is the same for every sample: it looks like means per configuration, not measurements.")
-    elif facts["latency_cv_within_configuration"] < LITTLE:
-        found.append("Latency hardly differs between samples: knowing the configuration is knowing the time.")
-    if max(gains) < LITTLE:
-        found.append(
-            "The oracle is hardly better than budget-aware static: choosing per input can gain next to nothing."
-        )
-    if not facts["features"]:
-        found.append("No features: a policy can see the budget only, and cannot do better than budget-aware static.")
-    for block in facts["features"]:
-        if block["missing"] > 0:
-            found.append(f"Features {block['name']}: {block['missing']:.1%} of the values are missing.")
-        if block["constant"]:
-            found.append(f"Features {block['name']}: {block['constant']} of {block['width']} columns never vary.")
-    for name, knob in facts["knobs"].items():
-        if len(knob["values"]) < 2:
-            found.append(f"Knob {name} has one value only: there is nothing to choose.")
-        elif _range(knob["accuracy"]) < 0.005 and _range(knob["latency_ms"]) < 0.01 * max(knob["latency_ms"]):
-            found.append(f"Knob {name} changes neither accuracy nor latency on average.")
-    return found
-
-
-def _range(values: list[float]) -> float:
-    return max(values) - min(values)
-
-
 # -- for people --------------------------------------------------------------------------------------------------------
 
 
-def in_words(facts: Mapping[str, Any]) -> list[str]:
-    """The facts in plain sentences."""
-    headroom, grid = facts["headroom"], facts["grid"]
-    static, oracle = (sum(headroom[k]) / len(headroom[k]) for k in ("budget_aware_static", "oracle"))
-    of_grid = f" (of {grid} combinations of knob values)" if grid != facts["configurations"] else ""
-    several = [f"{count} of {name}" for name, count in facts["datasets"].items()]
-    sentences = [
-        f"{facts['samples']:,} samples{' (' + ', '.join(several) + ')' if len(several) > 1 else ''} × "
-        f"{facts['configurations']} configurations{of_grid}; {facts['coverage']:.1%} of the cells are profiled.",
-        f"For {facts['config_dependent_share']:.1%} of the samples accuracy depends on the configuration. Within one "
-        f"configuration latency varies by {facts['latency_cv_within_configuration']:.0%} between samples "
-        "(standard deviation / mean).",
-        f"Mean over five budgets: the best static choice has utility {static:.3f}, the oracle {oracle:.3f}. Choosing "
-        f"per input could gain {oracle - static:.3f} at most; both are measured on these same samples.",
-    ]
-    if facts["features"]:
-        blocks = ", ".join(f"{block['name']} ({block['width']})" for block in facts["features"])
-        sentences.append(f"Features: {blocks}.")
-    return sentences
-
-
 def print_inspection(facts: Mapping[str, Any], console: Console) -> None:
-    """The facts in words and three small tables; without colours and frames when this is no terminal."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    wide = console if console.is_terminal else Console(file=console.file, width=200)
-
-    def show(title: str, header: list[str], rows: list[list[str]]) -> None:
-        shown = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, header_style="bold", pad_edge=False)
-        for place, name in enumerate(header):
-            shown.add_column(name, justify="right" if place else "left")
-        for row in rows:
-            shown.add_row(*row)
-        console.print(f"\n{title}", style="bold", markup=False, highlight=False)
-        wide.print(shown, markup=False, highlight=False)
-
-    def say(words: str) -> None:
-        console.print(words, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-
-    console.print(f"{facts['name']}  {facts['digest']}", style="bold", markup=False, highlight=False)
-    for sentence in in_words(facts):
-        say(sentence)
-    for title, (header, rows) in _tables(facts).items():
-        show(title, header, rows)
-    for title, lines in (("Worth knowing", facts["warnings"]), ("What the reader says", facts["notes"])):
+    """The facts in words and three small tables; without colours and frames if this is no terminal."""
+    bold = partial(console.print, style="bold", markup=False, highlight=False)
+    bold(f"{facts['name']}  {facts['digest']}")
+    print_lines(console, sentences("profile.txt.j2", **facts))
+    for title, table in _tables(facts).items():
+        bold(f"\n{title}")
+        print_table(console, table.header, table.rows, range(len(table.header)))
+    for title, lines in (("Warnings", facts["warnings"]), ("Notes of the reader", facts["notes"])):
         if lines:
-            console.print(f"\n{title}", style="bold")
-            for line in lines:
-                say(f"- {line}")
+            bold(f"\n{title}")
+            print_lines(console, [f"- {line}" for line in lines])
 
 
-def _tables(facts: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
-    from knobwise.experiments.report.page import quantity
-
+def _tables(facts: Mapping[str, Any]) -> dict[str, Table]:
     front = [facts["configuration_means"][c] for c in facts["pareto"]]
     per_budget = zip(facts["static_choices"], facts["headroom"]["oracle"], facts["feasible_share"], strict=True)
-    per_knob = [
+    budgets = [
+        [quantity(static["budget_ms"]), f"{static['utility']:.3f}", f"{oracle:.3f}", f"{share:.1%}", static["label"]]
+        for static, oracle, share in per_budget
+    ]
+    knobs = [
         [name, str(value), f"{accuracy:.3f}", quantity(latency)]
         for name, knob in facts["knobs"].items()
         for value, accuracy, latency in zip(knob["values"], knob["accuracy"], knob["latency_ms"], strict=True)
     ]
+    best = [[c["label"], f"{c['accuracy']:.3f}", quantity(c["latency_ms"]), f"{c['samples']:,}"] for c in front]
     return {
-        "Headroom per budget": (
-            ["budget", "static", "oracle", "can be met", "best static configuration"],
-            [
-                [
-                    quantity(static["budget_ms"]),
-                    f"{static['utility']:.3f}",
-                    f"{oracle:.3f}",
-                    f"{share:.1%}",
-                    static["label"],
-                ]
-                for static, oracle, share in per_budget
-            ],
-        ),
-        "Knobs, means over all profiled cells": (["knob", "value", "accuracy", "latency"], per_knob),
-        "Pareto front: nothing else is more accurate without being slower": (
-            ["configuration", "accuracy", "latency", "samples"],
-            [[c["label"], f"{c['accuracy']:.3f}", quantity(c["latency_ms"]), f"{c['samples']:,}"] for c in front],
+        "Headroom per budget": Table(["budget", "static", "oracle", "feasible", "best static configuration"], budgets),
+        "Knobs, means over all profiled cells": Table(["knob", "value", "accuracy", "latency"], knobs),
+        "Pareto front: no other configuration is more accurate without being slower": Table(
+            ["configuration", "accuracy", "latency", "samples"], best
         ),
     }
 
 
 def write_inspection(facts: Mapping[str, Any], path: str | Path) -> Path:
     """Write the facts as a self-contained page with charts, and return its path."""
-    import html
-
     from knobwise.experiments.report import charts, page
 
-    warnings = "".join(f"<li>{html.escape(words)}</li>" for words in [*facts["warnings"], *facts["notes"]])
-    tables = {title: page.table(*content) for title, content in _tables(facts).items()}
-    headroom_table, knob_table, front_table = tables.values()
-    cells = pl.DataFrame(
-        [{k: c[k] for k in ("label", "accuracy", "latency_ms", "samples")} for c in facts["configuration_means"]]
-    )
+    headroom_table, knob_table, front_table = _tables(facts).values()
+    cells = [{k: c[k] for k in ("label", "accuracy", "latency_ms", "samples")} for c in facts["configuration_means"]]
     headroom = facts["headroom"]
-    lines = pl.DataFrame(
-        [
-            {"policy": words, "name": words, "budget_ms": budget, "utility": utility}
-            for key, words in (("budget_aware_static", "budget-aware static"), ("oracle", "oracle (upper bound)"))
-            for budget, utility in zip(headroom["budgets_ms"], headroom[key], strict=True)
-        ]
-    ).unique(maintain_order=True)
-    parts = [
-        f"<p class=soft>knobwise profile</p><h1>{html.escape(facts['name'])}</h1>",
-        f"<p class=soft><code>{facts['digest']}</code></p>",
-        f"<div class=verdict>{''.join(f'<p>{html.escape(words)}</p>' for words in in_words(facts))}</div>",
-        f"<h2>Worth knowing</h2><ul>{warnings}</ul>" if warnings else "",
-        "<h2>Headroom</h2>",
-        page.figure(
-            charts.by_budget(lines, "utility", "utility (0 to 1)", list(dict.fromkeys(lines["policy"]))),
-            "Mean accuracy of answers, counted 0 when late; both measured on the samples they were chosen on.",
-        ),
-        headroom_table,
-        "<h2>Accuracy and latency</h2>",
-        page.figure(charts.plane(cells), "Each dot is one configuration; the dashed line is the Pareto front."),
-        page.folded("The configurations on the front", front_table),
-        "<h2>What each knob does</h2>",
-        page.figure(charts.knob_effects(facts["knobs"]), "Means over all profiled cells that have this value."),
-        page.folded("The numbers", knob_table),
+    names = {key: policy_name(key) for key in ("budget_aware_static", "oracle")}
+    lines = [
+        {"policy": name, "name": name, "budget_ms": budget, "utility": utility}
+        for key, name in names.items()
+        for budget, utility in zip(headroom["budgets_ms"], headroom[key], strict=True)
     ]
-    if facts["coverage"] < 1 or facts["grid"] > facts["configurations"]:
-        caption = "Share of all samples × combinations with these values that were profiled; blank: none."
-        parts += ["<h2>Coverage</h2>", page.figure(charts.coverage(_coverage(facts)), caption)]
-    return page.write_page(path, f"knobwise: profile {facts['name']}", parts)
+    frame = pl.DataFrame(lines).unique(maintain_order=True)
+    holes = facts["coverage"] < 1 or facts["grid"] > facts["configurations"]
+    return page.render_page(
+        path,
+        "inspection.html.j2",
+        title=f"knobwise: profile {facts['name']}",
+        facts=facts,
+        sentences=sentences("profile.txt.j2", **facts),
+        headroom=charts.by_budget(frame, "utility", "utility (0 to 1)", list(names.values())),
+        headroom_table=headroom_table,
+        plane=charts.plane(pl.DataFrame(cells)),
+        front_table=front_table,
+        knobs=charts.knob_effects(facts["knobs"]),
+        knob_table=knob_table,
+        coverage=charts.coverage(_coverage(facts)) if holes else None,
+    )
 
 
 def _coverage(facts: Mapping[str, Any]) -> list[pl.DataFrame]:
@@ -317,7 +208,7 @@ def _coverage(facts: Mapping[str, Any]) -> list[pl.DataFrame]:
     frames = []
     for pair in itertools.combinations(names, 2) if len(names) > 1 else [(names[0],)]:
         sizes = [len(knob["values"]) for name, knob in facts["knobs"].items() if name not in pair]
-        whole = facts["samples"] * _product(sizes)
+        whole = facts["samples"] * math.prod(sizes)
         frame = pl.DataFrame(rows).group_by(*pair, maintain_order=True).agg(pl.col("samples").sum() / whole)
         frames.append(frame.rename({"samples": "share"}))
     return frames

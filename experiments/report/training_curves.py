@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.report import charts, page
-from knobwise.experiments.results.selector_results import CONTROLS
+from knobwise.experiments.report import charts
+from knobwise.experiments.results.problem import CONTROLS
+
+if TYPE_CHECKING:
+    import altair as alt
 
 SHARED = {
     "Reward_Mean": "reward, mean",
@@ -17,37 +21,44 @@ SHARED = {
     "Budget_Violation_Rate": "over budget (share)",
     "Loss": "loss",
 }
-"""What is shown at once, in this order, and how it is called."""
+"""The numbers shown first, in this order, and their titles."""
 OF_STAGES = ("Reward_Mean", "Accuracy_Mean")
-"""The same where one run logs several stages of training, each under its own name, as `Val/rce/Reward_Mean`."""
+"""Those shown first if a run logs several stages of training, each under its name, as in `Val/rce/Reward_Mean`."""
 POINTS = 6000
 """At most this many points go into a figure."""
 
 
-def training_curves(path: Path, begins: int | None = None) -> list[str]:
-    """The part of the report about training: what matters most, the rest to be opened; [] without numbers.
+class Curves(NamedTuple):
+    """What a report shows of training."""
+
+    first: alt.FacetChart | None
+    """The numbers that matter most."""
+    rest: alt.FacetChart | None
+    """All others."""
+
+
+def training_curves(path: Path, begins: int | None = None) -> Curves | None:
+    """The curves of a run; None if it logged no numbers.
 
     Args:
         path: `metrics.csv`.
-        begins: the step at which GRPO begins, where that is known.
+        begins: the step at which GRPO begins, if it is known.
     """
     logged = logged_numbers(path)
     if logged is None:
-        return []
+        return None
     in_time = logged.group_by("metric").agg(pl.col("step").min()).sort("step", "metric")["metric"].to_list()
-    first = sorted(filter(_shown_at_once, in_time), key=lambda name: list(SHARED).index(name) if name in SHARED else 0)
+    first = sorted(filter(_is_shown_first, in_time), key=lambda name: list(SHARED).index(name) if name in SHARED else 0)
     rest = sorted(set(in_time) - set(first))
-    caption = "One line a seed; long curves are averaged in steps." + " Dashed: where GRPO begins." * bool(begins)
-    parts = ["<h2>Training</h2>", _figure(logged, first, caption, begins)] if first else ["<h2>Training</h2>"]
-    return [*parts, page.folded("All other logged numbers", _figure(logged, rest, caption, begins))] if rest else parts
+    return Curves(*(_chart(logged, names, begins) if names else None for names in (first, rest)))
 
 
 def logged_numbers(path: Path) -> pl.DataFrame | None:
     """What a run logged while it trained: seed, step, variable, value, metric (`variable` without Train/ or Val/) and
-    part (train or validation); None where the file is missing or holds nothing of the kind.
+    part (train or validation); None if the file is missing or holds no such numbers.
 
     Raises:
-        InputError: no table with commas.
+        InputError: the file is no table.
     """
     if not path.exists():
         return None
@@ -73,17 +84,17 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
     )
 
 
-def _shown_at_once(metric: str) -> bool:
+def _is_shown_first(metric: str) -> bool:
     stage, _, number = metric.rpartition("/")
     return number in OF_STAGES and stage not in CONTROLS if stage else number in SHARED
 
 
-def _words(metric: str) -> str:
+def _title(metric: str) -> str:
     stage, _, number = metric.rpartition("/")
     return f"{stage}: {SHARED.get(number, number)}".removeprefix(": ").replace("_", " ")
 
 
-def _figure(logged: pl.DataFrame, metrics: list[str], caption: str, begins: int | None) -> str:
+def _chart(logged: pl.DataFrame, metrics: list[str], begins: int | None) -> alt.FacetChart:
     """One panel a metric; of long curves the means over stretches of steps, each at its last step."""
     logged, curve = logged.filter(pl.col("metric").is_in(metrics)), ["metric", "part", "seed"]
     most = max(10, min(120, POINTS // logged.select(curve).n_unique()))
@@ -91,7 +102,6 @@ def _figure(logged: pl.DataFrame, metrics: list[str], caption: str, begins: int 
     thinned = logged.group_by(*curve, place.alias("bin")).agg(
         pl.col("step").max(), pl.col("value").mean().round_sig_figs(5)
     )
-    thinned = thinned.sort(*curve, "step").drop("bin")
-    words = {name: _words(name) for name in metrics}
-    panels = thinned.with_columns(pl.col("metric").replace(words).alias("panel")).drop("metric")
-    return page.figure(charts.curves(panels, list(words.values()), begins), caption)
+    titles = {name: _title(name) for name in metrics}
+    panels = thinned.sort(*curve, "step").drop("bin").with_columns(pl.col("metric").replace(titles).alias("panel"))
+    return charts.curves(panels.drop("metric"), list(titles.values()), begins)

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, whose it is while it is worked in, and the link to the latest."""
+"""The folder of a run: its name, its lock while the run is at work, and the link to the latest run."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, written_whole
 
 UNFINISHED = ".unfinished"
-"""Stands in a run's folder, locked, until its last step is done."""
+"""A locked file in a run's folder until its last step is done."""
 LONGEST_NAME = 120
 LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads", "jobs")
 
 
 @contextlib.contextmanager
 def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
-    """The folder of this run, new or that of the same run where it was stopped; ours alone until the block ends. When
-    it ended well, `runs/latest` points at it.
+    """Lock the folder of this run until the block ends: a new one, or the folder of the same run if it was stopped.
+    After success `runs/latest` points at it.
 
     Args:
         config: settings with `runs`, `experiment` and `name`.
         overrides: the words of the command line, for the run's name.
 
     Raises:
-        InputError: a name that is none, another process at work in it, or `runs/latest` is no link.
+        InputError: a name that is not a folder's, another process is at work in it, or `runs/latest` is not a link.
     """
-    for key, given in (("name", config.name), ("experiment", config.experiment)):
-        if given is not None and (given in ("", ".", "..") or Path(given).name != given):
-            raise InputError(f"{key}={given}: must be the name of one folder; runs=… says where it lies")
+    for key, name in (("name", config.name), ("experiment", config.experiment)):
+        if name is not None and (name in ("", ".", "..") or Path(name).name != name):
+            raise InputError(f"{key}={name}: must be the name of one folder; runs=… says where it lies")
     latest = Path(config.runs) / "latest"
     if latest.exists() and not latest.is_symlink():
         raise InputError(f"{latest} is not a link; move it away, or choose another runs=…")
@@ -57,16 +57,16 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
-    """A folder for what is described by `words`: `first`, or where that is taken `first-2` and so on; one in which the
-    same was begun and not finished is taken up again. Ours alone until the block ends.
+    """Lock a folder for the work that `words` describe until the block ends: `first`, or `first-2` and so on if that is
+    taken. An unfinished folder of the same work is continued.
 
     Args:
-        first: its path, if nothing is in the way.
-        file: where in it `words` are kept.
-        words: what is the same when it is the same.
+        first: the preferred path.
+        file: its name in the folder holds `words`.
+        words: equal for equal work.
 
     Raises:
-        InputError: another process is at work in it, or nothing can be written there.
+        InputError: another process is at work in it, or it cannot be written.
     """
     with _written_in(first.parent):
         first.parent.mkdir(parents=True, exist_ok=True)
@@ -86,11 +86,7 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _written_in(folder: Path) -> Iterator[None]:
-    """A block that writes in a folder.
-
-    Raises:
-        InputError: nothing can be written there.
-    """
+    """Raises InputError if the block cannot write in the folder."""
     try:
         yield
     except OSError as error:
@@ -100,8 +96,8 @@ def _written_in(folder: Path) -> Iterator[None]:
 
 
 def _made(folder: Path, file: str, words: str) -> TextIO | None:
-    """Make the folder, if there is none, with all that tells others whose it is; they never meet it half made. Gives
-    its lock."""
+    """Make the folder with its lock and its words at once, so that no other process sees half of it; gives the lock, or
+    None if the folder exists."""
     if folder.exists():
         return None
     with _written_in(folder.parent):
@@ -124,7 +120,7 @@ def _made(folder: Path, file: str, words: str) -> TextIO | None:
 
 
 def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
-    """The lock of a folder where the same was begun and not finished; None when it is something else's."""
+    """The lock of an unfinished folder of the same work; None for any other."""
     saved = folder / file
     if saved.exists() and saved.read_text() != words:
         return None
@@ -139,15 +135,15 @@ def _taken_up(folder: Path, file: str, words: str) -> TextIO | None:
         raise InputError(f"{folder}: another process is training this run; give yours another name=…") from None
     if (folder / UNFINISHED).exists():
         return lock
-    lock.close()  # it was finished in this very moment
+    lock.close()  # it has just been finished
     return None
 
 
 def run_name(overrides: list[str]) -> str:
-    """A readable name, the same for the same words: what differs from the defaults, or `default`. Of a long one the end
-    is replaced by a digest of all of it."""
+    """A readable name, equal for equal words: the changed settings, or `default`. In a long name a digest replaces the
+    end."""
     kept = sorted(word for word in overrides if word.lstrip("+~").split("=")[0].split(".")[0] not in LEFT_OUT_OF_NAME)
-    short = [word.split("=")[0] + "=" + Path(word.partition("=")[2]).name for word in kept]  # of a path its last part
+    short = [word.split("=")[0] + "=" + Path(word.partition("=")[2]).name for word in kept]  # of paths the last part
     name = "_".join(re.sub(r"[^\w.,=-]+", "-", word).replace("=", "-").strip("-") for word in short)
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
@@ -156,7 +152,7 @@ def run_name(overrides: list[str]) -> str:
 
 
 def _point(folder: Path, link: Path) -> None:
-    """Whoever points last is the latest; runs that end at the same time do not meet each other's link half made."""
+    """Replace the link at once: runs that end at the same time never see half of it, and the last one wins."""
     temporary = link.with_name(f".latest-{uuid.uuid4().hex}")
     temporary.symlink_to(folder.absolute().relative_to(link.parent.absolute()))
     temporary.replace(link)

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-import torch
-from torch import Tensor
-
-from knobwise.agents.training.settings import at_least
+from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_files import TrailingQuery, read_beam_data
-from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams
-from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
-from knobwise.profiling.demonstrations.scorers import Scorer
+
+if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
+    from torch import Tensor
+
+    from knobwise.envs.demonstrations.beam_files import TrailingQuery
+    from knobwise.envs.demonstrations.beam_table import BeamTable
+    from knobwise.envs.tables.profile_table import Split
+    from knobwise.profiling.demonstrations.scorers import Scorer
 
 
 class SelectorData(NamedTuple):
-    """What is learned from and what is judged on."""
+    """What a selector learns from and what it is judged on."""
 
     table: BeamTable
     split: Split
-    """Of `table`: fit, choose; its third part is judged on where `test` is the same table."""
+    """Of `table`: training, validation, and the test part where `test` is the same table."""
     scorer: Scorer | None
     test: BeamTable
     test_rows: Tensor
     test_scorer: Scorer | None
     trusted: Tensor | None
-    """bool [M], candidates of the test's bank whose annotator is known to be careful; None where nobody knows."""
+    """bool [M], candidates of the test's bank whose annotator is careful; None where that is unknown."""
     judged_by: str
-    """`scorer`; `recorded`: whether the answer was right after the recorded sequence that a policy prefers;
-    `best_beam`: whether that sequence is the one with the highest score, where nothing says which answers were
-    right."""
+    """`scorer`; `recorded`: whether the answer after the recorded sequence that a policy prefers was right;
+    `best_beam`: whether that sequence has the highest score, where right answers are not recorded."""
 
 
 def read_data(config: BuiltinBeams | BeamFiles) -> SelectorData:
@@ -43,27 +42,8 @@ def read_data(config: BuiltinBeams | BeamFiles) -> SelectorData:
         InputError: see the readers.
     """
     if isinstance(config, BuiltinBeams):
-        found = builtin_demonstrations(config.variant)
-        train, test = found.train, found.test
-        split = train.split(0.9, 0.1)
-        trusted = careful_candidates(config.variant, "test")
-        return SelectorData(
-            train, split, found.train_scorer, test, torch.arange(test.num_queries), found.test_scorer, trusted, "scorer"
-        )
-    if config.path.endswith(".safetensors"):
-        table = BeamTable.load(config.path)
-    elif config.embeddings is None:
-        raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
-    else:
-        table = read_beam_data(
-            config.path,
-            config.embeddings,
-            config.query_embeddings,
-            trailing_query=cast(TrailingQuery, config.trailing_query),
-            candidate_images=config.candidate_images,
-            keep_fallback=config.keep_fallback,
-            name=config.name,
-        )
+        return _builtin(config)
+    table = _read_files(config)
     split = table.split(config.train, config.validation, config.split_seed)
     if not len(split.test):
         raise InputError("beams: train and validation leave no queries to judge on; their shares must be below 1")
@@ -72,12 +52,44 @@ def read_data(config: BuiltinBeams | BeamFiles) -> SelectorData:
     return SelectorData(table, split, None, _best_beam(table), split.test, None, None, "best_beam")
 
 
+def _builtin(config: BuiltinBeams) -> SelectorData:
+    import torch
+
+    from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, careful_candidates
+
+    data = builtin_demonstrations(config.variant)
+    rows, trusted = torch.arange(data.test.num_queries), careful_candidates(config.variant, "test")
+    split = data.train.split(0.9, 0.1)
+    return SelectorData(data.train, split, data.train_scorer, data.test, rows, data.test_scorer, trusted, "scorer")
+
+
+def _read_files(config: BeamFiles) -> BeamTable:
+    from knobwise.envs.demonstrations.beam_files import read_beam_data
+    from knobwise.envs.demonstrations.beam_table import BeamTable
+
+    if config.path.endswith(".safetensors"):
+        return BeamTable.load(config.path)
+    if config.embeddings is None:
+        raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
+    return read_beam_data(
+        config.path,
+        config.embeddings,
+        config.query_embeddings,
+        trailing_query=cast("TrailingQuery", config.trailing_query),
+        candidate_images=config.candidate_images,
+        keep_fallback=config.keep_fallback,
+        name=config.name,
+    )
+
+
 def _best_beam(table: BeamTable) -> BeamTable:
-    """The table with the highest score of each query and length in the place of right answers."""
+    """The table in which the sequence with the highest score, per query and length, counts as the right answer."""
+    from math import inf, nan
+
     score, lengths = table.fields["beam_score"], table.lengths
-    alike = lengths.unsqueeze(2) == lengths.unsqueeze(1)
-    highest = score.unsqueeze(1).expand(alike.shape).masked_fill(~alike, -torch.inf).nan_to_num(-torch.inf).amax(2)
-    best = (score == highest).float().masked_fill(~table.beam_mask, torch.nan)
+    same_length = lengths.unsqueeze(2) == lengths.unsqueeze(1)
+    scores = score.unsqueeze(1).expand(same_length.shape).masked_fill(~same_length, -inf)
+    best = (score == scores.nan_to_num(-inf).amax(2)).float().masked_fill(~table.beam_mask, nan)
     return replace(table, fields=table.fields | {"vqa_correct": best})
 
 
@@ -101,10 +113,10 @@ def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
     """Refuse numbers of shots that cannot be judged.
 
     Raises:
-        InputError: none, one twice, one below 1, or none of which anything is recorded, without a scorer.
+        InputError: an empty list, a number twice, a number below 1, or, without a scorer, no number that was recorded.
     """
     if not judged_shots or len(set(judged_shots)) < len(judged_shots):
-        raise InputError(f"judged_shots={judged_shots}: at least one number is needed, and none twice")
+        raise InputError(f"judged_shots={judged_shots}: give at least one number, and none twice")
     for shots in judged_shots:
         at_least("judged_shots", shots, 1)
     if data.test_scorer is None:

@@ -1,17 +1,17 @@
-"""Which profile: the config group `profile`, a dataclass for each reader."""
+"""The config group `profile`: a dataclass for each reader."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from knobwise.agents.training.settings import a_seed
+from knobwise.common.checks import a_seed
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.joint import join_tables, with_dataset_input
-from knobwise.envs.readers.long_table import attach_features, read_long_table
-from knobwise.envs.tables.profile_table import ProfileTable
+
+if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
+    from knobwise.envs.tables.profile_table import ProfileTable
 
 
 @dataclass
@@ -19,7 +19,7 @@ class BuiltinProfile:
     """The profile that comes with knobwise."""
 
     format: str = "builtin"
-    """Which reader."""
+    """The reader."""
     accuracy: str = "accuracy"
     """`accuracy` (exact match) or `soft_score` (share of right tokens)."""
 
@@ -29,7 +29,7 @@ class Exp5Exp6Profile:
     """Accuracy files and latency files as the profiler of the original system writes them."""
 
     format: str = "exp5_exp6"
-    """Which reader."""
+    """The reader."""
     exp5_dir: str = MISSING
     """Folder of the accuracy files."""
     exp6_dir: str = MISSING
@@ -39,17 +39,17 @@ class Exp5Exp6Profile:
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     latency: str = "total"
-    """Which time the budget limits: total, prefill or decode."""
+    """The time that the budget limits: total, prefill or decode."""
     accuracy: str = "score"
-    """Which value of the exp5 rows is the accuracy."""
+    """The value in the exp5 rows that is the accuracy."""
     exp6_accuracy: bool = False
-    """Take the accuracy that the latency files recorded themselves."""
+    """Take the accuracy from the latency files."""
     broadcast_latency: bool = False
-    """Give a configuration's mean latency to all its samples where nothing finer was measured."""
+    """Use a configuration's mean latency for all samples where latency was not measured per sample."""
     dataset_input: bool = False
-    """Of several data sets: which one a sample is from is a feature block, `dataset`."""
+    """Add a feature block `dataset`: the data set that a sample is from."""
     name: str | None = None
-    """What the profile is called; None for the data set's name."""
+    """Name of the profile; None for the data set's name."""
 
 
 @dataclass
@@ -57,17 +57,17 @@ class CoreExpProfile:
     """core_exp folders: one file for each configuration, resolution tiers instead of crops."""
 
     format: str = "core_exp"
-    """Which reader."""
+    """The reader."""
     directory: str = MISSING
-    """Folder of the files, or of folders called as the data sets."""
+    """Folder of the files, or of folders named after the data sets."""
     dataset_name: str = MISSING
     """Name of the data set."""
     latency: str = "total"
-    """Which time the budget limits: total, prefill or vision_prefill."""
+    """The time that the budget limits: total, prefill or vision_prefill."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     name: str | None = None
-    """What the profile is called; None for the data set's name."""
+    """Name of the profile; None for the data set's name."""
 
 
 @dataclass
@@ -75,65 +75,65 @@ class TableProfile:
     """A long table of any system: one row for each sample and configuration."""
 
     format: str = "table"
-    """Which reader."""
+    """The reader."""
     path: str = MISSING
-    """CSV, Parquet or JSON lines; or a `.safetensors` that `ProfileTable.save` wrote, with all the rest inside."""
+    """CSV, Parquet or JSON lines; or a complete `.safetensors` that `ProfileTable.save` wrote."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
     knobs: list[str] | None = None
-    """Columns that are knobs; None for every column that is not known to be something else."""
+    """Columns that are knobs; None for every column without another known meaning."""
     accuracy: str = "accuracy"
     """Column of the accuracy, in 0..1."""
     latency: str = "latency_ms"
-    """Column of the latency in ms, or of another cost that is not negative: prefill time, energy, price."""
+    """Column of the latency in ms, or of another non-negative cost: prefill time, energy, price."""
     unit: str = "ms"
-    """What that column is in, for reports; budgets are given in it too."""
+    """Unit of that column and of the budgets, for reports."""
     dataset_input: bool = False
-    """Of several data sets (column `dataset`): which one a sample is from is a feature block, `dataset`."""
+    """Add a feature block `dataset`: the data set that a sample is from, by the column `dataset`."""
     name: str | None = None
-    """What the profile is called; None for the file's name."""
+    """Name of the profile; None for the file's name."""
 
 
 @dataclass
 class JointProfile:
-    """Several profiles with the same knobs as one, each with the data sets in it."""
+    """Several profiles with the same knobs, joined into one."""
 
     format: str = "joint"
-    """Which reader."""
+    """The reader."""
     paths: list[str] = MISSING
     """Files as for profile=table: long tables, or `.safetensors` that `ProfileTable.save` wrote. A long table without a
-    column `dataset` is a data set of its own, called as the file."""
+    column `dataset` is one data set, named after the file."""
     features: list[str | None] | None = None
-    """Feature files, one for each path (null for a path that has none, or has its own inside); None for none."""
+    """Feature files, one for each path (null for a path without one, or with features inside); None for none."""
     dataset_input: bool = False
-    """Which data set a sample is from is a feature block, `dataset`, which the policy reads."""
+    """Add a feature block `dataset`: the data set that a sample is from."""
     missing_blocks: bool = False
-    """Feature blocks that a profile does not have at all are filled in instead of refused."""
+    """Fill in feature blocks that a profile lacks, instead of refusing it."""
     knobs: list[str] | None = None
-    """Columns of the long tables that are knobs; None for every column that is not known to be something else."""
+    """Columns of the long tables that are knobs; None for every column without another known meaning."""
     accuracy: str = "accuracy"
     """Column of the accuracy, in 0..1."""
     latency: str = "latency_ms"
-    """Column of the latency in ms, or of another cost that is not negative."""
+    """Column of the latency in ms, or of another non-negative cost."""
     unit: str = "ms"
-    """What that column is in, for reports; budgets are given in it too."""
+    """Unit of that column and of the budgets, for reports."""
     name: str = "joint"
-    """What the profile is called."""
+    """Name of the profile."""
 
 
 @dataclass
 class SimulatedProfile:
-    """A profile drawn from a model instead of measured, for comparing ways of choosing."""
+    """A profile that is simulated instead of measured, for comparing policies."""
 
     format: str = "simulated"
-    """Which reader."""
+    """The reader."""
     kind: str = "router"
     """Which kind: router, encoder, portfolio, noisy_labels, heavy_tails, weak_features, few_samples, low_headroom,
     no_headroom, unattainable or wide_knobs."""
     samples: int | None = None
-    """How many samples; None for the kind's own number."""
+    """Number of samples; None for the kind's default."""
     seed: int = 0
-    """Of everything that is drawn."""
+    """Seed of all draws."""
 
     def __post_init__(self) -> None:
         a_seed("profile.seed", self.seed)
@@ -144,25 +144,25 @@ class CalibratedProfile:
     """Simulated data sets of a vision-language model, calibrated to published numbers."""
 
     format: str = "calibrated"
-    """Which reader."""
+    """The reader."""
     datasets: list[str] = field(default_factory=lambda: ["text_vqa", "coco_vqa", "okvqa"])
     """Data sets, out of text_vqa, coco_vqa, okvqa."""
     samples: int = 2276
-    """How many samples of each data set."""
+    """Number of samples of each data set."""
     grid: str = "240"
-    """Which configurations: 240, 27 or tiers."""
+    """The configurations: 240, 27 or tiers."""
     latency: str = "total"
-    """Which time the budget limits: total, prefill or vision_prefill."""
+    """The time that the budget limits: total, prefill or vision_prefill."""
     image_width: int = 768
     """Width of the block image_features; 0 for none."""
     language_width: int = 2048
     """Width of the block language_features; 0 for none."""
     signal: float = 0.5
-    """Share of what matters of a sample that features can tell."""
+    """Share of the relevant differences between samples that features show."""
     dataset_input: bool = False
-    """Which data set a sample is from is a feature block, `dataset`."""
+    """Add a feature block `dataset`: the data set that a sample is from."""
     seed: int = 0
-    """Of everything that is drawn."""
+    """Seed of all draws."""
 
     def __post_init__(self) -> None:
         a_seed("profile.seed", self.seed)
@@ -174,61 +174,54 @@ def read_profile(config: Any) -> ProfileTable:
     Raises:
         InputError: see the readers.
     """
-    if isinstance(config, BuiltinProfile):
-        from knobwise.envs.readers.builtin import builtin_profile
+    from knobwise.envs.readers.joint import join_tables, with_dataset_input
 
-        return builtin_profile(config.accuracy)
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
-    if isinstance(config, SimulatedProfile):
-        from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
+    if not isinstance(config, JointProfile):
+        dataset_input = settings.pop("dataset_input", False)
+        table = _read(config, settings)
+        return with_dataset_input(table) if dataset_input else table
+    paths, name, features = (settings.pop(key) for key in ("paths", "name", "features"))
+    joining = {key: settings.pop(key) for key in ("dataset_input", "missing_blocks")}
+    files = features or [None] * len(paths)
+    if len(files) != len(paths):
+        raise InputError(
+            f"profile.features: {len(files)} files for {len(paths)} paths; give one for each, null where it has none"
+        )
+    tables = [_read_table(path, features=file, name=None, **settings) for path, file in zip(paths, files, strict=True)]
+    return join_tables(tables, name, **joining)
 
-        return simulate(SimulatedConfig(**settings))
-    if isinstance(config, JointProfile):
-        return _read_joint(**settings)
-    shown = with_dataset_input if settings.pop("dataset_input", False) else lambda table: table
-    if isinstance(config, CalibratedProfile):
-        from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
 
-        return shown(simulate_calibrated(CalibratedConfig(**{**settings, "datasets": tuple(settings["datasets"])})))
-    if isinstance(config, TableProfile):
-        return shown(_read_table(**settings))
+def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
+    from knobwise.envs.readers.builtin import builtin_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
+    from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
+    from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
 
-    return read_core_exp(**settings) if isinstance(config, CoreExpProfile) else shown(read_exp5_exp6(**settings))
+    match config:
+        case BuiltinProfile():
+            return builtin_profile(**settings)
+        case Exp5Exp6Profile():
+            return read_exp5_exp6(**settings)
+        case CoreExpProfile():
+            return read_core_exp(**settings)
+        case SimulatedProfile():
+            return simulate(SimulatedConfig(**settings))
+        case CalibratedProfile():
+            return simulate_calibrated(CalibratedConfig(**{**settings, "datasets": tuple(settings["datasets"])}))
+    return _read_table(**settings)
 
 
 def _read_table(path: str, **settings: Any) -> ProfileTable:
+    from knobwise.envs.readers.long_table import attach_features, read_long_table
+    from knobwise.envs.tables.profile_table import ProfileTable
+
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
     table = ProfileTable.load(path)
     return table if settings["features"] is None else attach_features(table, settings["features"])
 
 
-def _read_joint(
-    paths: list[str],
-    features: list[str | None] | None,
-    dataset_input: bool,
-    missing_blocks: bool,
-    name: str,
-    **settings: Any,
-) -> ProfileTable:
-    """Read every file, and join them."""
-    features = features or [None] * len(paths)
-    if len(features) != len(paths):
-        raise InputError(
-            f"profile.features: {len(features)} files for {len(paths)} paths; give one for each, null where it has none"
-        )
-    tables = [_read_table(path, features=own, name=None, **settings) for path, own in zip(paths, features, strict=True)]
-    return join_tables(tables, name, dataset_input=dataset_input, missing_blocks=missing_blocks)
-
-
-PROFILES: dict[str, type[Any]] = {
-    "builtin": BuiltinProfile,
-    "exp5_exp6": Exp5Exp6Profile,
-    "core_exp": CoreExpProfile,
-    "table": TableProfile,
-    "joint": JointProfile,
-    "simulated": SimulatedProfile,
-    "calibrated": CalibratedProfile,
-}
+_READERS = (BuiltinProfile, Exp5Exp6Profile, CoreExpProfile, TableProfile, JointProfile, SimulatedProfile)
+PROFILES: dict[str, type[Any]] = {node.format: node for node in (*_READERS, CalibratedProfile)}
 """The options of the group."""

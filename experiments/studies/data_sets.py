@@ -2,55 +2,72 @@
 
     python experiments/studies/data_sets.py key=value …
 
-measures what is not measured yet and writes docs/data_sets.md, some five minutes on two cores. Without paths it takes
-a simulated profile (`knobwise.envs.simulated.calibrated`). The policy is the default one made smaller: fewer networks,
-and the simple ways of the table as its experts. All are judged on the same held-out fifth of every data set, under the
-data set's own five default budgets; training seeds differ, the division of the samples does not.
+Measures what is missing and writes docs/data_sets.md, in about five minutes on two cores. Without `paths` it uses a
+simulated profile (`knobwise.envs.simulated.calibrated`). The policy is a smaller version of the default: fewer
+networks, with the baselines of the table as its experts. All policies are judged on the same held-out fifth of every
+data set, under the data set's own five default budgets. Training seeds differ; the split of the samples does not.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import rich
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from threadpoolctl import threadpool_limits
+from rich.markdown import Markdown
 from torch import Tensor
 
-from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import EXPERTS
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, PredictThenChoose
-from knobwise.agents.judging.evaluation import Chooses, judge
+from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.judging.policy import Policy
 from knobwise.agents.predictors.experts import Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.stacked_controller import fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settings import EXPERTS, one_of
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
-from knobwise.common.interruption import status_of, stopped_by_signals
-from knobwise.common.processes import in_processes
 from knobwise.envs.configurations.budgets import quantile_budgets
-from knobwise.envs.configurations.reward import RewardConfig, RewardTable
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
 from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import k_folds, leave_one_out
-from knobwise.experiments.command_line.settings import GROUPS
+from knobwise.experiments.command_line.compose import GROUPS
+from knobwise.experiments.report.words import STATIC, policy_name
+from knobwise.experiments.results.statistics import mean_interval, score_intervals
 from knobwise.experiments.settings.profiles import JointProfile, read_profile
-from knobwise.experiments.studies.data_sets_page import lines_of, page_of
+from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words, write_page
 
-ROWS_PER_TEST = 5
-"""One of so many parts of every data set is the test part."""
+TEST_PARTS = 5
+"""The test part is one of so many parts of every data set."""
+FITTED = {
+    "all": "all data sets",
+    "all, told": "all data sets, data set as input",
+    "own": "its own data set",
+    "others": "the other data sets",
+    "others, told": "the other data sets, data set as input",
+}
+COMPARED = (
+    (("policy", "all"), ("policy", "own"), "one policy for all − one for each"),
+    (("policy", "all, told"), ("policy", "all"), "one for all: data set as input − without"),
+    (("policy", "all, told"), ("policy", "own"), "one for all, data set as input − one for each"),
+    (("policy", "others"), ("policy", "own"), "unseen data set − its own policy"),
+    (("policy", "others, told"), ("policy", "others"), "unseen data set: data set as input − without"),
+    (("policy", "others"), ("static", "own"), "unseen data set − static of the data set"),
+    (("policy", "others"), ("static", "others"), "unseen data set − static of the other data sets"),
+    (("policy", "all"), ("static", "own"), "one policy for all − static of the data set"),
+    (("static", "all"), ("static", "own"), "static of all − static of the data set"),
+)
+"""Differences: a policy and what it is fitted on, a key of `FITTED`."""
+Utilities = Mapping[str, Sequence[Mapping[str, Mapping[str, list[float]]]]]
+"""Task → for each seed: policy → data set → utility of each test sample."""
 
 
 @dataclass
@@ -58,26 +75,26 @@ class DataSetsConfig:
     """The settings, each as key=value."""
 
     paths: list[str] = field(default_factory=list)
-    """Profiles with the same knobs, as for profile=joint; none for the simulated one."""
+    """Profiles with the same knobs, as for profile=joint; empty for the simulated one."""
     features: list[str] = field(default_factory=list)
-    """Feature files, one for each path; none where the paths have them inside."""
+    """Feature files, one for each path; empty if the paths hold their features."""
     samples: int = 400
     """Samples of each simulated data set."""
     simple: list[str] = field(default_factory=lambda: ["ridge", "kernel_ridge"])
-    """The simple ways beside static, and experts of the policy: ridge, kernel_ridge, knn, random_forest,
+    """The baselines next to static, and the experts of the policy: ridge, kernel_ridge, knn, random_forest,
     gradient_boosting."""
     folds: int = 5
-    """k, on the first data set."""
+    """Number of folds, on the first data set."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Training seeds."""
     members: int = 3
-    """Networks of the policy."""
+    """Networks in the policy."""
     runs: str = "runs/data_sets"
-    """Where each measurement is kept; what is there is not measured again."""
+    """Where measurements are kept; a finished one is not repeated."""
     out: str = "docs/data_sets.md"
     """The page."""
     jobs: int = 2
-    """Processes at once, one thread each."""
+    """Processes at the same time, one thread each."""
 
     def __post_init__(self) -> None:
         for name in self.simple:
@@ -86,158 +103,196 @@ class DataSetsConfig:
             raise InputError("data_sets: needs seeds, members ≥ 2 and samples ≥ 20")
 
 
-class Way(NamedTuple):
-    """One thing to train, and what it is judged on."""
+class Task(NamedTuple):
+    """What to fit, and on what to judge it."""
 
     name: str
-    told: bool
+    dataset_input: bool
     """Whether the data set is an input."""
     split: Split
     tests: dict[str, Tensor]
     """Data set → rows."""
 
 
-def run(config: DataSetsConfig) -> Path:
-    """Train everything with every seed, print the table, and write the page; gives its path.
+def run(config: DataSetsConfig) -> list[str]:
+    """Measure every task with every seed, print the page and write it.
 
     Raises:
-        InputError: profiles that cannot be joined, or of one data set only.
+        InputError: profiles that cannot be joined, or that have one data set only.
     """
     table = read_table(config)
-    folder = folder_of(table, config)
-    folder.mkdir(parents=True, exist_ok=True)
+    fitted = [config.simple, config.members, config.folds, GROUPS["policy"]["utility"], GROUPS["optimiser"]["utility"]]
+    folder = folder_for(config.runs, [table.digest, fitted])
     if not (folder / "table.safetensors").exists():
         table.save(folder / "table.safetensors")
-    names = [way.name for way in ways_of(table, config.folds)]
-    wanted = [(name, seed) for seed in config.seeds for name in names]
-    missing = [cell for cell in wanted if not _file(folder, *cell).exists()]
-    done = len(wanted) - len(missing)
-    in_processes("ways × seeds", measure, [(folder, *cell, asdict(config)) for cell in missing], config.jobs, done)
-    found = {name: [json.loads(_file(folder, name, seed).read_text()) for seed in config.seeds] for name in names}
-    facts = {"profile": table.name, "samples": table.num_samples, "configurations": table.num_configurations}
-    facts |= {"simulated": not config.paths, "seeds": config.seeds, "simple": config.simple, "folds": config.folds}
-    facts["members"] = config.members
-    print("\n".join(lines_of(found, facts)))
-    with written_whole(config.out) as temporary:
-        temporary.write_text(page_of(found, facts), encoding="utf-8")
-    return Path(config.out)
-
-
-def folder_of(table: ProfileTable, config: DataSetsConfig) -> Path:
-    """Where measurements are kept: another profile, or other settings of what is fitted, are other measurements."""
-    fitted = [config.simple, config.members, config.folds, GROUPS["policy"]["utility"], GROUPS["optimiser"]["utility"]]
-    return Path(config.runs) / hashlib.sha256(repr([table.digest, fitted]).encode()).hexdigest()[:12]
+    names = [task.name for task in tasks_of(table, config.folds)]
+    cells = {
+        folder / f"{name.replace('/', '-')}-{seed}.json": (folder, name, seed, asdict(config))
+        for seed in config.seeds
+        for name in names
+    }
+    results = measured("tasks × seeds", measure, cells, config.jobs)
+    utilities = {name: results[number :: len(names)] for number, name in enumerate(names)}
+    facts = {key: getattr(config, key) for key in ("seeds", "simple", "folds", "members")}
+    facts |= {"profile": table.name, "samples": table.num_samples, "configurations": table.num_configurations}
+    page = data_sets_page(utilities, facts | {"simulated": not config.paths})
+    rich.print(Markdown(page))
+    write_page(config.out, page)
+    return []
 
 
 def read_table(config: DataSetsConfig) -> ProfileTable:
-    """The profiles of the settings as one, or the simulated one, with few configurations and narrow features so that
-    the study stays short."""
+    """The given profiles as one, or a simulated one with few configurations and narrow features, which keeps the study
+    short."""
     if config.paths:
         return read_profile(JointProfile(paths=config.paths, features=list(config.features) or None))
     simulated = CalibratedConfig(samples=config.samples, grid="27", image_width=48, language_width=64)
     return simulate_calibrated(simulated)
 
 
-def _file(folder: Path, name: str, seed: int) -> Path:
-    return folder / f"{name.replace('/', '-')}-{seed}.json"
-
-
-def ways_of(table: ProfileTable, folds: int) -> list[Way]:
-    """Everything that is trained with each seed.
+def tasks_of(table: ProfileTable, folds: int) -> list[Task]:
+    """Everything that is fitted with each seed.
 
     Raises:
-        InputError: one data set only.
+        InputError: the table has one data set only.
     """
-    carried = leave_one_out(table)
-    base = k_folds(table, ROWS_PER_TEST)[0]
+    without = leave_one_out(table)
+    base = k_folds(table, TEST_PARTS)[0]
     tests = {name: base.test[places] for name, places in rows_by_dataset(table, base.test).items()}
 
     def only(rows: Tensor, name: str) -> Tensor:
         return rows[rows_by_dataset(table, rows)[name]]
 
-    ways = [Way("all", False, base, tests), Way("all, told", True, base, tests)]
+    tasks = [Task("all", False, base, tests), Task("all, told", True, base, tests)]
     for name, test in tests.items():
-        ways.append(Way(f"own {name}", False, Split(*(only(rows, name) for rows in base)), {name: test}))
-    for told in (False, True):
+        tasks.append(Task(f"own {name}", False, Split(*(only(rows, name) for rows in base)), {name: test}))
+    for dataset_input in (False, True):
         for name, test in tests.items():
-            words = f"others {name}" + ", told" * told
-            ways.append(Way(words, told, carried[name]._replace(test=test), {name: test}))
+            words = f"others {name}" + ", told" * dataset_input
+            tasks.append(Task(words, dataset_input, without[name]._replace(test=test), {name: test}))
     first = next(iter(tests))
     for number, split in enumerate(k_folds(table, folds)):
         parts = Split(*(only(rows, first) for rows in split))
-        ways.append(Way(f"fold {number} {first}", False, parts, {first: parts.test}))
-    return ways
+        tasks.append(Task(f"fold {number} {first}", False, parts, {first: parts.test}))
+    return tasks
 
 
-def measure(folder: Path, name: str, seed: int, settings: dict[str, Any]) -> str:
-    """Train and judge one way with one seed, and keep what every test sample got."""
-    torch.set_num_threads(1)
-    logging.getLogger("torchrl").setLevel(logging.WARNING)
-    config = DataSetsConfig(**settings)
-    table = ProfileTable.load(folder / "table.safetensors")
-    way = next(way for way in ways_of(table, config.folds) if way.name == name)
-    with threadpool_limits(1):
-        found = measured(table, way, seed, config)
-    with written_whole(_file(folder, name, seed)) as temporary:
-        temporary.write_text(json.dumps(found))
-    return f"{name}, seed {seed}"
+def measure(folder: Path, name: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Fit and judge one task with one seed."""
+    config, table = DataSetsConfig(**settings), ProfileTable.load(folder / "table.safetensors")
+    task = next(task for task in tasks_of(table, config.folds) if task.name == name)
+    return utilities_of(table, task, seed, config)
 
 
-def measured(table: ProfileTable, way: Way, seed: int, config: DataSetsConfig) -> dict[str, Any]:
+def utilities_of(table: ProfileTable, task: Task, seed: int, config: DataSetsConfig) -> dict[str, Any]:
     """{policy: {data set: [utility of each test sample, mean over the data set's budgets]}}."""
-    table = with_dataset_input(table) if way.told else table
-    fitted = torch.cat([way.split.train, way.split.validation])
+    table = with_dataset_input(table) if task.dataset_input else table
+    fitted = torch.cat([task.split.train, task.split.validation])
     budgets = quantile_budgets(table.latency_ms[fitted], table.mask[fitted])
-    policy, optimiser = GROUPS["policy"]["utility"], GROUPS["optimiser"]["utility"]
-    policy = replace(policy, members=config.members, experts=tuple(config.simple))
+    settings = replace(GROUPS["policy"]["utility"], members=config.members, experts=tuple(config.simple))
     trainer = ControllerTrainer(
         table,
-        way.split,
-        policy=policy,
-        optimiser=optimiser,
+        task.split,
+        policy=settings,
+        optimiser=GROUPS["optimiser"]["utility"],
         reward=GROUPS["reward"]["utility"],
         budgets_ms=budgets,
         seed=seed,
     )
-    choosers: dict[str, Chooses] = {
-        "policy": fit_stack(table, fitted, _run(trainer), policy, budgets, seed),
+    policies: dict[str, Policy[Tensor]] = {
+        "policy": fit_stack(table, fitted, trainer.run(), settings, budgets, seed),
         "static": BudgetAwareStatic(table, fitted),
     }
-    cells, normaliser = Measured.of(table, fitted, budgets, seed=0), FeatureNormaliser.fit(table, fitted)
-    for one in fit_experts(table, cells, normaliser, config.simple, seed=0):
-        choosers[one.expert.name] = PredictThenChoose(one.expert.name, one.expert, normaliser)
+    cells, normaliser = Measured.from_table(table, fitted, budgets, seed=0), FeatureNormaliser.fit(table, fitted)
+    for fit in fit_experts(table, cells, normaliser, config.simple, seed=0):
+        policies[fit.expert.name] = PredictThenChoose(fit.expert.name, fit.expert, normaliser)
     rewards, everything = RewardTable(table, RewardConfig()), torch.arange(table.num_samples)
-    found: dict[str, Any] = {name: {} for name in (*choosers, "oracle")}
-    for dataset, rows in way.tests.items():
-        own = everything[rows_by_dataset(table, everything)[dataset]]
-        asked = quantile_budgets(table.latency_ms[own], table.mask[own])
-        for name, chooser in {**choosers, "oracle": Oracle(table, rows)}.items():
-            found[name][dataset] = judge(chooser, table, rows, asked, rewards).utility.mean(1).tolist()
-    return found
+    utilities: dict[str, Any] = {name: {} for name in (*policies, "oracle")}
+    for dataset, rows in task.tests.items():
+        of_dataset = everything[rows_by_dataset(table, everything)[dataset]]
+        limits = quantile_budgets(table.latency_ms[of_dataset], table.mask[of_dataset])
+        for name, policy in {**policies, "oracle": Oracle(table, rows)}.items():
+            utilities[name][dataset] = judge(policy, table, rows, limits, rewards).utility.mean(1).tolist()
+    return utilities
 
 
-def _run(trainer: ControllerTrainer) -> Controller:
-    """Train without lines in between: the study's own progress is said by another process."""
-    with redirect_stderr(StringIO()):
-        controller: Controller = trainer.run()
-    return controller
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def main(words: Sequence[str]) -> int:
-    """`python experiments/studies/data_sets.py key=value …`."""
-    try:
-        schema = OmegaConf.structured(DataSetsConfig)
-        merged = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_cli(list(words))))
-        assert isinstance(merged, DataSetsConfig)
-        with stopped_by_signals():
-            print(f"page: {run(merged)}")
-    except (InputError, OmegaConfBaseException) as error:
-        print(f"data_sets: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        print("data_sets: stopped; the same command measures what is missing", file=sys.stderr)
-        return status_of(stop)
-    return 0
+def data_sets_page(measured: Utilities, facts: Mapping[str, Any]) -> str:
+    """docs/data_sets.md.
+
+    Args:
+        measured: the utilities.
+        facts: profile, samples, configurations, simulated, seeds, simple, folds, members.
+    """
+    names = list(measured["all"][0]["policy"])
+
+    def by_dataset(policy: str, fitted: str) -> list[np.ndarray]:
+        return [utilities(measured, fitted, policy, name) for name in names]
+
+    def by_fold(policy: str) -> list[np.ndarray]:
+        seeds_of_folds = [measured[f"fold {number} {names[0]}"] for number in range(facts["folds"])]
+        return [np.array([seed[policy][names[0]] for seed in seeds]) for seeds in seeds_of_folds]
+
+    policies = [(policy, fitted) for policy in ("policy", *facts["simple"]) for fitted in FITTED]
+    policies += [("static", fitted) for fitted in ("own", "all", "others")] + [("oracle", "all")]
+    return rendered(
+        "data_sets.md.j2",
+        **facts,
+        names=names,
+        policies=_rows({pair: by_dataset(*pair) for pair in policies}, ("static", "own"), ("oracle", "all")),
+        differences={
+            words: [a - b for a, b in zip(by_dataset(*pair), by_dataset(*other), strict=True)]
+            for pair, other, words in COMPARED
+        },
+        by_fold=_rows(
+            {(policy, "own"): by_fold(policy) for policy in ("policy", *facts["simple"], "static", "oracle")},
+            ("static", "own"),
+            ("oracle", "own"),
+        ),
+        concatenated=lambda columns: np.concatenate(columns, 1),
+        mean_interval=mean_interval,
+    )
+
+
+def utilities(measured: Utilities, fitted: str, policy: str, dataset: str) -> np.ndarray:
+    """Float64 [S, n]: utility of a policy, fitted on a key of `FITTED`, for the test samples of a data set.
+
+    The S rows are equal where the seed of training changes nothing.
+    """
+    name, _, with_input = fitted.partition(",")
+    task = fitted if name == "all" else f"{name} {dataset}" + (f",{with_input}" if with_input else "")
+    return np.array([seed[policy][dataset] for seed in measured[task]])
+
+
+def _rows(
+    columns: Mapping[tuple[str, str], list[np.ndarray]], low: tuple[str, str], high: tuple[str, str]
+) -> list[dict[str, Any]]:
+    """For each policy its columns, float64 [S, n], the spread between them, and the share of the way from `low` to
+    `high` that it closes."""
+    every = {pair: np.concatenate(values, 1) for pair, values in columns.items()}
+    references = every[low][0], every[high][0]
+    rows = []
+    for pair, values in every.items():
+        gap = (values.mean() - references[0].mean()) / (references[1].mean() - references[0].mean())
+        ci95 = score_intervals([(values, *references)])[0]["gap_closed_ci95"]
+        rows.append(
+            {
+                "policy": policy_name({"policy": "learned policy", "static": STATIC}.get(pair[0], pair[0])),
+                "fitted": "" if pair == high else FITTED[pair[1]],
+                "columns": columns[pair],
+                "all": values,
+                "spread": float(np.std([each.mean() for each in columns[pair]], ddof=1)),
+                "gap": {low: "0", high: "1"}.get(pair, f"{gap:z.2f} [{ci95[0]:z.2f}, {ci95[1]:z.2f}]"),
+            }
+        )
+    return rows
+
+
+def main(words: list[str]) -> int:
+    """Run from `key=value` words; returns the exit status."""
+    return run_from_words("data_sets", DataSetsConfig, run, words)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,18 @@ class MetricsFile:
     """`metrics.csv`: one row per seed and call, columns seed, step and every name logged so far.
 
     A new name widens the file (it is rewritten whole). Rows are on disk when `append` returns. Several processes, each
-    with a seed of its own, may write to one file. `earlier` is what the file held of this seed before, step and values,
-    with the rows that are dropped now; `kept` is without them.
+    with its own seed, may write to one file.
+
+    Attributes:
+        earlier: the rows of this seed that the file held before, as step and values.
+        kept: those of them up to `resume_step`; the later ones are dropped from the file.
     """
 
     def __init__(self, path: Path, seed: int | None, resume_step: int | None = None) -> None:
         self.path, self.seed = path, "" if seed is None else str(seed)
         last = -1 if resume_step is None else resume_step
         self.earlier: list[tuple[int, dict[str, float]]] = []
-        with self._alone():
+        with self._locked():
             if path.exists():
                 rows = self._read()
                 for row in (row for row in rows if row["seed"] == self.seed):
@@ -34,20 +37,21 @@ class MetricsFile:
         self.kept = [row for row in self.earlier if row[0] <= last]
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one row."""
         row = {"seed": self.seed, "step": str(step), **{name: repr(value) for name, value in values.items()}}
-        with self._alone():
+        with self._locked():
             columns = self._columns()
-            if not set(row) <= set(columns) or not self.path.exists():
-                self._write([*(self._read() if self.path.exists() else []), row])
-            else:
+            if set(row) <= set(columns):
                 with self.path.open("a", newline="", encoding="utf-8") as file:
                     if not self.path.read_bytes().endswith(b"\n"):
                         file.write("\n")  # after the half line of a process that was killed
                     csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(row)
+            else:
+                self._write([*self._read(), row])
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While no other process reads or writes: the folder is locked, since the file may be replaced."""
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes out: the lock is on the folder, since the file may be replaced."""
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
@@ -55,15 +59,16 @@ class MetricsFile:
         finally:
             os.close(folder)
 
+    def _lines(self) -> Iterator[list[str]]:
+        if self.path.exists():
+            with self.path.open(newline="", encoding="utf-8") as file:
+                yield from csv.reader(file)
+
     def _columns(self) -> list[str]:
-        if not self.path.exists():
-            return []
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return next(csv.reader(file), [])
+        return next(self._lines(), [])
 
     def _read(self) -> list[dict[str, str]]:
-        with self.path.open(newline="", encoding="utf-8") as file:
-            header, *lines = list(csv.reader(file)) or [["seed", "step"]]
+        header, *lines = list(self._lines()) or [[]]
         # a process that was killed may have left half a line
         return [dict(zip(header, line, strict=True)) for line in lines if len(line) == len(header)]
 

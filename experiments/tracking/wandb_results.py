@@ -1,4 +1,4 @@
-"""What a finished run leaves in Weights & Biases: summaries, tables, curves, pictures, artifacts."""
+"""A finished run in Weights & Biases: summaries, tables, curves, pictures, artifacts."""
 
 from __future__ import annotations
 
@@ -10,183 +10,147 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from knobwise.common.errors import InputError
-from knobwise.experiments.results import selector_results
-from knobwise.experiments.results.decisions_file import read_decisions
+import polars as pl
 
-LEARNED = ("controller", *selector_results.LEARNED)
-"""What is trained, whose numbers go with its checkpoint."""
-COMPARED = ("budget_aware_static", "static_mix", "oracle")
-"""Whose decisions stand in the table beside those of what is trained."""
+from knobwise.common.errors import InputError
+from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.results.problem import problem_of
+
 CELLS = 200_000
-"""The table of decisions holds about as many; what is more makes W&B's pages slow."""
+"""About so many cells has the table of decisions; more make W&B's pages slow."""
 
 
 def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
-    """`Test/<policy>/<number>`: the means over the budgets, of a selector at the shots of training; and `Val/…`, what
-    settings are chosen by, as a mean over the seeds."""
-    axis, summarised = _axis(results)
-    rows = [row for row in _rows(results) if row.get(axis) == summarised]
-    return _numbers("Test", rows) | _validation(results)
+    """`Test/<policy>/<number>`: the means over the budgets, for a selector the numbers at the shots of training; and
+    `Val/…`, the scores that settings are chosen by, as means over the seeds."""
+    problem = problem_of(results)
+    main = problem.main_place(results)
+    numbers = _numbers("Test", [row for row in _rows(results) if row.get(problem.place) == main])
+    kind = "Beam_Score" if results.get("judged_by") == "best_beam" else "Accuracy"
+    by_seed = {problem.validation: results.get("validation_utility")}
+    by_seed |= {f"Val/{stage}/{kind}_Mean": scores for stage, scores in results.get("validation", {}).items()}
+    return numbers | {name: sum(scores) / len(scores) for name, scores in by_seed.items() if scores}
 
 
-def log_results(
-    run: Any,
-    results: Mapping[str, Any],
-    folder: Path,
-    *,
-    images: Mapping[str, bytes] | None = None,
-    profile_files: Sequence[str | Path] = (),
-) -> None:
-    """Log what a run found to its W&B run of job type evaluate; what is logged is said at `Tracker.log_results`.
+def log_results(run: Any, results: Mapping[str, Any], folder: Path, images: Mapping[str, bytes] | None = None) -> None:
+    """Log the results to their W&B run of job type evaluate; docs/metrics.md explains every name.
 
     Args:
         run: a `wandb.Run`.
         results: the content of `results.json`.
         folder: of our run; `report.html`, `decisions.parquet` and checkpoints are taken from it where they exist.
         images: name → PNG.
-        profile_files: put into the artifact of the profile.
     """
     import wandb
     from PIL import Image
 
-    means = summaries_of(results)
-    run.summary.update(means | _best_seed(results, folder, run.name))
-    shown = {name: _table(rows) for name, rows in _tables(results).items() if rows}
-    if (decisions := _decisions(results, folder)) is not None:
-        shown["Test/decisions"] = decisions
-    report = folder / "report.html"
-    page = {"report": wandb.Html(str(report), inject=False)} if report.exists() else {}
-    pictures = {f"Charts/{k}": wandb.Image(Image.open(io.BytesIO(png))) for k, png in (images or {}).items()}
-    run.log({**shown, **page, **pictures})
-
-    axis, _ = _axis(results)
-    head = axis.removesuffix("_ms").capitalize()
-    run.define_metric(axis, hidden=True, summary="none")
-    for part in (head, "Knobs"):
-        # W&B's own summary would be the number at the last budget, in a column of the table of runs
-        run.define_metric(f"{part}/*", step_metric=axis, summary="none")
-    rows, used = _rows(results), results.get("knob_usage", [])
-    for place in sorted({row[axis] for row in rows if row.get(axis) is not None}):
-        shares = {f"Knobs/{u['policy']}/{u['knob']}={u['value']}": u["share"] for u in used if u[axis] == place}
-        run.log({axis: place, **_numbers(head, [row for row in rows if row.get(axis) == place]), **shares})
-
-    log_profile(run, results.get("profile", {}), profile_files)
+    summaries = summaries_of(results)
+    run.summary.update(summaries | _best_seed(results, folder, run.name))
+    tables = {
+        "Test/policies": _rows(results),
+        "Test/differences": list(map(_flat, results.get("differences", []))),
+        "Test/by_dataset": list(map(_flat, results.get("by_dataset", []))),
+        "Test/knob_usage": [row | {"value": str(row["value"])} for row in results.get("knob_usage", [])],
+        "Test/decisions": _decisions(results, folder),
+    }
+    logged: dict[str, Any] = {}
+    for name, rows in tables.items():
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        if rows:
+            logged[name] = wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows])
+    if (folder / "report.html").exists():
+        logged["report"] = wandb.Html(str(folder / "report.html"), inject=False)
+    logged |= {f"Charts/{k}": wandb.Image(Image.open(io.BytesIO(png))) for k, png in (images or {}).items()}
+    run.log(logged)
+    _log_curves(run, results)
+    log_profile(run, results.get("profile", {}))
     if (folder / "checkpoints" / "best.pt").exists():
         # W&B takes at most 100 keys
-        learned = {key: value for key, value in means.items() if key.split("/")[1] in LEARNED}
-        model = wandb.Artifact(_artifact_name(f"{run.group}-{run.name}"), "model", metadata=learned)
+        trained = {key: value for key, value in summaries.items() if key.split("/")[1] in problem_of(results).trained}
+        model = wandb.Artifact(_artifact_name(f"{run.group}-{run.name}"), "model", metadata=trained)
         for path in ("checkpoints/best.pt", "config.yaml", "results.json"):
             if (folder / path).exists():
                 model.add_file(str(folder / path))
         run.log_artifact(model, aliases=["best"])
 
 
-def log_profile(run: Any, profile: Mapping[str, Any], files: Sequence[str | Path] = ()) -> None:
-    """Log the profile that a run learned from as an artifact of type dataset: its name, digest and sizes, the files
-    only when given. Online it becomes an input of the run, so that lineage leads from it to the checkpoint; offline,
-    where wandb cannot note that, the run logs it.
+def _log_curves(run: Any, results: Mapping[str, Any]) -> None:
+    """The numbers of every policy over the places, and how often each knob has each value."""
+    problem = problem_of(results)
+    place_key = problem.place
+    head = place_key.removesuffix("_ms").capitalize()
+    run.define_metric(place_key, hidden=True, summary="none")
+    for part in (head, "Knobs"):
+        # W&B's own summary would be the number at the last budget, in a column of the table of runs
+        run.define_metric(f"{part}/*", step_metric=place_key, summary="none")
+    for place in problem.judged_at(results):
+        curves = _numbers(head, [row for row in _rows(results) if row.get(place_key) == place])
+        for use in results.get("knob_usage", []):
+            if use[place_key] == place:
+                curves[f"Knobs/{use['policy']}/{use['knob']}={use['value']}"] = use["share"]
+        run.log({place_key: place, **curves})
 
-    Args:
-        run: a `wandb.Run`.
-        profile: as in `results.json`.
+
+def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
+    """Log the profile of a run as an artifact of type dataset: its name, digest and sizes, not its files.
+
+    Online it becomes an input of the run, so that lineage leads from it to the checkpoint; offline wandb cannot note
+    that, and the run logs it.
     """
     import wandb
 
-    name = _artifact_name(f"profile-{profile.get('name', run.name)}")
-    data = wandb.Artifact(name, "dataset", metadata=dict(profile))
+    data = wandb.Artifact(_artifact_name(f"profile-{profile.get('name', run.name)}"), "dataset", metadata=dict(profile))
     with data.new_file("profile.json") as file:
         file.write(json.dumps(profile, indent=1))
-    for path in files:
-        data.add_file(str(path))
-    if run.offline:
-        run.log_artifact(data)
-    else:
-        run.use_artifact(data)
+    (run.log_artifact if run.offline else run.use_artifact)(data)
 
 
-def _axis(results: Mapping[str, Any]) -> tuple[str, Any]:
-    """The column that curves go over, and its value in the rows of the summary."""
-    if results.get("system") == "selector":
-        return "shots", selector_results.shown_at(results)
-    return "budget_ms", None
-
-
-def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [_flat(row) for row in [*results["rows"], *results.get("controls", [])]]
-
-
-def _tables(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Name → rows with the same columns in the same order."""
-    return {
-        "Test/policies": _rows(results),
-        "Test/differences": [_flat(row) for row in results.get("differences", [])],
-        "Test/by_dataset": [_flat(row) for row in results.get("by_dataset", [])],
-        "Test/knob_usage": [dict(row) | {"value": str(row["value"])} for row in results.get("knob_usage", [])],
-    }
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    import wandb
-
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return wandb.Table(columns=columns, data=[[row.get(c) for c in columns] for row in rows])
-
-
-def _decisions(results: Mapping[str, Any], folder: Path) -> Any:
-    """The decisions of what is trained, budget-aware static and the oracle for the first samples, as many as fit: all
-    decisions for a sample or none; of a selector at the shots of training. None where the run has none."""
-    import polars as pl
-    import wandb
-
+def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The decisions of the trained policies and of the reference policies, at the main place, for as many samples as
+    fit: all decisions of a sample or none. [] if the run has none."""
     try:
         frame = read_decisions(folder)
     except InputError:
-        return None
-    if results.get("system") == "selector":
-        simple = (*selector_results.SIMPLE, *selector_results.UPPER, *selector_results.CONTROLS)
-        frame = frame.filter(pl.col("shots") == selector_results.shown_at(results))
-        frame = frame.filter(~pl.col("policy").is_in(simple) | pl.col("policy").is_in(COMPARED))
-        frame = frame.with_columns(pl.col("demonstrations").list.join(" "))
-    else:
-        frame = frame.filter(pl.col("policy").is_in((*LEARNED, *COMPARED)))
+        return []
+    problem = problem_of(results)
+    main = problem.main_place(results)
+    if main is not None:
+        frame = frame.filter(pl.col("place") == main)
+    trained = {*problem.trained, *(results.get("variants") or ())} - set(problem.controls)
+    references = {problem.low, problem.high} if problem.averaged else {problem.high}
+    frame = frame.filter(pl.col("policy").is_in(list(trained | references)))
     names = [name for name in frame.columns if not frame[name].is_null().all()]
-    samples = [name for name in ("dataset", "sample_id") if name in names]
-    place = pl.struct(samples).rank("dense")
-    count = frame.select(place.max()).item()
+    sample = pl.struct(name for name in ("dataset", "sample_id") if name in names).rank("dense")
+    count = frame.select(sample.max()).item()
     fits = max(1, CELLS * count // max(1, frame.height * len(names)))
     if fits < count:
         print(f"W&B: Test/decisions has {fits:,} of {count:,} samples, decisions.parquet all", file=sys.stderr)
-    return wandb.Table(columns=names, data=[list(row) for row in frame.filter(place <= fits).select(names).iter_rows()])
+    return frame.filter(sample <= fits).select(names).to_dicts()
 
 
 def _best_seed(results: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Which seed's checkpoint was kept, and which W&B run its training is."""
+    """The seed whose checkpoint was kept, and the id of the W&B run of its training."""
     if "best_seed" not in results:
         return {}
     seed = results["best_seed"]
-    remembered = folder / "wandb" / f"{name}-seed{seed}.id"
-    return {"best_seed": seed} | ({"best_seed_run": remembered.read_text().strip()} if remembered.exists() else {})
+    id_file = folder / "wandb" / f"{name}-seed{seed}.id"
+    return {"best_seed": seed} | ({"best_seed_run": id_file.read_text().strip()} if id_file.exists() else {})
 
 
-def _validation(results: Mapping[str, Any]) -> dict[str, float]:
-    """What was held out of training, as a mean over the seeds: what settings are chosen by, the test split being kept
-    for the end."""
-    scores = {"Val/Utility": results.get("validation_utility")}
-    if results.get("sense") == "mean":
-        scores = {"Val/Reward_Mean": results.get("validation_utility")}
-    kind = "Beam_Score" if results.get("judged_by") == "best_beam" else "Accuracy"
-    scores |= {f"Val/{name}/{kind}_Mean": found for name, found in results.get("validation", {}).items()}
-    return {name: sum(found) / len(found) for name, found in scores.items() if found}
+def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list(map(_flat, problem_of(results).rows(results)))
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of results.json with its intervals as two columns; other lists are left out."""
-    ends = {f"{k}_{end}": v[i] for k, v in row.items() if k.endswith("ci95") for i, end in enumerate(("low", "high"))}
-    return {name: value for name, value in row.items() if not isinstance(value, list)} | ends
+    flat = {name: value for name, value in row.items() if not isinstance(value, list)}
+    for name, interval in row.items():
+        if name.endswith("ci95"):
+            flat |= dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
+    return flat
 
 
-def _numbers(head: str, rows: list[dict[str, Any]]) -> dict[str, float]:
+def _numbers(head: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         f"{head}/{row['policy']}/{name}": float(value)
         for row in rows

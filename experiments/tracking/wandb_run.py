@@ -1,8 +1,8 @@
-"""One run in Weights & Biases: started, gone on with where it was, and never the reason that training ends.
+"""One run in Weights & Biases: started or resumed, and never the reason that training ends.
 
-Whether online or offline, a run that was stopped goes on as the same W&B run: every step is in it once, in order.
-Online the server says how far it got, offline the files of the sessions before do (`wandb sync` puts them together).
-What the server never got is sent again from `metrics.csv`.
+Online or offline, an interrupted run resumes as the same W&B run, which holds every step once and in order. Online the
+server knows the last step; offline the files of earlier sessions do (`wandb sync` joins them). Rows that W&B never
+received are sent again from `metrics.csv`.
 """
 
 from __future__ import annotations
@@ -13,85 +13,128 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.tracking import sweep_agent
+from knobwise.experiments.tracking.metrics_file import MetricsFile
 
-NOT_OURS = (*sweep_agent.VARIABLES, "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE")
-"""Variables that W&B must not see itself: they are about one run, a job of ours is several; and the process that serves
-the program that started ours, which may be gone."""
+VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
+"""The variables that an agent of a W&B sweep sets for its job."""
+NOT_FOR_WANDB = (*VARIABLES, "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE")
+"""Variables hidden from wandb: they are about a single run, and a job of ours is several; WANDB_SERVICE names the
+service process of the program that started ours, which may be gone."""
 PATIENCE_S = 20
 """How long W&B may take to answer when it is online; its own limit is far longer."""
 UPLOAD_S = 600
-"""How long W&B may go on uploading after the end; what is left lies in the run's folder, for `wandb sync`."""
+"""How long W&B may go on uploading after the end; the rest stays in the run's folder, for `wandb sync`."""
 HIGHER_IS_BETTER = re.compile(
     r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.IGNORECASE
 )
 LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.IGNORECASE)
-Row = tuple[int, dict[str, float]]
-"""A step, and what was logged at it."""
 
 
+@dataclass(frozen=True)
+class SweepJob:
+    """A job that an agent of a W&B sweep started.
+
+    The agent names one W&B run in the environment. A job of ours is several: the sweep gets the one of the results,
+    which holds the validation score as a mean over the seeds. The seeds are separate runs: otherwise `wandb.init` would
+    give them all the agent's id, and each would overwrite the one before.
+    """
+
+    run_id: str
+    """The id under which the sweep expects the results."""
+    sweep_id: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """The swept values, `optimiser.lr` and the like: the sweep looks for them in the run's config under these names."""
+
+    def config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of the run: all settings, and the swept values under the names that the sweep knows.
+
+        Where an option of a group is swept (`policy: joint`), the option takes the place of the group, and the settings
+        of the group move to their full names (`policy.hidden`).
+        """
+        config: dict[str, Any] = {}
+        for name, value in settings.items():
+            moved = name in self.parameters and isinstance(value, Mapping)
+            config |= {f"{name}.{key}": setting for key, setting in value.items()} if moved else {name: value}
+        return config | self.parameters
+
+
+def sweep_job() -> SweepJob | None:
+    """The job that an agent started; None without an agent."""
+    run_id, sweep_id, path = (os.environ.get(name) for name in VARIABLES)
+    if not run_id or not sweep_id:
+        return None
+    parameters: dict[str, Any] = {}
+    if path and Path(path).is_file():
+        from omegaconf import OmegaConf
+
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        parameters = {str(key): item["value"] for key, item in dict(content).items() if isinstance(item, dict)}  # type: ignore[arg-type]
+    return SweepJob(run_id, sweep_id, parameters)
+
+
+@dataclass
 class WandbRun:
     """A W&B run; a context manager. An exception that leaves the block marks the run as failed.
 
-    Args:
-        folder: of our run; `wandb/` is made inside it.
-        mode: online or offline.
-        about: for `wandb.init`: project, entity, name, group, job_type, tags, config.
-        earlier: every row that this run logged before it was stopped, in order.
-        kept: those of them whose steps training does not go through again.
-        sweep: the job of a W&B sweep that this run answers for.
-        insist: raise where W&B cannot be reached, instead of logging offline.
-
     Raises:
-        InputError: W&B cannot be reached, with `insist`.
+        InputError: if W&B cannot be reached, with `insist`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        mode: str,
-        about: Mapping[str, Any],
-        *,
-        earlier: Sequence[Row] = (),
-        kept: Sequence[Row] = (),
-        sweep: sweep_agent.SweepJob | None = None,
-        insist: bool = False,
-    ) -> None:
-        self.folder, self.mode, self.about, self.insist = folder, mode, dict(about), insist
-        self.sweep, self.earlier, self.kept = sweep, list(earlier), list(kept)
-        self.run: Any = None
-        """The `wandb.Run`, once it was started; None, and `mode` disabled, where that failed."""
+    folder: Path
+    """Of our run; `wandb/` is made inside it."""
+    mode: str
+    """online or offline; disabled after W&B did not start."""
+    about: Mapping[str, Any]
+    """For `wandb.init`: project, entity, name, group, job_type, tags, config."""
+    metrics: MetricsFile
+    """What the run logged before it was interrupted."""
+    sweep: SweepJob | None = None
+    """The job of a W&B sweep whose results this run holds."""
+    insist: bool = False
+    """Raise where W&B cannot be reached, instead of logging offline."""
+    run: Any = None
+    """The `wandb.Run` once it has started."""
+
+    def __post_init__(self) -> None:
         self._resumed = self._broken = False
         self._sent: dict[int, set[str]] = {}
-        self._waiting: Row = (0, {})
+        self._waiting: tuple[int, dict[str, float]] = (0, {})
         self._summaries: dict[str, dict[str, float]] = {}
         self._environment = contextlib.ExitStack()
 
     @property
     def url(self) -> str | None:
-        """Where it can be looked at; None when it is not online."""
+        """The address of the run's page; None when it is not online."""
         return self.run.url if self.mode == "online" else None
 
     def __enter__(self) -> WandbRun:
+        # quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty WANDB_SILENT crashes)
+        wanted: dict[str, str | None]
+        wanted = {name: None for name, value in os.environ.items() if name.startswith("WANDB_") and not value}
+        wanted |= dict.fromkeys(NOT_FOR_WANDB)
+        folder = self.folder / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        wanted |= {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_wandb_environment(self.folder / "wandb"))
+            stack.enter_context(environment(wanted))
             try:
                 self.run = self._start()
             except InputError:
                 raise
             except Exception as error:  # also without a network: its own service may not start on a busy machine
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                print(f"W&B does not start ({said}), so {self.about['name']} is not logged there", file=sys.stderr)
+                name = self.about["name"]
+                print(f"W&B does not start ({_reason(error)}), so {name} is not logged there", file=sys.stderr)
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
-        for step, values in self.kept:
+        for step, values in self.metrics.kept:
             self.log(values, step)
         return self
 
@@ -100,20 +143,21 @@ class WandbRun:
     ) -> None:
         if self.mode == "disabled":
             return
-        well = kind is None or (isinstance(error, SystemExit) and not error.code)
-        with self._environment, self.said("the end of the run"):
+        done = kind is None or (isinstance(error, SystemExit) and not error.code)
+        exit_code = 130 if kind is KeyboardInterrupt else int(not done)
+        with self._environment, self.reporting("the end of the run"):
             if not self._broken:
                 self._send()
                 if self._resumed:
-                    self.run.summary.update(self._summaries)  # W&B's own are of this session alone
-            self.run.finish(exit_code=0 if well else 130 if kind is KeyboardInterrupt else 1)
+                    self.run.summary.update(self._summaries)  # W&B's own cover this session only
+            self.run.finish(exit_code=exit_code)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers of one step. Steps do not go back; all calls for one step are one row of the W&B run."""
+        """Log numbers of one step. Steps never decrease; all calls for one step are one row of the W&B run."""
         if self._broken:
             return
         self._broken = True
-        with self.said(f"step {step} and what follows"):
+        with self.reporting(f"step {step} and what follows"):
             if step != self._waiting[0]:
                 self._send()
             for name, value in values.items():
@@ -123,13 +167,13 @@ class WandbRun:
             self._broken = False
 
     @contextlib.contextmanager
-    def said(self, what: str) -> Iterator[None]:
-        """Where W&B fails inside the block a line says so, and all else goes on."""
+    def reporting(self, what: str) -> Iterator[None]:
+        """Where W&B fails inside the block, a line reports it and the program continues."""
         try:
             yield
         except Exception as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"W&B did not take {what} of {self.about['name']} ({said}); {self.folder} holds it", file=sys.stderr)
+            name = self.about["name"]
+            print(f"W&B did not take {what} of {name} ({_reason(error)}); {self.folder} holds it", file=sys.stderr)
 
     def _send(self) -> None:
         step, values = self._waiting
@@ -138,29 +182,30 @@ class WandbRun:
             self.run.log({**values, "step": step})
 
     def _summarise(self, name: str, value: float) -> None:
-        best = "max" if HIGHER_IS_BETTER.search(name) else "min" if LOWER_IS_BETTER.search(name) else None
+        bests: dict[str, tuple[re.Pattern[str], Any]]
+        bests = {"max": (HIGHER_IS_BETTER, max), "min": (LOWER_IS_BETTER, min)}
+        best = next((key for key, (pattern, _) in bests.items() if pattern.search(name)), None)
         if name not in self._summaries:
             self.run.define_metric(name, step_metric="step", summary=f"{best},last" if best else "last")
-            self._summaries[name] = {} if best is None else {best: value}
-        found = self._summaries[name]
+        summary = self._summaries.setdefault(name, {})
         if best is not None:
-            found[best] = max(found[best], value) if best == "max" else min(found[best], value)
-        found["last"] = value
+            summary[best] = bests[best][1](summary.get(best, value), value)
+        summary["last"] = value
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
     def _start(self, fresh: bool = False) -> Any:
-        """Init the run, `fresh` as a new one whatever went before."""
+        """Call `wandb.init`; `fresh` starts a new W&B run even where an earlier one could be resumed."""
         import wandb
 
-        remembered = self.folder / "wandb" / f"{self.about['name']}.id"
-        # results are logged once and at the end: whoever was stopped there has not logged any
-        again = not fresh and self.about["job_type"] == "train" and remembered.exists()
-        identity = remembered.read_text().strip() if again else os.urandom(4).hex()
+        id_file = self.folder / "wandb" / f"{self.about['name']}.id"
+        # results are logged once, at the end: a run interrupted there has logged none
+        again = not fresh and self.about["job_type"] == "train" and id_file.exists()
+        identity = id_file.read_text().strip() if again else os.urandom(4).hex()
         if self.sweep is not None:
             identity = self.sweep.run_id
         online = self.mode == "online"
-        known = _last_step(self.folder / "wandb", identity) if again and not online else None
+        last_step = _last_step(self.folder / "wandb", identity) if again and not online else None
         try:
             run = wandb.init(
                 **self.about,
@@ -185,13 +230,13 @@ class WandbRun:
             print(f"W&B cannot be reached, so this run is logged offline ({error})", file=sys.stderr)
             self.mode = "offline"
             return self._start(fresh=True)  # wandb still holds the other one
-        remembered.write_text(identity)
+        id_file.write_text(identity)
         if run.resumed:
-            known = run.summary.get("step")
-        if known is not None:
+            last_step = run.summary.get("step")
+        if last_step is not None:
             self._resumed = True
-            for step, values in self.earlier:
-                if step <= known:
+            for step, values in self.metrics.earlier:
+                if step <= last_step:
                     self._sent.setdefault(step, set()).update(values)
         if self.about["job_type"] == "train":
             run.define_metric("step", hidden=True)
@@ -199,17 +244,21 @@ class WandbRun:
         return run
 
 
+def _reason(error: Exception) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def records(folder: Path) -> Iterator[dict[str, Any]]:
-    """What W&B wrote into the folder of one of its runs, record by record, by its own reader."""
+    """The records in the folder of an offline W&B run, read by wandb's own reader."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    # it writes a log of its own into wandb/ where it is started
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent.parent).stdout
-    for line in found.splitlines():
-        yield json.loads(line)
+    # wandb writes a log of its own into the wandb/ of the folder it is started in
+    lines = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent.parent).stdout
+    yield from map(json.loads, lines.splitlines())
 
 
 def _last_step(folder: Path, identity: str) -> int | None:
-    """The last step in the files that sessions of this W&B run left behind; None where there are none."""
+    """The last step in the files that earlier sessions of this W&B run left; None where there are none."""
     steps = [
         record["history"]["item"].get("step")
         for session in folder.glob(f"*run-*-{identity}")
@@ -220,22 +269,17 @@ def _last_step(folder: Path, identity: str) -> int | None:
 
 
 @contextlib.contextmanager
-def _wandb_environment(folder: Path) -> Iterator[None]:
-    """Quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty WANDB_SILENT crashes)."""
-    wanted: dict[str, str | None] = {k: None for k, v in os.environ.items() if k.startswith("WANDB_") and not v}
-    wanted |= dict.fromkeys(NOT_OURS)
-    wanted |= {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
+def environment(wanted: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables for the length of the block; None removes one."""
+
+    def set_all(values: Mapping[str, str | None]) -> None:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in values.items() if value is not None})
+
     before = {name: os.environ.get(name) for name in wanted}
-    folder.mkdir(parents=True, exist_ok=True)
+    set_all(wanted)
     try:
-        _set_environment(wanted)
         yield
     finally:
-        _set_environment(before)
-
-
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+        set_all(before)

@@ -1,7 +1,9 @@
 """`knobwise workspace`: the view of all runs of a project in Weights & Biases, saved where there is a key.
 
-Results are those of the W&B runs that carry them (job type evaluate), training curves those of the seeds (job type
-train). The runs stand below their experiment, the seeds of a run below it, and every panel follows that grouping.
+Its sections and panels are in workspace.yaml.
+
+Results come from the W&B runs of job type evaluate, training curves from those of job type train, one for each seed.
+The view groups runs by experiment, then by run; every panel follows that grouping.
 """
 
 from __future__ import annotations
@@ -9,44 +11,34 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.experiments.results.selector_results import GRPO
 from knobwise.experiments.settings.options import WorkspaceRun
-from knobwise.experiments.tracking.tracker import TrackingSettings, wandb_mode
+from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.experiments.tracking.tracker import wandb_mode
+from knobwise.experiments.tracking.wandb_run import environment
 
-SHOWN = ("controller", "budget_aware_static", "oracle")
-"""Under deadlines: what was learned, what it is held against, the most there is."""
-SHOWN_MEAN = ("controller", "static_mix", "best_single", "oracle")
-"""The same under mean budgets."""
-SHOWN_SELECTOR = (*GRPO, "rce", "sft", "part_similarity", "random")
-SETTINGS = {
-    **{"policy.structure": "structure", "policy.budget_encoding": "budget encoding", "budget.strategy": "budgets"},
-    **{"reward.kind": "reward", "reward.miss": "miss", "loss.objective": "objective", "loss.group_size": "group size"},
-    **{"loss.advantage": "advantage", "loss.clip_epsilon": "clip ε", "loss.kl_to_ref_coeff": "KL β"},
-    **{"optimiser.lr": "learning rate", "optimiser.iterations": "iterations of GRPO"},
-}
-"""What the parallel coordinates of controllers go through, and how it is called there."""
-SELECTOR_SETTINGS = {
-    **{"selector.version": "network", "selector.projection": "projection", "selector.update": "update"},
-    **{"reward.mode": "reward", "loss.advantage": "advantage", "loss.group_size": "group size"},
-    **{"loss.kl_to_ref_coeff": "KL β", "grpo.lr": "learning rate", "grpo.epochs": "epochs"},
-}
 LOGARITHMIC = ("optimiser.lr", "grpo.lr")
+AXES = {"step": "iteration", "budget_ms": "budget, ms", "shots": "demonstrations"}
+"""The key that a curve runs over → title of the axis."""
+PINNED = ("utility", "gap_closed", "satisfaction_feasible", "accuracy", "latency_ms_mean")
+"""Summaries of the controller that are columns of the table of runs."""
 
 
 def workspace(config: WorkspaceRun) -> None:
-    """Build the view, check it, write it where a file is named, save it where there is a key, and say what was done.
+    """Build and check the view, write it to `config.json`, and save it to W&B where there is a key.
 
     A view of the same name that this command saved before is replaced.
 
     Raises:
-        InputError: wandb-workspaces is not installed; W&B cannot be reached or refuses the view; the project is not
-            there yet.
+        InputError: if wandb-workspaces is not installed, W&B cannot be reached or refuses the view, or the project does
+            not exist yet.
     """
     mode = wandb_mode(TrackingSettings())
     view = view_of(config)
@@ -59,11 +51,11 @@ def workspace(config: WorkspaceRun) -> None:
     if mode == "online":
         print(f"saved: {_save(view)}")
     elif os.environ.get("WANDB_MODE"):
-        print(f"not saved: WANDB_MODE is {os.environ['WANDB_MODE']}; without it the same command saves the view")
+        print(f"not saved: WANDB_MODE is {os.environ['WANDB_MODE']}; unset it to save the view")
     else:
         print(
-            "not saved: there is no W&B key; set WANDB_API_KEY or run `wandb login`, then the same command saves the "
-            "view. Without an account `knobwise compare RUN RUN …` shows the same"
+            "not saved: there is no W&B key; set WANDB_API_KEY or run `wandb login`, then repeat the command. "
+            "`knobwise compare RUN RUN …` shows the same without an account"
         )
 
 
@@ -71,25 +63,26 @@ def view_of(config: WorkspaceRun) -> Any:
     """The view as a `wandb_workspaces.workspaces.Workspace`; nothing is sent.
 
     Raises:
-        InputError: wandb-workspaces is not installed, or refuses a value.
+        InputError: if wandb-workspaces is not installed or refuses a value.
     """
-    with _quiet():
+    with environment({"WANDB_SILENT": "true"}):
         try:
+            import wandb_workspaces.reports.v2 as wr
             import wandb_workspaces.workspaces as ws
             from wandb_workspaces.expr import Config, Metric
         except ImportError as error:
             raise InputError("workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'") from error
+        content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
         sections = [
-            _section("Results under deadlines", _deadline_panels(), rows=3),
-            _section("What the policy decides", _decision_panels(config.knobs), rows=3),
-            _section("Training of controllers", _training_panels(), rows=2),
-            _section("Results under mean budgets", _mean_panels(), is_open=False),
-            _section("Results of selectors", _selector_panels(), rows=2, is_open=False),
-            _section("Training of selectors", _selector_training_panels(), rows=2, is_open=False),
-            _section("Runs side by side", _comparison_panels(), columns=1, is_open=False),
+            ws.Section(
+                name=section["name"],
+                panels=_panels(wr, section["panels"], config.knobs),
+                is_open=section.get("is_open", False),
+                layout_settings=ws.SectionLayoutSettings(columns=section["columns"], rows=section["rows"]),
+            )
+            for section in content
         ]
-        columns = ("utility", "gap_closed", "satisfaction_feasible", "accuracy", "latency_ms_mean")
-        pinned = ["run:displayName", "run:jobType", *(f"summary:Test/controller/{name}" for name in columns)]
+        pinned = ["run:displayName", "run:jobType", *(f"summary:Test/controller/{name}" for name in PINNED)]
         try:
             return ws.Workspace(
                 entity=config.entity or "",
@@ -100,159 +93,48 @@ def view_of(config: WorkspaceRun) -> Any:
                 runset_settings=ws.RunsetSettings(groupby=[Metric("Group"), Config("run")], pinned_columns=pinned),
             )
         except ValueError as error:
-            said = str(error).splitlines()[2].split("[type")[0].strip().removeprefix("Value error, ")
-            raise InputError(f"workspace: name={config.name!r}: W&B says {said!r}; choose another") from error
+            reason = str(error).splitlines()[2].split("[type")[0].strip().removeprefix("Value error, ")
+            raise InputError(f"workspace: name={config.name!r}: W&B says {reason!r}; choose another") from error
 
 
-def _section(name: str, panels: list[Any], *, columns: int = 3, rows: int = 1, is_open: bool = True) -> Any:
-    import wandb_workspaces.workspaces as ws
-
-    layout = ws.SectionLayoutSettings(columns=columns, rows=rows)
-    return ws.Section(name=name, panels=panels, is_open=is_open, layout_settings=layout)
-
-
-def _deadline_panels() -> list[Any]:
-    import wandb_workspaces.reports.v2 as wr
-
-    of_budget = {
-        "utility": "Utility against budget",
-        "satisfaction": "Share answered in time against budget",
-        "satisfaction_feasible": "The same where some configuration is in time",
-    }
-    return [
-        wr.ScatterPlot(
-            title="Accuracy against mean latency (ms); the line is the Pareto front",
-            x=wr.SummaryMetric("Test/controller/latency_ms_mean"),
-            y=wr.SummaryMetric("Test/controller/accuracy"),
-            running_ymax=True,
-        ),
-        _bars("Utility, mean over budgets", [f"Test/{policy}/utility" for policy in SHOWN]),
-        _bars("Share of the way from static to the oracle", ["Test/controller/gap_closed"]),
-        *(
-            _lines(title, [f"Budget/{policy}/{name}" for policy in SHOWN], x="budget_ms", title_x="budget, ms")
-            for name, title in of_budget.items()
-        ),
-        _coordinates("Settings and utility", SETTINGS, ["Test/controller/utility"]),
-        wr.WeavePanelSummaryTable(table_name="Test/policies"),
-        wr.MediaBrowser(title="Charts of the report", media_keys=["Charts/Utility against budget"], num_columns=1),
-    ]
+def _panels(wr: Any, panels: Sequence[dict[str, Any]], knobs: Sequence[str]) -> list[Any]:
+    """The panels of a section of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
+    made = []
+    for fields in panels:
+        if "{knob}" not in fields.get("title", ""):
+            made.append(_panel(wr, **fields))
+            continue
+        for knob in knobs:
+            title, pattern = fields["title"], fields["metric_regex"]
+            names = {"title": title.replace("{knob}", knob), "metric_regex": pattern.replace("{knob}", re.escape(knob))}
+            made.append(_panel(wr, **fields | names))
+    return made
 
 
-def _decision_panels(knobs: list[str]) -> list[Any]:
-    """Shares of 100 %, so of one policy of one run: the first of those that are shown. And the decisions themselves."""
-    import wandb_workspaces.reports.v2 as wr
-
-    shares = [
-        _lines(
-            f"{knob}: share of each value, {policy.replace('_', ' ')}, first run shown",
-            [],
-            x="budget_ms",
-            title_x="budget, ms",
-            metric_regex=f"^Knobs/{policy}/{re.escape(knob)}=.*$",
-            plot_type="pct-area",
-            max_runs_to_show=1,
-        )
-        for policy in SHOWN[::2]
-        for knob in knobs
-    ]
-    return [*shares, wr.WeavePanelSummaryTable(table_name="Test/decisions")]
+def _panel(wr: Any, kind: str, **fields: Any) -> Any:
+    if kind == "ScatterPlot":
+        fields |= {axis: wr.SummaryMetric(fields[axis]) for axis in ("x", "y")}
+    elif kind == "LinePlot":
+        fields = {"x": "step"} | fields
+        fields["title_x"] = AXES[fields["x"]]
+    elif kind == "ParallelCoordinatesPlot":
+        column = wr.ParallelCoordinatesPlotColumn
+        fields["columns"] = [
+            column(wr.Config(key), display_name=label, log=key in LOGARITHMIC or None)
+            for key, label in fields.pop("settings").items()
+        ]
+        fields["columns"] += [column(wr.SummaryMetric(name)) for name in fields.pop("metrics")]
+    elif kind == "RunComparer":
+        fields["layout"] = wr.Layout(**fields["layout"])
+    return getattr(wr, kind)(**fields)
 
 
-def _training_panels() -> list[Any]:
-    both = {
-        "Utility": ("Utility on validation", ("Val",)),
-        "Reward_Mean": ("Reward, drawn in training and on validation", ("Train", "Val")),
-        "Accuracy_Mean": ("Accuracy, drawn in training and on validation", ("Train", "Val")),
-        "Latency_Mean": ("Latency (ms), drawn in training and on validation", ("Train", "Val")),
-        "Budget_Violation_Rate": ("Share of budgets missed", ("Train", "Val")),
-        "Loss": ("Loss in training; −reward of the policy on validation", ("Train", "Val")),
-    }
-    alone = {
-        "Entropy": "Entropy, nats",
-        "KL": "KL to the end of the warm-up, nats",
-        "Clip_Fraction": "Share of draws that the clip stops",
-        "Zero_Advantage_Fraction": "Share of groups without a difference",
-        "Grad_Norm": "Norm of the gradient",
-        "LR": "Learning rate",
-    }
-    return [
-        *(_lines(title, [f"{part}/{name}" for part in parts]) for name, (title, parts) in both.items()),
-        *(_lines(title, [f"Train/{name}"]) for name, title in alone.items()),
-    ]
-
-
-def _mean_panels() -> list[Any]:
-    budgets = {"accuracy": "Accuracy against budget", "latency_ms_mean": "Mean latency (ms) against budget"}
-    return [
-        *(
-            _lines(title, [f"Budget/{policy}/{name}" for policy in SHOWN_MEAN], x="budget_ms", title_x="budget, ms")
-            for name, title in budgets.items()
-        ),
-        _bars("Accuracy over static configurations at equal mean latency", ["Test/controller/over_static_mix"]),
-    ]
-
-
-def _selector_panels() -> list[Any]:
-    import wandb_workspaces.reports.v2 as wr
-
-    return [
-        _bars("Accuracy at the shots of training", [f"Test/{policy}/accuracy" for policy in SHOWN_SELECTOR]),
-        _lines(
-            "Accuracy against shots",
-            [f"Shots/{policy}/accuracy" for policy in SHOWN_SELECTOR],
-            x="shots",
-            title_x="demonstrations",
-        ),
-        wr.WeavePanelSummaryTable(table_name="Test/differences"),
-        _coordinates("Settings and accuracy", SELECTOR_SETTINGS, [f"Test/{policy}/accuracy" for policy in GRPO]),
-    ]
-
-
-def _selector_training_panels() -> list[Any]:
-    """One line for each stage, whatever the variants are called."""
-    titles = {
-        "Val/.+/Accuracy_Mean": "Accuracy on validation",
-        "Train/.+/Reward_Mean": "Reward in training",
-        "Train/.+/Loss": "Loss in training",
-        "Train/.+/KL": "KL to the SFT policy, nats",
-        "Train/.+/Entropy": "Entropy, nats",
-        "Train/.+/Beta": "β, weight of that KL",
-    }
-    return [_lines(title, [], metric_regex=f"^{names}$") for names, title in titles.items()]
-
-
-def _comparison_panels() -> list[Any]:
-    import wandb_workspaces.reports.v2 as wr
-
-    return [wr.RunComparer(diff_only=True, layout=wr.Layout(w=24, h=12))]
-
-
-def _lines(title: str, names: list[Any], *, x: str = "step", **more: Any) -> Any:
-    import wandb_workspaces.reports.v2 as wr
-
-    return wr.LinePlot(title=title, x=x, y=names, **{"title_x": "iteration"} | more)
-
-
-def _bars(title: str, names: list[Any]) -> Any:
-    import wandb_workspaces.reports.v2 as wr
-
-    return wr.BarPlot(title=title, metrics=names)
-
-
-def _coordinates(title: str, settings: dict[str, str], names: list[str]) -> Any:
-    import wandb_workspaces.reports.v2 as wr
-
-    columns = [
-        wr.ParallelCoordinatesPlotColumn(wr.Config(key), display_name=called, log=key in LOGARITHMIC or None)
-        for key, called in settings.items()
-    ]
-    columns += [wr.ParallelCoordinatesPlotColumn(wr.SummaryMetric(name)) for name in names]
-    return wr.ParallelCoordinatesPlot(title=title, columns=columns)
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def _save(view: Any) -> str:
-    """Save the view, in the place of the one of this name that was saved before; gives its address."""
-    with _quiet():
+    """Save the view in place of an earlier one of this name; returns its address."""
+    with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
         import wandb
         from wandb.sdk.lib.service.service_connection import WandbApiFailedError
         from wandb_workspaces.workspaces import internal
@@ -261,40 +143,28 @@ def _save(view: Any) -> str:
             view.entity = view.entity or wandb.Api().default_entity or ""
             if not view.entity:
                 raise InputError("workspace: W&B knows no user or team for this key; give entity=NAME")
-            # a view is found again by a name of eleven letters and digits, which is its address too
-            named = hashlib.sha256(f"knobwise {view.name}".encode()).hexdigest()[:11]
-            view._internal_name = internal._url_query_str_to_internal_name(named)
-            view._internal_id = _saved_before(view, named)
+            # W&B finds a view by a name of eleven letters and digits, which is part of its address too
+            name = hashlib.sha256(f"knobwise {view.name}".encode()).hexdigest()[:11]
+            view._internal_name = internal._url_query_str_to_internal_name(name)
+            view._internal_id = _saved_id(view, name)
             return str(view.save().url)
         except (wandb.Error, WandbApiFailedError) as error:
-            said = str(error).splitlines()[0]
-            raise InputError(f"workspace: W&B did not take the view ({said}); its project is {view.project}") from error
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"workspace: W&B did not take the view ({reason}); its project is {view.project}"
+            ) from error
 
 
-def _saved_before(view: Any, named: str) -> str:
-    """The id of the view of this name, empty when there is none yet."""
+def _saved_id(view: Any, name: str) -> str:
+    """The id of the saved view of this name, empty when there is none yet."""
     from wandb_workspaces.workspaces import internal
 
     try:
-        return str(internal.get_view_dict(view.entity, view.project, named)["id"])
+        return str(internal.get_view_dict(view.entity, view.project, name)["id"])
     except ValueError as error:
         if str(error).startswith("Project"):
             raise InputError(
-                f"workspace: there is no project {view.entity}/{view.project} yet; the first online run makes it: "
+                f"workspace: there is no project {view.entity}/{view.project} yet; the first online run creates it: "
                 "knobwise train tracking=online"
             ) from error
         return ""
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """W&B's own lines are kept back: ours say the same."""
-    before = os.environ.get("WANDB_SILENT")
-    os.environ["WANDB_SILENT"] = "true"  # an empty one makes wandb raise
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["WANDB_SILENT"]
-        else:
-            os.environ["WANDB_SILENT"] = before

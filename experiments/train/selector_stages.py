@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,18 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.selector.settings import SelectorLossConfig
+from knobwise.agents.training.init_from import selector_start
 from knobwise.agents.training.selector_trainer import SelectorTrainer
+from knobwise.common.errors import InputError
 from knobwise.common.processes import in_processes
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.demonstrations.torchrl_env import GroupConfig
-from knobwise.experiments.results.selector_results import profile_of
+from knobwise.envs.demonstrations.settings import GroupConfig
+from knobwise.experiments.results.summary import profile_of
 from knobwise.experiments.settings.beams import SelectorData, hide, read_data
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker
+from knobwise.experiments.train.run import set_up_torch, tracker_of
+from knobwise.losses.settings import SelectorLossConfig
 from knobwise.profiling.demonstrations.beam_search import probability, score
 
 
@@ -36,11 +38,8 @@ def train_all(config: SelectorRun, folder: Path) -> None:
 
 def train_seed(config: SelectorRun, seed: int, folder: Path) -> str:
     """All stages of one seed, but for those that are finished already; gives nothing to note."""
-    logging.getLogger("torchrl").setLevel(logging.WARNING)
-    torch.set_num_threads(1)
-    data = read_data(config.beams)
-    with SelectorStages(config, data, seed, folder) as stages:
-        stages.all()
+    set_up_torch()
+    SelectorStages(config, read_data(config.beams), seed, folder).all()
     return ""
 
 
@@ -61,12 +60,6 @@ class SelectorStages:
         self.rows = torch.arange(data.table.num_queries)
         self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
 
-    def __enter__(self) -> SelectorStages:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.after.__exit__(*error)
-
     def check(self, reward: Any) -> None:
         """Refuse a reward that what was recorded does not hold.
 
@@ -79,17 +72,19 @@ class SelectorStages:
 
     def all(self) -> None:
         """Train everything that the settings name."""
-        base = {"": self._base("", self.data.table)}
-        for name in self.config.variants:
-            hidden = self.config.variant(name).hidden
-            key, table = ",".join(hidden), hide(self.data.table, hidden)
-            if key not in base:
-                base[key] = self._base("hidden_", table)
-            self._variant(name, table, *base[key])
+        with self.after:
+            base = {"": self._base("", self.data.table)}
+            for name in self.config.variants:
+                hidden = self.config.variant(name).hidden
+                key, table = ",".join(hidden), hide(self.data.table, hidden)
+                if key not in base:
+                    base[key] = self._base("hidden_", table)
+                self._variant(name, table, *base[key])
 
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
-        """SFT and RCE, which every variant starts from."""
-        sft = self.stage(f"{prefix}sft", "sft", table, self._fresh(table), groups=GroupConfig("beams"))
+        """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
+        start = self._fresh(table) if prefix or self.config.init_from is None else self.init_from(self.config.init_from)
+        sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
         return sft, self.stage(f"{prefix}rce", "rce", table, sft)
 
     def _fresh(self, table: BeamTable) -> Selector:
@@ -98,16 +93,34 @@ class SelectorStages:
             train = self.data.split.train
             return Selector.fitted(self.config.selector, table.queries[train], table.candidates)
 
+    def init_from(self, path: str) -> Selector:
+        """The selector of a checkpoint.
+
+        Raises:
+            InputError: another network, or it was trained on queries of these beams that are not trained on here.
+        """
+        table, split = self.data.table, self.data.split
+        selector, loaded = selector_start(path, self.config.selector, table.queries.shape[-1])
+        fitted = {table.query_ids[row] for part in split[:2] for row in part.tolist()}
+        # beams with draws of a policy added have another digest, and the same name
+        known = table.digest == loaded.profile_digest or table.name == loaded.profile_name
+        if known and not fitted.issuperset(loaded.extra.get("fitted", ())):
+            raise InputError(
+                f"init_from={path}: was trained on queries of {table.name!r} that this run holds out; use the same "
+                "beams.train, beams.validation and beams.split_seed"
+            )
+        return selector
+
     def _variant(self, name: str, table: BeamTable, sft: Selector, rce: Selector) -> None:
         variant = self.config.variant(name)
-        reward, loss = self.config.of(variant, name)
+        reward, loss = self.config.reward_and_loss(variant, name)
         config = self.config.stage(variant, name)
         settings = {"reward": reward, "loss": loss, "config": config, "reference": sft}
         start = sft
         if variant.warmup:
-            usual = (self.config.reward, of_warm_up(self.config.loss))
+            usual = (self.config.reward, _rce_settings(self.config.loss))
             # what only a control changes is left to it: its warm-up is the same
-            same = (replace(reward, shuffled=False), of_warm_up(loss)) == usual
+            same = (replace(reward, shuffled=False), _rce_settings(loss)) == usual
             start = rce if same else self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
         if variant.live:
             self.stage(name, "grpo", table, start, live=True, **settings)
@@ -124,14 +137,14 @@ class SelectorStages:
         """The table with draws of a selector for every query, scored once, as beams of round `number`."""
         assert self.data.scorer is not None
         assert self.zero_shot is not None
-        embeddings, found = StoredEmbeddings(table.queries, table.candidates), []
+        embeddings, draws = StoredEmbeddings(table.queries, table.candidates), []
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed + 1000 * number)
             for rows in self.rows.split(512):
                 query, pool = embeddings.both(rows, table.pool[rows])
                 dist = selector.distribution(query, pool, table.pool_mask[rows], self.config.shots, count)
-                found.append(dist.sample())
-        scored = score(self.data.scorer, self.rows, table.pool, torch.cat(found), "policy", self.zero_shot)
+                draws.append(dist.sample())
+        scored = score(self.data.scorer, self.rows, table.pool, torch.cat(draws), "policy", self.zero_shot)
         return table.with_beams(scored.sequences, scored.fields, scored.found_by, number)
 
     def stage(self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any) -> Selector:
@@ -157,7 +170,7 @@ class SelectorStages:
             # the checkpoint was written before the rows of its own iteration were complete
             before = self.step + trainer.iteration - 1
             if self.tracker is None:
-                opened = tracker_of(self.config, self.folder, self.data.table, "train", self.seed, before)
+                opened = selector_tracker(self.config, self.folder, self.data.table, "train", self.seed, before)
                 self.tracker = self.after.enter_context(opened)
             trainer.log = _StageLog(self.tracker, name, self.step)
             trainer.run()
@@ -165,7 +178,7 @@ class SelectorStages:
         return load_checkpoint(folder / "best.pt").selector
 
 
-def of_warm_up(loss: SelectorLossConfig) -> tuple[Any, ...]:
+def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
     """What RCE reads of the settings of the loss."""
     return loss.scores, loss.temperature_start, loss.temperature_end
 
@@ -181,19 +194,9 @@ class _StageLog:
         self.tracker.log(named, self.first + step)
 
 
-def tracker_of(
+def selector_tracker(
     config: SelectorRun, folder: Path, table: BeamTable, job_type: str, seed: int | None = None, step: int | None = None
 ) -> Tracker:
-    return Tracker(
-        folder,
-        name=folder.name,
-        experiment=config.experiment,
-        job_type=job_type,
-        config=asdict(config),
-        settings=config.tracking,
-        seed=seed,
-        tags=[config.selector.version, f"reward-{config.reward.mode}"],
-        profile_digest=table.digest,
-        profile=profile_of(table),
-        resume_step=step if step is not None and step >= 0 else None,
-    )
+    """Where the numbers of a run, or of one seed, go."""
+    tags = [config.selector.version, f"reward-{config.reward.mode}"]
+    return tracker_of(config, folder, job_type, tags, profile_of(table), seed, step)

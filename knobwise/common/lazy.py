@@ -13,6 +13,7 @@ def lazy(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        where = module_of[name]
+        return getattr(importlib.import_module(where if where.startswith("knobwise.") else f"{package}.{where}"), name)
 
     return get

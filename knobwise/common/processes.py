@@ -1,28 +1,26 @@
-"""Work for several processes at once, which all come to a good end when a signal asks for it."""
+"""Work in several processes at once, all of which save and stop when a signal comes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from knobwise.common.interruption import (
-    arrived,
-    as_ended,
-    signals_blocked,
-    status_of,
-    stopped_by_signals,
-    stopped_only_by_parent,
-)
-from knobwise.common.progress import progress, show_in_parent, workers_shown
+from knobwise.common.interruption import SIGNALS, is_new, status_of, stopped_by_signals
+from knobwise.common.progress import progress
+
+POLL_S = 0.2
+"""Seconds between chances for a signal to be handled. A signal that the system gives to another thread does not end
+the wait for a lock, and Python handles it only when the main thread does something."""
 
 
 class _Stopped(NamedTuple):
-    """That a piece of work was stopped by a signal, and what is kept of it."""
+    """A piece of work that a signal stopped, with its notes on what is saved."""
 
     number: int
     notes: list[str]
@@ -31,12 +29,12 @@ class _Stopped(NamedTuple):
 def in_processes(
     title: str, work: Callable[..., str], pieces: Sequence[tuple[Any, ...]], jobs: int, done: int = 0
 ) -> list[str]:
-    """Call `work(*piece)` for every piece, several at the same time, each in a process of its own; their progress is
-    shown here. The first error stops all.
+    """Call `work(*piece)` for every piece, several at the same time, each in a process of its own. The first error
+    stops all.
 
     Args:
         title: of the bar that counts the pieces.
-        work: a function of a module; gives a note for the bar.
+        work: a function of a module; returns a note for the bar.
         pieces: the arguments, one tuple for each call.
         jobs: processes at once.
         done: pieces that were finished before, for the bar.
@@ -45,60 +43,75 @@ def in_processes(
         the notes, in the order in which the pieces ended.
 
     Raises:
-        KeyboardInterrupt: a signal came; the work that it met has been stopped by the same, and its notes are here.
+        KeyboardInterrupt: a signal came. The processes were stopped by it too; the notes of their work are here.
     """
     context, notes = multiprocessing.get_context("spawn"), list[str]()
     with (
         progress(title, done + len(pieces), done) as tick,
-        workers_shown(context) as shown,
-        ProcessPoolExecutor(min(jobs, len(pieces) or 1), context, initializer=_worker, initargs=shown) as pool,
+        ProcessPoolExecutor(min(jobs, len(pieces) or 1), context, initializer=_start_worker) as pool,
     ):
         started: list[Future[str | _Stopped]] = []
         try:
-            with signals_blocked():
+            # a process that starts with the signals blocked is not broken by one before `_start_worker`
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
                 started += [pool.submit(_work, work, piece) for piece in pieces]
-            for number, future in enumerate(as_ended(started), done + 1):
-                if isinstance(found := future.result(), _Stopped):
-                    raise KeyboardInterrupt(found.number)
-                notes.append(found)
-                tick(number, found)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for number, future in enumerate(_as_ended(started), done + 1):
+                result = future.result()
+                if isinstance(result, _Stopped):
+                    raise KeyboardInterrupt(result.number)
+                notes.append(result)
+                tick(number, result)
         except BaseException as error:
-            for stopped in _stop(started):
-                for note in stopped.notes if isinstance(error, KeyboardInterrupt) else ():
+            for note in _stop(started):
+                if isinstance(error, KeyboardInterrupt):
                     error.add_note(note)
             raise
     return notes
 
 
-def _stop(started: Sequence[Future[str | _Stopped]]) -> Iterator[_Stopped]:
-    """Have the processes save what they are at, and wait for it; a second signal makes them stop at once."""
+def _as_ended(futures: Sequence[Future[str | _Stopped]]) -> Iterator[Future[str | _Stopped]]:
+    """`concurrent.futures.as_completed`, except that a signal breaks it within `POLL_S`."""
+    pending = set(futures)
+    while pending:
+        ended, pending = wait(pending, POLL_S, FIRST_COMPLETED)
+        yield from ended
+
+
+def _stop(started: Sequence[Future[str | _Stopped]]) -> list[str]:
+    """Have the processes save their work, and wait; a second signal makes them stop at once. Gives their notes."""
     running = [future for future in started if not future.cancel()]
     ended = False
     while not ended:
         for process in multiprocessing.active_children():
             process.terminate()
         with suppress(KeyboardInterrupt):
-            ended = len(list(as_ended(running))) == len(running)
-    for future in running:
-        if future.exception() is None and isinstance(found := future.result(), _Stopped):
-            yield found
+            ended = len(list(_as_ended(running))) == len(running)
+    results = [future.result() for future in running if future.exception() is None]
+    return [note for result in results if isinstance(result, _Stopped) for note in result.notes]
 
 
-def _work(work: Callable[..., str], piece: tuple[Any, ...]) -> str | _Stopped:
-    if number := arrived():  # while this process was idle, or at another piece
-        return _Stopped(number, [])
-    try:
-        with stopped_by_signals():
-            return work(*piece)
-    except KeyboardInterrupt as stop:
-        return _Stopped(status_of(stop) - 128, getattr(stop, "__notes__", []))
+# -- in the other processes --------------------------------------------------------------------------------------------
+
+_stopped_by = 0  # the number of a signal that came to this process
 
 
-def _worker(shown: Any) -> None:
-    """No process outlives the one that started it: that work may be started again, and would meet it in its folder."""
-    show_in_parent(shown)
-    stopped_only_by_parent()
+def _start_worker() -> None:
+    """Leave Ctrl-C and the end of the terminal to the parent, which gets them too and sends SIGTERM; and do not outlive
+    the parent: the same work may be started again, and would find this process in its folder."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _note(number: int, frame: Any = None) -> None:
+    global _stopped_by
+    _stopped_by = number
+    is_new()
 
 
 def _end_with_parent() -> None:
@@ -106,3 +119,14 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _work(work: Callable[..., str], piece: tuple[Any, ...]) -> str | _Stopped:
+    if _stopped_by:
+        return _Stopped(_stopped_by, [])
+    try:
+        with stopped_by_signals():
+            return work(*piece)
+    except KeyboardInterrupt as stop:
+        _note(status_of(stop) - 128)
+        return _Stopped(_stopped_by, getattr(stop, "__notes__", []))

@@ -1,5 +1,5 @@
-"""Find demonstration sequences worth recording, by beam search on information gain and by ways that never see the
-answer, and score them.
+"""Find demonstration sequences worth recording and score them: by beam search on information gain, and by methods that
+never see the answer.
 
 The information gain of a demonstration is what it adds to P(answer): P(answer | s₁ … sₜ) − P(answer | s₁ … sₜ₋₁). The
 gains of a sequence add up to `beam_score` = P(answer | sequence) − P(answer | zero-shot), so of two sequences of one
@@ -15,43 +15,39 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import METHODS
+from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.scorers import Scorer
 
 _AT_A_TIME = 16_384  # sequences given to the scorer
+_TEMPERATURE = 0.1  # of drawn sequences: the lower, the closer to the most similar ones
 
 
-class Found(NamedTuple):
-    """B sequences for each of n queries; rows without a sequence may stand anywhere."""
+class Sequences(NamedTuple):
+    """B sequences for each of n queries; rows without a sequence may be anywhere."""
 
     sequences: Tensor
     """int64 [n, B, T], places in the queries' pools; −1 after the end of a sequence and where there is none."""
     fields: dict[str, Tensor]
     """float32 [n, B] under names of `knobwise.envs.demonstrations.beam_table.FIELDS`; NaN where there is no
-    sequence.
-    """
+    sequence."""
     found_by: Tensor
     """int64 [n, B], index into `METHODS`; −1 where there is no sequence."""
 
 
 def beam_search(
     scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int = 5, zero_shot: Tensor | None = None
-) -> Found:
+) -> Sequences:
     """Sequences of every length 1 … `shots`: at each length the `width` with the largest information gain, best first.
 
     Every candidate is tried after every sequence of the length before, so n·N·(1 + width·(shots − 1)) sequences are
-    scored. None holds a candidate twice; of equals those go on that stand first in the pool.
+    scored. None contains a candidate twice; of equally good ones the first in the pool continue.
 
     Args:
-        scorer: how probable they make the answer.
         rows: int64 [n], the queries.
         pool: int64 [n, N], rows of the bank, −1 padded.
-        shots: T.
-        width: of the beam.
         zero_shot: float32 [n], P(answer) without demonstrations; None scores it.
 
-    Returns:
-        B = shots·width at most, shortest first; fewer where a pool has not as many sequences.
+    Returns: B = shots·width at most, shortest first; fewer where a pool has not as many sequences.
     """
     if shots < 1 or width < 1:
         raise InputError(f"beam search needs at least one shot and a width of one, not {shots} and {width}")
@@ -61,15 +57,15 @@ def beam_search(
     return joined(parts, dim=0)
 
 
-def _search(scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int, zero_shot: Tensor) -> Found:
+def _search(scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int, zero_shot: Tensor) -> Sequences:
     n, size = pool.shape
-    found = [Found(torch.empty(n, 0, shots, dtype=torch.int64), {}, torch.empty(n, 0, dtype=torch.int64))]
+    lengths = [Sequences(torch.empty(n, 0, shots, dtype=torch.int64), {}, torch.empty(n, 0, dtype=torch.int64))]
     sequences, alive = torch.empty(n, 1, 0, dtype=torch.int64), torch.ones(n, 1, dtype=torch.bool)
     for length in range(1, shots + 1):
         count = sequences.shape[1]
         # [n, W, N]: which candidate may follow which sequence
-        may = alive[..., None] & (pool >= 0)[:, None] & ~_taken(sequences, size)
-        query, beam, place = may.nonzero(as_tuple=True)
+        allowed = alive[..., None] & (pool >= 0)[:, None] & ~_taken(sequences, size)
+        query, beam, place = allowed.nonzero(as_tuple=True)
         if not len(query):
             break
         longer = torch.cat([sequences[query, beam], place[:, None]], 1)
@@ -78,7 +74,7 @@ def _search(scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int, 
         # ln P orders sequences as the gain does, without its rounding; no sequence ranks below one that P makes 0
         gain[query, beam * size + place] = scores["logprob_score"].clamp_min(torch.finfo(torch.float32).min)
         best = gain.argsort(dim=1, descending=True, stable=True)[:, :width]
-        alive = may.flatten(1).gather(1, best)
+        alive = allowed.flatten(1).gather(1, best)
         before = sequences.gather(1, (best // size)[..., None].expand(-1, -1, length - 1))
         sequences = torch.cat([before, (best % size)[..., None]], 2).masked_fill(~alive[..., None], -1)
         fields = {}
@@ -86,8 +82,9 @@ def _search(scorer: Scorer, rows: Tensor, pool: Tensor, shots: int, width: int, 
             dense = torch.full((n, count * size), torch.nan)
             dense[query, beam * size + place] = score
             fields[name] = dense.gather(1, best)
-        found.append(Found(sequences, fields, torch.full(best.shape, METHODS.index("beam")).masked_fill(~alive, -1)))
-    return joined(found)
+        found_by = torch.full(best.shape, METHODS.index("beam")).masked_fill(~alive, -1)
+        lengths.append(Sequences(sequences, fields, found_by))
+    return joined(lengths)
 
 
 def _taken(sequences: Tensor, size: int) -> Tensor:
@@ -96,19 +93,13 @@ def _taken(sequences: Tensor, size: int) -> Tensor:
     return taken.scatter(2, sequences.where(sequences >= 0, size), True)[..., :size]
 
 
-# -- sequences by ways that do not look at the answer ------------------------------------------------------------------
-
-
 def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
     """The most similar candidates, most similar first: int64 [n, count, T].
 
     The first sequence takes ranks 1 … T, the second ranks 2 … T + 1, and so on, as far as the pool goes. A pool with
     fewer than T candidates gives one shorter sequence.
 
-    Args:
-        similarity: float32 [n, N], −inf where a pool has no candidate.
-        shots: T.
-        count: sequences a query.
+    `similarity` is float32 [n, N], −inf where a pool has no candidate.
     """
     ranked = similarity.argsort(dim=1, descending=True, stable=True)
     ranked = ranked.masked_fill(similarity.gather(1, ranked) == -torch.inf, -1)
@@ -118,31 +109,23 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
     return windows.masked_fill(~whole, -1)
 
 
-def drawn(similarity: Tensor, shots: int, count: int, generator: torch.Generator, temperature: float = 0.1) -> Tensor:
-    """Sequences drawn without replacement with probabilities softmax(similarity / temperature): int64 [n, count, T].
+def drawn(similarity: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
+    """Sequences drawn without replacement with probabilities softmax(similarity / 0.1): int64 [n, count, T].
 
-    By the Gumbel-top-k trick (Kool et al. 2019). A sequence that was drawn before for its query is left out. Equal
-    similarities make all sequences equally probable.
+    By the Gumbel-top-k trick (Kool et al. 2019). A repeated sequence of a query is left out. Equal similarities
+    make all sequences equally probable.
 
-    Args:
-        similarity: float32 [n, N], −inf where a pool has no candidate.
-        shots: T; shorter where a pool has fewer candidates.
-        count: draws a query.
-        generator: of what is drawn.
-        temperature: the lower, the closer to the most similar ones.
+    `similarity` is float32 [n, N], −inf where a pool has no candidate. Smaller pools give shorter sequences.
     """
     noise = -torch.empty(len(similarity), count, similarity.shape[1]).exponential_(generator=generator).log()
-    best = (similarity[:, None] / temperature + noise).topk(min(shots, similarity.shape[1]))
+    best = (similarity[:, None] / _TEMPERATURE + noise).topk(min(shots, similarity.shape[1]))
     return without_repeats(best.indices.masked_fill(best.values == -torch.inf, -1))
 
 
 def without_repeats(sequences: Tensor) -> Tensor:
-    """int64 [n, B, T] → the same with −1 for every sequence that stands before it in its query."""
+    """int64 [n, B, T] → the same with −1 for every sequence that repeats an earlier one of its query."""
     same = (sequences[:, :, None] == sequences[:, None]).all(-1)
     return sequences.masked_fill(same.tril(-1).any(2, keepdim=True), -1)
-
-
-# -- scoring -----------------------------------------------------------------------------------------------------------
 
 
 def probability(scorer: Scorer, rows: Tensor) -> Tensor:
@@ -157,18 +140,18 @@ def score(
     sequences: Tensor,
     found_by: str,
     zero_shot: Tensor,
-    known: Found | None = None,
-) -> Found:
+    known: Sequences | None = None,
+) -> Sequences:
     """Score sequences, int64 [n, B, T], each different one once and none that is among those `known` for its query.
 
     `rows`, `pool` and `zero_shot` as for `beam_search`; `found_by` is one of METHODS.
     """
-    there = (sequences >= 0).any(2)
-    method = torch.full(there.shape, METHODS.index(found_by)).masked_fill(~there, -1)
-    new = Found(sequences, {}, method)
+    filled = (sequences >= 0).any(2)
+    method = torch.full(filled.shape, METHODS.index(found_by)).masked_fill(~filled, -1)
+    new = Sequences(sequences, {}, method)
     both = joined([known, new]) if known is not None else new
     query, beam = (both.sequences >= 0).any(2).nonzero(as_tuple=True)
-    is_new = beam >= both.sequences.shape[1] - there.shape[1]
+    is_new = beam >= both.sequences.shape[1] - filled.shape[1]
     keys = torch.cat([query[:, None], both.sequences[query, beam]], 1)
     different, number = keys.unique(dim=0, return_inverse=True)
     missing = torch.ones(len(different), dtype=torch.bool)
@@ -181,24 +164,24 @@ def score(
             every[number[~is_new]] = both.fields[name][query[~is_new], beam[~is_new]]
         if name in scores:
             every[missing] = scores[name]
-        fields[name] = torch.full(there.shape, torch.nan)
-        fields[name][there] = every[number[is_new]]
+        fields[name] = torch.full(filled.shape, torch.nan)
+        fields[name][filled] = every[number[is_new]]
     return new._replace(fields=fields)
 
 
 def _scored(
     scorer: Scorer, rows: Tensor, pool: Tensor, query: Tensor, places: Tensor, zero_shot: Tensor
 ) -> dict[str, Tensor]:
-    """What the scorer says of k sequences, int64 [k, T], of the queries with these numbers, int64 [k]; and the gain."""
-    shown = pool[query[:, None], places.clamp_min(0)].masked_fill(places < 0, -1)
+    """Scores and gain of k sequences, int64 [k, T], for the queries with these numbers, int64 [k]."""
+    candidates = pool[query[:, None], places.clamp_min(0)].masked_fill(places < 0, -1)
     if not len(query):
         return {}
-    parts = [scorer(rows[query[i]], shown[i]) for i in torch.arange(len(query)).split(_AT_A_TIME)]
+    parts = [scorer(rows[query[i]], candidates[i]) for i in torch.arange(len(query)).split(_AT_A_TIME)]
     scores = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return scores | {"beam_score": scores["vqa_gt_prob"] - zero_shot[query]}
 
 
-def joined(parts: list[Found], dim: int = 1) -> Found:
+def joined(parts: list[Sequences], dim: int = 1) -> Sequences:
     """Sequences of the same queries side by side (dim 1), or of further queries below one another (dim 0)."""
     shots, count = (max(part.sequences.shape[d] for part in parts) for d in (2, 1))
     below = [0 if dim else count - part.sequences.shape[1] for part in parts]
@@ -214,4 +197,4 @@ def joined(parts: list[Found], dim: int = 1) -> Found:
     for name in dict.fromkeys(name for part in parts for name in part.fields):
         nothing = [torch.full(part.found_by.shape, torch.nan) for part in parts]
         fields[name] = join([p.fields.get(name, x) for p, x in zip(parts, nothing, strict=True)], torch.nan)
-    return Found(torch.cat(sequences, dim), fields, join([part.found_by for part in parts], -1))
+    return Sequences(torch.cat(sequences, dim), fields, join([part.found_by for part in parts], -1))

@@ -87,13 +87,13 @@ class Queries:
     """[Q, 100]."""
     values: NDArray[np.int64]
     """[Q, 3]: the right answer to each question."""
-    asked: NDArray[np.int64]
+    questions: NDArray[np.int64]
     """[Q, 2]: the questions asked, the second −1 where there is only one."""
     labels: NDArray[np.int64]
     """[Q, 3, 10]: the label of each value of each question, a permutation of 0 to 9."""
 
     def __len__(self) -> int:
-        return len(self.asked)
+        return len(self.questions)
 
 
 def draw_bank(rng: RandomState, size: int, held_out: bool, variant: Variant) -> Bank:
@@ -113,13 +113,13 @@ def draw_queries(rng: RandomState, size: int, held_out: bool) -> Queries:
     """Draw queries, half of them with two questions."""
     values = _draw_values(rng, size)
     images = _draw_images(rng, values, held_out, np.full(size, _QUERY_NOISE))
-    asked = rng.random_sample((size, len(QUESTIONS))).argsort(1)[:, :2]
-    asked[rng.random_sample(size) < 0.5, 1] = -1
+    questions = rng.random_sample((size, len(QUESTIONS))).argsort(1)[:, :2]
+    questions[rng.random_sample(size) < 0.5, 1] = -1
     labels = rng.random_sample((size, len(QUESTIONS), LABELS)).argsort(2)
-    return Queries(images, values, asked, labels)
+    return Queries(images, values, questions, labels)
 
 
-def draw_pools(
+def draw_covering_pools(
     rng: RandomState, queries: Queries, bank: Bank, variant: Variant, size: int = POOL, chunk: int = 256
 ) -> NDArray[np.int64]:
     """Draw each query's candidates, shuffled: [Q, size] rows of the bank.
@@ -132,12 +132,12 @@ def draw_pools(
     bank_norm = (bank_images**2).sum(1)
     for start in range(0, len(queries), chunk):
         rows = slice(start, start + chunk)
-        asked, values = queries.asked[rows], queries.values[rows]
-        order = rng.random_sample((len(asked), len(bank)))
+        questions, values = queries.questions[rows], queries.values[rows]
+        order = rng.random_sample((len(questions), len(bank)))
         # squared distance, without the query's own norm; in multiples of 2⁻¹⁶, so exact whatever computes it
         distance = bank_norm - 2 * queries.images[rows].astype(np.float64) @ bank_images.T
         covers, chosen = np.zeros(order.shape, bool), []
-        for part in asked.T:
+        for part in questions.T:
             right = np.where(part < 0, -1, values[np.arange(len(part)), part])
             cover = (bank.question == part[:, None]) & (bank.true_value == right[:, None])
             covers |= cover
@@ -167,7 +167,7 @@ def digest(queries: Queries, bank: Bank) -> str:
     for images in (queries.images, bank.images):
         sha.update(np.rint(images * _LEVELS).astype("<i2").tobytes())
     of_bank = (bank.question, bank.annotator, bank.careless.astype(np.int64), bank.value, bank.true_value)
-    for numbers in (queries.values, queries.asked, queries.labels, *of_bank):
+    for numbers in (queries.values, queries.questions, queries.labels, *of_bank):
         sha.update(numbers.astype("<i2").tobytes())
     return f"sha256:{sha.hexdigest()}"
 
@@ -233,6 +233,6 @@ def _lowest(key: NDArray[np.float64], allowed: NDArray[np.bool_], count: int) ->
     if count == 0:
         return np.zeros((len(key), 0), np.int64)
     keys = np.where(allowed, key, np.inf)
-    found = np.argpartition(keys, count - 1, axis=1)[:, :count]
-    found = np.take_along_axis(found, np.take_along_axis(keys, found, 1).argsort(1, kind="stable"), 1)
-    return np.where(np.take_along_axis(allowed, found, 1), found, -1)
+    lowest = np.argpartition(keys, count - 1, axis=1)[:, :count]
+    lowest = np.take_along_axis(lowest, np.take_along_axis(keys, lowest, 1).argsort(1, kind="stable"), 1)
+    return np.where(np.take_along_axis(allowed, lowest, 1), lowest, -1)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from knobwise.common.checks import at_least, positive
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.profiling.demonstrations.canvases import LABELS, PIXELS, QUESTIONS, VALUES, paint
@@ -26,7 +27,7 @@ from knobwise.profiling.elastic.resumable_training import train_resumably
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 _TOWER_WIDTH = 128
-_ASKED = LABELS  # the label that stands for "to be answered"
+_UNANSWERED = LABELS  # the label of a query
 
 
 @dataclass
@@ -57,13 +58,11 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         self.noise = (self.noise[0], self.noise[1])
         for name in ("steps", "batch_size", "max_shots"):
-            if getattr(self, name) < 1:
-                raise InputError(f"learner: {name} must be positive, not {getattr(self, name)}")
+            at_least(f"learner: {name}", getattr(self, name), 1)
         for name in ("zero_shot", "covered", "wrong"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"learner: {name} is a share between 0 and 1, not {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise InputError(f"learner: learning_rate must be positive, not {self.learning_rate}")
+        positive("learner: learning_rate", self.learning_rate)
 
 
 class Block(nn.Module):
@@ -105,16 +104,17 @@ class Learner(nn.Module):
         seen: Tensor = self.tower(images) + self.questions(question)
         return seen
 
-    def forward(self, asked: Tensor, shown: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, query: Tensor, demonstrations: Tensor, labels: Tensor) -> Tensor:
         """Logits of the query's label, [n, 10].
 
         Args:
-            asked: float32 [n, width], `see` of the query with the question asked.
-            shown: float32 [n, T, width], `see` of the demonstrations; T may be 0.
-            labels: int64 [n, T], their labels; −1 where there is no demonstration (`shown` is then ignored).
+            query: float32 [n, width], `see` of the query with its question.
+            demonstrations: float32 [n, T, width], `see` of them; T may be 0.
+            labels: int64 [n, T], their labels; −1 where there is no demonstration.
         """
         padding = labels < 0
-        x = torch.cat([shown + self.labels(labels.clamp_min(0)), (asked + self.labels.weight[_ASKED])[:, None]], 1)
+        labelled = demonstrations + self.labels(labels.clamp_min(0))
+        x = torch.cat([labelled, (query + self.labels.weight[_UNANSWERED])[:, None]], 1)
         bias = None
         if padding.any():
             bias = F.pad(torch.zeros(padding.shape).masked_fill(padding, -torch.inf), (0, 1))[:, None, None]
@@ -158,12 +158,12 @@ class Learner(nn.Module):
 
 
 def train_learner(config: LearnerConfig, state: Path, save_every_s: float = 15.0) -> Learner:
-    """Train from scratch on the digits of the training half, or go on from the checkpoint at `state`.
+    """Train from scratch on the digits of the training half, or resume from the checkpoint at `state`.
 
     Every batch depends on (seed, step) alone, so an interrupted training ends where an uninterrupted one does.
 
     Raises:
-        InputError: the checkpoint is of a training with other settings.
+        InputError: the checkpoint belongs to a training with other settings.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -209,8 +209,8 @@ def _loss(learner: Learner, config: LearnerConfig, step: int) -> Tensor:
     seen = learner.tower(torch.from_numpy(images)).unflatten(0, shape)
     tokens = seen + learner.questions(torch.from_numpy(question))
     logits = learner(tokens[:, -1], tokens[:, :-1], labels[:, :-1])
-    shown = torch.from_numpy(values)
+    right = torch.from_numpy(values)
     attributes = [
-        F.cross_entropy(head(seen).flatten(0, 1), shown[..., i].flatten()) for i, head in enumerate(learner.attributes)
+        F.cross_entropy(head(seen).flatten(0, 1), right[..., i].flatten()) for i, head in enumerate(learner.attributes)
     ]
     return F.cross_entropy(logits, labels[:, -1]) + config.attributes * torch.stack(attributes).sum()

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from knobwise.common.errors import InputError
+from knobwise.profiling.demonstrations.settings import SAMPLERS
 
-SAMPLERS = ("random", "text_similarity", "image_similarity", "mixed")
 Blocks = Mapping[str, tuple[int, int]]
-"""Columns of the embeddings, from … up to, by what they describe: `image`, `question`, …; {} where unknown."""
+"""The range of columns of an embedding that describes each part: `image`, `question`, …; {} where unknown."""
 _COMPARED = {"text_similarity": ("question",), "image_similarity": ("image",), "mixed": ("image", "question")}
 _CELLS = 1 << 24  # of the table queries × candidates at a time
 
@@ -26,25 +26,22 @@ def draw_pools(
     blocks: Blocks | None = None,
     query_images: Sequence[str] = (),
     candidate_images: Sequence[str] = (),
-    own: Tensor | None = None,
+    itself: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
     """A pool for every query, int64 [Q, N] rows of the bank, N = min(size, M); −1 at the end where too few are left.
 
     `random` draws without replacement; the others take the most similar first, by the cosine of the question's part of
     the embedding (`text_similarity`), of the image's (`image_similarity`), or the mean of both cosines (`mixed`). Where
-    the parts are unknown the whole embedding is compared. Equals, to some 1e-6, come in random order.
+    the parts are unknown the whole embedding is compared. Equal ones (to about 1e-6) come in random order.
 
     Args:
         sampler: one of `SAMPLERS`.
         queries: float32 [Q, d], embeddings.
         candidates: float32 [M, d], embeddings of the bank, in the same space.
-        size: candidates in a pool.
-        blocks: which columns describe what.
-        query_images: Q ids of images, "" where unknown, or none: candidates that show the query's image are left out.
-        candidate_images: M of them, or none.
-        own: int64 [Q], the row of the bank that is the query itself, −1 for none; it is left out too.
-        seed: of everything that is drawn.
+        query_images, candidate_images: Q and M ids of images, "" where unknown, or none: candidates that show the
+            query's image are left out.
+        itself: int64 [Q], the row of the bank that is the query itself, −1 for none; it is left out too.
 
     Raises:
         InputError: an unknown sampler, a size below 1, or a part that is compared but not among `blocks`.
@@ -54,19 +51,20 @@ def draw_pools(
     if size < 1:
         raise InputError(f"a pool needs at least one candidate, not {size}")
     if sampler != "random":
-        asked, offered = (compared(x, sampler, blocks or {}) for x in (queries, candidates))
+        query_parts, candidate_parts = (compared(x, sampler, blocks or {}) for x in (queries, candidates))
     names = {image: n for n, image in enumerate(dict.fromkeys((*query_images, *candidate_images))) if image}
     # −1 and −2 stand for images that are unknown: they equal nothing
-    asked_about = torch.tensor([names.get(image, -1) for image in query_images or [""] * len(queries)])
-    shown = torch.tensor([names.get(image, -2) for image in candidate_images or [""] * len(candidates)])
-    itself = torch.full((len(queries),), -1) if own is None else own
+    query_image = torch.tensor([names.get(image, -1) for image in query_images or [""] * len(queries)])
+    candidate_image = torch.tensor([names.get(image, -2) for image in candidate_images or [""] * len(candidates)])
+    if itself is None:
+        itself = torch.full((len(queries),), -1)
     generator = torch.Generator().manual_seed(seed)
     numbers, pools = torch.arange(len(candidates)), []
     for rows in torch.arange(len(queries)).split(max(1, _CELLS // len(candidates))):
         key = torch.rand(len(rows), len(candidates), generator=generator)
         if sampler != "random":
-            key = asked[rows] @ offered.T + 1e-6 * key
-        left_out = (asked_about[rows, None] == shown) | (itself[rows, None] == numbers)
+            key = query_parts[rows] @ candidate_parts.T + 1e-6 * key
+        left_out = (query_image[rows, None] == candidate_image) | (itself[rows, None] == numbers)
         best = key.masked_fill(left_out, -torch.inf).topk(min(size, len(candidates)))
         pools.append(best.indices.masked_fill(best.values == -torch.inf, -1))
     return torch.cat(pools)
@@ -77,19 +75,19 @@ def similarity(queries: Tensor, candidates: Tensor, pool: Tensor, blocks: Blocks
 
     `by` is a sampler other than `random`: which parts are compared. −inf where a pool has no candidate.
     """
-    asked, offered = compared(queries, by, blocks), compared(candidates, by, blocks)
-    return (offered[pool] @ asked[:, :, None]).squeeze(2).masked_fill(pool < 0, -torch.inf)
+    query_parts, candidate_parts = compared(queries, by, blocks), compared(candidates, by, blocks)
+    return (candidate_parts[pool] @ query_parts[:, :, None]).squeeze(2).masked_fill(pool < 0, -torch.inf)
 
 
 def compared(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:
     """Embeddings [n, d] → what of them is compared, [n, d'], so that inner products are mean cosines of the parts.
 
     Raises:
-        InputError: some parts are known, but not one that `by` compares.
+        InputError: a part that `by` compares is missing among the known ones.
     """
     if not blocks:
         return normalize(embeddings, dim=1)
     if missing := [name for name in _COMPARED[by] if name not in blocks]:
-        raise InputError(f"{by} compares {missing[0]}, but of the embeddings only {', '.join(blocks)} is known")
+        raise InputError(f"{by} compares {missing[0]}, but the embeddings have only {', '.join(blocks)}")
     parts = [normalize(embeddings[:, slice(*blocks[name])], dim=1) for name in _COMPARED[by]]
     return torch.cat(parts, 1) / len(parts) ** 0.5

@@ -1,4 +1,4 @@
-"""Scorers: how well a model answers queries after demonstrations; here the learner of the built-in task.
+"""How well a model answers queries after demonstrations: the protocol, and the scorer of the built-in task's learner.
 
 `knobwise.profiling.huggingface.scorer` has the scorer of Hugging Face models.
 """
@@ -13,10 +13,11 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.profiling.demonstrations.canvases import Bank, Queries
 from knobwise.profiling.demonstrations.learner import Learner
+from knobwise.profiling.measuring.questions import check_rows
 
 
 class Scorer(Protocol):
-    """What beams, environments and the judging need of a model."""
+    """What beam search, environments and evaluation need from a model."""
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         """Score queries after demonstrations, each row on its own.
@@ -38,7 +39,7 @@ class Scorer(Protocol):
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
         """Whether the demonstrations' most common answer is right, without any model: float32 [n], 0 or 1.
 
-        Of equals the first counts; without demonstrations it is wrong. Arguments as above.
+        Of equally common ones the first counts; without demonstrations it is wrong. Arguments as above.
         """
         ...
 
@@ -52,11 +53,7 @@ class LearnerScorer:
 
     Canvases are seen once, when the scorer is made; only labels depend on the query.
 
-    Args:
-        learner: put into evaluation mode.
-        queries: what is asked.
-        bank: where demonstrations come from.
-        chunk: sequences computed at a time.
+    The learner is put into evaluation mode; `chunk` sequences are computed at a time.
     """
 
     @torch.inference_mode()
@@ -64,23 +61,22 @@ class LearnerScorer:
         if chunk < 1:
             raise InputError(f"chunk must be positive, not {chunk}")
         self.learner, self.chunk = learner.eval(), chunk
-        self.asked, self.values, self.labels = (
-            torch.from_numpy(x) for x in (queries.asked, queries.values, queries.labels)
-        )
+        numbers = queries.questions, queries.values, queries.labels
+        self.questions, self.values, self.labels = map(torch.from_numpy, numbers)
         self.question, self.value = torch.from_numpy(bank.question), torch.from_numpy(bank.value)
-        images = torch.from_numpy(queries.images)[:, None].expand(-1, self.asked.shape[1], -1)
-        self._asked = learner.see(images, self.asked.clamp_min(0))  # [Q, 2, width]
-        self._shown = learner.see(torch.from_numpy(bank.images), self.question)  # [M, width]
+        images = torch.from_numpy(queries.images)[:, None].expand(-1, self.questions.shape[1], -1)
+        self._query_tokens = learner.see(images, self.questions.clamp_min(0))  # [Q, 2, width]
+        self._bank_tokens = learner.see(torch.from_numpy(bank.images), self.question)  # [M, width]
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        self._check(queries, demonstrations)
+        check_rows(queries, demonstrations, len(self.questions), len(self.value))
         # row, part: each question asked is one sequence of the learner
-        row, part = (self.asked[queries] >= 0).nonzero().unbind(1)
-        found = [
+        row, part = (self.questions[queries] >= 0).nonzero().unbind(1)
+        chunks = [
             self._answer(queries[r], p, demonstrations[r])
             for r, p in zip(row.split(self.chunk), part.split(self.chunk), strict=True)
         ]
-        log_prob, right, relative = torch.cat(found, 1) if found else torch.zeros(3, 0)
+        log_prob, right, relative = torch.cat(chunks, 1) if chunks else torch.zeros(3, 0)
         parts = torch.zeros(len(queries)).index_add_(0, row, torch.ones(len(row)))
 
         def total(x: Tensor) -> Tensor:
@@ -96,25 +92,25 @@ class LearnerScorer:
         }
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
-        self._check(queries, demonstrations)
+        check_rows(queries, demonstrations, len(self.questions), len(self.value))
         shots = demonstrations.shape[1]
         if shots == 0:
             return torch.zeros(len(queries))
         question = torch.where(demonstrations < 0, -1, self.question[demonstrations.clamp_min(0)])
         value = self.value[demonstrations.clamp_min(0)]
         right = torch.ones(len(queries), dtype=torch.bool)
-        for asked, true in zip(self.asked[queries].T, self._true(queries).T, strict=True):
-            votes = question == asked[:, None]
+        for wanted, true in zip(self.questions[queries].T, self._true(queries).T, strict=True):
+            votes = question == wanted[:, None]
             alike = (value[:, :, None] == value[:, None, :]) & votes[:, None, :] & votes[:, :, None]
-            # of equals the first: fewer than `shots` places cannot outweigh a vote
+            # ties go to the first: fewer than `shots` places cannot outweigh a vote
             best = (alike.sum(2) * shots - torch.arange(shots)).argmax(1, keepdim=True)
             winner = torch.where(votes.gather(1, best), value.gather(1, best), -1)[:, 0]
-            right &= (asked < 0) | (winner == true)
+            right &= (wanted < 0) | (winner == true)
         return right.float()
 
     def _true(self, queries: Tensor) -> Tensor:
         """int64 [n, 2]: the right answer to each question asked."""
-        return self.values[queries].gather(1, self.asked[queries].clamp_min(0))
+        return self.values[queries].gather(1, self.questions[queries].clamp_min(0))
 
     @torch.inference_mode()
     def _answer(self, queries: Tensor, part: Tensor, demonstrations: Tensor) -> Tensor:
@@ -122,22 +118,9 @@ class LearnerScorer:
         real = demonstrations.clamp_min(0)
         labels = self.labels[queries[:, None], self.question[real], self.value[real]]
         labels = torch.where(demonstrations < 0, -1, labels)
-        logits = self.learner(self._asked[queries, part], self._shown[real], labels)
-        asked = self.asked[queries, part]
-        label = self.labels[queries, asked, self.values[queries, asked]]
+        logits = self.learner(self._query_tokens[queries, part], self._bank_tokens[real], labels)
+        question = self.questions[queries, part]
+        label = self.labels[queries, question, self.values[queries, question]]
         log_probs = logits.log_softmax(1)
         right, likeliest = log_probs.gather(1, label[:, None])[:, 0], log_probs.max(1).values
         return torch.stack([right, (right == likeliest).float(), (right - likeliest).exp()])
-
-    def _check(self, queries: Tensor, demonstrations: Tensor) -> None:
-        if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
-            shapes = tuple(queries.shape), tuple(demonstrations.shape)
-            raise InputError(
-                f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], [n, T]"
-            )
-        for what, rows, least, count in (
-            ("query", queries, 0, len(self.asked)),
-            ("demonstration", demonstrations, -1, len(self.value)),
-        ):
-            if len(wrong := rows[(rows < least) | (rows >= count)]):
-                raise InputError(f"{what} {wrong[0]} does not exist; there are {count}")

@@ -1,113 +1,86 @@
-"""Tasks that beam data are recorded of: queries, their pools, and the model that answers them."""
+"""Tasks that beam data are recorded for: queries, their pools, and the model that answers them.
+
+The built-in task draws canvases and computes embeddings from them; a vision-language model brings files of its own.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, fields, replace
+import copy
+from dataclasses import replace
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.random import RandomState
+from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.profiling.demonstrations.pools import SAMPLERS, draw_pools
+from knobwise.profiling.demonstrations.canvases import (
+    ANNOTATORS,
+    QUESTIONS,
+    VARIANTS,
+    Bank,
+    Queries,
+    draw_bank,
+    draw_covering_pools,
+    draw_queries,
+)
+from knobwise.profiling.demonstrations.learner import WIDTH, Learner
+from knobwise.profiling.demonstrations.pools import draw_pools
+from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
+from knobwise.profiling.demonstrations.settings import SAMPLERS, LearnerTaskConfig, PoolConfig, VLMTaskConfig
+from knobwise.profiling.measuring.machine import digests
+from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
+from knobwise.profiling.measuring.settings import changed_settings
 
-if TYPE_CHECKING:
-    from knobwise.profiling.demonstrations.scorers import Scorer
+SIZES = {"train": (3300, 12000), "test": (1500, 4000)}
+"""Queries and items of the bank, by part. The digits of the test part were held out when the learner was trained."""
+PARTS = tuple(SIZES)
+BLOCKS = {
+    "image": (0, WIDTH),
+    "question": (WIDTH, WIDTH + len(QUESTIONS)),
+    "annotator": (WIDTH + len(QUESTIONS), WIDTH + len(QUESTIONS) + ANNOTATORS),
+}
+"""Columns of the embeddings: what the learner's tower makes of the canvas; which questions are asked (queries) or
+answered (candidates), one-hot; who annotated, one-hot (queries: 0)."""
+_IMAGE_SCALE = 0.2  # the image's columns then weigh about as much as the others together
+_STEPS = 4096  # embeddings are multiples of 1/4096: the same on every machine, and so is the table's digest
+DATA = Path(str(resources.files("knobwise.profiling") / "data"))
 
-
-@dataclass
-class LearnerTaskConfig:
-    """The built-in task: a small in-context learner answers questions about canvases."""
-
-    variant: str = "careless"
-    """careless: six of ten annotators often give wrong answers, on clean images; careful: none does."""
-    part: str = "train"
-    """train, or test: other digits and another bank."""
-    queries: int | None = None
-    """How many are made; None for 3,300 (train) or 1,500 (test)."""
-    candidates: int | None = None
-    """Items of the bank; None for 12,000 or 4,000."""
-    seed: int = 0
-    """Of all that is made; what comes with knobwise has 0."""
-
-
-@dataclass
-class VLMTaskConfig:
-    """A Hugging Face vision-language model and the questions that it answers."""
-
-    data: str = ""
-    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers, optionally image_id and choices. Each is
-    a query, and without `bank` a possible demonstration of the others."""
-    bank: str = ""
-    """File of the possible demonstrations."""
-    embeddings: str = ""
-    """Embeddings of the bank (.safetensors, .npz, .npy, .pt), a row for each item; knobwise does not make them."""
-    query_embeddings: str = ""
-    """Those of the queries, of the same encoder; not needed without `bank`."""
-    image_columns: int | None = None
-    """So many columns at the beginning are of the image and the others of the question; None where both are mixed, as
-    in the mean of CLIP's two: then whole embeddings are compared."""
-    queries: int | None = None
-    """Record the first so many queries; None for all."""
-    batch_size: int = 8
-    """Prompts computed at a time."""
-    max_choices: int = 16
-    """Answers that a model chooses among where the data name no choices."""
-    dtype: str = "auto"
-    """Of the weights: auto, bfloat16, float16 or float32."""
-    device: str | None = None
-    """cpu, cuda; None for the GPU where there is one."""
-
-
-@dataclass
-class PoolConfig:
-    """Which candidates a query's demonstrations are chosen from."""
-
-    sampler: str | None = None
-    """random, text_similarity, image_similarity, mixed (the mean of both similarities), or with model=learner covers:
-    some candidates that answer the question, others that look alike. None for covers there, else mixed."""
-    size: int = 48
-    """Candidates in a pool; those of covers are 48 whatever stands here."""
-    seed: int = 0
-    """Of what is drawn."""
-
-    def __post_init__(self) -> None:
-        if self.sampler not in (None, "covers", *SAMPLERS):
-            raise InputError(f"pool.sampler={self.sampler}: known are covers, {', '.join(SAMPLERS)}")
-        if self.size < 1:
-            raise InputError(f"pool.size must be 1 at least, not {self.size}")
+Task = tuple[Queries, Bank]
 
 
 class BeamTask(NamedTuple):
-    """What sequences are recorded of."""
+    """A task that sequences are recorded for."""
 
     table: BeamTable
     """With pools, without beams."""
     scorer: Scorer
     words: list[str]
-    """The settings of the command line that make it."""
+    """Its settings on the command line."""
     sources: dict[str, str] = {}
-    """sha256 of the files that it is read from, where the table does not hold their content."""
+    """sha256 of the files that it is read from, where the table does not contain them."""
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
-    """The built-in task, on pools of its own or drawn by the sampler.
+    """The built-in task, with its own pools or pools drawn by a sampler.
 
     Raises:
         InputError: no such variant or part.
     """
-    from knobwise.profiling.demonstrations.builtin import task_table
-
     table, scorer = task_table(
         config.variant, config.part, queries=config.queries, candidates=config.candidates, seed=config.seed
     )
     if pool.sampler not in (None, "covers"):
         table = replace(table, pool=_pools(table, pool, None))
-    return BeamTask(table, scorer, ["model=learner", *changed("learner.", config), *changed("pool.", pool)])
+    words = ["model=learner", *changed_settings("learner.", config), *changed_settings("pool.", pool)]
+    return BeamTask(table, scorer, words)
 
 
 def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
@@ -123,53 +96,61 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
                 "model=elastic and model=learner"
             )
     if pool.sampler == "covers":
-        raise InputError(f"pool.sampler=covers is of model=learner; for others there are {', '.join(SAMPLERS)}")
+        raise InputError(f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}")
     from knobwise.profiling.huggingface.scorer import VLMScorer
-    from knobwise.profiling.measuring.questions import read_vqa_data
 
     data = read_vqa_data(config.data, config.bank or None)
-    same = data.queries is data.bank
-    candidates = read_embeddings(config.embeddings)
-    if not same and not config.query_embeddings:
-        raise InputError(f"{config.data}: queries that are not the bank's items need vlm.query_embeddings")
-    queries = read_embeddings(config.query_embeddings) if config.query_embeddings else candidates.clone()
-    for path, found, items in (
-        (config.query_embeddings or config.embeddings, queries, data.queries),
-        (config.embeddings, candidates, data.bank),
-    ):
-        if len(found) != len(items):
-            raise InputError(f"{path}: has {len(found)} rows for {len(items)} items; it needs one each, in their order")
-    if queries.shape[1] != candidates.shape[1]:
-        raise InputError(f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank's {candidates.shape[1]}")
-    width, split = queries.shape[1], config.image_columns
-    if split is not None and not 0 < split < width:
-        raise InputError(f"vlm.image_columns={split}: must leave columns to both parts of the {width}")
-    none = torch.empty(len(queries), 0, dtype=torch.int64)
+    queries, candidates, blocks = _read_embeddings(data, config)
     table = BeamTable(
         name=Path(config.data).stem,
         query_ids=tuple(item.id for item in data.queries),
-        pool=none,
-        sequences=none[..., None],
-        fields={},
-        found_by=none,
-        round=none,
+        pool=torch.empty(len(queries), 0, dtype=torch.int64),
+        **_no_beams(len(queries)),
         queries=queries,
         candidates=candidates,
         query_images=tuple(item.image_id for item in data.queries),
         candidate_images=tuple(item.image_id for item in data.bank),
-        blocks={} if split is None else {"image": (0, split), "question": (split, width)},
+        blocks=blocks,
     )
     if config.queries is not None:
         table = table.select(torch.arange(min(config.queries, table.num_queries)))
-    table = replace(table, pool=_pools(table, pool, torch.arange(table.num_queries) if same else None))
-    about = {"batch_size": config.batch_size, "max_choices": config.max_choices}
-    scorer = VLMScorer.load(model, data, device=config.device, dtype=config.dtype, **about)
-    words = [f"model={model}", *changed("vlm.", config), *changed("pool.", pool)]
-    files = [path for path in (config.data, config.bank) if path]
-    return BeamTask(table, scorer, words, {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files})
+    itself = torch.arange(table.num_queries) if data.queries is data.bank else None
+    table = replace(table, pool=_pools(table, pool, itself))
+    sizes = {"batch_size": config.batch_size, "max_choices": config.max_choices}
+    scorer = VLMScorer.load(model, data, device=config.device, dtype=config.dtype, **sizes)
+    words = [f"model={model}", *changed_settings("vlm.", config), *changed_settings("pool.", pool)]
+    return BeamTask(table, scorer, words, digests(Path(), [path for path in (config.data, config.bank) if path]))
 
 
-def _pools(table: BeamTable, config: PoolConfig, own: Tensor | None) -> Tensor:
+def _read_embeddings(data: VQAData, config: VLMTaskConfig) -> tuple[Tensor, Tensor, dict[str, tuple[int, int]]]:
+    """Those of queries and bank, and which of their columns describe what."""
+    candidates = read_embeddings(config.embeddings)
+    if data.queries is not data.bank and not config.query_embeddings:
+        raise InputError(f"{config.data}: queries that are not the bank's items need vlm.query_embeddings")
+    queries = read_embeddings(config.query_embeddings) if config.query_embeddings else candidates.clone()
+    for path, rows, items in (
+        (config.query_embeddings or config.embeddings, queries, data.queries),
+        (config.embeddings, candidates, data.bank),
+    ):
+        if len(rows) != len(items):
+            raise InputError(f"{path}: has {len(rows)} rows for {len(items)} items; it needs a row for each, in order")
+    if queries.shape[1] != candidates.shape[1]:
+        raise InputError(f"{config.query_embeddings}: is {queries.shape[1]} wide, the bank's {candidates.shape[1]}")
+    width, split = queries.shape[1], config.image_columns
+    if split is None:
+        return queries, candidates, {}
+    if not 0 < split < width:
+        raise InputError(f"vlm.image_columns={split}: must leave columns to both parts of the {width}")
+    return queries, candidates, {"image": (0, split), "question": (split, width)}
+
+
+def _no_beams(queries: int) -> dict[str, Any]:
+    """The fields of a table before anything is recorded."""
+    empty = torch.zeros(queries, 0, dtype=torch.int64)
+    return {"sequences": empty[:, :, None], "fields": {}, "found_by": empty, "round": empty}
+
+
+def _pools(table: BeamTable, config: PoolConfig, itself: Tensor | None) -> Tensor:
     return draw_pools(
         config.sampler or "mixed",
         table.queries,
@@ -178,17 +159,85 @@ def _pools(table: BeamTable, config: PoolConfig, own: Tensor | None) -> Tensor:
         blocks=table.blocks,
         query_images=table.query_images,
         candidate_images=table.candidate_images,
-        own=own,
+        itself=itself,
         seed=config.seed,
     )
 
 
-def changed(prefix: str, settings: Any, leave_out: tuple[str, ...] = ()) -> list[str]:
-    """Every setting that is not the default, as key=value."""
-    values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in leave_out}
-    usual = type(settings)()
-    return [f"{prefix}{name}={_word(x)}" for name, x in values.items() if x != getattr(usual, name)]
+def task_table(
+    variant: str, part: str, *, queries: int | None = None, candidates: int | None = None, seed: int = 0
+) -> tuple[BeamTable, LearnerScorer]:
+    """Draw a part of the built-in task: its table without beams, and the scorer to find some with.
+
+    Args:
+        variant: "careless" or "careful".
+        part: "train" or "test".
+        queries, candidates: how many; None for `SIZES`.
+        seed: of everything drawn; the built-in data have 0.
+
+    Raises:
+        InputError: no such variant or part; sizes below 1.
+    """
+    task = draw_part(variant, part, queries, candidates, seed)
+    pool = torch.from_numpy(draw_covering_pools(RandomState([seed, PARTS.index(part), 1]), *task, VARIANTS[variant]))
+    beams = {"pool": pool, **_no_beams(len(pool))}
+    return part_table(variant, part, task, **beams), LearnerScorer(builtin_learner(), *task)
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+@cache
+def builtin_learner() -> Learner:
+    """The learner that comes with knobwise."""
+    return Learner.load(DATA / "learner.safetensors")
+
+
+def check_part(variant: str, part: str) -> None:
+    for what, name, known in (("variant", variant, tuple(VARIANTS)), ("part", part, PARTS)):
+        if name not in known:
+            raise InputError(f"built-in demonstrations: no {what} {name!r}; there are {', '.join(known)}")
+
+
+def draw_part(variant: str, part: str, queries: int | None, candidates: int | None, seed: int) -> Task:
+    check_part(variant, part)
+    sizes = (queries, candidates)
+    q, m = (usual if size is None else size for size, usual in zip(sizes, SIZES[part], strict=True))
+    if q < 1 or m < 1:
+        raise InputError(f"built-in demonstrations: at least one query and one candidate, not {q} and {m}")
+    rng, held_out = RandomState([seed, PARTS.index(part)]), part == "test"
+    bank = draw_bank(rng, m, held_out, VARIANTS[variant])
+    return draw_queries(rng, q, held_out), bank
+
+
+def part_table(variant: str, part: str, task: Task, **beams: Any) -> BeamTable:
+    queries, candidates = embeddings_of(*task, builtin_learner())
+    return BeamTable(
+        name=f"canvases, {variant} annotators, {part}",
+        query_ids=tuple(f"{part}-{i}" for i in range(len(queries))),
+        queries=queries,
+        candidates=candidates,
+        blocks=BLOCKS,
+        **beams,
+    )
+
+
+def embeddings_of(queries: Queries, bank: Bank, learner: Learner) -> tuple[Tensor, Tensor]:
+    """Embeddings of queries [Q, 77] and of the bank's items [M, 77], float32."""
+    questions, annotators = np.arange(len(QUESTIONS)), np.arange(ANNOTATORS)
+    wanted = (queries.questions[:, :, None] == questions).any(1)
+    nobody = np.zeros((len(queries), ANNOTATORS))
+    answered, annotator = bank.question[:, None] == questions, bank.annotator[:, None] == annotators
+    return (
+        _columns(_see(queries.images, learner), wanted, nobody),
+        _columns(_see(bank.images, learner), answered, annotator),
+    )
+
+
+def _columns(image: Tensor, *others: NDArray[Any]) -> Tensor:
+    return torch.cat([image, *(torch.from_numpy(x) for x in others)], 1).float()
+
+
+@torch.no_grad()
+def _see(images: NDArray[np.float32], learner: Learner) -> Tensor:
+    # in double precision and then rounded, so that every machine gives the same
+    tower = copy.deepcopy(learner.tower).double()
+    seen: Tensor = tower(torch.from_numpy(images).double()) * (_IMAGE_SCALE * _STEPS)
+    return seen.round() / _STEPS

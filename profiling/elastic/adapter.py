@@ -1,9 +1,8 @@
-"""The elastic model behind the interface of all models whose knobs are set
-(`knobwise.profiling.measuring.adaptive_model`).
+"""The elastic model behind the interface of all models with knobs (`knobwise.profiling.measuring.adaptive_model`).
 
-The first stage scales the image down to its overview, which every configuration begins with: the answer goes on from
-it, and what a decision sees is computed from it. The mean of the overview's tokens is linear in the mean of its
-windows: the features need none of the tokens themselves, which the answer embeds with all others in one go.
+The first stage scales the image down to its overview, which every configuration begins with: the answer continues from
+it, and the features of a decision are computed from it. The mean of the overview's tokens is linear in the mean of its
+windows: the features need none of the tokens themselves, which the answer embeds with all others at once.
 """
 
 from __future__ import annotations
@@ -19,10 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.elastic.model import STRIDE, TILE, Configuration, ElasticVLM
-from knobwise.profiling.elastic.profile import shipped_model
+from knobwise.profiling.elastic.model import STRIDE, TILE, ElasticVLM, shipped_model
 from knobwise.profiling.elastic.scenes import CELL, END, FILLER, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS, Scenes
-from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request, check_configuration
+from knobwise.profiling.elastic.settings import Configuration
+from knobwise.profiling.measuring.adaptive_model import (
+    Answer,
+    FirstStage,
+    KnobSupport,
+    Request,
+    check_configuration,
+    clock_ms,
+)
 
 _PROMPT_TOKENS = np.float32(PROMPT_TOKENS)
 _PROMPT = torch.Size((1, PROMPT_TOKENS))
@@ -40,11 +46,12 @@ class ElasticAdaptive:
 
     Args:
         model: None for the one that comes with knobwise.
-        name: how it is called in files and reports.
+        name: its name in files and reports.
+        features: whether the first stage computes what a decision sees.
     """
 
-    def __init__(self, model: ElasticVLM | None = None, name: str = "elastic") -> None:
-        self.model, self.name = model or shipped_model(), name
+    def __init__(self, model: ElasticVLM | None = None, name: str = "elastic", features: bool = True) -> None:
+        self.model, self.name, self.features = model or shipped_model(), name, features
         size, full = self.model.size, self.model.full
         self.knobs = (
             KnobSupport("max_crops", full.max_crops, 1, size.max_crops, "16-pixel tiles of the image, at most"),
@@ -87,18 +94,20 @@ class ElasticAdaptive:
         Raises:
             InputError: an image or a question that the model cannot take.
         """
-        start, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        start, cpu = clock_ms(), time.thread_time_ns()
         image, prompt = request.image, request.question
         if not (isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32):
             image = as_image(image)
         if not (isinstance(prompt, Tensor) and prompt.shape == _PROMPT and prompt.dtype == torch.int64):
             prompt = as_prompt(prompt)
         overview = self.model.overview(image)
-        done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
-        features = self._features(image, overview.numpy(), prompt.numpy()[0])
+        done, cpu_done = clock_ms(), time.thread_time_ns()
         kept = image, prompt, overview, (cpu_done - cpu) / 1e6
-        end = time.perf_counter_ns()
-        return FirstStage(request, features, kept, (end - start) / 1e6, (end - done) / 1e6)
+        if not self.features:
+            return FirstStage(request, {}, kept, done - start, 0.0)
+        features = self._features(image, overview.numpy(), prompt.numpy()[0])
+        end = clock_ms()
+        return FirstStage(request, features, kept, end - start, end - done)
 
     def _features(
         self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]
@@ -111,9 +120,9 @@ class ElasticAdaptive:
         # to the mean of the windows, rows and columns of pixels apart: [3, 16, 16] → [3, 16, 8] → [3, 8, 8] transposed
         across = overview.reshape(-1, TILE).dot(_MEAN_WINDOW).reshape(3, TILE, CELL).swapaxes(1, 2)
         joined[:width] += across.reshape(-1, TILE).dot(_MEAN_WINDOW).reshape(-1).dot(self._stem)
-        asked = joined[2 * width :]
-        np.add.reduce(self._words.take(prompt, 0), 0, out=asked)
-        asked /= _PROMPT_TOKENS
+        language = joined[2 * width :]
+        np.add.reduce(self._words.take(prompt, 0), 0, out=language)
+        language /= _PROMPT_TOKENS
         joined = joined.astype(np.float16).astype(np.float32)
         return {"image_features": joined[: 2 * width], "language_features": joined[2 * width :]}
 
@@ -133,15 +142,15 @@ class ElasticAdaptive:
 
     def _answer(self, stage: FirstStage, configuration: Configuration) -> Answer:
         image, prompt, overview, cpu_ms = stage.kept
-        # by clocks around the call: what it takes to enter and leave it is the model's own
-        start, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        # clocks around the call: entering and leaving it is the model's own time
+        start, cpu = clock_ms(), time.thread_time_ns()
         run = self.model.generate(image, prompt, configuration, overview)
-        done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
+        done, cpu_done = clock_ms(), time.thread_time_ns()
         before = stage.total_ms - stage.extra_ms  # 0 for a first stage that comes from a cache
         cpu_ms = (cpu_done - cpu) / 1e6 + (cpu_ms if before > 0 else 0.0)
         return Answer(
             " ".join(WORDS[token] for token in run.tokens if token != END),
-            total_ms=before + (done - start) / 1e6,
+            total_ms=before + done - start,
             prefill_ms=before + run.prefill_ms,
             vision_ms=before + run.vision_ms,
             vision_tokens=run.vision_tokens,
@@ -191,10 +200,10 @@ def as_prompt(question: Any) -> Tensor:
         tokens = [TOKEN[word] for word in words]
         tokens += [FILLER] * (PROMPT_TOKENS - 1 - len(tokens))
         return torch.tensor([[*tokens, TOKEN["<answer>"]]])
-    asked = question if isinstance(question, Tensor) else torch.as_tensor(np.asarray(question))
-    if asked.numel() != PROMPT_TOKENS or asked.is_floating_point():
-        raise InputError(f"question: tokens of shape {list(asked.shape)}; int64 [1, {PROMPT_TOKENS}] is needed")
-    return asked.reshape(1, PROMPT_TOKENS)
+    prompt = question if isinstance(question, Tensor) else torch.as_tensor(np.asarray(question))
+    if prompt.numel() != PROMPT_TOKENS or prompt.is_floating_point():
+        raise InputError(f"question: tokens of shape {list(prompt.shape)}; int64 [1, {PROMPT_TOKENS}] is needed")
+    return prompt.reshape(1, PROMPT_TOKENS)
 
 
 def request_of(scene: Scenes) -> Request:

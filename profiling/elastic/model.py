@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from knobwise.common.files import written_whole
 from knobwise.profiling.elastic.scenes import ANSWER_TOKENS, CELL, END, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS
+from knobwise.profiling.elastic.settings import Configuration, ElasticSize
+from knobwise.profiling.measuring.adaptive_model import clock_ms
 
 TILE = 16  # pixels
 STRIDE = 4  # pixels between windows, which overlap by half: a tile is nine tokens
@@ -36,52 +38,13 @@ _FIRST_PLACE, _PLACES = TOKEN["r0"], 2 * MAX_SIDE  # the words r0 … r7 c0 … 
 _DIGIT_CLASSES = 11
 
 
-class Configuration(NamedTuple):
-    """One value per knob."""
-
-    max_crops: int
-    """Cap on the number of 16-pixel tiles; a small image uses fewer."""
-    top_k: int
-    """Experts per token."""
-    num_active_blocks: int
-    """Blocks that run; the first and the last always do."""
-
-
-@dataclass
-class ElasticSize:
-    """Widths of the model; the defaults give 0.70 M parameters."""
-
-    width: int = 96
-    """Width of a token."""
-    heads: int = 4
-    """Attention heads; they divide the width."""
-    blocks: int = 6
-    """Transformer blocks."""
-    experts: int = 8
-    """Experts in each block."""
-    expert_width: int = 48
-    """Hidden width of an expert."""
-    max_top_k: int = 4
-    """The most experts per token that the model is trained with, and may be run with."""
-    max_crops: int = 12
-    """The most tiles per image that the model is trained with."""
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
-        if self.blocks < 2 or not 1 <= self.max_top_k <= self.experts:
-            raise ValueError(f"need at least 2 blocks and 1 ≤ max_top_k ≤ experts, got {self}")
-
-
 class Generation(NamedTuple):
-    """An answer and what it cost: token ids (``<end>`` included), milliseconds of wall and thread CPU time."""
+    """An answer and what it cost: token ids (``<end>`` included), ms by the clock in use."""
 
     tokens: list[int]
-    total_ms: float
     prefill_ms: float
     vision_ms: float
     """The part of `prefill_ms` until everything is embedded."""
-    cpu_ms: float
     vision_tokens: int
 
 
@@ -281,14 +244,6 @@ class ElasticVLM(nn.Module):
         dropped = set(self.drop_order[: total - num_active_blocks])
         return tuple(i for i in range(total) if i not in dropped)
 
-    def check(self, configuration: Configuration) -> None:
-        """Raise ``ValueError`` if the model cannot run this configuration."""
-        if configuration.max_crops < 1:
-            raise ValueError(f"max_crops must be at least 1, not {configuration.max_crops}")
-        if not 1 <= configuration.top_k <= self.size.max_top_k:
-            raise ValueError(f"top_k must be 1 to {self.size.max_top_k}, not {configuration.top_k}")
-        self.active_blocks(configuration.num_active_blocks)
-
     @torch.inference_mode()
     def overview(self, images: Tensor) -> Tensor:
         """The image scaled to one tile, [B, 3, 16, 16]: what no knob changes, and every setting begins with."""
@@ -333,11 +288,11 @@ class ElasticVLM(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Teacher-forced logits [B, 9, words] for ``answers`` [B, 9], and the prefix's last states [B, P, width].
 
-        ``blocks`` overrides which blocks run (for calibration and training); by default the configuration says.
+        ``blocks`` overrides which blocks run (for calibration and training); by default the configuration decides.
         """
         prefix = self.prefix(images, prompts, configuration.max_crops)
-        said = self.words(answers[:, :-1]) + self.slots.weight[PROMPT_TOKENS : PROMPT_TOKENS + answers.shape[1] - 1]
-        x, length = torch.cat((prefix, said), 1), prefix.shape[1]
+        spoken = self.words(answers[:, :-1]) + self.slots.weight[PROMPT_TOKENS : PROMPT_TOKENS + answers.shape[1] - 1]
+        x, length = torch.cat((prefix, spoken), 1), prefix.shape[1]
         # the prefix sees all of itself and none of the answer; the answer sees the prefix and its own past
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         mask[:length, :length] = True
@@ -350,40 +305,31 @@ class ElasticVLM(nn.Module):
     def generate(
         self, image: Tensor, prompt: Tensor, configuration: Configuration, overview: Tensor | None = None
     ) -> Generation:
-        """Decode one answer greedily, timing it: ``image`` [1, 3, h, w], ``prompt`` [1, 6].
+        """Decode one answer greedily, timing it by `clock_ms`: ``image`` [1, 3, h, w], ``prompt`` [1, 6].
 
-        The clock covers everything from the pixels to the last token: scaling, tiling, prefill, decoding; but for an
-        ``overview`` that was made before.
+        An ``overview`` that was made before is not made again.
         """
         active = [self.block(i) for i in self.active_blocks(configuration.num_active_blocks)]
         top_k, tokens = configuration.top_k, []
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        start = clock_ms()
         x = self.prefix(image, prompt, configuration.max_crops, overview)
-        embedded = time.perf_counter_ns()
+        embedded = clock_ms()
         length, past = x.shape[1], []
         for block in active:
             x, cache = block(x, top_k)
             past.append(cache)
         tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
-        prefill = time.perf_counter_ns()
+        prefill = clock_ms()
         while tokens[-1] != END and len(tokens) < ANSWER_TOKENS:
             x = (self.words.weight[tokens[-1]] + self.slots.weight[PROMPT_TOKENS + len(tokens) - 1])[None, None]
             for i, block in enumerate(active):
                 x, past[i] = block(x, top_k, past=past[i])
             tokens.append(int(self.head(self.norm(x[:, -1])).argmax()))
-        done, cpu_done = time.perf_counter_ns(), time.thread_time_ns()
-        return Generation(
-            tokens=tokens,
-            total_ms=(done - wall) / 1e6,
-            prefill_ms=(prefill - wall) / 1e6,
-            vision_ms=(embedded - wall) / 1e6,
-            cpu_ms=(cpu_done - cpu) / 1e6,
-            vision_tokens=length - PROMPT_TOKENS,
-        )
+        return Generation(tokens, prefill - start, embedded - start, length - PROMPT_TOKENS)
 
     @torch.inference_mode()
     def features(self, images: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """What is known before a configuration is chosen: image [B, 2·width] and language [B, width] features.
+        """Features that are known before a configuration is chosen: image [B, 2·width] and language [B, width].
 
         Image: the mean of the overview's tokens, then the grid-size token. Language: the mean of the prompt's word
         embeddings. Neither depends on a knob, on a tile, or on the answer.
@@ -402,7 +348,7 @@ class ElasticVLM(nn.Module):
     def load(cls, path: Path) -> ElasticVLM:
         """Read what :meth:`save` wrote; the model is in evaluation mode, single precision.
 
-        Raises ``ValueError`` for a file that is none.
+        Raises ``ValueError`` for another kind of file.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -414,3 +360,18 @@ class ElasticVLM(nn.Module):
         model.drop_order = tuple(json.loads(metadata["drop_order"]))
         model.training_s = float(metadata["training_s"])
         return model.eval()
+
+
+def shipped_model() -> ElasticVLM:
+    """The trained model that the built-in profile was measured on."""
+    return ElasticVLM.load(weights_path("shipped"))
+
+
+def weights_path(model: str) -> Path:
+    """The file of weights that a setting names: ``shipped`` for the weights that come with knobwise, or a path."""
+    if model == "shipped":
+        return Path(str(resources.files("knobwise.profiling") / "data" / "elastic.safetensors"))
+    path = Path(model)
+    if not path.exists():
+        raise ValueError(f"model={model}: no such file")
+    return path

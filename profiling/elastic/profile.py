@@ -1,94 +1,75 @@
-"""Profile the elastic model: train it, measure it, write the profile. One call, which can be interrupted at any time.
+"""Profile the elastic model: train or load it, measure it, write the profile. One call, which can be interrupted at any
+time.
 
 profile_elastic("out")  →  out/table.parquet  features.npz  samples.parquet  profile.json  elastic.safetensors
                            out/exp5/…  out/exp6/…  (the same measurements as exp5/exp6 files)
-                           out/state/…  (what an interrupted run goes on from; may be removed afterwards)
+                           out/state/…  (what a repeated call resumes from; may be removed afterwards)
 """
 
 from __future__ import annotations
 
-import itertools
+import platform
 import shutil
-from dataclasses import asdict, dataclass, field, replace
-from importlib import resources
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import torch
+from numpy.typing import NDArray
 
 from knobwise.common.files import written_whole
-from knobwise.profiling.elastic.measuring import Measurements, claim, measure, one_thread
-from knobwise.profiling.elastic.model import Configuration, ElasticSize, ElasticVLM
-from knobwise.profiling.elastic.outputs import cpu_name, write_profile
-from knobwise.profiling.elastic.scenes import draw_samples
-from knobwise.profiling.elastic.training import TrainingConfig, train
-from knobwise.profiling.measuring.figures import describe
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, question_of
+from knobwise.profiling.elastic.model import ElasticVLM, weights_path
+from knobwise.profiling.elastic.scenes import CELL, QUESTIONS, Scenes, draw_samples, share_of_right, to_words
+from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
+from knobwise.profiling.elastic.training import train
+from knobwise.profiling.measuring.adaptive_model import check_configuration
+from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, write_json
+from knobwise.profiling.measuring.measuring import Plan, appended, measure, read_logs
+from knobwise.profiling.measuring.outputs import (
+    CLOCK_NAMES,
+    cells_of,
+    describe,
+    long_records,
+    profile_figures,
+    steadiness,
+    write_exp_files,
+    write_table,
+)
+from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.profiling.measuring.settings import changed_settings
 
+DATASET = "elastic_scenes"
 MODEL_FILE = "elastic.safetensors"
-
-
-@dataclass
-class ElasticProfileConfig:
-    """What ``profile_elastic`` measures."""
-
-    samples: int = 2000
-    """Scenes, each with one question, made of digit images that training never saw."""
-    repeats: int = 3
-    """Measurements per (sample, configuration); the median is kept."""
-    seed: int = 1
-    """Seeds the scenes and the order of measuring."""
-    max_crops: tuple[int, ...] = (2, 4, 8, 12)
-    """Values of the first knob: caps on the tiles of an image."""
-    top_k: tuple[int, ...] = (1, 2, 3, 4)
-    """Values of the second knob: experts per token."""
-    num_active_blocks: tuple[int, ...] = (3, 4, 5, 6)
-    """Values of the third knob: blocks that run."""
-    model: str = ""
-    """Weights (.safetensors) to measure; ``shipped`` for those that come with knobwise; empty trains a new model."""
-    exp_json: bool = True
-    """Whether to write exp5/exp6 files too; they are some hundred times larger than the table."""
-    quick: bool = False
-    """A trial run in a minute: at most 32 samples, 1 repeat, 40 training steps. The figures mean nothing."""
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    """How the model is trained."""
-    size: ElasticSize = field(default_factory=ElasticSize)
-    """How large the model is."""
-
-    def __post_init__(self) -> None:
-        if self.samples < 1 or self.repeats < 1:
-            raise ValueError(
-                f"elastic.samples and elastic.repeats must be positive, not {self.samples} and {self.repeats}"
-            )
-        for name in Configuration._fields:
-            values = tuple(int(v) for v in getattr(self, name))
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} needs at least one value and no value twice, not {values}")
-            setattr(self, name, values)
-
-    @property
-    def configurations(self) -> list[Configuration]:
-        """Every combination of the knobs' values."""
-        return [Configuration(*c) for c in itertools.product(self.max_crops, self.top_k, self.num_active_blocks)]
+KNOBS = Configuration._fields
+_WARM_UP_ROUNDS = 3
 
 
 def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = None) -> Path:
     """Train (or load) the elastic model, measure every configuration, write the profile, and return its folder.
 
-    Calling it again with the same ``config`` after an interruption goes on where it stopped. Everything runs on one
-    torch thread. Raises ``ValueError`` for settings that the model cannot run, or if ``out_dir`` holds another run.
+    Repeat the call with the same ``config`` to resume it. Everything runs on one torch thread.
+
+    Raises:
+        ValueError: settings that the model cannot run, or another run in ``out_dir``.
     """
     config = config or ElasticProfileConfig()
     if config.quick:
         training = replace(config.training, steps=min(config.training.steps, 40))
         config = replace(config, samples=min(config.samples, 32), repeats=1, training=training)
-    probe = ElasticVLM(config.size) if not config.model else ElasticVLM.load(_weights(config.model))
+    probe = ElasticVLM.load(weights_path(config.model)) if config.model else ElasticVLM(config.size)
+    knobs = ElasticAdaptive(probe).knobs
     for configuration in config.configurations:
-        probe.check(configuration)
+        check_configuration(knobs, configuration._asdict())
 
     out, state = Path(out_dir), Path(out_dir) / "state"
     # latencies of two machines or two versions of torch must not end up in one table
-    where = {"cpu": cpu_name(), "torch": torch.__version__}
-    claim(state / "config.json", where | {k: v for k, v in asdict(config).items() if k != "exp_json"})
+    identity = {"cpu": cpu_name(), "torch": torch.__version__}
+    left_out = {"exp_json"} | ({"clock"} if config.clock == "wall" else set())
+    claim(state / "config.json", identity | {k: v for k, v in asdict(config).items() if k not in left_out})
     with one_thread():
         about = _profile(out, state, config)
     print(describe(about["figures"]))
@@ -100,26 +81,157 @@ def _profile(out: Path, state: Path, config: ElasticProfileConfig) -> dict[str, 
     if not path.exists():
         if config.model:
             with written_whole(path) as temporary:
-                shutil.copyfile(_weights(config.model), temporary)
+                shutil.copyfile(weights_path(config.model), temporary)
         else:
             train(config.training, config.size, state / "training.pt").save(path)
     # measured as it will be loaded: with weights rounded to half precision
     model = ElasticVLM.load(path)
     samples = draw_samples(config.samples, config.seed)
-    measured = Measurements.open(state, config.repeats, config.samples, len(config.configurations))
-    measure(model, samples, config.configurations, measured, config.seed)
-    return write_profile(out, config, model, samples, measured)
+    plan = plan_of(samples, config)
+    with appended(state / "measured-0.jsonl") as log:
+        measure(
+            ElasticAdaptive(model, features=False),
+            plan,
+            log,
+            plan.done(read_logs(state)),
+            seed=config.seed,
+            warm_up=_WARM_UP_ROUNDS,
+            clock=config.clock,
+        )
+    return write_profile(out, config, model, samples, plan, read_logs(state))
 
 
-def shipped_model() -> ElasticVLM:
-    """The trained model that the built-in profile was measured on."""
-    return ElasticVLM.load(_weights("shipped"))
+def plan_of(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
+    """The plan that measures each scene under each configuration."""
+    items = tuple(
+        VQAItem(str(i), torch.from_numpy(s.images), question_of(s), (" ".join(to_words(s.answers[0])),))
+        for i, s in enumerate(samples)
+    )
+    prompts = tuple(torch.from_numpy(s.prompts) for s in samples)
+    contents = tuple(f"{config.seed}/{item.id}" for item in items)  # a scene depends on seed and number alone
+    return Plan(items, prompts, contents, tuple(c._asdict() for c in config.configurations), config.repeats)
 
 
-def _weights(model: str) -> Path:
-    if model == "shipped":
-        return Path(str(resources.files("knobwise.profiling") / "data" / MODEL_FILE))
-    path = Path(model)
-    if not path.exists():
-        raise ValueError(f"model={model}: no such file")
-    return path
+def write_profile(
+    out: Path, config: ElasticProfileConfig, model: ElasticVLM, samples: Sequence[Scenes], plan: Plan, log: pl.DataFrame
+) -> dict[str, Any]:
+    """Write everything that a run leaves in ``out``, each file whole or not at all; return the description."""
+    right = [item.answers[0] for item in plan.items]
+    cells = cells_of(plan, log, lambda i, text: float(text == right[i]))
+    soft = [share_of_right(text.split(), right[i].split()) for i, text in cells.select("sample", "pred").iter_rows()]
+    times = ("latency_ms", "cpu_ms", "prefill_ms", "decode_ms")
+    cells = cells.with_columns(
+        pl.Series("soft_score", soft, dtype=pl.Float32).round(4),
+        *(pl.col(c).round_sig_figs(4).cast(pl.Float32) for c in times),
+    )
+    records = (
+        long_records(plan, cells, DATASET)
+        .drop("question_id")
+        .with_columns(
+            pl.col("sample_id").cast(pl.Int32), pl.col(*KNOBS).cast(pl.Int32), pl.col("accuracy").cast(pl.Float32)
+        )
+    )
+    measured = ("accuracy", "soft_score", "latency_ms", "cpu_ms", "prefill_ms")
+    write_table(out / "table.parquet", records.select("sample_id", *KNOBS, *measured, "dataset"))
+    write_features(out / "features.npz", model, samples)
+    write_samples(out / "samples.parquet", samples)
+    about = describe_profile(out, config, model, samples, plan, log, cells)
+    if config.exp_json:
+        metadata = {"split": "held-out", **{key: about[key] for key in ("model", "machine", "torch", "command")}}
+        write_exp_files(out, records, KNOBS, metadata)
+    write_json(out / "profile.json", about)
+    return about
+
+
+def describe_profile(
+    out: Path,
+    config: ElasticProfileConfig,
+    model: ElasticVLM,
+    samples: Sequence[Scenes],
+    plan: Plan,
+    log: pl.DataFrame,
+    cells: pl.DataFrame,
+) -> dict[str, Any]:
+    """The content of profile.json: what was measured, how and where, with figures."""
+    shape, settings = (len(samples), len(plan.configurations)), np.array(config.configurations)
+    columns = ("accuracy", "soft_score", "latency_ms", "cpu_ms")
+    exact, soft, latency, cpu = (cells[c].to_numpy().astype(np.float64).reshape(shape) for c in columns)
+    # how quiet the machine was: 1 where nothing else ran on the core
+    quiet = np.quantile(latency / cpu, [0.5, 0.95]).round(3).tolist() if config.clock == "wall" else None
+    return {
+        "name": DATASET,
+        "model": "elastic vision-language model, see knobwise.profiling.elastic.model",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "drop_order": list(model.drop_order),
+        "command": command(config),
+        "config": asdict(config),
+        "samples": shape[0],
+        "configurations": shape[1],
+        "machine": {"cpu": cpu_name(), "architecture": platform.machine(), "python": platform.python_version()},
+        "torch": {"version": torch.__version__, "threads": 1, "device": "cpu", "dtype": "float32", "batch_size": 1},
+        "clock": {
+            "latency_ms": CLOCK_NAMES[config.clock],
+            "cpu_ms": CLOCK_NAMES["cpu"],
+            "statistic": f"median of {config.repeats}, rounded to 4 significant digits",
+            **steadiness(plan, log),
+            "repeats_that_changed_an_answer": int(cells["changed"].sum()),
+            "wall_over_cpu_p50_p95": quiet,
+        },
+        "cost_cpu_s": {
+            "training": round(model.training_s, 1),
+            "measuring": round(float(plan.select(log)["extra.cpu_ms"].sum()) / 1e3, 1),
+        },
+        "figures": profile_figures(exact, latency, settings, KNOBS),
+        "figures_soft_score": profile_figures(soft, latency, settings, KNOBS),
+        "questions": by_question(samples, exact, latency, settings),
+        "sha256": digests(out, ("table.parquet", "features.npz", "samples.parquet")),
+    }
+
+
+def write_features(path: Path, model: ElasticVLM, samples: Sequence[Scenes]) -> None:
+    """Write ``sample_id``, ``image_features`` [N, 2·width] and ``language_features`` [N, width] in half precision."""
+    rows = [model.features(torch.from_numpy(s.images), torch.from_numpy(s.prompts)) for s in samples]
+    image, language = (torch.cat(part).half().numpy() for part in zip(*rows, strict=True))
+    with written_whole(path) as temporary, temporary.open("wb") as file:
+        ids = np.arange(len(samples), dtype=np.int32)
+        np.savez_compressed(file, sample_id=ids, image_features=image, language_features=language)
+
+
+def write_samples(path: Path, samples: Sequence[Scenes]) -> None:
+    """Write what each sample is, for studying results: question type and words, answer, grid size."""
+    rows = [
+        {
+            "sample_id": i,
+            "question_type": s.questions[0],
+            "question": question_of(s),
+            "answer": " ".join(to_words(s.answers[0])),
+            "rows": s.images.shape[2] // CELL,
+            "columns": s.images.shape[3] // CELL,
+        }
+        for i, s in enumerate(samples)
+    ]
+    write_table(path, pl.DataFrame(rows))
+
+
+def by_question(
+    samples: Sequence[Scenes], exact: NDArray[np.float64], latency_ms: NDArray[np.float64], knobs: NDArray[np.int64]
+) -> dict[str, Any]:
+    """For each question type: how many samples, accuracy over the configurations, and what each knob moves."""
+    types = np.array([s.questions[0] for s in samples])
+    result = {}
+    for question in QUESTIONS:
+        rows = types == question
+        if rows.any():
+            figures = profile_figures(exact[rows], latency_ms[rows], knobs, KNOBS)
+            result[question] = {
+                "samples": int(rows.sum()),
+                "accuracy_by_configuration": figures["accuracy_by_configuration"],
+                "config_dependent_share": figures["config_dependent_share"],
+                "accuracy_range": {knob: effect["accuracy_range"] for knob, effect in figures["knobs"].items()},
+            }
+    return result
+
+
+def command(config: ElasticProfileConfig) -> str:
+    """The command that measures this profile again: every setting that is not the default, as key=value."""
+    return " ".join(["knobwise profile model=elastic out=DIR", *changed_settings("elastic.", config)])

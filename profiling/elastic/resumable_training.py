@@ -1,4 +1,4 @@
-"""Training a small model from scratch, in a way that can be stopped and goes on to the same end."""
+"""Train a small model from scratch; an interrupted training resumes and ends in the same place."""
 
 from __future__ import annotations
 
@@ -30,41 +30,26 @@ def train_resumably(
     rise: int,
     save_every_s: float,
 ) -> float:
-    """Train with AdamW, or go on from the checkpoint at `state`. An interrupted training ends where an uninterrupted
+    """Train with AdamW, or resume from the checkpoint at `state`. An interrupted training ends where an uninterrupted
     one does, if a batch depends on the number of its step alone.
 
     Args:
-        model: in its initial state; trained in place, and in evaluation mode after.
+        model: in its initial state; trained in place, and in evaluation mode afterwards.
         loss_of: the loss, a scalar, of the batch of a step.
-        settings: what a checkpoint must have been made with to be gone on from.
-        what: is done, for the line that shows progress.
-        steps: of the optimiser.
+        state: the checkpoint; one made with other `settings` is refused.
+        what: title of the progress line.
         learning_rate: at step t times min(1, (t + 1) / `rise`), and times a cosine from 1 to 0.03.
-        save_every_s: seconds between checkpoints, beside the last one.
+        save_every_s: seconds between checkpoints; the last step saves too.
 
-    Returns:
-        CPU seconds, of all the sittings.
+    Returns: CPU seconds of all sessions.
 
     Raises:
-        InputError: the checkpoint is of a training with other settings.
+        InputError: the checkpoint belongs to a training with other settings.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     identity = {"format": "knobwise.training/1", **json.loads(json.dumps(settings))}
-    step, start = 0, process_time()
-    if state.exists():
-        saved = torch.load(state, weights_only=True)
-        if saved["identity"] != identity:
-            raise InputError(f"{state}: is of a training with other settings; remove it or choose another folder")
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        step = saved["step"]
-        start -= saved["cpu_s"]
-
-    def save() -> None:
-        tensors = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
-        with written_whole(state) as temporary:
-            torch.save({"identity": identity, "step": step, "cpu_s": process_time() - start, **tensors}, temporary)
-
+    step, earlier_s = _resumed(state, identity, model, optimiser)
+    start = process_time() - earlier_s
     model.train()
     saved_at, mean_loss = monotonic(), math.nan
     with held_back() as held, progress(what, steps, step) as tick:
@@ -80,10 +65,26 @@ def train_resumably(
             step += 1
             mean_loss = loss.item() if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * loss.item()
             tick(step, f"loss {mean_loss:.2f}")
-            if monotonic() - saved_at > save_every_s or step == steps or held.asked is not None:
-                with held.undisturbed():
-                    save()
+            if monotonic() - saved_at > save_every_s or step == steps or held.number is not None:
+                tensors = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+                with held.undisturbed(), written_whole(state) as temporary:
+                    cpu_s = process_time() - start
+                    torch.save({"identity": identity, "step": step, "cpu_s": cpu_s, **tensors}, temporary)
                 saved_at = monotonic()
             held.check()
     model.eval()
     return process_time() - start
+
+
+def _resumed(
+    state: Path, identity: Mapping[str, Any], model: nn.Module, optimiser: torch.optim.Optimizer
+) -> tuple[int, float]:
+    """Load the checkpoint, if there is one, and return its step and its CPU seconds."""
+    if not state.exists():
+        return 0, 0.0
+    saved = torch.load(state, weights_only=True)
+    if saved["identity"] != identity:
+        raise InputError(f"{state}: belongs to a training with other settings; remove it or choose another folder")
+    model.load_state_dict(saved["model"])
+    optimiser.load_state_dict(saved["optimiser"])
+    return saved["step"], saved["cpu_s"]

@@ -7,6 +7,7 @@ question *and* on the size of the grid, and both can be read off the features be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -110,9 +111,13 @@ def draw_samples(count: int, seed: int, held_out: bool = True) -> list[Scenes]:
 
 def soft_score(predicted: NDArray[np.integer], answer: NDArray[np.integer]) -> float:
     """Share of right tokens, position by position, over the longer of the two sequences (``<end>`` not counted)."""
-    said, right = to_words(predicted), to_words(answer)
-    hits = sum(a == b for a, b in zip(said, right, strict=False))
-    return hits / max(len(said), len(right), 1)
+    return share_of_right(to_words(predicted), to_words(answer))
+
+
+def share_of_right(words: Sequence[str], right: Sequence[str]) -> float:
+    """The same of words."""
+    hits = sum(a == b for a, b in zip(words, right, strict=False))
+    return hits / max(len(words), len(right), 1)
 
 
 def to_words(tokens: NDArray[np.integer]) -> list[str]:

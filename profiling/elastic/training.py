@@ -6,7 +6,7 @@ every setting alike would answer as well with three blocks as with six, and ther
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import process_time
 from typing import cast
@@ -17,47 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from knobwise.common.progress import progress
-from knobwise.profiling.elastic.model import Configuration, ElasticSize, ElasticVLM, TileGrid, tile_grid
+from knobwise.profiling.elastic.model import ElasticVLM, TileGrid, tile_grid
 from knobwise.profiling.elastic.resumable_training import train_resumably
 from knobwise.profiling.elastic.scenes import FILLER, MAX_SIDE, QUESTIONS, Scenes, draw_scenes, load_digits
+from knobwise.profiling.elastic.settings import Configuration, ElasticSize, TrainingConfig
 
 _LOOK_UPS = ("digit", "colour", "row", "column", "row_colours", "match")
 
 
-@dataclass
-class TrainingConfig:
-    """How the elastic model is trained."""
-
-    steps: int = 3200
-    """Optimiser steps; one step is one batch of scenes of one grid size."""
-    batch_size: int = 48
-    """Scenes per step."""
-    learning_rate: float = 2.5e-3
-    """Peak of AdamW's rate, reached after 100 steps, cosine to 3 % of it."""
-    random_crops: float = 0.5
-    """Share of the steps at a random cap on tiles, log-uniform: what few tiles cost is then what they do not show."""
-    random_top_k: float = 0.0
-    """Share of the steps at a random number of experts; halved over the second half of the training."""
-    random_blocks: float = 0.06
-    """Share of the steps with random middle blocks left out; halved likewise."""
-    seed: int = 0
-    """Seeds the weights and every batch."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1:
-            raise ValueError(f"steps and batch_size must be positive, not {self.steps} and {self.batch_size}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive, not {self.learning_rate}")
-        for name in ("random_crops", "random_top_k", "random_blocks"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
-
-
 def train(settings: TrainingConfig, size: ElasticSize, state: Path, save_every_s: float = 15.0) -> ElasticVLM:
-    """Train, or go on from the checkpoint at ``state``, and return the model with its drop order calibrated.
+    """Train, or resume from the checkpoint at ``state``, and return the model with its drop order calibrated.
 
-    Every batch depends on (seed, step) alone, so an interrupted training ends where an uninterrupted one does. A
-    checkpoint made with other settings is an error.
+    Every batch depends on (seed, step) alone, so an interrupted training ends where an uninterrupted one does.
+
+    Raises:
+        InputError: the checkpoint belongs to a training with other settings.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -101,8 +75,8 @@ def _draw(
     rng: np.random.Generator, count: int, questions: tuple[str, ...], augment: bool, largest: int = MAX_SIDE
 ) -> Scenes:
     rows, columns = (int(n) for n in rng.integers(2, largest + 1, size=2))
-    asked = tuple(str(q) for q in rng.choice(questions, size=count))
-    return draw_scenes(rng, load_digits(held_out=False), rows, columns, asked, augment)
+    drawn = tuple(str(q) for q in rng.choice(questions, size=count))
+    return draw_scenes(rng, load_digits(held_out=False), rows, columns, drawn, augment)
 
 
 def _loss(model: ElasticVLM, settings: TrainingConfig, step: int) -> Tensor:

@@ -16,22 +16,17 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
 from knobwise.common.progress import progress
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
-from knobwise.profiling.huggingface.loading import GREEDY
+from knobwise.profiling.huggingface.loading import GREEDY, log_probs_of_answer
+from knobwise.profiling.measuring.machine import write_json
 
 
-def read_importance(path: str | Path, blocks: int | None = None) -> dict[int, float]:
+def read_importance(path: str | Path) -> dict[int, float]:
     """Importance by block, in ascending order of blocks.
 
-    Args:
-        path: the file.
-        blocks: how many decoder blocks the model has; None leaves the range unchecked.
-
     Raises:
-        InputError: no such file, not JSON, not one finite number for each of some blocks, a block out of range or
-            given twice.
+        InputError: no such file, not JSON, anything but a finite number for a block, a block given twice.
     """
     path = Path(path)
     try:
@@ -47,8 +42,6 @@ def read_importance(path: str | Path, blocks: int | None = None) -> dict[int, fl
         if not name.isascii() or not name.isdigit():
             raise InputError(f"{path}: {name!r} is not the number of a block")
         block = int(name)
-        if blocks is not None and block >= blocks:
-            raise InputError(f"{path}: there is no block {block}; this model has blocks 0 to {blocks - 1}")
         if block in importance:
             raise InputError(f"{path}: block {block} is given twice")
         if not isinstance(value, float) or not math.isfinite(value):
@@ -58,18 +51,7 @@ def read_importance(path: str | Path, blocks: int | None = None) -> dict[int, fl
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object of JSON as it is written, with keys that occur twice."""
-
-
-def write_importance(path: str | Path, importance: Mapping[int, float]) -> None:
-    """Write what `read_importance` reads.
-
-    Raises:
-        InputError: nothing can be written there.
-    """
-    with written_whole(path) as temporary:
-        content = {str(block): importance[block] for block in sorted(importance)}
-        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """A JSON object as it is written, repeated keys included."""
 
 
 def measure_importance(
@@ -78,13 +60,11 @@ def measure_importance(
     """How much a score drops when one block alone is left out: score of the whole model − score without the block.
 
     Args:
-        knobs: those of the model that is scored.
-        score: what the model is worth as it is at the moment of the call, the more the better; `AnswerLikelihood`, or
-            any other. Called once for the whole model and once for each block.
+        score: how good the model is as it is now, the more the better, such as `AnswerLikelihood`. Called once for the
+            whole model and once for each block.
         path: where to write what `read_importance` reads; None writes nothing.
 
-    Returns:
-        The drop by block, of all blocks that can be left out; below 0 where the model is better without one.
+    Returns: the drop by block, of all blocks that can be left out; below 0 where the model is better without one.
 
     Raises:
         InputError: a score that is not finite; knobs that are set; nothing can be written to `path`.
@@ -98,7 +78,7 @@ def measure_importance(
                 importance[block] = whole - _finite(score(), f"without block {block}")
             tick(done, "")
     if path is not None:
-        write_importance(path, importance)
+        write_json(Path(path), {str(block): drop for block, drop in importance.items()})
     return importance
 
 
@@ -115,12 +95,12 @@ class AnswerLikelihood:
     short ones.
 
     Args:
-        model: the model, in eval mode.
+        model: in eval mode.
         prompts: N times what the processor makes of one text and its images: `input_ids` int64 [1, L], … on the
             model's device.
         answers: the tokens of each answer, int64 [T]; None takes those that the model, as it is now, gives greedily.
         max_new_tokens: the most tokens of a greedy answer.
-        ends: tokens that a greedy answer ends with; None for the model's own.
+        end_tokens: tokens that a greedy answer ends with; None for the model's own.
 
     Raises:
         InputError: no prompts, prompts of several texts, not one answer with tokens for each.
@@ -132,38 +112,24 @@ class AnswerLikelihood:
         prompts: Sequence[Mapping[str, Tensor]],
         answers: Sequence[Tensor] | None = None,
         max_new_tokens: int = 16,
-        ends: Sequence[int] | None = None,
+        end_tokens: Sequence[int] | None = None,
     ) -> None:
         if not prompts or any(len(prompt["input_ids"]) != 1 for prompt in prompts):
             raise InputError("the likelihood of answers needs prompts, each of one text")
         self.model, self.prompts = model, prompts
         if answers is None:
-            answers = [self._greedy(prompt, max_new_tokens, ends) for prompt in prompts]
+            answers = [self._greedy(prompt, max_new_tokens, end_tokens) for prompt in prompts]
         self.answers = answers
         if len(self.answers) != len(prompts) or any(len(answer) == 0 for answer in self.answers):
             raise InputError(f"{len(prompts)} prompts need as many answers of at least one token")
 
     @torch.inference_mode()
     def __call__(self) -> float:
-        found = [self._one(prompt, answer) for prompt, answer in zip(self.prompts, self.answers, strict=True)]
-        return float(torch.stack(found).mean())
+        pairs = zip(self.prompts, self.answers, strict=True)
+        return float(torch.stack([log_probs_of_answer(self.model, *pair).mean() for pair in pairs]).mean())
 
     @torch.inference_mode()
-    def _greedy(self, prompt: Mapping[str, Tensor], max_new_tokens: int, ends: Sequence[int] | None) -> Tensor:
-        own = {} if ends is None else {"eos_token_id": list(ends)}
-        found = self.model.generate(**prompt, **GREEDY, **own, max_new_tokens=max_new_tokens)
-        return torch.as_tensor(found[0, prompt["input_ids"].shape[1] :])
-
-    def _one(self, prompt: Mapping[str, Tensor], answer: Tensor) -> Tensor:
-        """ln P of one answer after its prompt, in nats per token."""
-        answer = answer.to(prompt["input_ids"].device)
-        longer = dict(prompt)
-        for name, value in prompt.items():  # the mask and the kinds of tokens go on as those of text
-            if name != "input_ids" and value.shape == prompt["input_ids"].shape:
-                new = torch.full_like(answer[None, :-1], int(name == "attention_mask"), dtype=value.dtype)
-                longer[name] = torch.cat([value, new], 1)
-        longer["input_ids"] = torch.cat([prompt["input_ids"], answer[None, :-1]], 1)
-        # logits of the prompt would fill the memory with a large vocabulary
-        kept = {"logits_to_keep": len(answer)} if self.model._supports_logits_to_keep() else {}
-        logits = self.model(**longer, **kept, use_cache=False).logits[0, -len(answer) :]
-        return logits.float().log_softmax(-1).gather(-1, answer[:, None].to(logits.device)).mean()
+    def _greedy(self, prompt: Mapping[str, Tensor], max_new_tokens: int, end_tokens: Sequence[int] | None) -> Tensor:
+        stops = {} if end_tokens is None else {"eos_token_id": list(end_tokens)}
+        output = self.model.generate(**prompt, **GREEDY, **stops, max_new_tokens=max_new_tokens)
+        return torch.as_tensor(output[0, prompt["input_ids"].shape[1] :])

@@ -1,7 +1,8 @@
-"""The families of Hugging Face VLMs whose images can be given more or fewer crops (or pixels), and how each is told.
+"""The families of Hugging Face VLMs that can take more or fewer crops (or pixels) of an image, and how to set that.
 
-For every family `max_crops` is a cap: no image gets more, most get as many as their shape makes use of. Where an
-overview of the whole image is encoded beside the crops, it is not counted.
+For every family `max_crops` is a cap: no image gets more, and most get as many as their shape can use. An overview of
+the whole image that is encoded in addition to the crops does not count. Experts per token and active blocks are found
+in any family, by `knobs.py`.
 """
 
 from __future__ import annotations
@@ -43,11 +44,8 @@ def image_knob(model: Any, processor: Any) -> ImageKnob | None:
     return None if family is None else family(model, processor)
 
 
-# -- crops -------------------------------------------------------------------------------------------------------------
-
-
 def _tiles(name: str) -> Callable[[Any, Any], ImageKnob]:
-    """A cap that the image processor has as an attribute of its own (Llama4, Molmo2)."""
+    """A cap that is an attribute of the image processor (Llama4, Molmo2)."""
 
     def knob(model: Any, processor: Any) -> ImageKnob:
         pixels = processor.image_processor
@@ -98,9 +96,9 @@ def _idefics3(model: Any, processor: Any) -> ImageKnob:
 def _aria(model: Any, processor: Any) -> ImageKnob:
     """Crops of 490 or 980 pixels, counted by area: one of 980 is four of 490. Without an overview."""
     pixels = processor.image_processor
-    # what the processor passes on goes before what its image processor is set to
-    given = {"max_image_size": pixels.max_image_size, "split_image": pixels.split_image, **processor.images_kwargs}
-    side = int(given["max_image_size"])
+    # settings that the processor passes on override those of its image processor
+    current = {"max_image_size": pixels.max_image_size, "split_image": pixels.split_image, **processor.images_kwargs}
+    side = int(current["max_image_size"])
     area = (side // ARIA_SIDES[0]) ** 2
     crops = {tuple(size): ceil(size[0] / side) * ceil(size[1] / side) for size in pixels.split_resolutions}
     most = max(crops.values())
@@ -111,21 +109,18 @@ def _aria(model: Any, processor: Any) -> ImageKnob:
             changed["max_image_size"] = ARIA_SIDES[0]
         elif value // area > 1:
             changed["split_resolutions"] = [list(size) for size, count in crops.items() if count <= value // area]
-        own = [(pixels, name, setting) for name, setting in changed.items()]
-        return [*own, (processor, "images_kwargs", {**processor.images_kwargs, **changed})]
+        assignments = [(pixels, name, setting) for name, setting in changed.items()]
+        return [*assignments, (processor, "images_kwargs", {**processor.images_kwargs, **changed})]
 
     counts = sorted({1, *(area * count for count in {1, *crops.values()})})
     return ImageKnob(
-        default=area * most if given["split_image"] else area,
+        default=area * most if current["split_image"] else area,
         most=area * most,
         sets=f"image area that is encoded, at most, in squares of {ARIA_SIDES[0]} pixels",
         assign=assign,
         note=f"takes effect at {', '.join(map(str, counts))}; images of one call must be cut into equally many crops, "
         "which is a limit of the family's processor",
     )
-
-
-# -- resolution --------------------------------------------------------------------------------------------------------
 
 
 def _pixels(frames: bool = False) -> Callable[[Any, Any], ImageKnob]:
@@ -196,5 +191,5 @@ def _resized(size: Any, **changed: int) -> Any:
 
 def _configurations(model: Any, name: str) -> list[Any]:
     """The configurations of a model and its parts that have a setting of this name, each once."""
-    found = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    return [config for config in found.values() if name in vars(config)]
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    return [config for config in configs.values() if name in vars(config)]

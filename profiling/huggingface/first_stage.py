@@ -1,8 +1,8 @@
-"""The overview of an image through a Hugging Face model's own vision tower, kept so that an answer goes on from it.
+"""The overview of an image through a Hugging Face model's own vision tower, kept so that an answer continues from it.
 
-Models that cut an image into crops read a small picture of the whole beside them. Where that picture has the same
-pixels whatever the number of crops (Llama4 from two crops on, LLaVA-NeXT, Molmo2), the tower's output for it, which a
-decision needs first, is the one that the answer needs later. Elsewhere the pixels depend on the knob: Qwen-VL, GLM4V
+Models that cut an image into crops also read a small picture of the whole. Where that picture has the same pixels
+whatever the number of crops (Llama4 from two crops on, LLaVA-NeXT, Molmo2), the decision and the answer need the same
+output of the tower for it. Elsewhere the pixels depend on the knob: Qwen-VL, GLM4V
 and Gemma4 know one resolution at a time, Aria drops the overview for crops, and Idefics3 and SmolVLM shrink it from
 a picture already resized to the crops. Their overview at the lowest setting serves the decision only.
 """
@@ -30,7 +30,7 @@ _PROJECTORS = ("multi_modal_projector", "connector", "embed_vision")
 
 @dataclass(frozen=True)
 class Overview:
-    """What the vision tower made of an image's overview."""
+    """The vision tower's output for an image's overview."""
 
     inputs: Any
     """Arguments of the tower's call, on the model's device: one row, as far as they are by row."""
@@ -50,18 +50,18 @@ def vision_tower(model: Any) -> Any:
     """The module that encodes images.
 
     Raises:
-        InputError: there is none where models of transformers have theirs.
+        InputError: the model has none where models of transformers have theirs.
     """
     tower = model.get_encoder(modality="image")
     if tower in (model, model.base_model) or not hasattr(model.base_model, "get_image_features"):
-        raise InputError(f"{type(model).__name__}: has no vision tower that HuggingFaceVLM can find; it is left out")
+        raise InputError(f"{type(model).__name__}: has no vision tower that HuggingFaceVLM can find")
     return tower
 
 
 def vision_modules(model: Any) -> list[Any]:
     """The vision tower, and the projector that follows it where that is a module of its own."""
-    found = [getattr(owner, name, None) for owner in (model.base_model, model) for name in _PROJECTORS]
-    return [vision_tower(model), *{id(module): module for module in found if module is not None}.values()]
+    projectors = [getattr(owner, name, None) for owner in (model.base_model, model) for name in _PROJECTORS]
+    return [vision_tower(model), *{id(module): module for module in projectors if module is not None}.values()]
 
 
 def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:
@@ -89,9 +89,9 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
 
 @contextmanager
 def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
-    """Inside, the vision tower computes one crop less for each overview, of the same pixels: it takes what is known.
+    """Inside, the vision tower computes one crop less for each overview with the same pixels, and reuses its output.
 
-    Gives the numbers of the overviews that were taken, complete at the end. For models of `SAME_AT_EVERY_SETTING`.
+    Yields the numbers of the overviews that were reused, complete at the end. For models of `SAME_AT_EVERY_SETTING`.
     """
     tower, taken = vision_tower(model), set[int]()
     forward = tower.forward
@@ -102,7 +102,7 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
         place = list(range(count))  # of each row in the joined output: first the computed, then the known
         known: dict[int, int] = {}
         for number, overview in enumerate(overviews):
-            # one row for each: a tile of the same pixels would have been computed without it
+            # one row each: without the overview, a tile of the same pixels would have been computed too
             if free := [row for row in _equal_rows(overview.inputs, call) if row not in known]:
                 known[free[0]] = number
                 taken.add(number)
@@ -125,9 +125,6 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
         yield taken
 
 
-# -- a module's call ---------------------------------------------------------------------------------------------------
-
-
 class _Reached(Exception):
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self.call = call
@@ -139,15 +136,15 @@ def _stop(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")  # such as that of a model spread over devices
+    before = vars(module).get("forward")  # set on the module itself where a model is spread over devices
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if before is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = before
 
 
 def _row_count(call: Any) -> int:
@@ -159,10 +156,10 @@ def _picked(call: Any, count: int, rows: list[int]) -> Any:
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,) else leaf, call)
 
 
-def _equal_rows(one: Any, many: Any) -> list[int]:
-    """The rows of a call that are the one row of another, in all their tensors."""
+def _equal_rows(single_row: Any, many: Any) -> list[int]:
+    """The rows of a call that equal the only row of another, in all their tensors."""
     equal = torch.ones(_row_count(many), dtype=torch.bool)
-    for single, leaf in zip(tree_leaves(one), tree_leaves(many), strict=True):
+    for single, leaf in zip(tree_leaves(single_row), tree_leaves(many), strict=True):
         if isinstance(leaf, Tensor):
             if single.shape[1:] != leaf.shape[1:]:
                 return []

@@ -1,8 +1,8 @@
 """Set crops, experts and blocks of a Hugging Face vision-language model for a while, and restore it exactly.
 
-Nothing of the model is copied or rebuilt: a few attributes of model and processor are given other values and get their
-own back, so that what comes afterwards is computed bit for bit as before. How each family is told how many crops to
-make is in `knobwise.profiling.huggingface.families`.
+Nothing is copied or rebuilt: a few attributes of model and processor get other values and then their own values back,
+so that later results equal earlier ones bit for bit. How each family sets its number of crops is in
+`knobwise.profiling.huggingface.families`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from knobwise.profiling.measuring.adaptive_model import KNOBS, Configuration, Kn
 TOP_K_IN_CONFIGURATION = {"gemma4_text": "top_k_experts"}
 """Language models whose routers read the number of experts from the configuration, not from themselves."""
 
-# whoever made the knobs: a default read while others are set would be wrong, and so would be what is restored
+# of any instance: a default that is read while knobs are set would be wrong, and so would the restored value
 _being_set: WeakSet[nn.Module] = WeakSet()
 
 
 class HuggingFaceKnobs:
     """The knobs of an image-text-to-text model of transformers and its processor.
 
-    - `max_crops`: as `hf_families` says for the family.
+    - `max_crops`: see `knobwise.profiling.huggingface.families`.
     - `top_k`: the experts that every router of the language model chooses for a token. Weights are normalised as the
       router itself does it.
     - `num_active_blocks`: the decoder blocks that run; the others pass their input on and write nothing to the cache of
@@ -68,8 +68,6 @@ class HuggingFaceKnobs:
         self._top_k = self._top_k_owners()
         self.knobs = (self._crops_support(), self._top_k_support(), self._blocks_support())
         """The three of `KNOBS`, in this order."""
-
-    # -- setting -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def set(self, configuration: Configuration) -> Iterator[None]:
@@ -125,13 +123,11 @@ class HuggingFaceKnobs:
             if left_out:
                 identity = _Identity()
                 # the first block always runs, and shows what kind of output the decoder expects
-                stack.callback(self._blocks[0].register_forward_hook(identity.look).remove)
+                stack.callback(self._blocks[0].register_forward_hook(identity.note_form).remove)
                 assignments = [*assignments, *((self._blocks[block], "forward", identity) for block in left_out)]
             for owner, name, value in assignments:
                 _assign(stack, owner, name, value)
             yield
-
-    # -- what there is to set ------------------------------------------------------------------------------------------
 
     def _order_of_leaving(self, importance: Mapping[int, float] | None) -> list[int]:
         """The blocks that can be left out, the first to go first."""
@@ -172,16 +168,12 @@ class HuggingFaceKnobs:
         most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
         default = max(int(getattr(owner, name)) for owner, name in self._top_k)
         routed = [block for block in self._blocks if any(_is_experts(part) for part in block.modules())]
-        sets = "experts for each token" + f", in {len(routed)} of {len(self._blocks)} blocks" * (
-            0 < len(routed) < len(self._blocks)
-        )
-        everything = [part for block in routed for part in block.modules() if _computes_every_token(part)]
-        note = (
-            "saves no time here: every expert computes every token whatever is chosen, so fewer experts change the "
-            "answers only"
-            if everything
-            else ""
-        )
+        sets, note, total = "experts for each token", "", len(self._blocks)
+        if 0 < len(routed) < total:
+            sets += f", in {len(routed)} of {total} blocks"
+        if any(_computes_every_token(part) for block in routed for part in block.modules()):
+            note = "saves no time here: every expert computes every token whatever is chosen, so fewer experts change "
+            note += "the answers only"
         return KnobSupport(KNOBS[1], default, 1, most, sets, note)
 
     def _blocks_support(self) -> KnobSupport:
@@ -194,12 +186,12 @@ class HuggingFaceKnobs:
 
 
 class _Identity:
-    """What a block that is left out does instead: hand its input on, in the form that the other blocks use."""
+    """The replacement of a block that is left out: it passes its input on, in the form that the other blocks use."""
 
     def __init__(self) -> None:
         self._others: tuple[None, ...] | None = None
 
-    def look(self, block: nn.Module, inputs: Any, output: Any) -> None:
+    def note_form(self, block: nn.Module, inputs: Any, output: Any) -> None:
         self._others = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
@@ -207,7 +199,7 @@ class _Identity:
 
 
 def _assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give an attribute another value until the stack ends; what had been the class's own is the class's again."""
+    """Give an attribute another value until the stack closes; an attribute of the class is restored as such."""
     before = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (delattr, owner, name)
     setattr(owner, name, value)
     stack.callback(*before)
@@ -218,18 +210,16 @@ def _decoder_blocks(model: Any) -> nn.ModuleList:
     part = None if getattr(model.config, "is_encoder_decoder", False) else model.get_decoder()
     while isinstance(part, nn.Module):
         blocks = getattr(part, "layers", None)
-        if isinstance(blocks, nn.ModuleList) and all(_takes_hidden_states(block) for block in blocks):
-            return blocks
+        if isinstance(blocks, nn.ModuleList):
+            arguments = [list(inspect.signature(type(block).forward).parameters) for block in blocks]
+            if all(names[1:2] == ["hidden_states"] for names in arguments):
+                return blocks
         part = getattr(part, "model", None)  # a language model with its head
     known = ", ".join(FAMILIES)
     raise InputError(
         f"the decoder blocks of a model of type {model.config.model_type!r} cannot be found; known are {known}. "
         "For another model implement knobwise.profiling.measuring.adaptive_model.AdaptiveVLM"
     )
-
-
-def _takes_hidden_states(block: nn.Module) -> bool:
-    return list(inspect.signature(type(block).forward).parameters)[1:2] == ["hidden_states"]
 
 
 def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
@@ -239,13 +229,13 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
     from transformers.masking_utils import find_first_full_attention_index
 
     cache = DynamicCache(config=language)
-    found = {0, find_first_full_attention_index(cache)}
+    blocks_read = {0, find_first_full_attention_index(cache)}
     if True in cache.is_sliding:
-        found.add(cache.is_sliding.index(True))
+        blocks_read.add(cache.is_sliding.index(True))
     if getattr(language, "num_kv_shared_layers", 0):
         stores = [any(getattr(part, "store_full_length_kv", False) for part in block.modules()) for block in blocks]
-        found |= {number for number, stored in enumerate(stores) if stored}
-    return tuple(sorted(found))
+        blocks_read |= {number for number, stored in enumerate(stores) if stored}
+    return tuple(sorted(blocks_read))
 
 
 def _choosable(owner: Any, language: Any) -> int:
@@ -260,5 +250,5 @@ def _is_experts(part: nn.Module) -> bool:
 
 
 def _computes_every_token(part: nn.Module) -> bool:
-    """Whether experts are not even told which tokens are theirs."""
+    """Whether experts compute every token because they do not know which are theirs."""
     return _is_experts(part) and len(inspect.signature(type(part).forward).parameters) == 2

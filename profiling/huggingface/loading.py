@@ -1,14 +1,23 @@
-"""Vision-language models and their processors from a folder or the Hugging Face hub, without running code of theirs."""
+"""Vision-language models from a folder or the Hugging Face hub, without running code of theirs, and their prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from knobwise.common.errors import InputError
+
+INSTRUCTION = "Answer with a single word or a short phrase."
+# for models that were never taught to chat; white space in it is part of the prompt
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'user' %}IMAGE Question: {{ message.content[1].text }} Answer:"
+    "{% else %} {{ message.content[0].text }}\n{% endif %}{% endfor %}"
+)
 
 GREEDY: dict[str, Any] = {
     "do_sample": False,
@@ -52,3 +61,94 @@ def load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype = "auto")
             f"{name_or_path}: cannot be loaded as a vision-language model ({' '.join(str(error).split())})"
         ) from error
     return model, processor
+
+
+class PromptedModel:
+    """A model of transformers with its processor, and how questions about images become its prompts.
+
+    Args:
+        model: an image-text-to-text model; put into eval mode.
+        processor: its processor. Without a chat template the prompt is "<image> Question: … Answer:" and the answer
+            ends with its line. A tokenizer without a padding token gets its end token as one.
+        instruction: added to every question of a chat model.
+        device: where to put the model; None leaves it where it is.
+    """
+
+    def __init__(
+        self, model: Any, processor: Any, *, instruction: str = INSTRUCTION, device: str | torch.device | None = None
+    ) -> None:
+        self.model = (model if device is None else model.to(device)).eval()
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.chats = bool(getattr(processor, "chat_template", None))
+        self.instruction = f"\n{instruction}" if self.chats and instruction else ""
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        stops = getattr(model.generation_config, "eos_token_id", None)
+        self._stops = set(stops if isinstance(stops, list) else [stops])
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str | Path,
+        *arguments: Any,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        **settings: Any,
+    ) -> Self:
+        """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
+
+        `device` None is the GPU where there is one; `arguments` and `settings` as for the class.
+
+        Raises:
+            InputError: as for `load_pretrained` and the class.
+        """
+        model, processor = load_pretrained(name_or_path, dtype)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(model, processor, *arguments, device=device, **settings)
+
+    def _turns(self, question: str, answer: str | None = None, *, image: bool = True) -> list[dict[str, Any]]:
+        """A question, with its answer where there is one."""
+        pictures = [{"type": "image"}] if image or not self.chats else []
+        turns = [{"role": "user", "content": [*pictures, {"type": "text", "text": question + self.instruction}]}]
+        if answer is not None:
+            turns.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        return turns
+
+    def _prompt(self, turns: Sequence[dict[str, Any]], *, image: bool = True, **options: Any) -> str:
+        """The turns as the model reads them; after a question, up to where the answer begins."""
+        mark = getattr(self.processor, "image_token", None) or "<image>"
+        template = None if self.chats else PLAIN_TEMPLATE.replace("IMAGE", mark if image else "")
+        asks = turns[-1]["role"] == "user"
+        text: str = self.processor.apply_chat_template(
+            turns, chat_template=template, add_generation_prompt=asks, **options
+        )
+        return text
+
+    def _token_options(self, text: str) -> dict[str, bool]:
+        start = self.tokenizer.bos_token
+        return {"add_special_tokens": False} if start and text.startswith(start) else {}
+
+    def _processed(self, texts: list[str], images: list[list[Any]]) -> dict[str, Tensor]:
+        """The processor's output for prompts with their images, padded on the left, on the model's device."""
+        options = {"padding": True, "padding_side": "left", "return_tensors": "pt", **self._token_options(texts[0])}
+        inputs = self.processor(text=texts, images=images, **options)
+        return dict(inputs.to(self.model.device, self.model.dtype))
+
+
+def log_probs_of_answer(model: Any, inputs: Mapping[str, Tensor], answer: Tensor) -> Tensor:
+    """ln P of each token of an answer, int64 [T], after a prompt: float32 [T].
+
+    Prompt and answer are one sequence, without cache or padding. `inputs` is what the processor makes of one prompt.
+    """
+    prompt = inputs["input_ids"]
+    answer = answer.to(prompt.device)
+    longer = dict(inputs)
+    for name, value in inputs.items():  # the mask and the kinds of tokens go on as those of text
+        if name != "input_ids" and value.shape == prompt.shape:
+            new = torch.full_like(answer[None, :-1], int(name == "attention_mask"), dtype=value.dtype)
+            longer[name] = torch.cat([value, new], 1)
+    longer["input_ids"] = torch.cat([prompt, answer[None, :-1]], 1)
+    # logits of the prompt would fill the memory with a large vocabulary
+    kept = {"logits_to_keep": len(answer)} if model._supports_logits_to_keep() else {}
+    logits = model(**longer, **kept, use_cache=False).logits[0, -len(answer) :]
+    return logits.float().log_softmax(-1).gather(-1, answer[:, None].to(logits.device))[:, 0]

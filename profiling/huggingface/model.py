@@ -1,15 +1,13 @@
 """A Hugging Face vision-language model whose knobs can be set, measured and decided for.
 
-A request's way: the first stage takes the image's overview through the model's own vision tower and pools it, beside
-the mean of the question's token embeddings; a decision may look at both. The answer is then decoded greedily with the
-knobs set, and goes on from the tower's output where the overview is the same at every setting
-(`knobwise.profiling.huggingface.first_stage`). Times are read by hooks during that one generation; nothing is run
-twice.
+The first stage takes the image's overview through the model's own vision tower and pools it; with the mean of the
+question's token embeddings, that is what a decision sees. The answer is then decoded greedily with the knobs set, and
+continues from the tower's output where the overview is the same at every setting
+(`knobwise.profiling.huggingface.first_stage`). Hooks read the times during that one generation; nothing runs twice.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -28,28 +26,31 @@ from knobwise.profiling.huggingface.first_stage import (
     vision_modules,
 )
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
-from knobwise.profiling.huggingface.loading import GREEDY, load_pretrained
-from knobwise.profiling.huggingface.scorer import INSTRUCTION, PLAIN_TEMPLATE
-from knobwise.profiling.measuring.adaptive_model import Answer, Configuration, FirstStage, KnobSupport, Request
+from knobwise.profiling.huggingface.loading import GREEDY, INSTRUCTION, PromptedModel
+from knobwise.profiling.measuring.adaptive_model import (
+    Answer,
+    Configuration,
+    FirstStage,
+    KnobSupport,
+    Request,
+    clock_ms,
+)
 
 
-class HuggingFaceVLM:
+class HuggingFaceVLM(PromptedModel):
     """An `AdaptiveVLM`: a model of transformers behind its knobs. Not for two threads at once.
 
     A group of requests is answered as one batch, padded on the left; times of an answer are then those of the whole
     batch, so measure one request at a time.
 
     Args:
-        model: an image-text-to-text model of a family that `HuggingFaceKnobs` knows; put into eval mode.
-        processor: its processor. Without a chat template the prompt is "<image> Question: … Answer:" and the answer
-            ends with its line. A tokenizer without a padding token gets its end token as one.
+        model: of a family that `HuggingFaceKnobs` knows.
+        processor, instruction, device: as for `PromptedModel`.
         importance: which blocks to keep, by block; None lets `HuggingFaceKnobs` choose.
         max_new_tokens: where an answer is cut off.
-        instruction: added to every question of a chat model.
-        device: where to put the model; None leaves it where it is.
 
     Raises:
-        InputError: a model whose knobs or whose vision tower are not known; max_new_tokens below 1.
+        InputError: a model whose knobs or vision tower are unknown; max_new_tokens below 1.
     """
 
     def __init__(
@@ -64,37 +65,13 @@ class HuggingFaceVLM:
     ) -> None:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be ≥ 1, is {max_new_tokens}")
-        self.model = (model if device is None else model.to(device)).eval()
-        self.processor, self.tokenizer, self.max_new_tokens = processor, processor.tokenizer, max_new_tokens
+        super().__init__(model, processor, instruction=instruction, device=device)
+        self.max_new_tokens = max_new_tokens
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
         self._vision = vision_modules(model)
-        self.chats = bool(getattr(processor, "chat_template", None))
-        self.instruction = f"\n{instruction}" if self.chats and instruction else ""
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.ends = self._end_tokens()
-        """Tokens that an answer ends with."""
+        self.end_tokens = self._end_tokens()
+        """Each of these ends an answer."""
         self._devices = {part.device for part in model.parameters()}
-
-    @classmethod
-    def load(
-        cls,
-        name_or_path: str | Path,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype = "auto",
-        importance: Mapping[int, float] | None = None,
-        **settings: Any,
-    ) -> HuggingFaceVLM:
-        """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
-
-        `device` None is the GPU where there is one; `settings` as for the class.
-
-        Raises:
-            InputError: as for `load_pretrained` and the class.
-        """
-        model, processor = load_pretrained(name_or_path, dtype)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(model, processor, importance=importance, device=device, **settings)
 
     @property
     def name(self) -> str:
@@ -146,10 +123,10 @@ class HuggingFaceVLM:
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
         """Answer as one batch, greedily. An answer's `extra` holds `reused_ms`, the first stage's part of its times.
 
-        A stage with `kept` None is answered from the start. One whose times are 0, as from a cache, adds nothing.
+        A stage with `kept` None is answered from the start. A stage from a cache, whose times are 0, adds nothing.
 
         Raises:
-            InputError: a value that cannot be set; an image or a question that is none.
+            InputError: a value that cannot be set; a request without a PIL image or a text.
         """
         if len(stages) > 1 and self.model.config.model_type == "aria":
             # its processor gives every image of a batch as many placeholders as the one with the most crops
@@ -158,7 +135,12 @@ class HuggingFaceVLM:
             return []
         going_on = [number for number, stage in enumerate(stages) if stage.kept is not None]
         overviews: list[Overview] = [stages[number].kept for number in going_on]
-        first = _FirstToken(self._clock)
+        first: list[float] = []
+
+        def note_first(*_: Any, **__: Any) -> bool:  # a stopping criterion that stops nothing
+            first[:] = first or [self._clock()]
+            return False
+
         with self.set_knobs(configuration), going_on_from(self.model, overviews) as taken, self._timed() as spans:
             start = self._clock()
             inputs = self.inputs([stage.request for stage in stages])
@@ -167,9 +149,9 @@ class HuggingFaceVLM:
                 **inputs,
                 **GREEDY,
                 max_new_tokens=self.max_new_tokens,
-                eos_token_id=self.ends,
+                eos_token_id=self.end_tokens,
                 pad_token_id=self.tokenizer.pad_token_id,
-                stopping_criteria=[first],
+                stopping_criteria=[note_first],
             )
             total = self._clock() - start
         reused = {going_on[number]: stages[going_on[number]] for number in taken}
@@ -178,7 +160,7 @@ class HuggingFaceVLM:
         counts = zip(vision.sum(1).tolist(), inputs["attention_mask"].sum(1).tolist(), strict=True)
         answers = []
         for tokens, (seen, read) in zip(output[:, inputs["input_ids"].shape[1] :].tolist(), counts, strict=True):
-            end = next((place for place, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
+            end = next((place for place, token in enumerate(tokens, 1) if token in self.end_tokens), len(tokens))
             text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip()
             if not self.chats:  # a token may hold the end of a line and more
                 text = text.partition("\n")[0].rstrip()
@@ -186,7 +168,7 @@ class HuggingFaceVLM:
                 Answer(
                     text=text,
                     total_ms=before + total,
-                    prefill_ms=before + first.at - start,
+                    prefill_ms=before + first[0] - start,
                     vision_ms=before + prepared - start + sum(spans),
                     vision_tokens=seen,
                     language_tokens=read - seen,
@@ -196,56 +178,30 @@ class HuggingFaceVLM:
             )
         return answers
 
-    # -- prompts -------------------------------------------------------------------------------------------------------
-
     def _text(self, question: str, *, image: bool = True, answer: str | None = None) -> str:
         """The prompt as the model reads it, up to where the answer begins, or with the answer and what ends it."""
-        mark = getattr(self.processor, "image_token", None) or "<image>"
-        pictures = [{"type": "image"}] if image or not self.chats else []
-        text = {"type": "text", "text": question + self.instruction}
-        messages: list[dict[str, Any]] = [{"role": "user", "content": [*pictures, text]}]
-        if answer is not None:
-            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        template = None if self.chats else PLAIN_TEMPLATE.replace("IMAGE", mark if image else "")
         known = str(getattr(self.processor, "chat_template", None))
-        # the few tokens of an answer are none for reasoning
+        # an answer is too short for reasoning
         options = {"enable_thinking": False} if "enable_thinking" in known else {}
-        found: str = self.processor.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=answer is None, **options
-        )
-        return found
-
-    def _token_options(self, text: str) -> dict[str, bool]:
-        start = self.tokenizer.bos_token
-        return {"add_special_tokens": False} if start and text.startswith(start) else {}
+        return self._prompt(self._turns(question, answer, image=image), image=image, **options)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
-        """What the processor makes of the requests, padded on the left, on the model's device."""
+        """The processor's output for the requests, padded on the left, on the model's device."""
         for request in requests:
             if not isinstance(request.image, Image.Image) or not isinstance(request.question, str):
                 kinds = type(request.image).__name__, type(request.question).__name__
                 raise InputError(f"a request needs a PIL image and a text, has {kinds[0]} and {kinds[1]}")
         texts = [self._text(request.question) for request in requests]
-        images = [[request.image.convert("RGB")] for request in requests]
-        inputs = self.processor(
-            text=texts,
-            images=images,
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-            **self._token_options(texts[0]),
-        )
-        return dict(inputs.to(self.model.device, self.model.dtype))
+        return self._processed(texts, [[request.image.convert("RGB")] for request in requests])
 
     def _end_tokens(self) -> list[int]:
-        """What an answer ends with: the model's and tokenizer's ends of text, and what ends a turn, or a line."""
-        stops = getattr(self.model.generation_config, "eos_token_id", None)
-        ends = {*(stops if isinstance(stops, list) else [stops]), self.tokenizer.eos_token_id}
+        """What ends an answer: the end of text of model and tokenizer, and the end of a turn or of a line."""
+        end_tokens = {*self._stops, self.tokenizer.eos_token_id}
         after = self._text("What?", answer="Yes").rpartition("Yes")[2]
         tokens = self.tokenizer(after, add_special_tokens=False)["input_ids"]
         known = self.tokenizer.added_tokens_decoder
         turn = [token for token in tokens if token in known and known[token].special]
-        return sorted({*ends, *(turn[:1] if self.chats else tokens[-1:])} - {None})
+        return sorted({*end_tokens, *(turn[:1] if self.chats else tokens[-1:])} - {None})
 
     def _overview_crops(self) -> int:
         """The crops at which the processor makes the overview."""
@@ -255,18 +211,16 @@ class HuggingFaceVLM:
         # a single crop of Llama4 keeps the image's shape, the overview beside several does not
         return min(crops.least + (self.model.config.model_type == "llama4"), crops.most)
 
-    # -- times ---------------------------------------------------------------------------------------------------------
-
     def _clock(self) -> float:
-        """Wall time in ms, all devices of the model having finished their work."""
+        """`clock_ms` after all devices of the model have finished their work."""
         for device in self._devices:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.synchronize(device)
-        return time.perf_counter_ns() / 1e6
+        return clock_ms()
 
     @contextmanager
     def _timed(self) -> Iterator[list[float]]:
-        """Gives the ms of each call of the vision modules inside."""
+        """Yields the ms of each call of the vision modules inside."""
         starts: list[float] = []
         spans: list[float] = []
         hooks = []
@@ -278,14 +232,3 @@ class HuggingFaceVLM:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-class _FirstToken:
-    """A stopping criterion that stops nothing: it reads the clock when the first token is known."""
-
-    def __init__(self, clock: Any) -> None:
-        self.clock, self.at = clock, 0.0
-
-    def __call__(self, tokens: Tensor, scores: Tensor, **_: Any) -> bool:
-        self.at = self.at or self.clock()
-        return False

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +11,13 @@ from pathlib import Path
 import torch
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.elastic.measuring import one_thread
 from knobwise.profiling.huggingface.block_importance import AnswerLikelihood, measure_importance, read_importance
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
 from knobwise.profiling.measuring.adaptive_model import Request
-from knobwise.profiling.measuring.profiler import VLMProfileConfig, asked, chosen_configurations, profile_vlm
+from knobwise.profiling.measuring.machine import one_at_a_time, one_thread
+from knobwise.profiling.measuring.profiler import chosen_configurations, profile_vlm, question_text
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
+from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 IMPORTANCE_FILE = "importance.json"
 IMPORTANCE_SAMPLES = 32
@@ -39,10 +37,7 @@ def profile_hugging_face(
     """Measure a model with the questions of a file (`read_vqa_data`), write the profile, and return its folder.
 
     Args:
-        out: the folder; an interrupted run goes on in it.
-        name_or_path: of the model.
-        data: the questions.
-        config: what is measured.
+        out: the folder; repeat the call to resume an interrupted run.
         importance: file of block importance; "measure" makes `out`/importance.json first; None leaves out blocks from
             the end on.
         dtype: of the weights; "auto" as they were saved.
@@ -60,16 +55,20 @@ def profile_hugging_face(
     model = HuggingFaceVLM.load(
         name_or_path, device=device, dtype=dtype, importance=known, max_new_tokens=config.max_new_tokens
     )
-    with one_thread() if model.model.device.type == "cpu" else nullcontext():
+    running_on = model.model.device
+    if config.clock == "cpu" and running_on.type != "cpu":
+        raise InputError(f"knobs.clock=cpu: the model runs on {running_on}, whose work is no CPU time")
+    device_name = torch.cuda.get_device_name(running_on) if running_on.type == "cuda" else running_on.type
+    with one_thread() if running_on.type == "cpu" else nullcontext():
         if importance == "measure":
-            chosen_configurations(model.knobs, config)  # what is refused is refused before that takes minutes
+            chosen_configurations(model.knobs, config)  # refuse settings before this takes minutes
             known = _measured(Path(out) / IMPORTANCE_FILE, model, questions, config)
             model = HuggingFaceVLM(model.model, model.processor, importance=known, max_new_tokens=config.max_new_tokens)
         about = {
             "weights": weights_digest(name_or_path, getattr(model.model.config, "_commit_hash", None)),
             "transformers": version("transformers"),
             "dtype": str(model.model.dtype).removeprefix("torch."),
-            "device": _device_name(model.model.device),
+            "device": device_name,
             "importance": None if known is None else {str(block): value for block, value in known.items()},
         }
         return profile_vlm(out, model, questions, config, about)
@@ -81,39 +80,25 @@ def weights_digest(name_or_path: str | Path, commit: str | None = None) -> str:
     files = sorted(Path(name_or_path).glob("*.safetensors"))
     if commit or not files:
         return f"commit:{commit}"
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
+        digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
             for start in range(0, size, max(size // 64, 1 << 16)):
                 file.seek(start)
-                found.update(file.read(1 << 16))
-    return f"sha256:{found.hexdigest()}"
+                digest.update(file.read(1 << 16))
+    return f"sha256:{digest.hexdigest()}"
 
 
 def _measured(path: Path, model: HuggingFaceVLM, data: VQAData, config: VLMProfileConfig) -> dict[int, float]:
     """Importance by the likelihood of the model's own answers to the first questions; measured once for a folder."""
-    with _one_at_a_time(path.parent):  # processes that share a folder must leave out the same blocks
+    with one_at_a_time(path.parent):  # processes that share a folder must leave out the same blocks
         if path.exists():
             return read_importance(path)
-        requests = [Request(item.picture(), asked(item, config.prompt)) for item in data.queries[:IMPORTANCE_SAMPLES]]
+        requests = [
+            Request(item.picture(), question_text(item, config.prompt)) for item in data.queries[:IMPORTANCE_SAMPLES]
+        ]
         inputs = [model.inputs([request]) for request in requests]
-        score = AnswerLikelihood(model.model, inputs, max_new_tokens=config.max_new_tokens, ends=model.ends)
+        score = AnswerLikelihood(model.model, inputs, max_new_tokens=config.max_new_tokens, end_tokens=model.end_tokens)
         return measure_importance(model.knobs_of_model, score, path)
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Only one process is inside for this folder; others wait. The folder is made when it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -3,36 +3,28 @@
 The demonstrations (image, question, answer) and the query (image, question) become one prompt with several images.
 Every candidate answer is scored by the log-likelihood of its tokens after the prompt, up to and with the end of the
 answer, so that "two" does not also count whatever begins with it. The prompt, which is long, is computed once; the
-answers, which are short, go on from its key-value cache.
+answers, which are short, continue from its key-value cache.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.huggingface.loading import load_pretrained
-from knobwise.profiling.measuring.questions import VQAData, VQAItem, agreeing, most_common, soft_accuracy
-
-INSTRUCTION = "Answer with a single word or a short phrase."
-# for models that were never taught to chat; white space in it is part of the prompt
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'user' %}IMAGE Question: {{ message.content[1].text }} Answer:"
-    "{% else %} {{ message.content[0].text }}\n{% endif %}{% endfor %}"
-)
+from knobwise.profiling.huggingface.loading import INSTRUCTION, PromptedModel, log_probs_of_answer
+from knobwise.profiling.measuring.questions import VQAData, VQAItem, agreeing, check_rows, most_common, soft_accuracy
 
 Prompt = tuple[int, list[int]]
 """A query's row and its demonstrations' rows, in order."""
 
 
 class _Candidates(NamedTuple):
-    """What a query can be answered with; C answers."""
+    """The C possible answers to a query."""
 
     tokens: list[list[int]]
     accuracy: Tensor
@@ -41,7 +33,7 @@ class _Candidates(NamedTuple):
     """The one that most reference answers agree with."""
 
 
-class VLMScorer:
+class VLMScorer(PromptedModel):
     """How well a vision-language model answers queries after demonstrations: a `Scorer`.
 
     `scorer(queries, demonstrations)` takes int64 [n], rows of `data.queries`, and int64 [n, T], rows of `data.bank` in
@@ -59,17 +51,13 @@ class VLMScorer:
     `max_choices` and higher than that of free generation.
 
     Args:
-        model: an image-text-to-text model of transformers; put into eval mode.
-        processor: its processor. Without a chat template the prompt is "<image> Question: … Answer: …" line by line.
-            A tokenizer without a padding token gets its end token as one.
+        model, processor, device, instruction: as for `PromptedModel`.
         data: queries and bank.
         batch_size: prompts computed at a time; their cache is held once for each candidate.
         max_choices: the most candidates of a query for which the data name no choices, at least 2.
-        device: where to put the model; None leaves it where it is.
-        instruction: added to every question of a chat model.
         reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first batch: where that
             fails or gives other likelihoods than the whole sequence, each answer is computed with its prompt, one at a
-            time, and a warning says so.
+            time, with a warning.
 
     Raises:
         InputError: sizes that make no sense; when called, rows that do not exist, an image that cannot be read, a
@@ -90,45 +78,16 @@ class VLMScorer:
     ) -> None:
         if batch_size < 1 or max_choices < 2:
             raise InputError(f"batch_size must be ≥ 1 and max_choices ≥ 2, are {batch_size} and {max_choices}")
-        self.model = (model if device is None else model.to(device)).eval()
-        self.processor, self.data = processor, data
+        super().__init__(model, processor, instruction=instruction, device=device)
+        self.data = data
         self.batch_size, self.max_choices, self.reuse_prompt = batch_size, max_choices, reuse_prompt
-        self.chats = bool(getattr(processor, "chat_template", None))
-        self.instruction = f"\n{instruction}" if self.chats and instruction else ""
-        self.tokenizer = processor.tokenizer
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        stops = getattr(model.generation_config, "eos_token_id", None)
-        self._ends = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        self._ends |= set(stops if isinstance(stops, list) else [stops])
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self._end_tokens = special | self._stops
         self._known: dict[int, _Candidates] = {}  # by query
-
-    @classmethod
-    def load(
-        cls,
-        name_or_path: str | Path,
-        data: VQAData,
-        *,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype = "auto",
-        **settings: Any,
-    ) -> VLMScorer:
-        """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
-
-        Only models that transformers itself knows and safetensors weights: no code of theirs is executed. `device` None
-        is the GPU where there is one; `settings` as for the class.
-
-        Raises:
-            InputError: transformers is not installed; no such model, or another kind of model.
-        """
-        model, processor = load_pretrained(name_or_path, dtype)
-        return cls(
-            model, processor, data, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **settings
-        )
 
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        self._check(queries, demonstrations)
+        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
         prompts = [
             (q, [d for d in row if d >= 0]) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)
         ]
@@ -152,13 +111,13 @@ class VLMScorer:
         Of equally common answers the first shown counts. It is right where none of the reference answers has a higher
         soft accuracy; without demonstrations it is wrong. Arguments and errors as for a call.
         """
-        self._check(queries, demonstrations)
+        check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
         right = torch.zeros(len(queries))
         for place, (query, rows) in enumerate(zip(queries.tolist(), demonstrations.tolist(), strict=True)):
-            if shown := [self.data.bank[row].answer for row in rows if row >= 0]:
+            if votes := [self.data.bank[row].answer for row in rows if row >= 0]:
                 references = self.data.queries[query].answers
                 best = max(soft_accuracy(answer, references) for answer in references)
-                right[place] = float(soft_accuracy(most_common(shown)[0], references) == best)
+                right[place] = float(soft_accuracy(most_common(votes)[0], references) == best)
         return right
 
     def answers(self, query: int) -> tuple[str, ...]:
@@ -175,50 +134,15 @@ class VLMScorer:
             return self._after_cache(self._inputs(prompts), answers)
         return [self._whole(self._inputs([prompt]), tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
 
-    # -- from items to tokens ------------------------------------------------------------------------------------------
-
-    def _check(self, queries: Tensor, demonstrations: Tensor) -> None:
-        if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
-            shapes = tuple(queries.shape), tuple(demonstrations.shape)
-            raise InputError(
-                f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], [n, T]"
-            )
-        for what, rows, least, items in (
-            ("query", queries, 0, self.data.queries),
-            ("demonstration", demonstrations, -1, self.data.bank),
-        ):
-            if len(wrong := rows[(rows < least) | (rows >= len(items))]):
-                raise InputError(f"{what} {wrong[0]} does not exist; there are {len(items)}")
-
-    def _asked(self, item: VQAItem) -> dict[str, Any]:
-        text = {"type": "text", "text": item.question + self.instruction}
-        return {"role": "user", "content": [{"type": "image"}, text]}
-
-    def _answered(self, answer: str) -> dict[str, Any]:
-        return {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-
-    def _text(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The messages as the model reads them; after a question, up to where the answer begins."""
-        image = getattr(self.processor, "image_token", None) or "<image>"
-        template = None if self.chats else PLAIN_TEMPLATE.replace("IMAGE", image)
-        opened = messages[-1]["role"] == "user"
-        text: str = self.processor.apply_chat_template(messages, chat_template=template, add_generation_prompt=opened)
-        return text
-
     def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """What the processor makes of the prompts, padded on the left, on the model's device."""
+        """The processor's output for the prompts, padded on the left, on the model's device."""
         texts, images = [], []
         for query, rows in prompts:
-            shown, asked = [self.data.bank[row] for row in rows], self.data.queries[query]
-            turns = [turn for item in shown for turn in (self._asked(item), self._answered(item.answer))]
-            texts.append(self._text([*turns, self._asked(asked)]))
-            images.append([item.picture() for item in (*shown, asked)])
-        start = self.tokenizer.bos_token
-        options = {"add_special_tokens": False} if start and texts[0].startswith(start) else {}
-        inputs = self.processor(
-            text=texts, images=images, padding=True, padding_side="left", return_tensors="pt", **options
-        )
-        return dict(inputs.to(self.model.device, self.model.dtype))
+            demonstrations, item = [self.data.bank[row] for row in rows], self.data.queries[query]
+            turns = [turn for d in demonstrations for turn in self._turns(d.question, d.answer)]
+            texts.append(self._prompt([*turns, *self._turns(item.question)]))
+            images.append([d.picture() for d in (*demonstrations, item)])
+        return self._processed(texts, images)
 
     def _candidates(self, query: int) -> _Candidates:
         if query not in self._known:
@@ -235,12 +159,11 @@ class VLMScorer:
 
     def _answer_tokens(self, item: VQAItem, answer: str) -> list[int]:
         """The tokens of an answer as a demonstration shows it, up to and with the one that ends it."""
-        before = self._text([self._asked(item)])
-        after = self._text([self._asked(item), self._answered(answer)])
+        before, after = (self._prompt(self._turns(item.question, reply)) for reply in (None, answer))
         if not after.startswith(before):  # such as templates that open a part for reasoning
             after = before + " " * (not before[-1:].isspace()) + answer
         tokens = self._ids(before, after if not self.chats else after.rstrip())
-        end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
+        end = next((place for place, token in enumerate(tokens) if token in self._end_tokens), None)
         if end is None and self.chats and self.tokenizer.eos_token_id is not None:
             return [*tokens, self.tokenizer.eos_token_id]
         if not tokens:
@@ -249,21 +172,18 @@ class VLMScorer:
 
     def _ids(self, before: str, after: str) -> list[int]:
         """The tokens that `after` has and `before`, which it begins with, has not."""
-        start, whole, rest = self.tokenizer([before, after, after[len(before) :]], add_special_tokens=False)[
-            "input_ids"
-        ]
+        texts = [before, after, after[len(before) :]]
+        start, whole, rest = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         # read in its place, since some tokenizers begin a text with a space; alone where a token spans the border
         return list(whole[len(start) :] if whole[: len(start)] == start else rest)
-
-    # -- from tokens to likelihoods ------------------------------------------------------------------------------------
 
     def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
         """Whether the cache gives the first prompt's likelihoods, in its batch, as the whole sequences give them."""
         tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.3
         wanted = self._whole(self._inputs(prompts[:1]), answers[0])
         try:
-            found = self._after_cache(self._inputs(prompts), answers)[0]
-            difference = float((found - wanted).abs().max())
+            reused = self._after_cache(self._inputs(prompts), answers)[0]
+            difference = float((reused - wanted).abs().max())
             if difference <= tolerance:
                 return True
             problem = f"likelihoods differ by {difference:.2g}"
@@ -272,7 +192,7 @@ class VLMScorer:
                 raise
             problem = str(error)
         name = type(self.model).__name__
-        warnings.warn(f"{name} does not go on from a cache ({problem}); every answer is computed whole", stacklevel=4)
+        warnings.warn(f"{name} cannot continue from a cache ({problem}); every answer is computed whole", stacklevel=4)
         return False
 
     def _after_cache(self, inputs: dict[str, Tensor], answers: list[list[list[int]]]) -> list[Tensor]:
@@ -281,8 +201,8 @@ class VLMScorer:
         Positions and inputs come from the model's own hooks for generation: they know about left padding, images and
         (Qwen-VL) positions in three dimensions.
         """
-        device, counts = self.model.device, [len(own) for own in answers]
-        flat = [torch.tensor(tokens) for own in answers for tokens in own]
+        device, counts = self.model.device, [len(candidates) for candidates in answers]
+        flat = [torch.tensor(tokens) for candidates in answers for tokens in candidates]
         tokens = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True, padding_value=-1).to(device)
         owner = torch.arange(len(answers), device=device).repeat_interleave(torch.tensor(counts, device=device))
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -313,16 +233,8 @@ class VLMScorer:
 
     def _whole(self, inputs: dict[str, Tensor], answers: list[list[int]]) -> Tensor:
         """Log-likelihoods [C] after one prompt, prompt and answer as one sequence, without cache, batch or padding."""
-        found = []
-        for answer in answers:
-            tokens = torch.tensor([answer], device=self.model.device)
-            longer = {"input_ids": torch.cat([inputs["input_ids"], tokens[:, :-1]], 1)}
-            for key, value in (("attention_mask", 1), ("token_type_ids", 0), ("mm_token_type_ids", 0)):
-                if key in inputs:
-                    longer[key] = torch.cat([inputs[key], torch.full_like(tokens[:, 1:], value)], 1)
-            logits = self.model(**{**inputs, **longer}, use_cache=False).logits
-            found.append(_log_probs(logits[:, -len(answer) :], tokens))
-        return torch.cat(found).cpu()
+        likelihoods = [log_probs_of_answer(self.model, inputs, torch.tensor(answer)).sum() for answer in answers]
+        return torch.stack(likelihoods).cpu()
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
-"""What knobwise asks of a model that it sets the knobs of: one interface to measure it, and to decide in front of it.
+"""The interface of a model with knobs: knobwise measures it through this, and decides in front of it.
 
-An image and a question go through `first_stage`, which is the model's own beginning and gives the features that a
-decision needs; then, the configuration being known, through `answer`, which goes on from it. Whoever implements
-`AdaptiveVLM` for another model gets the profiler (`knobwise.profiling.measuring.profiler`) and the runtime
-(`knobwise.agents.serving.adaptive_model`) with it.
+An image and a question go through `first_stage`, the model's own beginning, which gives the features that a decision
+needs. Once the configuration is chosen, `answer` continues from there. Implement `AdaptiveVLM` for a model of your own,
+and you can profile it (`knobwise.profiling.measuring.profiler`) and serve it
+(`knobwise.agents.serving.adaptive_model`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,10 +21,38 @@ from numpy.typing import NDArray
 from knobwise.common.errors import InputError
 
 KNOBS = ("max_crops", "top_k", "num_active_blocks")
-"""In the order of exp5/exp6 files."""
+"""The knobs of the elastic model, of Hugging Face models and of exp5/exp6 files. Other models name theirs freely."""
 
-Configuration = Mapping[str, int]
-"""A value for each knob, by name. What a model lacks may be left out or be given at `KnobSupport.default`."""
+Configuration = Mapping[str, Any]
+"""A value for each knob, by name: a number, or the name of a mode. A knob that is left out keeps its default."""
+
+CLOCKS = {"wall": time.perf_counter_ns, "cpu": time.thread_time_ns}
+"""`wall`: the time that passes. `cpu`: the CPU time of this thread, for a machine that others use too."""
+_clock: ContextVar[Callable[[], int]] = ContextVar("clock", default=time.perf_counter_ns)
+
+
+def clock_ms() -> float:
+    """Now in ms, by the clock in use: the wall clock outside of `clocked_by`. Models take all their times from it."""
+    return _clock.get()() / 1e6
+
+
+class clocked_by:
+    """A context in which `clock_ms` reads another clock, in this thread.
+
+    Raises:
+        InputError: no clock of this name.
+    """
+
+    def __init__(self, clock: str) -> None:
+        if clock not in CLOCKS:
+            raise InputError(f"clock={clock}: must be {' or '.join(CLOCKS)}")
+        self._read = CLOCKS[clock]
+
+    def __enter__(self) -> None:
+        self._token = _clock.set(self._read)
+
+    def __exit__(self, *exception: object) -> None:
+        _clock.reset(self._token)
 
 
 @dataclass(frozen=True)
@@ -30,55 +60,66 @@ class KnobSupport:
     """What one knob is on one model."""
 
     name: str
-    """One of `KNOBS`."""
-    default: int
-    """Its value in the model as it came: what a restored model runs with. 0 for a knob that the model lacks."""
-    least: int = 0
-    most: int = 0
-    """The values that can be set; the same as `default` where the model lacks the knob."""
+    default: Any
+    """Its value in the unchanged model, which a restored model has again. 0 for a knob that the model lacks."""
+    least: float = 0
+    most: float = 0
+    """The range of whole numbers that can be set; both equal `default` where the model lacks the knob."""
     sets: str = ""
-    """What it sets there, such as "image tiles", "pixels of the image, in units of …", "experts for each token"."""
+    """What it sets, such as "image tiles", "pixels of the image, in units of …", "experts for each token"."""
     note: str = ""
     """What a user must know: why the model lacks it, or that it saves no time on this model."""
+    values: tuple[Any, ...] = ()
+    """The only values that can be set, where that is no range: names such as "fast", or certain numbers; names from
+    the cheapest to the most expensive."""
 
     @property
     def available(self) -> bool:
         """Whether there is anything to set."""
-        return self.least < self.most
+        return len(self.values) > 1 or self.least < self.most
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the knob can be set to this value."""
+        if not self.available:
+            return bool(value == self.default)
+        if self.values:
+            return value in self.values
+        return isinstance(value, int | np.integer) and bool(self.least <= value <= self.most)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a model is asked."""
+    """An image with a question about it."""
 
     image: Any
-    """A PIL image; a model of one's own may take something else."""
+    """A PIL image, or whatever else a model of your own takes."""
     question: Any
-    """A text; likewise."""
+    """A text, or whatever else a model of your own takes."""
 
 
 @dataclass(slots=True)
 class FirstStage:
-    """A request that has gone through the model's first stage."""
+    """A request that has gone through the model's first stage. Times as in `Answer`."""
 
     request: Request
     features: dict[str, NDArray[np.float32]]
     """What a decision may see, [d] each: `image_features`, `language_features`."""
     kept: Any
-    """What `answer` goes on from, so that nothing is computed twice."""
+    """What `answer` continues from, so that nothing is computed twice."""
     total_ms: float
-    """Wall time of this stage."""
+    """Time of this stage."""
     extra_ms: float
     """The part of it that the model would not have spent without a decision to make: pooling, copies, and whatever it
-    computed that no configuration can go on from. What is reused is not in it."""
+    computed that no configuration can continue from. It does not include what is reused."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """An answer and what it cost. Wall times in ms, on a device that had finished its work before each clock was read.
+    """An answer and what it cost. Times are differences of `clock_ms` in ms; a device finishes its work before the
+    clock is read.
 
-    Times are those of the whole way, as if the request had gone straight through with this configuration: the first
-    stage's share without its `extra_ms` is in them.
+    They cover the whole request, as if it had gone straight through with this configuration: they include the first
+    stage without its `extra_ms`.
     """
 
     text: str
@@ -89,7 +130,7 @@ class Answer:
     vision_ms: float
     """The part of prefill_ms that the image's encoder took, preprocessing included."""
     vision_tokens: int
-    """That the language model read."""
+    """Tokens of the image that the language model read."""
     language_tokens: int
     output_tokens: int
     extra: dict[str, float] = field(default_factory=dict)
@@ -97,20 +138,20 @@ class Answer:
 
 
 class AdaptiveVLM(Protocol):
-    """A vision-language model whose knobs can be set."""
+    """A vision-language model with knobs."""
 
     @property
     def name(self) -> str:
-        """How it is called in files and reports."""
+        """Its name in files and reports."""
         ...
 
     @property
     def knobs(self) -> tuple[KnobSupport, ...]:
-        """The three of `KNOBS`, in this order, also those that it lacks."""
+        """What can be set, under any names; a model with `KNOBS` names all three, also those that it lacks."""
         ...
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
-        """Run the model with this configuration inside the context, and restore it exactly at its end, whatever
+        """Run the model with this configuration inside the context and restore it exactly at the end, whatever
         happens. Not for two threads at once.
 
         Raises:
@@ -127,19 +168,22 @@ class AdaptiveVLM(Protocol):
         ...
 
 
-def check_configuration(knobs: Sequence[KnobSupport], configuration: Configuration) -> dict[str, int]:
-    """The configuration with defaults filled in, refused unless the model can run it.
+def check_configuration(knobs: Sequence[KnobSupport], configuration: Configuration) -> dict[str, Any]:
+    """The configuration with defaults filled in.
 
     Raises:
-        InputError: an unknown knob, a value out of range, a knob that the model lacks set to anything but its default.
+        InputError: an unknown knob, a value that it does not take, or any value but the default for a knob that the
+            model lacks.
     """
     known = {knob.name: knob for knob in knobs}
     if unknown := [name for name in configuration if name not in known]:
         raise InputError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")
     for name, value in configuration.items():
         knob = known[name]
-        if not knob.available and value != knob.default:
+        if knob.accepts(value):
+            continue
+        if not knob.available:
             raise InputError(f"{name}={value}: this model lacks the knob ({knob.note}); leave it at {knob.default}")
-        if knob.available and not knob.least <= value <= knob.most:
-            raise InputError(f"{name}={value}: this model takes {knob.least} to {knob.most} ({knob.sets})")
-    return {name: int(configuration.get(name, knob.default)) for name, knob in known.items()}
+        takes = ", ".join(map(str, knob.values)) or f"{knob.least} to {knob.most}"
+        raise InputError(f"{name}={value}: this model takes {takes} ({knob.sets})")
+    return {name: configuration.get(name, knob.default) for name, knob in known.items()}

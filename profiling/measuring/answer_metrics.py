@@ -18,8 +18,8 @@ def answer_accuracy(metric: str, answer: str, references: Sequence[str], choices
 
     Args:
         metric: one of `METRICS`.
-        answer: what the model said.
-        references: right answers, at least one; those of VQA are what ten people said, right or not, repeats included.
+        answer: of the model.
+        references: right answers, at least one; VQA has the answers of ten people, right or not, repeats included.
         choices: with `choice`, the options in the order of their letters.
 
     Raises:
@@ -34,9 +34,6 @@ def answer_accuracy(metric: str, answer: str, references: Sequence[str], choices
     return _BY_REFERENCES[metric](answer, references)
 
 
-# -- VQA ---------------------------------------------------------------------------------------------------------------
-
-
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     """VQA accuracy (Antol et al. 2015, https://arxiv.org/abs/1505.00468; Goyal et al. 2017).
 
@@ -44,12 +41,12 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     others: of ten references 1, 2, 3, 4 that agree give .3, .6, .9, 1. Where fewer than three others are left, their
     number stands in the place of 3; a lone reference is compared as it is.
     """
-    said, right = normalised(answer), [normalised(reference) for reference in references]
+    plain, right = normalised(answer), [normalised(reference) for reference in references]
     others = len(right) - 1
     if not others:
-        return float(said == right[0])
-    agreeing, needed = right.count(said), min(3, others)
-    left_out = [agreeing - (reference == said) for reference in right]
+        return float(plain == right[0])
+    agreeing, needed = right.count(plain), min(3, others)
+    left_out = [agreeing - (reference == plain) for reference in right]
     return sum(min(1.0, n / needed) for n in left_out) / len(right)
 
 
@@ -71,8 +68,9 @@ def normalised(text: str) -> str:
 
 # $ % & # * and others are not among them: "5%" and "5" are different answers there too
 _TO_BLANKS = str.maketrans(dict.fromkeys(';/[]"{}()=+\\_-<>@`,?!', " "))
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_DIGITS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUMBERS)}}
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NUMBERS = {name: str(number) for number, name in enumerate(NAMES)}
+_DIGITS = {"none": "0", **NUMBERS}
 
 
 def _contractions() -> dict[str, str]:
@@ -89,20 +87,17 @@ def _contractions() -> dict[str, str]:
     }
     whole = ["i'm", "ma'am", "o'clock", "'twas", "'tis", "y'all", "y'all'll", "y'all'd've"]
     whole += [stem + ending for ending, group in stems.items() for stem in group.split()]
-    found = {}
+    spellings = {}
     for word in whole:
         parts = word.split("'")
         for marks in itertools.product(("", "'"), repeat=len(parts) - 1):
             spelling = "".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))
             if spelling not in ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets"):
-                found[spelling] = word
-    return found
+                spellings[spelling] = word
+    return spellings
 
 
 _CONTRACTIONS = _contractions()
-
-
-# -- multiple choice ---------------------------------------------------------------------------------------------------
 
 
 def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
@@ -136,9 +131,9 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
     one holds another.
     """
     comparable, count = _comparable(choices), len(choices)
-    texts, said = [comparable(choice) for choice in choices], comparable(answer)
-    if said in texts:
-        return texts.index(said)
+    texts, plain = [comparable(choice) for choice in choices], comparable(answer)
+    if plain in texts:
+        return texts.index(plain)
     if (letter := _letter(answer, count)) is not None:
         return letter
     last = string.ascii_uppercase[count - 1]
@@ -149,12 +144,12 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
         rf"\(({either})\)",
         rf"(?<![\w'])({capital})(?![\w'])(?<![AI](?=\s(?!(?:is|or|and|because|since)\b)[a-z]))",
     ):
-        found = {letter.upper() for letter in re.findall(pattern, answer)}
-        if len(found) == 1:
-            return ord(found.pop()) - ord("A")
-        if found:
+        letters = {letter.upper() for letter in re.findall(pattern, answer)}
+        if len(letters) == 1:
+            return ord(letters.pop()) - ord("A")
+        if letters:
             return None
-    within = {place: text for place, text in enumerate(texts) if f" {text} " in f" {said} "}
+    within = {place: text for place, text in enumerate(texts) if f" {text} " in f" {plain} "}
     within = {p: t for p, t in within.items() if not any(t != o and f" {t} " in f" {o} " for o in within.values())}
     return next(iter(within)) if len(within) == 1 else None
 
@@ -166,12 +161,9 @@ def _comparable(choices: Sequence[str]) -> Callable[[str], str]:
 
 def _letter(text: str, count: int) -> int | None:
     """The place that a letter standing for itself names, bare, in brackets or before a mark."""
-    found = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\]*\"'.:,]*", text)
-    place = ord(found[1].upper()) - ord("A") if found else count
+    match = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\]*\"'.:,]*", text)
+    place = ord(match[1].upper()) - ord("A") if match else count
     return place if place < count else None
-
-
-# -- the others --------------------------------------------------------------------------------------------------------
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
@@ -190,10 +182,10 @@ def anls(answer: str, references: Sequence[str]) -> float:
     The best 1 − distance / longer length over the references; 0 from a distance of half the longer length on. Case and
     the number of blanks do not count.
     """
-    said = _lower(answer)
+    lower = _lower(answer)
     best = 0.0
     for reference in map(_lower, references):
-        distance = levenshtein(said, reference) / max(len(said), len(reference), 1)
+        distance = levenshtein(lower, reference) / max(len(lower), len(reference), 1)
         best = max(best, 1 - distance if distance < ANLS_THRESHOLD else 0.0)
     return best
 
@@ -214,10 +206,10 @@ def relaxed_match(answer: str, references: Sequence[str]) -> float:
 
     Commas in numbers do not count and "5%" is 0.05. The 5 % hold for years too, as they do in the original.
     """
-    said, number = _lower(answer), _number(answer)
+    lower, number = _lower(answer), _number(answer)
     for reference in references:
         wanted = _number(reference)
-        if said == _lower(reference) or (number is not None and wanted is not None and _close(number, wanted)):
+        if lower == _lower(reference) or (number is not None and wanted is not None and _close(number, wanted)):
             return 1.0
     return 0.0
 
@@ -229,8 +221,8 @@ def _close(number: float, wanted: float) -> bool:
 
 def _number(text: str) -> float | None:
     plain = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("−", "-").strip().rstrip(".").strip())
-    found = re.fullmatch(r"[$€£]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?)\s*(%?)", plain)
-    return None if found is None else float(found[1]) / (100 if found[2] else 1)
+    match = re.fullmatch(r"[$€£]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?)\s*(%?)", plain)
+    return None if match is None else float(match[1]) / (100 if match[2] else 1)
 
 
 def _lower(text: str) -> str:

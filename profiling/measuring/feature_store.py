@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,17 +50,22 @@ def image_digests(items: Sequence[VQAItem]) -> list[str]:
 
     def of_bytes(content: bytes, where: str) -> str:
         try:
-            with Image.open(io.BytesIO(content)):  # reads the head, which says whether it is an image
+            with Image.open(io.BytesIO(content)):  # reads the head only, enough to recognise an image
                 return hashlib.sha256(content).hexdigest()
         except (OSError, Image.DecompressionBombError) as error:
             raise InputError(f"{where}: is no image that can be read") from error
 
-    def digest(image: Path | bytes | Image.Image) -> str:
+    def digest(image: Any) -> str:
         if isinstance(image, Path):
             return of_file(image)
+        if isinstance(image, Tensor | np.ndarray):
+            array = np.asarray(image)
+            return hashlib.sha256(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()
         if isinstance(image, Image.Image):
             pixels = image.convert("RGB")  # of a palette the bytes alone say nothing
             return hashlib.sha256(f"{pixels.size} ".encode() + pixels.tobytes()).hexdigest()
+        if not isinstance(image, bytes):
+            raise InputError(f"an image of type {type(image).__name__}: cannot be hashed; use an array")
         return of_bytes(image, "an image given as bytes")
 
     return [digest(item.image) for item in items]
@@ -68,10 +74,7 @@ def image_digests(items: Sequence[VQAItem]) -> list[str]:
 def content_keys(images: Sequence[str], questions: Sequence[str], model: str) -> list[str]:
     """For each sample a hash of its image, of its question as it is asked, and of the model.
 
-    Args:
-        images: `image_digests`.
-        questions: of the same length.
-        model: tells this model from others, its weights included.
+    `images` are `image_digests`; `model` tells this model from others, its weights included.
     """
     parts = zip(images, questions, strict=True)
     return [hashlib.sha256(json.dumps([*part, model]).encode()).hexdigest()[:32] for part in parts]
@@ -120,7 +123,6 @@ class FeatureStore:
         """Keep the features of a sample, in the place of those that were there.
 
         Args:
-            key: of `content_keys`.
             features: float [d] each, of the same names and widths for all samples.
             name: of the sample, for error messages.
 
@@ -192,14 +194,9 @@ def collect_features(
 ) -> int:
     """Compute the features that the store lacks, or all of them, and return how many that were.
 
-    After a kill the same call goes on; with `force` it begins again.
+    Repeat the call to resume it after a kill; with `force` it begins again.
 
-    Args:
-        store: where they go.
-        items: the samples.
-        keys: their `content_keys`.
-        take: computes the features of one sample.
-        force: take all anew.
+    `keys` are the `content_keys` of the items; `take` computes the features of one.
     """
     wanted = {key: i for i, key in enumerate(keys) if force or key not in store}
     with progress("features", len(wanted), quiet_s=5) as tick:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ Grid = NDArray[np.int64]
 """[C, K]: for each configuration the place of each knob's value among that knob's values."""
 
 
-def sample_grid(values: Mapping[str, Sequence[int]], strategy: str, count: int, seed: int) -> list[dict[str, int]]:
+def sample_grid(values: Mapping[str, Sequence[Any]], strategy: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Choose `count` different configurations of the grid that these values span; the same ones for the same arguments.
 
     - `full`: all of them; `count` is 0 or their number.
@@ -28,13 +29,9 @@ def sample_grid(values: Mapping[str, Sequence[int]], strategy: str, count: int, 
       taken already goes to the nearest free one.
 
     Args:
-        values: the values of each knob, by name.
-        strategy: one of `STRATEGIES`.
-        count: how many.
-        seed: of what is drawn.
+        values: the values of each knob, by name; names of modes in the order of their cost, numbers in any order.
 
-    Returns:
-        Configurations in the order of the grid, the last knob changing fastest.
+    Returns: configurations in the order of the grid, the last knob changing fastest.
 
     Raises:
         InputError: an unknown strategy, no knobs or values, a value given twice, more than there are, none.
@@ -54,7 +51,7 @@ def sample_grid(values: Mapping[str, Sequence[int]], strategy: str, count: int, 
         count = total
     if not 1 <= count <= total:
         raise InputError(f"count={count}: strategy={strategy} takes 1 to {total} configurations of these values")
-    # places are by size, whatever the order in which the values were given
+    # numbers have their place by size, whatever their order in `values`
     grid = np.array(list(itertools.product(*map(range, sizes))), np.int64)
     rng = np.random.default_rng(seed)
     chosen = {
@@ -64,10 +61,11 @@ def sample_grid(values: Mapping[str, Sequence[int]], strategy: str, count: int, 
         "balanced": lambda: _balanced(sizes, count, rng),
         "latin_hypercube": lambda: _latin_hypercube(grid, sizes, count, rng),
     }[strategy]()
-    ordered = [sorted(of_knob) for of_knob in values.values()]
+    named = [any(isinstance(value, str) for value in of_knob) for of_knob in values.values()]
+    ordered = [list(v) if is_named else sorted(v) for v, is_named in zip(values.values(), named, strict=True)]
     picked = grid[np.sort(chosen)]
     return [
-        {name: int(ordered[k][place]) for k, (name, place) in enumerate(zip(values, row, strict=True))}
+        {name: ordered[k][place] for k, (name, place) in enumerate(zip(values, row, strict=True))}
         for row in picked.tolist()
     ]
 
@@ -81,8 +79,8 @@ def _stratified(grid: Grid, sizes: list[int], count: int, rng: np.random.Generat
     shuffled = rng.permutation(len(grid))
     turn = np.empty(len(grid), np.int64)  # the how-manieth of its stratum that a configuration is
     for s in range(stratum.max() + 1):
-        own = shuffled[stratum[shuffled] == s]
-        turn[own] = np.arange(len(own))
+        members = shuffled[stratum[shuffled] == s]
+        turn[members] = np.arange(len(members))
     # in every turn each stratum gives one; which strata give in the last, unfinished turn is drawn
     order = np.lexsort((rng.permutation(stratum.max() + 1)[stratum], turn))
     return order[:count]

@@ -1,13 +1,13 @@
-"""Measure a model whose knobs are set, sample by sample and configuration by configuration; a kill costs nothing.
+"""Measure a model sample by sample and configuration by configuration; a kill costs nothing.
 
-Each measurement is a line that is appended to a file before the next one begins. It names the sample, its content (see
-`knobwise.profiling.measuring.feature_store`) and the configuration, so what is asked for may grow or shrink between
-two calls: what is on disk is never measured again, and a sample whose image or question changed is.
+Each measurement is a line appended to a file before the next one begins. It names the sample, its content (see
+`knobwise.profiling.measuring.feature_store`) and the configuration, so a later call may want more or less: what is on
+disk is never measured again, and a sample whose image or question changed is.
 
-Order. Repeat by repeat, all pairs of sample and configuration in random order: the machine's drift then falls on all
-alike and looks like an effect of none. A change of the knobs costs the models here next to nothing, and it is not in
-their times. For a model where the first answer after a change is slow (compiled graphs, say) `block` samples are asked
-in a row, after one that is not timed; blocks come in random order, so drift is still spread, but more coarsely.
+Order. Repeat by repeat, all pairs of sample and configuration come in random order: the machine's drift then falls on
+all alike and looks like an effect of none. A change of the knobs costs the models here next to nothing, and it is not
+in their times. For a model whose first answer after a change is slow (compiled graphs, say) `block` samples come in a
+row, after one that is not timed; blocks come in random order, so drift is still spread, but more coarsely.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from __future__ import annotations
 import fcntl
 import gc
 import io
-import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import orjson
 import polars as pl
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.profiling.measuring.adaptive_model import KNOBS, AdaptiveVLM, Answer, FirstStage, Request
+from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, Answer, FirstStage, Request, clock_ms, clocked_by
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 
@@ -38,84 +39,96 @@ TOKENS = ("vision_tokens", "language_tokens", "output_tokens")
 EXTRA = "extra."
 """Columns of what a model adds to its answers begin with this."""
 COLUMNS = {
-    *("sample", "sample_id", "question_id", "image_id", "dataset", *KNOBS, "answers", "pred", "accuracy", "changed"),
-    *("latency_ms", "decode_ms", *TIMES, "num_total_tokens", *(f"num_{name}" for name in TOKENS), "configuration"),
+    *("sample", "sample_id", "question_id", "question_type", "image_id", "dataset", "split", "fold", "answers", "pred"),
+    *("accuracy", "changed", "configuration", "content", "repeat", "text", "score", "soft_score", "prediction"),
+    *("answer", "question", "latency_ms", "decode_ms", *TIMES, *TOKENS),
+    *("num_total_tokens", *(f"num_{name}" for name in TOKENS)),
 }
-"""Of the table that is made of the measurements."""
+"""Of the log and of the tables made from it: no knob and nothing that a model adds may have such a name."""
 _SCHEMA = {
     "sample_id": pl.String,
     "content": pl.String,
-    **dict.fromkeys(KNOBS, pl.Int64),
     "repeat": pl.Int64,
     "text": pl.String,
     **dict.fromkeys(TIMES, pl.Float64),
     **dict.fromkeys(TOKENS, pl.Int64),
 }
 _COLLECT_EVERY = 64
+_SLACK = 1.02, 0.2
+"""How much more than the thread's CPU time a model's time may be with clock=cpu: a factor and ms."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The measurements that make a profile."""
 
     items: tuple[VQAItem, ...]
     """The samples."""
-    questions: tuple[str, ...]
-    """How each is asked."""
+    questions: tuple[Any, ...]
+    """The question of each as the model gets it."""
     contents: tuple[str, ...]
     """The content key of each."""
-    configurations: tuple[Mapping[str, int], ...]
-    """All knobs of each."""
+    configurations: tuple[Mapping[str, Any], ...]
+    """A value for every knob in each."""
     repeats: int
     """Measurements of each pair."""
+
+    @property
+    def knobs(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self.configurations[0])
 
     @property
     def total(self) -> int:
         """Number of measurements."""
         return self.repeats * len(self.items) * len(self.configurations)
 
-    def of(self, log: pl.DataFrame) -> pl.DataFrame:
-        """The measurements in a log that are asked for, each once, with their `sample` and `configuration` numbers."""
+    @property
+    def settings(self) -> pl.DataFrame:
+        """The configurations, a column for each knob."""
+        return pl.DataFrame({knob: [setting[knob] for setting in self.configurations] for knob in self.knobs})
+
+    def select(self, log: pl.DataFrame) -> pl.DataFrame:
+        """The measurements of a log that belong to the plan, each once, with `sample` and `configuration` numbers."""
         samples = pl.DataFrame(
             {"sample_id": [item.id for item in self.items], "content": list(self.contents)}, schema_overrides=_SCHEMA
         )
-        columns = {knob: [configuration[knob] for configuration in self.configurations] for knob in KNOBS}
-        configurations = pl.DataFrame(columns, schema_overrides=_SCHEMA)
+        settings = self.settings
+        absent = [pl.lit(None).alias(knob) for knob in self.knobs if knob not in log.columns]
         return (
-            log.filter(pl.col("repeat") < self.repeats)
+            log.with_columns(absent)
+            .filter(pl.col("repeat") < self.repeats)
             .join(samples.with_row_index("sample"), on=samples.columns)
-            .join(configurations.with_row_index("configuration"), on=KNOBS)
+            .with_columns(pl.col(knob).cast(kind, strict=False) for knob, kind in settings.schema.items())
+            .join(settings.with_row_index("configuration"), on=self.knobs)
             .unique(["sample", "configuration", "repeat"], keep="first", maintain_order=True)
         )
 
     def done(self, log: pl.DataFrame) -> NDArray[np.bool_]:
-        """[R, N, C] whether a log holds the measurement."""
-        found = self.of(log).select("repeat", "sample", "configuration").to_numpy()
+        """[R, N, C] whether a log contains the measurement."""
+        cells = self.select(log).select("repeat", "sample", "configuration").to_numpy()
         done = np.zeros((self.repeats, len(self.items), len(self.configurations)), bool)
-        done[tuple(found.astype(np.int64).T)] = True
+        done[tuple(cells.astype(np.int64).T)] = True
         return done
-
-
-# -- the log -----------------------------------------------------------------------------------------------------------
 
 
 def read_logs(folder: str | Path) -> pl.DataFrame:
     """What all processes have measured so far, one row for each measurement.
 
     Raises:
-        InputError: a log that is none.
+        InputError: a file that is not such a log.
     """
     frames = [pl.DataFrame(schema=_SCHEMA)]
     for path in sorted(Path(folder).glob("measured-*.jsonl")):
         content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]  # another process may be at its next line
+        whole = content[: content.rfind(b"\n") + 1]  # another process may be writing its next line
         if whole:
             try:
                 frame = pl.read_ndjson(io.BytesIO(whole), infer_schema_length=None, schema_overrides=_SCHEMA)
             except pl.exceptions.PolarsError as error:
                 raise InputError(f"{path}: is damaged ({error}); move it away to measure its part again") from error
             frames.append(frame.with_columns(pl.selectors.starts_with(EXTRA).cast(pl.Float64)))
-    return pl.concat(frames, how="diagonal")
+    return pl.concat(frames, how="diagonal_relaxed")
 
 
 @contextmanager
@@ -138,9 +151,6 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
         yield file
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
 def measure(
     model: AdaptiveVLM,
     plan: Plan,
@@ -152,50 +162,36 @@ def measure(
     seed: int = 0,
     warm_up: int = 1,
     block: int = 1,
+    clock: str = "wall",
 ) -> None:
     """Measure what is not `done`, one request at a time.
 
-    The first stage is run anew for each measurement, since its time is part of what is measured; where an answer
-    cannot go on from it (`kept` is None), once for each sample.
+    The first stage runs anew for each measurement, since its time is part of what is measured; where an answer cannot
+    continue from it (`kept` is None), once for each sample.
 
     Args:
-        model: what is measured.
-        plan: the samples and configurations.
         log: gets a line for each measurement.
         done: [R, N, C] what was measured before.
         store: gets the features of samples in `untaken`.
         untaken: content keys of samples whose features are wanted; those taken are removed.
-        seed: of the order.
-        warm_up: untimed answers with each configuration before anything is timed.
-        block: samples in a row under one configuration.
+        model, plan, seed, warm_up, block, clock: as in `VLMProfileConfig`.
 
     Raises:
-        InputError: the model failed, or gave an answer that cannot be; it names sample and configuration.
+        InputError: the model failed, or gave an impossible answer; the message names sample and configuration.
     """
     if done.all():
         return
-    run = _Asking(model, plan)
-    # what was measured in an earlier session says nothing about how warm this one is
-    needed = np.flatnonzero(~done.all((0, 1)))
-    with progress("warming up", warm_up * len(needed), quiet_s=5) as tick:
-        for i in range(warm_up):
-            for number, j in enumerate(needed, i * len(needed) + 1):
-                run(i % len(plan.items), int(j))
-                tick(number, "")
     untaken = set() if untaken is None or store is None else untaken
-    count = int(done.sum())
-    try:
-        with progress("measuring", plan.total, count) as tick, _collected_between() as collect:
-            for repeat in range(plan.repeats):
-                before = -1
-                for i, j in measuring_order(len(plan.items), len(plan.configurations), block, (seed, repeat)).tolist():
-                    if done[repeat, i, j]:
-                        continue
-                    if block > 1 and j != before:
+    run, count = _Runner(model, plan, clock), int(done.sum())
+    with clocked_by(clock):
+        _warm_up(run, done, warm_up)
+        try:
+            with progress("measuring", plan.total, count) as tick, collected_between() as collect:
+                for repeat, i, j, changed in _missing(done, block, seed):
+                    if changed and block > 1:
                         run(i, j)
-                    before = j
                     stage, answer = run(i, j)
-                    log.write(_line(plan, repeat, i, j, answer))
+                    log.write(run.line(repeat, i, j, answer))
                     if plan.contents[i] in untaken and store is not None:
                         store.add(plan.contents[i], stage.features, plan.items[i].id)
                         untaken.discard(plan.contents[i])
@@ -203,9 +199,29 @@ def measure(
                     tick(count, "")
                     if count % _COLLECT_EVERY == 0:
                         collect()
-    finally:
-        if store is not None:
-            store.flush()
+        finally:
+            if store is not None:
+                store.flush()
+
+
+def _warm_up(run: _Runner, done: NDArray[np.bool_], rounds: int) -> None:
+    """Answer untimed; the warm-up of an earlier session does not count for this one."""
+    needed = np.flatnonzero(~done.all((0, 1))).tolist()
+    with progress("warming up", rounds * len(needed), quiet_s=5) as tick:
+        for number in range(rounds * len(needed)):
+            run(number // len(needed) % done.shape[1], needed[number % len(needed)])
+            tick(number + 1, "")
+
+
+def _missing(done: NDArray[np.bool_], block: int, seed: int) -> Iterator[tuple[int, int, int, bool]]:
+    """Repeat, sample and configuration of what is not done, in order; and whether the configuration has changed."""
+    repeats, samples, configurations = done.shape
+    for repeat in range(repeats):
+        before = -1
+        for i, j in measuring_order(samples, configurations, block, (seed, repeat)).tolist():
+            if not done[repeat, i, j]:
+                yield repeat, i, j, j != before
+                before = j
 
 
 def measuring_order(samples: int, configurations: int, block: int, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
@@ -222,17 +238,19 @@ def measuring_order(samples: int, configurations: int, block: int, seed: int | t
     return np.stack([sample.ravel()[order], order // samples], 1)
 
 
-class _Asking:
-    """Asks one question under one configuration."""
+class _Runner:
+    """Runs one sample under one configuration, and writes down what came out."""
 
-    def __init__(self, model: AdaptiveVLM, plan: Plan) -> None:
+    def __init__(self, model: AdaptiveVLM, plan: Plan, clock: str) -> None:
         self.model, self.plan = model, plan
-        self._stages: dict[int, FirstStage] = {}  # that nothing goes on from: without their images they are small
+        self._cpu_only, self._reserved = clock == "cpu", COLUMNS | set(plan.knobs)
+        self._stages: dict[int, FirstStage] = {}  # that no answer continues from: without their images they are small
 
     def __call__(self, i: int, j: int) -> tuple[FirstStage, Answer]:
         item, configuration = self.plan.items[i], self.plan.configurations[j]
         request = Request(item.picture(), self.plan.questions[i])
         try:
+            start = time.thread_time_ns() if self._cpu_only else 0
             if i in self._stages:
                 stage = replace(self._stages[i], request=request)
             else:
@@ -240,50 +258,64 @@ class _Asking:
                 if stage.kept is None:
                     self._stages[i] = replace(stage, request=Request(None, None))
             (answer,) = self.model.answer([stage], configuration)
-            check_answer(answer)
+            check_answer(answer, self._reserved)
+            if self._cpu_only:
+                cpu_ms = (time.thread_time_ns() - start) / 1e6
+                if answer.total_ms > cpu_ms * _SLACK[0] + _SLACK[1]:
+                    raise ValueError(
+                        f"its time is {answer.total_ms:.3f} ms, the CPU time of its thread {cpu_ms:.3f} ms; with "
+                        f"clock=cpu a model takes its times from {clock_ms.__module__}.clock_ms"
+                    )
         except Exception as error:  # whatever a model may raise, out of memory included
             setting = " ".join(f"{knob}={value}" for knob, value in configuration.items())
             words = " ".join(str(error).split())[:300]
             raise InputError(
                 f"sample {item.id!r} with {setting}: the model failed ({type(error).__name__}: {words}). What was "
-                "measured is on disk: the same command goes on from there, also with values or samples left out"
+                "measured is on disk: repeat the command to continue, if need be without some values or samples"
             ) from error
         return stage, answer
 
+    def line(self, repeat: int, i: int, j: int, answer: Answer) -> bytes:
+        """One measurement as a line of the log. Clocks tick in ns, so no time needs more than six decimals."""
+        values = {
+            "sample_id": self.plan.items[i].id,
+            "content": self.plan.contents[i],
+            **self.plan.configurations[j],
+            "repeat": repeat,
+            "text": answer.text.encode("utf-8", "replace").decode(),
+            "total_ms": round(float(answer.total_ms), 6),
+            "prefill_ms": round(float(answer.prefill_ms), 6),
+            "vision_ms": round(float(answer.vision_ms), 6),
+            "vision_tokens": int(answer.vision_tokens),
+            "language_tokens": int(answer.language_tokens),
+            "output_tokens": int(answer.output_tokens),
+        }
+        for name, value in answer.extra.items():
+            if math.isfinite(value):
+                values[EXTRA + name] = float(value)
+        return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
-def check_answer(answer: Answer) -> None:
+
+def check_answer(answer: Answer, reserved: set[str]) -> None:
     """Refuse an answer that cannot be written down.
 
     Raises:
-        ValueError: times that are negative, not finite, or not vision ≤ prefill ≤ total; an extra of a taken name.
+        ValueError: times that are negative, not finite, or not vision ≤ prefill ≤ total; an extra with a reserved name.
     """
-    times = [0.0, answer.vision_ms, answer.prefill_ms, answer.total_ms]
-    if not all(map(math.isfinite, times)) or times != sorted(times):
-        raise ValueError(f"its times are vision {times[1]}, prefill {times[2]}, total {times[3]} ms")
-    if taken := answer.extra.keys() & COLUMNS:
-        raise ValueError(f"its extra {min(taken)!r} is the name of a column; call it otherwise")
-
-
-def _line(plan: Plan, repeat: int, i: int, j: int, answer: Answer) -> bytes:
-    values = {
-        "sample_id": plan.items[i].id,
-        "content": plan.contents[i],
-        **plan.configurations[j],
-        "repeat": repeat,
-        "text": answer.text.encode("utf-8", "replace").decode(),
-        **{name: float(getattr(answer, name)) for name in TIMES},
-        **{name: int(getattr(answer, name)) for name in TOKENS},
-        **{EXTRA + name: float(value) for name, value in answer.extra.items() if math.isfinite(value)},
-    }
-    return json.dumps(values).encode() + b"\n"
+    if not 0 <= answer.vision_ms <= answer.prefill_ms <= answer.total_ms < math.inf:
+        raise ValueError(
+            f"its times are vision {answer.vision_ms}, prefill {answer.prefill_ms}, total {answer.total_ms} ms"
+        )
+    if answer.extra and not reserved.isdisjoint(answer.extra):
+        name = min(reserved.intersection(answer.extra))
+        raise ValueError(f"its extra {name!r} is the name of a column; rename it")
 
 
 @contextmanager
-def _collected_between() -> Iterator[Callable[[], object]]:
-    """Keep the garbage collector from stopping the clock at random cells: give what collects, to be called between."""
+def collected_between() -> Iterator[Callable[[], object]]:
+    """Stop the garbage collector, which would interrupt random measurements; yield what collects between them."""
     collecting = gc.isenabled()
-    gc.collect()
-    gc.freeze()  # what is there now is not looked at again
+    gc.freeze()  # collections skip what exists now
     gc.disable()
     try:
         yield gc.collect

@@ -1,13 +1,11 @@
-"""Write what was measured of a model: the long table, exp5/exp6 files, and what was measured how, where and on what."""
+"""Write what was measured of a model: the long table, exp5/exp6 files, what was measured how, where and on what, and
+how much the choice of a configuration matters."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,29 +16,33 @@ import torch
 from numpy.typing import NDArray
 
 from knobwise.common.files import written_whole
+from knobwise.envs.configurations.budgets import quantile_budgets
+from knobwise.envs.configurations.reward import utility
 from knobwise.envs.readers.exp_files import write_exp5_exp6
-from knobwise.profiling.elastic.outputs import cpu_name
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
-from knobwise.profiling.measuring.answer_metrics import answer_accuracy
-from knobwise.profiling.measuring.figures import profile_figures
+from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
 SAVES_NOTHING = 0.02
-"""A knob that saves less than this share of the time is said to save none."""
+"""A knob that saves less than this share of the time is reported to save none."""
+CLOCK_NAMES = {
+    "wall": f"wall, {time.get_clock_info('perf_counter').implementation}",
+    "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
+}
+Array = NDArray[np.floating]
+Judge = Callable[[int, str], float]
+"""The accuracy of an answer to a sample, by its number in the plan."""
 
 
-def cells_of(plan: Plan, log: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
+def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
     """One row for each pair of sample and configuration, samples outermost: median times and the first answer.
 
     Columns: `sample`, `configuration` (numbers in the plan), `latency_ms`, `prefill_ms`, `vision_ms`, `decode_ms`, what
     the model adds (medians), `num_*_tokens`, `pred`, `accuracy`, `changed` (repeats that answered something else).
 
-    Args:
-        plan: what was asked for.
-        log: holds all of it.
-        metrics: of each sample.
+    The log holds all of the plan; `judge` is called once for each different answer to a sample.
     """
-    measured = plan.of(log).sort("sample", "configuration", "repeat")
+    measured = plan.select(log).sort("sample", "configuration", "repeat")
     extra = [c for c in measured.columns if c.startswith(EXTRA) and measured[c].is_not_null().any()]
     cells = measured.group_by("sample", "configuration", maintain_order=True).agg(
         *(pl.col(name).median().round(4) for name in TIMES),
@@ -49,12 +51,10 @@ def cells_of(plan: Plan, log: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFr
         pl.col("text").first().alias("pred"),
         (pl.col("text") != pl.col("text").first()).sum().alias("changed"),
     )
-    said = cells.select("sample", "pred").unique(maintain_order=True)
-    accuracy = [
-        answer_accuracy(metrics[i], text, plan.items[i].answers, plan.items[i].choices) for i, text in said.rows()
-    ]
+    answers = cells.select("sample", "pred").unique(maintain_order=True)
+    accuracy = pl.Series("accuracy", [judge(i, text) for i, text in answers.rows()], dtype=pl.Float64)
     return (
-        cells.join(said.with_columns(accuracy=pl.Series(accuracy, dtype=pl.Float64)), on=["sample", "pred"], how="left")
+        cells.join(answers.with_columns(accuracy), on=["sample", "pred"], how="left")
         .rename({"total_ms": "latency_ms"})
         .with_columns(
             decode_ms=(pl.col("latency_ms") - pl.col("prefill_ms")).round(4),
@@ -65,90 +65,106 @@ def cells_of(plan: Plan, log: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFr
 
 def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
     """The cells with ids, knobs and data set, as long tables and exp5/exp6 files have them."""
-    row, column = cells["sample"].to_numpy(), cells["configuration"].to_numpy()
     ids = [item.id for item in plan.items]
     columns = {"sample_id": ids, "question_id": ids}
-    if any(item.image_id for item in plan.items):  # what has none is an image of its own
+    if any(item.image_id for item in plan.items):  # an item without one has an image of its own
         columns["image_id"] = [item.image_id or f"of sample {item.id}" for item in plan.items]
-    found = [pl.Series(name, values).gather(row) for name, values in columns.items()]
-    for knob in KNOBS:
-        values = [configuration[knob] for configuration in plan.configurations]
-        found.append(pl.Series(knob, values, dtype=pl.Int64).gather(column))
-    answers = pl.Series("answers", [list(item.answers) for item in plan.items]).gather(row)
-    return (
-        pl.DataFrame([*found, answers])
-        .hstack(cells.drop("sample", "configuration"))
-        .with_columns(dataset=pl.lit(dataset))
-    )
+    samples = pl.DataFrame(columns)[cells["sample"]]
+    answers = pl.Series("answers", [list(item.answers) for item in plan.items]).gather(cells["sample"])
+    settings = plan.settings[cells["configuration"]]
+    return pl.concat(
+        [samples, settings, answers.to_frame(), cells.drop("sample", "configuration")], how="horizontal"
+    ).with_columns(dataset=pl.lit(dataset))
+
+
+def write_table(path: Path, columns: pl.DataFrame) -> None:
+    """Write a long table."""
+    with written_whole(path) as temporary:
+        columns.write_parquet(temporary, compression="zstd", compression_level=19)
+
+
+def write_exp_files(out: Path, records: pl.DataFrame, knobs: Sequence[str], metadata: Mapping[str, Any]) -> str:
+    """Write `exp5/` and `exp6/` in the place of those of an earlier call, where the knobs are those of these files.
+
+    Returns:
+        Why there are none, or "".
+    """
+    for folder in ("exp5", "exp6"):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    if set(knobs) != set(KNOBS) or not all(records[knob].dtype.is_integer() for knob in knobs):
+        return (
+            f"no exp5/exp6 files: they hold whole numbers of {', '.join(KNOBS)}, and these knobs are "
+            f"{', '.join(knobs)}; read table.parquet instead (profile=table)"
+        )
+    write_exp5_exp6(records, out / "exp5", out / "exp6", records["dataset"][0], metadata)
+    return ""
 
 
 def write_vlm_profile(
     out: Path,
-    dataset: str,
     plan: Plan,
     log: pl.DataFrame,
-    metrics: Sequence[str],
+    judge: Judge,
     knobs: Sequence[KnobSupport],
     about: Mapping[str, Any],
+    clock: str = "wall",
 ) -> dict[str, Any]:
     """Write `table.parquet`, `exp5/`, `exp6/` and, last, `profile.json`; return what the latter holds.
 
     Args:
-        out: the folder. Files of exp5/exp6 that an earlier call wrote there are removed.
-        dataset: its name.
-        plan: what was asked for.
-        log: holds all of it.
-        metrics: of each sample.
-        knobs: of the model.
-        about: what else is known of the run; `model` and `machine` go into the exp5/exp6 files too.
+        log: holds all of the plan.
+        about: what else is known of the run: `name` of the data set, and what goes into the exp5/exp6 files too, such
+            as `model` and `machine`.
+        clock: that times were taken by.
     """
-    cells = cells_of(plan, log, metrics)
-    records = long_records(plan, cells, dataset)
+    cells = cells_of(plan, log, judge)
+    records = long_records(plan, cells, about["name"])
     measures = [c for c in records.columns if c.endswith("_ms")]
-    keys = [c for c in ("sample_id", "image_id", *KNOBS) if c in records.columns]
-    with written_whole(out / "table.parquet") as path:
-        columns = pl.col(*keys, "accuracy", *measures, "pred", "dataset")
-        records.select(columns).write_parquet(path, compression="zstd", compression_level=19)
-    for folder in ("exp5", "exp6"):
-        shutil.rmtree(out / folder, ignore_errors=True)
+    keys = [c for c in ("sample_id", "image_id", *plan.knobs) if c in records.columns]
+    write_table(out / "table.parquet", records.select(*keys, "accuracy", *measures, "pred", "dataset"))
     metadata = {key: about[key] for key in ("split", "model", "machine", "command") if key in about}
-    write_exp5_exp6(records, out / "exp5", out / "exp6", dataset, metadata)
+    note = write_exp_files(out, records, plan.knobs, metadata)
 
     shape = (len(plan.items), len(plan.configurations))
     accuracy, latency = (cells[c].to_numpy().reshape(shape) for c in ("accuracy", "latency_ms"))
-    settings = np.array([[configuration[knob] for knob in KNOBS] for configuration in plan.configurations])
-    once = plan.of(log).select("repeat", "sample", "configuration", "total_ms").sort(pl.all().exclude("total_ms"))
-    times = once["total_ms"].to_numpy().reshape(plan.repeats, *shape)
-    spread = float(np.log(times.clip(1e-6)).std(0, ddof=1).mean()) if plan.repeats > 1 else None
-    files = ["table.parquet", *(["features.safetensors"] if (out / "features.safetensors").exists() else [])]
-    found = {
-        "name": dataset,
+    settings = np.array(plan.settings.rows(), dtype=object)
+    has_features = (out / "features.safetensors").exists()
+    content = {
         **about,
         "samples": shape[0],
         "configurations": shape[1],
-        "metrics": {metric: metrics.count(metric) for metric in sorted(set(metrics))},
+        **({"note": note} if note else {}),
         "clock": {
-            "latency_ms": f"wall, as the model reads it, {time.get_clock_info('perf_counter').implementation}",
+            "latency_ms": f"{CLOCK_NAMES[clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
-            "log_spread_of_one_measurement": None if spread is None else round(spread, 4),
+            **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },
-        "cost_s": round(float(times.sum()) / 1e3, 1),
+        "cost_s": round(float(plan.select(log)["total_ms"].sum()) / 1e3, 1),
         "knobs": knob_report(knobs, settings, latency),
-        "by_configuration": by_configuration(records),
-        "figures": profile_figures(accuracy, latency, settings, KNOBS),
-        "sha256": {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in files},
+        "by_configuration": by_configuration(records, plan.knobs),
+        "figures": profile_figures(accuracy, latency, settings, plan.knobs),
+        "sha256": digests(out, ["table.parquet", *(["features.safetensors"] if has_features else [])]),
     }
-    with written_whole(out / "profile.json") as path:
-        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return found
+    write_json(out / "profile.json", content)
+    return content
 
 
-def by_configuration(records: pl.DataFrame) -> list[dict[str, Any]]:
+def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
+    """How much one measurement spreads: the mean standard deviation of the logarithm of a cell's times."""
+    spread = None
+    if plan.repeats > 1:
+        logs = pl.col("total_ms").clip(1e-6).log()
+        cells = plan.select(log).group_by("sample", "configuration").agg(logs.std(ddof=1).alias("spread"))
+        spread = round(_mean(cells["spread"]), 4)
+    return {"log_spread_of_one_measurement": spread}
+
+
+def by_configuration(records: pl.DataFrame, knobs: Sequence[str]) -> list[dict[str, Any]]:
     """Accuracy and, for each time, mean and percentiles over the samples, in ms."""
     rows = []
-    for _, cells in records.group_by(KNOBS, maintain_order=True):
-        row = {knob: cells[knob][0] for knob in KNOBS} | {"accuracy": round(_mean(cells["accuracy"]), 4)}
+    for _, cells in records.group_by(knobs, maintain_order=True):
+        row = {knob: cells[knob][0] for knob in knobs} | {"accuracy": round(_mean(cells["accuracy"]), 4)}
         for name in ("latency", "vision", "prefill", "decode"):
             values = cells[f"{name}_ms"].to_numpy()
             percentiles = {f"P{p}": round(float(np.percentile(values, p)), 3) for p in (50, 95, 99)}
@@ -159,14 +175,14 @@ def by_configuration(records: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def knob_report(
-    knobs: Sequence[KnobSupport], settings: NDArray[np.integer], latency_ms: NDArray[np.floating]
+    knobs: Sequence[KnobSupport], settings: NDArray[Any], latency_ms: NDArray[np.floating]
 ) -> list[dict[str, Any]]:
     """What each knob is on this model and what it saves, measured.
 
-    `saves` is the share of the time that a knob's least measured value saves against its greatest, the others being
-    equal: from the logarithms of the times of each sample, fitted as a sum of one term for each value of each knob
-    (on a full grid that is the mean over the others). `saves_error` is its standard error over the samples.
-    `saves_nothing` is whether it stays under `SAVES_NOTHING`, two errors added.
+    `saves` is the share of the time that a knob's least measured value saves against its greatest (of names the first
+    against the last), the others being equal: from the logarithms of the times of each sample, fitted as a sum of one
+    term for each value of each knob (on a full grid that is the mean over the others). `saves_error` is its standard
+    error over the samples. `saves_nothing` is whether it stays under `SAVES_NOTHING` with two errors added.
 
     Args:
         knobs: of the model, in the order of the columns of `settings`.
@@ -174,15 +190,15 @@ def knob_report(
         latency_ms: [N, C].
     """
     logs = np.log(latency_ms.astype(np.float64).clip(1e-6))
-    values = [np.unique(column) for column in settings.T]
-    terms = [settings[:, [k]] == of_knob[1:] for k, of_knob in enumerate(values)]
+    values = [levels(column, knob.values) for column, knob in zip(settings.T, knobs, strict=True)]
+    terms = [column[:, None] == np.array(of_knob[1:]) for column, of_knob in zip(settings.T, values, strict=True)]
     design = np.hstack([np.ones((len(settings), 1)), *terms]).astype(np.float64)
     fitted = logs @ np.linalg.pinv(design).T  # [N, terms]; a knob's least value is the one without a term
     determined = np.linalg.matrix_rank(design) == design.shape[1]
     last = np.cumsum([0, *(term.shape[1] for term in terms)])[1:]
     report = []
     for k, knob in enumerate(knobs):
-        row: dict[str, Any] = asdict(knob) | {"available": knob.available, "measured": values[k].tolist()}
+        row: dict[str, Any] = asdict(knob) | {"available": knob.available, "measured": values[k]}
         if len(values[k]) > 1 and determined:
             slower = fitted[:, last[k]]
             saves = 1 - np.exp(-slower.mean())
@@ -207,26 +223,90 @@ def describe_knobs(report: Sequence[Mapping[str, Any]]) -> str:
         else:
             error = "" if row["saves_error"] is None else f" ± {200 * row['saves_error']:.1f}"
             share = f"{100 * row['saves']:.1f} %{error}"
-            told = f"saves {share} of the time"
+            effect = f"saves {share} of the time"
             if row["saves_nothing"]:
-                told = f"SAVES NO TIME here: {share}"
+                effect = f"SAVES NO TIME here: {share}"
             elif row["saves"] <= 2 * (row["saves_error"] or 0):
-                told = f"no saving shown by so few samples: {share}"
-            ends = f"from {row['measured'][-1]} down to {row['measured'][0]}"
-            lines.append(f"{row['name']}: {row['sets']}; {told}, {ends}{note}")
+                effect = f"no saving shown by so few samples: {share}"
+            span = f"from {row['measured'][-1]} down to {row['measured'][0]}"
+            lines.append(f"{row['name']}: {row['sets']}; {effect}, {span}{note}")
     return "\n".join(lines)
-
-
-def machine() -> dict[str, Any]:
-    """What latencies depend on besides the model: processor, accelerator, versions, threads."""
-    return {
-        "cpu": cpu_name(),
-        "architecture": platform.machine(),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
 
 
 def _mean(values: pl.Series) -> float:
     return float(values.to_numpy().mean())
+
+
+def levels(column: NDArray[Any], order: Sequence[Any] = ()) -> list[Any]:
+    """The values of a knob that occur: numbers in ascending order, names as in `order`, else as they come."""
+    values = list(dict.fromkeys(column.tolist()))
+    if not any(isinstance(value, str) for value in values):
+        return sorted(values)
+    return sorted(values, key=order.index) if set(values) <= set(order) else values
+
+
+def headroom(accuracy: Array, latency_ms: Array) -> dict[str, Any]:
+    """Oracle and budget-aware static at the five default budgets, in utility, over the samples themselves."""
+    times = torch.from_numpy(latency_ms)
+    budgets = quantile_budgets(times, torch.ones_like(times, dtype=torch.bool))
+    worth = utility(torch.from_numpy(accuracy), times, budgets[:, None, None])  # [B, N, C]
+    static, oracle = worth.mean(1).amax(1), worth.amax(2).mean(1)
+    return {
+        "budgets_ms": [round(budget, 3) for budget in budgets.tolist()],
+        "budget_aware_static": [round(mean, 4) for mean in static.tolist()],
+        "oracle": [round(mean, 4) for mean in oracle.tolist()],
+        "oracle_minus_static": round(float((oracle - static).mean()), 4),
+    }
+
+
+def profile_figures(
+    accuracy: Array, latency_ms: Array, configurations: NDArray[Any], knobs: tuple[str, ...]
+) -> dict[str, Any]:
+    """The figures of a full table: accuracy and latency [N, C], knob values [C, K].
+
+    Knob effects are marginal: the mean over the samples and over the values of the other knobs. Ranges are the largest
+    minus the smallest of these means (accuracy), and their ratio minus one (latency).
+    """
+    accuracy, latency_ms = accuracy.astype(np.float64), latency_ms.astype(np.float64).clip(1e-9)
+    effects = {}
+    for k, knob in enumerate(knobs):
+        values = levels(configurations[:, k])
+        by_accuracy = np.array([accuracy[:, configurations[:, k] == v].mean() for v in values])
+        by_latency = np.array([latency_ms[:, configurations[:, k] == v].mean() for v in values])
+        effects[knob] = {
+            "values": values,
+            "accuracy": by_accuracy.round(4).tolist(),
+            "latency_ms": by_latency.round(3).tolist(),
+            "accuracy_range": round(float(np.ptp(by_accuracy)), 4),
+            "latency_range": round(float(by_latency.max() / by_latency.min() - 1), 4),
+        }
+    means = accuracy.mean(0)
+    return {
+        "knobs": effects,
+        "accuracy_by_configuration": [round(float(means.min()), 4), round(float(means.max()), 4)],
+        "config_dependent_share": round(float((np.ptp(accuracy, axis=1) > 0).mean()), 4),
+        "latency_cv_within_configuration": round(float((latency_ms.std(0) / latency_ms.mean(0)).mean()), 4),
+        "headroom": headroom(accuracy, latency_ms),
+    }
+
+
+def describe(figures: dict[str, Any]) -> str:
+    """The figures in a few lines for a terminal."""
+    low, high = figures["accuracy_by_configuration"]
+    lines = [f"accuracy of a configuration {low:.3f} to {high:.3f}"]
+    for knob, effect in figures["knobs"].items():
+        accuracy = " ".join(f"{a:.3f}" for a in effect["accuracy"])
+        latency = " ".join(f"{t:.2f}" for t in effect["latency_ms"])
+        grows = f"+{100 * effect['latency_range']:.0f} %"
+        lines.append(
+            f"{knob}: accuracy {accuracy} (range {effect['accuracy_range']:.3f}), latency {latency} ms ({grows})"
+        )
+    lines += [
+        f"samples whose correctness depends on the configuration: {100 * figures['config_dependent_share']:.0f} %",
+        f"coefficient of variation of latency in a configuration: {figures['latency_cv_within_configuration']:.2f}",
+    ]
+    room = figures["headroom"]
+    static, oracle = np.mean(room["budget_aware_static"]), np.mean(room["oracle"])
+    gain = f"{100 * room['oracle_minus_static']:.1f} points to gain"
+    lines.append(f"utility over five budgets: budget-aware static {static:.3f}, oracle {oracle:.3f}, {gain}")
+    return "\n".join(lines)

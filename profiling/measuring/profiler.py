@@ -2,276 +2,214 @@
 
 profile_vlm("out", model, data, config)  →  out/table.parquet  features.safetensors  profile.json
                                             out/exp5/…  out/exp6/…  (the same measurements as exp5/exp6 files)
-                                            out/state/…  (what a later call goes on from)
+                                            out/state/…  (what a later call continues from)
 
 Several processes, each with its own GPU and `shard`, share one `out`: each measures its part of the configurations and
-writes files of its own, and the one that ends last writes the profile. So does the same call once more, which is the
-way to merge by hand. Which part a configuration falls into is drawn, so that no knob goes with one of the GPUs; still,
-GPUs that differ in speed make configurations differ: let them be of one kind, and cooled alike.
+writes files of its own, and the last to finish writes the profile. Repeating a finished call merges by hand. Which part
+a configuration falls into is drawn, so that no knob goes with one of the GPUs; still, GPUs that differ in speed make
+configurations differ: let them be of one kind, and cooled alike.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
-import shlex
 import shutil
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.elastic.measuring import claim
 from knobwise.profiling.measuring.adaptive_model import KNOBS, AdaptiveVLM, KnobSupport, Request, check_configuration
-from knobwise.profiling.measuring.answer_metrics import METRICS, answer_accuracy
+from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 from knobwise.profiling.measuring.feature_store import FeatureStore, collect_features, content_keys, image_digests
-from knobwise.profiling.measuring.figures import describe
-from knobwise.profiling.measuring.grid_sampling import STRATEGIES, sample_grid
-from knobwise.profiling.measuring.measuring import Plan, appended, measure, read_logs
-from knobwise.profiling.measuring.outputs import describe_knobs, machine, write_vlm_profile
+from knobwise.profiling.measuring.grid_sampling import sample_grid
+from knobwise.profiling.measuring.machine import claim, machine, one_at_a_time
+from knobwise.profiling.measuring.measuring import COLUMNS, EXTRA, Plan, appended, measure, read_logs
+from knobwise.profiling.measuring.outputs import Judge, describe, describe_knobs, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
+from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
 
 FEATURES_FILE = "features.safetensors"
-
-
-@dataclass
-class VLMProfileConfig:
-    """What `profile_vlm` measures of a model."""
-
-    name: str = ""
-    """Name of the data set, such as text_vqa; empty for that of the file."""
-    split: str = "validation"
-    """Which split of the data set the file holds; noted in exp5/exp6 files."""
-    samples: int | None = None
-    """Measure so many samples, drawn; more of them later include these. None for all."""
-    metric: str = "auto"
-    """vqa, exact, choice, anls, relaxed. auto: for each sample choice where it has choices, else vqa where it has three
-    answers or more, else exact."""
-    prompt: str = "{question}{choices}"
-    """How a question is asked; {choices} stands for its options with their letters, a line each, or for nothing where
-    there are none. Leave it out where the questions hold them already."""
-    max_crops: tuple[int, ...] = ()
-    """Values of this knob to measure; empty for the model's default alone."""
-    top_k: tuple[int, ...] = ()
-    """Likewise: experts for each token."""
-    num_active_blocks: tuple[int, ...] = ()
-    """Likewise: decoder blocks that run."""
-    strategy: str = "full"
-    """Which configurations of the grid are measured: full, or of large grids stratified, boundary, balanced or
-    latin_hypercube."""
-    count: int = 0
-    """How many configurations, unless the grid is measured in full."""
-    repeats: int = 3
-    """Measurements of each sample with each configuration; the median is kept."""
-    warm_up: int = 1
-    """Untimed answers with each configuration before anything is timed."""
-    block: int = 1
-    """Samples asked in a row under one configuration, after one untimed; more than 1 only for a model that is slow
-    after a change of its knobs, such as a compiled one."""
-    max_new_tokens: int = 32
-    """Where an answer is cut off. Given to the model where it is made."""
-    seed: int = 0
-    """Of the samples, the configurations, their parts and the order of measuring."""
-    shard: int = 0
-    """Which part of the configurations this process measures, from 0."""
-    shards: int = 1
-    """Into how many parts the configurations are divided."""
-    features: bool = True
-    """Whether to take what a decision sees: it comes with the first stage of every measurement."""
-    half: bool = False
-    """Keep features in half precision."""
-    features_from: str = ""
-    """Feature file of an earlier profile of the same model, to take over what has the same image and question."""
-    force: bool = False
-    """Take all features anew, also those that are there already; nothing is measured again."""
-
-    def __post_init__(self) -> None:
-        for name, least in {"repeats": 1, "warm_up": 0, "block": 1, "max_new_tokens": 1, "shards": 1}.items():
-            if getattr(self, name) < least:
-                raise InputError(f"knobs.{name} must be {least} at least, not {getattr(self, name)}")
-        if self.samples is not None and self.samples < 1:
-            raise InputError(f"knobs.samples must be 1 at least, or none for all, not {self.samples}")
-        if not 0 <= self.shard < self.shards:
-            raise InputError(
-                f"knobs.shard must be 0 to {self.shards - 1}, since knobs.shards={self.shards}; not {self.shard}"
-            )
-        if self.metric not in ("auto", *METRICS):
-            raise InputError(f"knobs.metric={self.metric!r} is unknown; known are auto, {', '.join(METRICS)}")
-        if self.strategy not in STRATEGIES:
-            raise InputError(f"knobs.strategy={self.strategy!r} is unknown; known are {', '.join(STRATEGIES)}")
-        if self.count and self.strategy == "full":
-            raise InputError(f"knobs.count={self.count}: give knobs.strategy too; full measures every configuration")
-        if "{question}" not in self.prompt:
-            raise InputError(f"knobs.prompt={self.prompt!r} must hold {{question}}")
-        for knob in KNOBS:
-            setattr(self, knob, tuple(int(value) for value in getattr(self, knob)))
-
-
-_OF_A_CALL = ("shard", "shards", "force", "features_from")  # not what makes the profile again
+_NOT_REPEATED = ("shard", "shards", "force", "features_from")  # the profile is made again without them
 
 
 def profile_vlm(
-    out: str | Path,
-    model: AdaptiveVLM,
-    data: VQAData,
-    config: VLMProfileConfig,
-    about: Mapping[str, Any] | None = None,
+    out: str | Path, model: AdaptiveVLM, data: VQAData, config: VLMProfileConfig, about: Mapping[str, Any] | None = None
 ) -> Path:
     """Measure the model, write the profile, and return its folder.
 
-    Calling it again goes on where it stopped. More configurations, samples or repeats are measured beside those that
-    are there; another model, machine, version or data set needs another folder.
+    Repeat the call to resume it. More configurations, samples or repeats are measured beside those that exist; another
+    model, machine, version or data set needs another folder.
 
     Args:
-        out: the folder.
-        model: what is measured; each call of `answer` is given one request.
+        model: each call of `answer` gets one request.
         data: its queries are the samples.
-        config: what of it.
-        about: what else tells this model from others, as JSON can hold it: digest of its weights, data type, device.
+        about: what else distinguishes this model from others, as JSON can hold it: digest of its weights, data type,
+            device.
 
     Raises:
         InputError: settings that the model cannot run, data that the metric cannot judge, another run in `out`, a model
             that fails with a sample (named).
     """
     out, state = Path(out), Path(out) / "state"
-    items = _chosen(data.queries, config)
-    metrics = tuple(metric_of(item, config.metric) for item in items)
-    for item, metric in zip(items, metrics, strict=True):
-        try:
-            answer_accuracy(metric, item.answer, item.answers, item.choices)
-        except InputError as error:
-            raise InputError(f"sample {item.id!r}: {error}; choose another knobs.metric=…") from error
+    items = _drawn(data.queries, config)
+    metrics, judge = _judge(items, config.metric)
     configurations = chosen_configurations(model.knobs, config)
     if config.shards > len(configurations):
         raise InputError(f"knobs.shards={config.shards}: there are {len(configurations)} configurations only")
     if config.features_from and not Path(config.features_from).is_file():
         raise InputError(f"knobs.features_from={config.features_from}: no such file")
 
-    where, dataset = machine(), config.name or "data"
-    which = {
+    identity = {
         "model": model.name,
-        "knobs": {knob.name: [knob.default, knob.least, knob.most] for knob in model.knobs},
+        "knobs": {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs},
         **(about or {}),
     }
-    questions = tuple(asked(item, config.prompt) for item in items)
-    contents = tuple(content_keys(image_digests(items), questions, json.dumps(which, sort_keys=True)))
-    store = _store(out, contents, config) if config.features else None  # reads what is there, and writes nothing yet
-    _claim(
-        state, config.shard, {"dataset": dataset, **which, "max_new_tokens": config.max_new_tokens, "machine": where}
-    )
-
+    questions = tuple(question_text(item, config.prompt) for item in items)
+    contents = tuple(content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True)))
     plan = Plan(items, questions, contents, configurations, config.repeats)
-    part = np.random.default_rng(config.seed).permutation(len(configurations))[config.shard :: config.shards]
-    mine = replace(plan, configurations=tuple(configurations[j] for j in sorted(part)))
-    own = dict(zip(contents[config.shard :: config.shards], items[config.shard :: config.shards], strict=True))
-    untaken = {key for key in own if store is not None and (config.force or key not in store)}
-    with appended(state / f"measured-{config.shard}.jsonl") as log:
-        done = mine.done(read_logs(state))
-        measure(
-            model, mine, log, done, store=store, untaken=untaken, seed=config.seed, warm_up=config.warm_up,
-            block=config.block,
-        )  # fmt: skip
-        if store is not None:
-            left = {key: item for key, item in own.items() if key in untaken}
-            _collect(model, store, left, config, force=config.force)
+    store = _store(out, contents, config) if config.features else None  # reads what exists, and writes nothing yet
+    where, dataset = machine(), config.name or "data"
+    claimed = {"dataset": dataset, **identity, "max_new_tokens": config.max_new_tokens, "machine": where}
+    claimed |= {} if config.clock == "wall" else {"clock": config.clock}
+    mine = state / f"run-{config.shard}.json"
+    for path in (*sorted(set(state.glob("run-*.json")) - {mine}), mine):  # refuse before anything is written
+        claim(path, claimed)
+    _measure_part(state, model, plan, store, config)
 
-    found = read_logs(state)
-    if missing := int((~plan.done(found)).sum()):
+    log = read_logs(state)
+    if missing := int((~plan.done(log)).sum()):
         print(f"shard {config.shard} of {config.shards} is done; {missing} measurements of the others are missing")
         return out
-    with (state / "merging").open("w") as lock:  # two that end at once write one after the other
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if config.features:
-            store = _store(out, contents, config)
-            _collect(model, store, dict(zip(contents, items, strict=True)), config, force=False)
-            store.write(out / FEATURES_FILE, contents, [item.id for item in items])
-            for folder in state.glob("features-*"):
-                # of a part that is still at work its process will merge them
-                with suppress(InputError), appended(state / f"measured-{folder.name.rpartition('-')[2]}.jsonl"):
-                    shutil.rmtree(folder)
-        told = {"command": command(model.name, config), "config": asdict(config), "split": config.split, **which}
+    with one_at_a_time(state):  # two that finish at once write one after the other
+        if store is not None:
+            _merge_features(out, model, plan, config)
+        written = {"command": command(model.name, config), "config": asdict(config), "split": config.split, **identity}
+        counts = {metric: metrics.count(metric) for metric in sorted(set(metrics))}
+        written |= {"machine": where, "shards": config.shards, "metrics": counts}
         profile = write_vlm_profile(
-            out, dataset, plan, found, metrics, model.knobs, {**told, "machine": where, "shards": config.shards}
+            out, plan, log, judge, model.knobs, {"name": dataset, **written}, clock=config.clock
         )
+    _print(profile, config)
+    return out
+
+
+def _measure_part(
+    state: Path, model: AdaptiveVLM, plan: Plan, store: FeatureStore | None, config: VLMProfileConfig
+) -> None:
+    """Measure the configurations, and take the features, that are this process's part."""
+    drawn = np.random.default_rng(config.seed).permutation(len(plan.configurations))
+    part = sorted(drawn[config.shard :: config.shards])
+    mine = replace(plan, configurations=tuple(plan.configurations[j] for j in part))
+    samples = range(config.shard, len(plan.items), config.shards)
+    untaken = {
+        plan.contents[i] for i in samples if store is not None and (config.force or plan.contents[i] not in store)
+    }
+    with appended(state / f"measured-{config.shard}.jsonl") as log:
+        measure(
+            model,
+            mine,
+            log,
+            mine.done(read_logs(state)),
+            store=store,
+            untaken=untaken,
+            seed=config.seed,
+            warm_up=config.warm_up,
+            block=config.block,
+            clock=config.clock,
+        )
+        if store is not None:
+            _collect(model, store, plan, [i for i in samples if plan.contents[i] in untaken], force=config.force)
+
+
+def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan, config: VLMProfileConfig) -> None:
+    """Write the features of all parts as one file."""
+    store, state = _store(out, plan.contents, config), out / "state"
+    _collect(model, store, plan, range(len(plan.items)), force=False)
+    store.write(out / FEATURES_FILE, plan.contents, [item.id for item in plan.items])
+    for folder in state.glob("features-*"):
+        # a process that is still at work merges its own part
+        with suppress(InputError), appended(state / f"measured-{folder.name.rpartition('-')[2]}.jsonl"):
+            shutil.rmtree(folder)
+
+
+def _print(profile: Mapping[str, Any], config: VLMProfileConfig) -> None:
     print(describe(profile["figures"]))
     if config.strategy != "full":
-        print("(means over what was measured, which are not all combinations)")
+        print("(means over what was measured, which is not every combination)")
     print(describe_knobs(profile["knobs"]))
-    return out
+    if "note" in profile:
+        print(profile["note"])
 
 
 def command(model: str, config: VLMProfileConfig) -> str:
     """The command that measures the same again: every setting that is not the default, as key=value."""
-    words = []
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if f.name in _OF_A_CALL or value == f.default:
-            continue
-        text = str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
-        if isinstance(value, str) and not re.fullmatch(r"[\w./:-]+", value):
-            text = json.dumps(value, ensure_ascii=False)
-        word = f"knobs.{f.name}={text}"
-        words.append(shlex.quote(word) if isinstance(value, str) else word)
+    words = changed_settings("knobs.", config, leave_out=_NOT_REPEATED)
     return " ".join([f"knobwise profile model={model} data=FILE out=DIR", *words])
-
-
-# -- what is measured --------------------------------------------------------------------------------------------------
 
 
 def metric_of(item: VQAItem, metric: str = "auto") -> str:
     """The metric of one sample."""
     if metric != "auto":
         return metric
-    return "choice" if item.choices else "vqa" if len(item.answers) >= 3 else "exact"
+    if item.choices:
+        return "choice"
+    return "vqa" if len(item.answers) >= 3 else "exact"
 
 
-def asked(item: VQAItem, prompt: str = "{question}{choices}") -> str:
+def question_text(item: VQAItem, prompt: str = "{question}{choices}") -> str:
     """The question of one sample as the model reads it."""
     options = [f"\n{letter}. {text}" for letter, text in zip(string.ascii_uppercase, item.choices, strict=False)]
     parts = {"{question}": item.question, "{choices}": "".join(options)}
-    return re.sub(r"{question}|{choices}", lambda found: parts[found[0]], prompt)
+    return re.sub(r"{question}|{choices}", lambda match: parts[match[0]], prompt)
 
 
-def chosen_configurations(knobs: tuple[KnobSupport, ...], config: VLMProfileConfig) -> tuple[dict[str, int], ...]:
-    """The configurations that are measured, all knobs of each.
+def _judge(items: Sequence[VQAItem], metric: str) -> tuple[list[str], Judge]:
+    """The metric of each sample, and what judges answers by them; refuses data that they do not fit."""
+    metrics = [metric_of(item, metric) for item in items]
+
+    def judge(i: int, answer: str) -> float:
+        return answer_accuracy(metrics[i], answer, items[i].answers, items[i].choices)
+
+    for i, item in enumerate(items):
+        try:
+            judge(i, item.answer)
+        except InputError as error:
+            raise InputError(f"sample {item.id!r}: {error}; choose another knobs.metric=…") from error
+    return metrics, judge
+
+
+def chosen_configurations(knobs: tuple[KnobSupport, ...], config: VLMProfileConfig) -> tuple[dict[str, Any], ...]:
+    """The configurations that are measured, with a value for every knob.
 
     Raises:
-        InputError: a value that the model cannot be set to; what `sample_grid` refuses.
+        InputError: a knob that the model does not have or that is named like a column of the table; a value that it
+            does not take; what `sample_grid` refuses.
     """
-    values = {knob.name: getattr(config, knob.name) or (knob.default,) for knob in knobs}
+    for knob in knobs:
+        if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
+            raise InputError(f"knob {knob.name!r}: is the name of a measurement in a profile; rename it")
+    names = {*(config.values or {}), *(name for name in KNOBS if getattr(config, name))}
+    check_configuration(knobs, dict.fromkeys(names - {knob.name for knob in knobs}))
+    values = {knob.name: config.measured_values(knob.name) or (knob.default,) for knob in knobs}
     for name, of_knob in values.items():
         for value in of_knob:
             check_configuration(knobs, {name: value})
     return tuple(sample_grid(values, config.strategy, config.count, config.seed))
 
 
-def _chosen(items: tuple[VQAItem, ...], config: VLMProfileConfig) -> tuple[VQAItem, ...]:
+def _drawn(items: tuple[VQAItem, ...], config: VLMProfileConfig) -> tuple[VQAItem, ...]:
     count = len(items) if config.samples is None else config.samples
     if count > len(items):
         raise InputError(f"knobs.samples={count}: the data hold {len(items)} only")
     drawn = np.random.default_rng(config.seed).permutation(len(items))[:count]
     return tuple(items[i] for i in sorted(drawn))
-
-
-# -- state -------------------------------------------------------------------------------------------------------------
-
-
-def _claim(state: Path, shard: int, identity: Mapping[str, Any]) -> None:
-    """Note what is measured in `state`, and refuse what another process, or an earlier call, does not measure too."""
-    own = state / f"run-{shard}.json"
-    for path in (*(path for path in sorted(state.glob("run-*.json")) if path != own), own):
-        try:
-            claim(path, dict(identity))
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(str(error)) from error
 
 
 def _store(out: Path, contents: Sequence[str], config: VLMProfileConfig) -> FeatureStore:
@@ -283,10 +221,11 @@ def _store(out: Path, contents: Sequence[str], config: VLMProfileConfig) -> Feat
     return FeatureStore(state / f"features-{config.shard}", contents, known, config.half)
 
 
-def _collect(
-    model: AdaptiveVLM, store: FeatureStore, wanted: Mapping[str, VQAItem], config: VLMProfileConfig, force: bool
-) -> None:
-    def take(item: VQAItem) -> Mapping[str, Any]:
-        return model.first_stage(Request(item.picture(), asked(item, config.prompt))).features
+def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, samples: Sequence[int], force: bool) -> None:
+    """Take features of samples that no measurement gave."""
+    questions = {plan.items[i].id: plan.questions[i] for i in samples}
 
-    collect_features(store, tuple(wanted.values()), tuple(wanted), take, force)
+    def take(item: VQAItem) -> Mapping[str, Any]:
+        return model.first_stage(Request(item.picture(), questions[item.id])).features
+
+    collect_features(store, [plan.items[i] for i in samples], [plan.contents[i] for i in samples], take, force)

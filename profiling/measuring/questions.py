@@ -1,4 +1,4 @@
-"""Visual questions and answers from files: the queries, and the bank of items that can be their demonstrations."""
+"""Visual questions and answers from files: the queries, and the bank of items that can serve as demonstrations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from PIL import Image
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.frames import read_frame
+from knobwise.profiling.measuring.answer_metrics import NUMBERS
 
-NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-NUMBERS = {name: str(number) for number, name in enumerate(NAMES)}
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def plain_answer(answer: str) -> str:
@@ -49,29 +50,31 @@ class VQAItem:
     """One question about one image, with the answers that people gave."""
 
     id: str
-    image: Path | bytes | Image.Image
-    """A file, the content of one, or the picture itself."""
+    image: Any
+    """A file (`Path`), the bytes of one, a PIL image, or a tensor or array for a model that takes such."""
     question: str
     answers: tuple[str, ...]
-    """At least one; data sets in the manner of VQA have ten, repeats included."""
+    """At least one; data sets like VQA have ten, repeats included."""
     image_id: str = ""
-    """What tells images apart, so that a query's own image is never among its demonstrations."""
+    """Identifies the image, so that a query's own image is never among its demonstrations."""
     choices: tuple[str, ...] = ()
-    """What can be answered, where the data say so; at least one of them is right."""
+    """The possible answers, where the data name them; at least one is right."""
 
     @cached_property
     def answer(self) -> str:
-        """The answer that most people gave (of equals the first): what the item shows as a demonstration."""
+        """The most common answer (of equally common ones the first), which the item shows as a demonstration."""
         return most_common(self.answers)[0]
 
-    def picture(self) -> Image.Image:
-        """The image in RGB.
+    def picture(self) -> Any:
+        """The image in RGB; a tensor or array as it is.
 
         Raises:
-            InputError: the file is gone, or is not an image.
+            InputError: the file does not exist or is not an image.
         """
         if isinstance(self.image, Image.Image):
             return self.image.convert("RGB")
+        if not isinstance(self.image, Path | bytes):
+            return self.image
         try:
             with Image.open(io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image) as image:
                 return image.convert("RGB")
@@ -82,17 +85,17 @@ class VQAItem:
 
 @dataclass(frozen=True)
 class VQAData:
-    """Queries, and the bank that their demonstrations come from; row numbers of both are what a scorer is given."""
+    """Queries, and the bank that their demonstrations come from; a scorer gets row numbers of both."""
 
     queries: tuple[VQAItem, ...]
     bank: tuple[VQAItem, ...]
 
     def candidates(self, row: int, most: int) -> tuple[str, ...]:
-        """What query `row` can be answered with, in the order of the alphabet, so that a tie favours nothing.
+        """The possible answers to query `row`, in alphabetical order, so that a tie favours none.
 
-        Its `choices`, all of them, where the data name some. Else its reference answers from the most common on, then
-        the bank's answers to questions that begin with the same two words ("How many", "What color") from the most
-        common on, then the bank's other answers, cut off at `most`. Spellings of one `plain_answer` count once.
+        All its `choices`, where the data name some. Else its reference answers, then the bank's answers to questions
+        that begin with the same two words ("How many", "What color"), then the bank's other answers, each from the most
+        common on, and no more than `most`. Spellings with the same `plain_answer` count once.
         """
         item = self.queries[row]
         if item.choices:
@@ -118,7 +121,7 @@ class VQAData:
 
 
 def most_common(answers: Sequence[str]) -> tuple[str, ...]:
-    """The different answers, from the most common on (of equals the first), each as it was first spelt."""
+    """The different answers in their first spelling, from the most common on, ties in their order."""
     spelling: dict[str, str] = {}
     counts = Counter(plain_answer(answer) for answer in answers)
     for answer in answers:
@@ -133,24 +136,24 @@ def _start(question: str) -> str:
 def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     """Read queries and bank from JSON lines, JSON, Parquet or CSV.
 
-    One row is one item: `id` (or `question_id`); `image` (or `image_path`), a path, relative to the file, or in Parquet
+    Each row is an item: `id` (or `question_id`); `image` (or `image_path`), a path, relative to the file, or in Parquet
     also the bytes of an image file, alone or in a struct {bytes, path} as Hugging Face datasets write them; `question`;
     `answers` (or `answer`), a text, a list of texts, or the {"answer": …} of VQA's annotations; optionally `image_id`
-    (else the whole path, or a hash of the bytes, tells images apart) and `choices`, a list of texts. A JSON file is a
+    (else the whole path, or a hash of the bytes, identifies the image) and `choices`, a list of texts. A JSON file is a
     list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and without a bank in the file, each item is
     both a query and a possible demonstration.
 
     Raises:
-        InputError: no such file or another kind of file; a row (named) that lacks one of these, repeats an id, names an
-            image that is not there, or whose choices hold none of its answers.
+        InputError: no such file or another kind of file; a row (named) that lacks one of these, repeats an id, names a
+            missing image, or whose choices include none of its answers.
     """
     path = Path(path)
-    found = _rows(path)
-    if isinstance(found, Mapping):
+    content = _rows(path)
+    if isinstance(content, Mapping):
         if bank is not None:
             raise InputError(f"{path}: holds queries and a bank already; leave out the other bank, {bank}")
-        return VQAData(*(_items(path, found[part], f"{part}, row") for part in ("queries", "bank")))
-    queries = _items(path, found, "row")
+        return VQAData(*(_items(path, content[part], f"{part}, row") for part in ("queries", "bank")))
+    queries = _items(path, content, "row")
     if bank is None:
         return VQAData(queries, queries)
     rows = _rows(Path(bank))
@@ -170,11 +173,11 @@ def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
     if path.suffix == ".json":
-        found = _parsed(text, str(path))
-        parts = found if isinstance(found, dict) else {"queries": found, "bank": found}
+        content = _parsed(text, str(path))
+        parts = content if isinstance(content, dict) else {"queries": content, "bank": content}
         if set(parts) != {"queries", "bank"} or not all(isinstance(part, list) for part in parts.values()):
             raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
-        return cast("list[Any] | Mapping[str, list[Any]]", found)
+        return cast("list[Any] | Mapping[str, list[Any]]", content)
     lines = [line for line in text.split("\n") if line.strip()]
     return [_parsed(line, f"{path}, row {n}") for n, line in enumerate(lines, 1)]
 
@@ -193,7 +196,7 @@ def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
     for number, row in enumerate(rows, 1):
         item = _item(path, row, f"{path}, {what} {number}")
         if items.setdefault(item.id, item) is not item:
-            raise InputError(f"{path}, {what} {number}: the id {item.id!r} occurs twice; give each item its own")
+            raise InputError(f"{path}, {what} {number}: the id {item.id!r} occurs twice; ids must be unique")
     return tuple(items.values())
 
 
@@ -214,7 +217,7 @@ def _item(path: Path, row: object, where: str) -> VQAItem:
     choices = _texts(row["choices"], where, "choices") if row.get("choices") else ()
     if choices and not {plain_answer(c) for c in choices} & {plain_answer(a) for a in answers}:
         raise InputError(f"{where}: none of its choices {list(choices)} is one of its answers {list(answers)}")
-    if (image_id := row.get("image_id")) is None:  # what is one file, or the same bytes, is one image
+    if (image_id := row.get("image_id")) is None:  # the same file, or the same bytes, is the same image
         image_id = source.resolve() if isinstance(source, Path) else hashlib.sha256(source).hexdigest()
     return VQAItem(str(name), source, question, answers, str(image_id), choices)
 
@@ -227,7 +230,25 @@ def _value(row: Mapping[str, Any], where: str, *spellings: str) -> object:
 
 
 def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
-    found = [v.get("answer") if isinstance(v, Mapping) else v for v in (value if isinstance(value, list) else [value])]
-    if not all(isinstance(v, (str, int, float)) and str(v).strip() for v in found):
+    values = value if isinstance(value, list) else [value]
+    texts = [v.get("answer") if isinstance(v, Mapping) else v for v in values]
+    if not all(isinstance(text, (str, int, float)) and str(text).strip() for text in texts):
         raise InputError(f"{where}: {what} must be texts, and none of them empty")
-    return tuple(str(v).strip() for v in found)
+    return tuple(str(text).strip() for text in texts)
+
+
+def check_rows(queries: Tensor, demonstrations: Tensor, num_queries: int, num_bank: int) -> None:
+    """Refuse rows that a scorer cannot score: int64 [n] of the queries, [n, T] of the bank, −1 for none.
+
+    Raises:
+        InputError: shapes that do not fit, rows that do not exist.
+    """
+    if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
+        shapes = tuple(queries.shape), tuple(demonstrations.shape)
+        raise InputError(f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], [n, T]")
+    for what, rows, least, count in (
+        ("query", queries, 0, num_queries),
+        ("demonstration", demonstrations, -1, num_bank),
+    ):
+        if len(wrong := rows[(rows < least) | (rows >= count)]):
+            raise InputError(f"{what} {wrong[0]} does not exist; there are {count}")

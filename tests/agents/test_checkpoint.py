@@ -10,7 +10,7 @@ from helpers import small_table
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
-from knobwise.agents.training.settings import PolicyConfig
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.common.errors import InputError
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from knobwise.losses.advantage import ADVANTAGES, group_advantage
+from knobwise.losses.advantage import group_advantage
+from knobwise.losses.settings import ADVANTAGES
 
 RELATIVE = [kind for kind in ADVANTAGES if kind != "unnormalised"]
 

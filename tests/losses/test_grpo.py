@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
 
-from knobwise.agents.controller.actor import make_actor
+from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.distribution import ConfigurationCategorical
 from knobwise.agents.controller.heads import HEADS
-from knobwise.agents.training.settings import PolicyConfig
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.losses import GRPOLoss, grpo
 
@@ -79,6 +78,13 @@ def gradient(loss: GRPOLoss, data: TensorDict) -> Tensor:
     return torch.cat([g.flatten() for g in found])
 
 
+def two_draws(**more: Tensor) -> TensorDict:
+    """One context with both actions drawn, as likely as each other; the first is right."""
+    data = {"observation": torch.ones(1, 1), "action": torch.tensor([[[0], [1]]])}
+    data |= {"action_log_prob": torch.tensor([[0.5, 0.5]]).log(), **more}
+    return TensorDict({**data, "next": {"reward": torch.tensor([[1.0, 0.0]])}}, [1])
+
+
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
@@ -86,16 +92,7 @@ def test_sampled_by_hand() -> None:
     loss = GRPOLoss(
         certain_actor([0.6, 0.4]), clip_epsilon=0.1, entropy_coeff=0.01, kl_to_ref_coeff=0.5, advantage="centred"
     )
-    data = TensorDict(
-        {
-            "observation": torch.ones(1, 1),
-            "action": torch.tensor([[[0], [1]]]),
-            "action_log_prob": torch.tensor([[0.5, 0.5]]).log(),
-            "reference_log_prob": torch.tensor([[0.7, 0.3]]).log(),
-            "next": {"reward": torch.tensor([[1.0, 0.0]])},
-        },
-        [1],
-    )
+    data = two_draws(reference_log_prob=torch.tensor([[0.7, 0.3]]).log())
     # A = ±½, ρ = 1.2 and .8, clipped to 1.1 and .9: −(½·1.1 − ½·.9)/2
     entropy = -0.6 * math.log(0.6) - 0.4 * math.log(0.4)
     k3 = (0.7 / 0.6 - 1 - math.log(0.7 / 0.6) + 0.3 / 0.4 - 1 - math.log(0.3 / 0.4)) / 2
@@ -155,16 +152,7 @@ def test_groups_that_teach_nothing_are_counted() -> None:
     ],
 )
 def test_settings_of_the_advantage_arrive(settings: dict[str, Any], advantage: float) -> None:
-    data = TensorDict(
-        {
-            "observation": torch.ones(1, 1),
-            "action": torch.tensor([[[0], [1]]]),
-            "action_log_prob": torch.tensor([[0.5, 0.5]]).log(),
-            "next": {"reward": torch.tensor([[1.0, 0.0]])},
-        },
-        [1],
-    )
-    found = GRPOLoss(certain_actor([0.6, 0.4]), **settings)(data)["loss_objective"]
+    found = GRPOLoss(certain_actor([0.6, 0.4]), **settings)(two_draws())["loss_objective"]
     assert found.item() == pytest.approx(-(1.2 - 0.8) / 2 * advantage)
 
 
@@ -401,19 +389,13 @@ def test_the_example_in_the_docstring_runs() -> None:
 
 
 def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
-    actor = TensorDictModule(torch.nn.Linear(1, 4), in_keys=["x"], out_keys=["log_probs"])
-    draw = ProbabilisticTensorDictModule(
-        in_keys=["log_probs"],
-        out_keys=["action"],
-        distribution_class=ConfigurationCategorical,
-        distribution_kwargs={"configurations": torch.arange(4)[:, None], "group_size": 2},
-    )
-    with torch.no_grad():
-        actor.module.bias.copy_(torch.tensor([200.0, 0.0, 0.0, 0.0]))
-    loss = GRPOLoss(ProbabilisticTensorDictSequential(actor, draw), kl_to_ref_coeff=0.0, functional=False)
+    net = nn.Linear(1, 4)
+    net.bias.data = torch.tensor([200.0, 0.0, 0.0, 0.0])
+    actor = actor_of(net, torch.arange(4).unsqueeze(1), 2)
+    loss = GRPOLoss(actor, kl_to_ref_coeff=0.0, functional=False)
     data = TensorDict(
         {
-            "x": torch.zeros(3, 1),
+            "observation": torch.zeros(3, 1),
             "action": torch.tensor([[[1], [2]]]).expand(3, 2, 1),
             "action_log_prob": torch.full((3, 2), -200.0),
             "reference_log_prob": torch.full((3, 2), -1.0),

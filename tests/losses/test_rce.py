@@ -9,11 +9,10 @@ from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
-from knobwise.agents.controller.actor import make_actor
+from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.distribution import ConfigurationCategorical
 from knobwise.agents.controller.heads import HEADS
-from knobwise.agents.training.settings import PolicyConfig
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.losses import RCELoss
 

@@ -14,7 +14,7 @@ from tensordict.utils import unravel_key
 from torch import nn, vmap
 from torchrl.objectives import LossModule
 
-from knobwise.agents.controller.distribution import ConfigurationCategorical
+from knobwise.agents.controller.actor import ConfigurationCategorical
 from knobwise.losses import GRPOLoss, RCELoss
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(3))

@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from knobwise.agents.controller.distribution import ConfigurationCategorical
+from knobwise.agents.controller.actor import ConfigurationCategorical
 
 SOME = torch.tensor([[0, 0], [0, 1], [2, 1]])  # (1, ·), (2, 0) and (0, 2) do not exist
 
 
-def distribution(
-    *shape: int, group_size: int | None = None, configurations: Tensor = SOME, seed: int = 0
-) -> ConfigurationCategorical:
-    generator = torch.Generator().manual_seed(seed)
+def distribution(*shape: int, group_size: int | None = None, configurations: Tensor = SOME) -> ConfigurationCategorical:
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(*shape, len(configurations), generator=generator)
     return ConfigurationCategorical(logits, configurations, group_size)
 
@@ -74,12 +72,9 @@ def test_mode_is_the_most_probable_action() -> None:
     assert grouped.mode.tolist() == [[0, 1], [0, 1]]
 
 
-def test_entropy_and_kl_are_those_of_torch() -> None:
-    p, q = distribution(4, 2), distribution(4, 2, seed=1)
-    stock_p, stock_q = (torch.distributions.Categorical(logits=d.log_probs) for d in (p, q))
-    torch.testing.assert_close(p.entropy(), stock_p.entropy())
-    torch.testing.assert_close(p.kl(q), torch.distributions.kl_divergence(stock_p, stock_q))
-    assert p.kl(p).abs().max() == 0
+def test_entropy_is_that_of_torch() -> None:
+    p = distribution(4, 2)
+    torch.testing.assert_close(p.entropy(), torch.distributions.Categorical(logits=p.log_probs).entropy())
 
 
 def test_configurations_in_another_order_are_found() -> None:

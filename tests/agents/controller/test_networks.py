@@ -10,8 +10,8 @@ from torch import Tensor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.networks import BINS, KnobNetwork, UtilityNetwork
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.training.settings import PolicyConfig
 from knobwise.envs.configurations.budgets import BudgetEncoding
 
 NAN = math.nan
@@ -109,9 +109,9 @@ def test_scores_under_a_deadline_by_hand() -> None:
     torch.testing.assert_close(net.scores(out, torch.tensor([[8.0]]))[0, 0], wanted)
     torch.testing.assert_close(net(x, torch.tensor([[8.0]]))[0, 0], (20 * wanted).log_softmax(-1))
     mask = torch.tensor([[[True, False, True]]])
-    found = net(x, torch.tensor([[8.0]]), mask)[0, 0]
-    torch.testing.assert_close(found[[0, 2]], (20 * wanted[[0, 2]]).log_softmax(-1))
-    assert found[1] == -torch.inf
+    result = net(x, torch.tensor([[8.0]]), mask)[0, 0]
+    torch.testing.assert_close(result[[0, 2]], (20 * wanted[[0, 2]]).log_softmax(-1))
+    assert result[1] == -torch.inf
 
 
 def test_scores_under_a_price_by_hand() -> None:
@@ -146,16 +146,16 @@ def test_features_are_cut_into_bins_piecewise_linearly() -> None:
     net = network(features=1)
     net.start_from(torch.arange(9.0).unsqueeze(1), torch.ones(9, 3), torch.ones(9, 3))  # edges 0, 1 … 8
     assert net.edges[:, 0].tolist() == list(range(9))
-    found = net._in_bins(torch.tensor([[[2.25], [-7.0], [8.5]]]))[0].tolist()
-    assert found == [[1, 1, 0.25, 0, 0, 0, 0, 0], [0] * 8, [1] * 8]
+    result = net._in_bins(torch.tensor([[[2.25], [-7.0], [8.5]]]))[0].tolist()
+    assert result == [[1, 1, 0.25, 0, 0, 0, 0, 0], [0] * 8, [1] * 8]
 
 
 def test_a_feature_of_two_values_is_not_spoiled_by_bins_of_no_width() -> None:
     net = network(features=1)
     net.start_from(torch.tensor([[0.0]] * 8 + [[1.0]]), torch.ones(9, 3), torch.ones(9, 3))
-    found = net._in_bins(torch.tensor([[[0.0], [1.0]]]))[0]
-    assert found.isfinite().all()
-    assert found[1].sum() > found[0].sum()
+    result = net._in_bins(torch.tensor([[[0.0], [1.0]]]))[0]
+    assert result.isfinite().all()
+    assert result[1].sum() > result[0].sum()
 
 
 def test_wide_features_are_not_cut_into_bins() -> None:
@@ -165,30 +165,6 @@ def test_wide_features_are_not_cut_into_bins() -> None:
 
 
 # -- members -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_loss_of_one_member_does_not_touch_another() -> None:
-    net = stirred(network(members=3))
-    x, limits = members_inputs(net)
-    net.start_from(x[0], torch.rand(7, 3), 1 + torch.rand(7, 3))
-    out = net.outcomes(x)
-    loss = net(x, limits)[0, :, 1].sum() + (out.accuracy_logits + out.log_latency + out.spread)[0].sum()
-    loss.backward()
-    for name, p in net.named_parameters():
-        assert p.grad[0].any(), name
-        assert not p.grad[1:].any(), name
-
-
-def test_members_see_their_own_inputs_and_differ() -> None:
-    net = stirred(network(members=2))
-    x, limits = members_inputs(net)
-    before = net(x, limits)
-    x[1] += 1
-    after = net(x, limits)
-    assert torch.equal(before[0], after[0])
-    assert not torch.equal(before[1], after[1])
-    same = net(x[:1].expand(2, -1, -1), limits[:1].expand(2, -1))
-    assert not torch.allclose(same[0], same[1])
 
 
 @pytest.mark.parametrize("structure", sorted(HEADS))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from knobwise.agents.controller.actor import OutcomesOfRows, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
-from knobwise.agents.training.settings import PolicyConfig
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -215,18 +214,6 @@ def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, f
         controller(x.reshape(2, 3, width), limits.reshape(2, 3), mask.reshape(2, 3, 12)), flat.reshape(2, 3, 12)
     )
     torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_plain_values_and_back(structure: str, tmp_path: Path) -> None:
-    table = small_table()
-    table.features["image_features"][3, 1] = torch.nan
-    controller, data = stirred(small_controller(table, structure, members=2)), contexts(table)
-    torch.save(controller.plain(), tmp_path / "c.pt")
-    again = Controller.restored(torch.load(tmp_path / "c.pt", weights_only=True))
-    assert (again.config, again.knobs, again.priced) == (controller.config, controller.knobs, False)
-    x = controller.features(data, 20)
-    assert torch.equal(again(again.features(data, 20), data["budget_ms"]), controller(x, data["budget_ms"]))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

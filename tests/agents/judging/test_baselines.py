@@ -16,13 +16,13 @@ from torch import Tensor
 from knobwise.agents.judging.baselines import (
     BestStatic,
     BudgetAwareStatic,
-    Chooser,
     LookupTable,
     Oracle,
     PredictThenChoose,
     Random,
     make_baselines,
 )
+from knobwise.agents.judging.policy import Baseline
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -36,26 +36,26 @@ BY_HAND = table_of([[0.5, 0.5, 1.0], [0.0, 1.0, 1.0]], [[10.0, 10.0, 30.0], [10.
 ALL = torch.arange(2)
 
 
-def chosen(chooser: Chooser, budgets_ms: list[float], allowed: list[int] | None = None) -> list[int]:
+def chosen(policy: Baseline, budgets_ms: list[float], allowed: list[int] | None = None) -> list[int]:
     mask = torch.ones(len(budgets_ms), 3, dtype=torch.bool)
     if allowed is not None:
         mask[:] = False
         mask[:, allowed] = True
-    return chooser.choose({}, torch.tensor(budgets_ms), mask).tolist()
+    return policy.choose({}, torch.tensor(budgets_ms), mask).tolist()
 
 
-def utility_of(chooser: Chooser, table: ProfileTable, rows: Tensor) -> float:
+def utility_of(policy: Baseline, table: ProfileTable, rows: Tensor) -> float:
     features = {name: block[rows] for name, block in table.features.items()}
     total = 0.0
     for budget in default_budgets(table):
-        choice = chooser.choose(features, budget.expand(len(rows)), table.mask[rows]).unsqueeze(1)
+        choice = policy.choose(features, budget.expand(len(rows)), table.mask[rows]).unsqueeze(1)
         met = table.latency_ms[rows].gather(1, choice) <= budget
         total += float((table.accuracy[rows].gather(1, choice) * met).mean()) / 5
     return total
 
 
 @functools.cache
-def fitted_where_features_tell() -> tuple[ProfileTable, Split, list[Chooser]]:
+def fitted_where_features_tell() -> tuple[ProfileTable, Split, list[Baseline]]:
     table = two_kinds(200, shown=True)
     return table, table.split(), make_baselines(table, table.split(), seed=0)
 
@@ -99,12 +99,6 @@ def test_lookup_table_has_a_tolerance_and_falls_back_to_the_nearest_latency() ->
     assert chosen(lookup, [19.0, 5.0, 100.0], allowed=[1, 2]) == [1, 1, 2]
 
 
-def test_lookup_table_by_mean_or_median_accuracy() -> None:
-    table = table_of([[0.5, 0.4, 0.0], [0.5, 0.4, 0.0], [0.0, 1.0, 0.0]], [[1.0, 1.0, 1.0]] * 3)
-    assert chosen(LookupTable(table, torch.arange(3)), [2.0]) == [1]  # means .33, .6
-    assert chosen(LookupTable(table, torch.arange(3), statistic="median"), [2.0]) == [0]  # medians .5, .4
-
-
 def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest() -> None:
     table = table_of(
         [[0.5, 1.0, 1.0], [0.5, 1.0, 1.0], [0.0, 0.0, 1.0], [0.2, NAN, 1.0]],
@@ -117,6 +111,19 @@ def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest() -> Non
     assert oracle.choose({}, budgets, mask).tolist() == [1, 1, 1, 0, 0]
     with pytest.raises(ValueError, match="knows 5 samples and was asked about 1"):
         oracle.choose({}, budgets[:1], mask[:1])
+
+
+def test_without_a_mask_everything_may_be_chosen() -> None:
+    budgets, everything = torch.tensor([10.0, 50.0]), torch.ones(2, 3, dtype=torch.bool)
+    for policy in (
+        BudgetAwareStatic(BY_HAND, ALL),
+        BestStatic(BY_HAND, ALL),
+        LookupTable(BY_HAND, ALL),
+        Oracle(BY_HAND, ALL),
+    ):
+        assert torch.equal(policy.choose({}, budgets), policy.choose({}, budgets, everything))
+    with pytest.raises(ValueError, match="random draws from a mask"):
+        Random().choose({}, budgets)
 
 
 def test_random_is_uniform_over_the_mask() -> None:
@@ -175,12 +182,12 @@ def test_the_test_rows_are_not_looked_at() -> None:
     other = dataclasses.replace(table, accuracy=changed[0], latency_ms=changed[1], features=changed[2])
     budgets = default_budgets(table)
     features = {name: block[split.test] for name, block in table.features.items()}  # as they were
-    asked = features, budgets[2].expand(len(split.test)), table.mask[split.test]
-    for one, two in zip(
+    request = features, budgets[2].expand(len(split.test)), table.mask[split.test]
+    for first, second in zip(
         make_baselines(table, split, 0, budgets), make_baselines(other, split, 0, budgets), strict=True
     ):
-        if one.name != "oracle":
-            assert torch.equal(one.choose(*asked), two.choose(*asked)), one.name
+        if first.name != "oracle":
+            assert torch.equal(first.choose(*request), second.choose(*request)), first.name
 
 
 def test_without_features_they_know_the_means_alone() -> None:
@@ -189,8 +196,8 @@ def test_without_features_they_know_the_means_alone() -> None:
     static = BudgetAwareStatic(table, torch.cat([split.train, split.validation]))
     for chooser in make_baselines(table, split, seed=0)[3:9]:
         for budget in default_budgets(table):
-            asked = {}, budget.expand(len(split.test)), torch.ones_like(table.mask[split.test])
-            assert len(chooser.choose(*asked).unique()) == 1  # no sample can be told from another
+            request = {}, budget.expand(len(split.test)), torch.ones_like(table.mask[split.test])
+            assert len(chooser.choose(*request).unique()) == 1  # no sample can be told from another
         assert abs(utility_of(chooser, table, split.test) - utility_of(static, table, split.test)) < 0.15
 
 
@@ -232,7 +239,7 @@ FITTED = make_baselines(HOLES, HOLES.split(), seed=0)
 @pytest.mark.parametrize("chooser", FITTED, ids=[b.name for b in FITTED])
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_never_outside_the_mask_and_deterministic(chooser: Chooser, data: st.DataObject) -> None:
+def test_never_outside_the_mask_and_deterministic(chooser: Baseline, data: st.DataObject) -> None:
     rows = HOLES.split().test
     seed = data.draw(st.integers(0, 2**20))
     mask = HOLES.mask[rows] & (torch.rand(len(rows), 12, generator=torch.Generator().manual_seed(seed)) < 0.5)

@@ -26,9 +26,9 @@ FAST = ("ridge", "knn")
 
 def fit(table: ProfileTable, names: tuple[str, ...], rows: Tensor | None = None) -> dict[str, Fitted]:
     rows = torch.arange(table.num_samples) if rows is None else rows
-    measured = Measured.of(table, rows, default_budgets(table), 0)
-    found = fit_experts(table, measured, FeatureNormaliser.fit(table, rows), names, 0)
-    return {one.expert.name: one for one in found}
+    measured = Measured.from_table(table, rows, default_budgets(table), 0)
+    result = fit_experts(table, measured, FeatureNormaliser.fit(table, rows), names, 0)
+    return {one.expert.name: one for one in result}
 
 
 def inputs(table: ProfileTable, rows: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def every_family() -> tuple[ProfileTable, dict[str, Fitted]]:
 
 def test_utility_of_scores_by_hand() -> None:
     table = table_of([[1.0, 0.5], [0.0, 1.0]], [[9.0, 3.0], [9.0, 3.0]])
-    measured = Measured.of(table, torch.arange(2), torch.tensor([5.0, 10.0]), 0)
+    measured = Measured.from_table(table, torch.arange(2), torch.tensor([5.0, 10.0]), 0)
     first, second = torch.tensor([[1.0, 0.0]]).expand(2, 2), torch.tensor([[0.0, 1.0]]).expand(2, 2)
     latency = torch.tensor([[9.0, 3.0]]).expand(2, 2)
     # the first always: late at 5, ½ at 10; the second always: ¾ at both
@@ -59,20 +59,20 @@ def test_utility_of_scores_by_hand() -> None:
 
 def test_scores_where_nothing_was_profiled_are_never_taken() -> None:
     table = table_of([[1.0, NAN], [0.5, 0.25]], [[3.0, NAN], [3.0, 3.0]])
-    measured = Measured.of(table, torch.arange(2), torch.tensor([5.0]), 0)
+    measured = Measured.from_table(table, torch.arange(2), torch.tensor([5.0]), 0)
     best_second = torch.tensor([[0.0, 1.0]]).expand(2, 2)
     assert measured.utility([best_second], torch.ones(2, 2)) == pytest.approx((1 + 0.25) / 2)
 
 
 def test_residual_spread_by_hand() -> None:
     latency = [[math.e, math.e**3, NAN], [math.e**3, math.e**2, NAN]]
-    measured = Measured.of(
+    measured = Measured.from_table(
         table_of([[1.0, 1.0, NAN]] * 2 + [[1.0] * 3], [*latency, [1.0] * 3]), torch.arange(2), torch.ones(1), 0
     )
     # against ln ms = 1: squares 0 4, 4 1; their mean 9/4 stands for five more cells of each
-    found = measured.residual_spread(torch.ones(2, 3))
+    result = measured.residual_spread(torch.ones(2, 3))
     wanted = torch.tensor([(4 + 5 * 2.25) / 7, (5 + 5 * 2.25) / 7, 2.25]).sqrt()
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(result, wanted)
 
 
 def test_without_features_there_is_one_column_of_zeros() -> None:
@@ -87,7 +87,7 @@ def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> 
     fitted = fit(table, ("ridge",), rows)["ridge"]
     x = inputs(table, rows).numpy()
     outcomes = {"accuracy": table.accuracy[rows], "latency": table.latency_ms[rows].log()}
-    found = {"accuracy": fitted.out_of_fold.accuracy, "latency": fitted.out_of_fold.log_latency}
+    result = {"accuracy": fitted.out_of_fold.accuracy, "latency": fitted.out_of_fold.log_latency}
     final = fitted.expert(inputs(table, rows))
     finals = {"accuracy": final.accuracy, "latency": final.log_latency}
     chosen = dict(part.split(" ") for part in fitted.expert.settings.split(", "))
@@ -99,7 +99,7 @@ def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> 
                 held_out[hold] = Ridge(alpha=share * len(own)).fit(x[own], y[own].numpy()).predict(x[hold])
             errors[str(share)] = ((held_out - y.numpy()) ** 2).sum()
             if str(share) == chosen[part]:
-                np.testing.assert_allclose(found[part], held_out, atol=1e-4)
+                np.testing.assert_allclose(result[part], held_out, atol=1e-4)
                 whole = Ridge(alpha=share * len(x)).fit(x, y.numpy()).predict(x)
                 np.testing.assert_allclose(finals[part], whole, atol=1e-4)
         assert min(errors, key=errors.__getitem__) == chosen[part]
@@ -132,23 +132,23 @@ def test_without_features_every_family_knows_the_means_alone() -> None:
     table = small_table(40, holes=0.2, features=False)
     for name, one in fit(table, tuple(FAMILIES)).items():
         assert one.expert.settings == "accuracy constant, latency constant", name
-        said = one.expert(torch.zeros(3, 1))
-        torch.testing.assert_close(said.accuracy[0], said.accuracy[2])
-        torch.testing.assert_close(said.accuracy[0], table.accuracy.nanmean(0), atol=0.05, rtol=0)
+        predicted = one.expert(torch.zeros(3, 1))
+        torch.testing.assert_close(predicted.accuracy[0], predicted.accuracy[2])
+        torch.testing.assert_close(predicted.accuracy[0], table.accuracy.nanmean(0), atol=0.05, rtol=0)
 
 
 def test_the_spread_is_trusted_as_far_as_it_pays() -> None:
     # the spread is that of the residuals out of fold times one of a few factors
     table, fitted = every_family()
-    measured = Measured.of(table, torch.arange(80), default_budgets(table), 0)
+    measured = Measured.from_table(table, torch.arange(80), default_budgets(table), 0)
     for one in fitted.values():
         factor = one.expert.spread / measured.residual_spread(one.out_of_fold.log_latency)
         torch.testing.assert_close(factor, factor[:1].expand(12))
         utilities = {}
         for f in (0.35, 0.5, 0.75, 1.0, 1.5, 2.2):
-            said = one.out_of_fold._replace(spread=one.expert.spread / factor * f)
-            scores = [said.expected_utility(b.expand(80)) for b in measured.budgets_ms]
-            utilities[f] = measured.utility(scores, said.log_latency)
+            predicted = one.out_of_fold._replace(spread=one.expert.spread / factor * f)
+            scores = [predicted.expected_utility(b.expand(80)) for b in measured.budgets_ms]
+            utilities[f] = measured.utility(scores, predicted.log_latency)
         nearest = min(utilities, key=lambda f: abs(f - float(factor[0])))
         assert utilities[nearest] >= max(utilities.values()) - 1e-6
 
@@ -157,8 +157,8 @@ def test_holes_and_few_samples() -> None:
     table = small_table(29, holes=0.6)
     for rows in (torch.arange(29), torch.arange(7), torch.arange(2), torch.arange(1)):
         for name, one in fit(table, tuple(FAMILIES), rows).items():
-            said = one.expert(inputs(table, rows))
-            for part in (*said, *one.out_of_fold):
+            predicted = one.expert(inputs(table, rows))
+            for part in (*predicted, *one.out_of_fold):
                 assert part.isfinite().all(), (name, len(rows))
 
 
@@ -178,12 +178,12 @@ def test_samples_outside_the_rows_do_not_matter() -> None:
     for block in two.features.values():
         block[40:] *= -7
     rows, budgets = torch.arange(40), torch.tensor([8.0, 12.0])
-    said = []
+    predicted = []
     for table in (one, two):
-        measured = Measured.of(table, rows, budgets, 0)
+        measured = Measured.from_table(table, rows, budgets, 0)
         normaliser = FeatureNormaliser.fit(table, rows)
-        said.append([f.expert(inputs(one, rows)) for f in fit_experts(table, measured, normaliser, FAST, 0)])
-    for a, b in zip(*said, strict=True):
+        predicted.append([f.expert(inputs(one, rows)) for f in fit_experts(table, measured, normaliser, FAST, 0)])
+    for a, b in zip(*predicted, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 

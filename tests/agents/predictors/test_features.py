@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,15 +66,6 @@ def test_a_constant_column_is_zero_whatever_its_value() -> None:
             [0],
             [0],
         ]
-
-
-def test_only_the_rows_given_are_fitted_on() -> None:
-    table, rows = small_table(30), torch.arange(10)
-    fitted = FeatureNormaliser.fit(table, rows)
-    other = FeatureNormaliser({name: block[rows] for name, block in table.features.items()})
-    assert all(torch.equal(a, b) for a, b in zip(fitted.buffers(), other.buffers(), strict=True))
-    got = fitted({name: block[rows] for name, block in table.features.items()})
-    torch.testing.assert_close(got.mean(0), torch.zeros(fitted.width), atol=1e-5, rtol=0)
 
 
 def test_without_features_the_width_is_zero() -> None:

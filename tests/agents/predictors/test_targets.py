@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import numpy as np
-import pytest
 import torch
 from helpers import small_table, table_of
 from hypothesis import given, settings
@@ -108,15 +107,3 @@ def test_folds_are_a_matter_of_the_seed() -> None:
 def test_one_sample_is_its_own_fold() -> None:
     ((fit, hold),) = folds_of(small_table(3), torch.tensor([2]), seed=0)
     assert fit.tolist() == hold.tolist() == [0]
-
-
-@pytest.mark.parametrize("holes", [0.0, 0.5])
-def test_only_the_rows_given_are_looked_at(holes: float) -> None:
-    table, rows = small_table(40, holes=holes), torch.arange(0, 40, 2)
-    x = torch.randn(20, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).numpy()
-    wanted = Targets(table, rows, x)
-    table.accuracy[1::2] = 1 - table.accuracy[1::2]
-    table.latency_ms[1::2] *= 7
-    found = Targets(table, rows, x)
-    assert np.array_equal(found.values, wanted.values)
-    assert torch.equal(found.centre, wanted.centre)

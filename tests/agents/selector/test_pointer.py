@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.selector.networks import (
-    LONGEST,
-    CrossAttention,
-    PointerNetwork,
-    SelectorConfig,
-    StateUpdate,
-    pointer_network,
-)
+from knobwise.agents.selector.networks import LONGEST, CrossAttention, PointerNetwork, StateUpdate, pointer_network
+from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
 VERSIONS = ("v0", "v1", "v2")

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from knobwise.agents.selector.networks import SelectorConfig
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
 CONFIGS = [
@@ -49,12 +50,11 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_stored_embeddings_are_looked_up_and_padding_is_zero() -> None:
     stored = embeddings()
-    rows = torch.tensor([[3, -1], [0, 3]])
-    found = stored.candidates(rows)
+    queries, found = stored.both(torch.tensor([5, -1]), torch.tensor([[3, -1], [0, 3]]))
     assert torch.equal(found[0, 0], stored.candidate_table[3])
     assert torch.equal(found[1], stored.candidate_table[[0, 3]])
     assert (found[0, 1] == 0).all()
-    assert torch.equal(stored.queries(torch.tensor([5, -1])), torch.stack([stored.query_table[5], torch.zeros(4)]))
+    assert torch.equal(queries, torch.stack([stored.query_table[5], torch.zeros(4)]))
     assert not list(stored.parameters())
     assert not stored.state_dict()
 
@@ -114,25 +114,27 @@ def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
 
 
 def test_log_probs_are_the_same_before_any_step() -> None:
-    """Old and new log-probs of one selector in eval mode: ratio 1, KL 0."""
-    made = selector(CONFIGS[4]).eval()
-    dist = made.distribution(*batch(), 2, group_size=8)
+    """Old and new log-probs of a selector in eval mode: ratio 1, KL 0."""
+    network = selector(CONFIGS[4]).eval()
+    dist = network.distribution(*batch(), 2, group_size=8)
     action, old = dist.sample_with_log_prob()
-    assert (made.distribution(*batch(), 2, group_size=8).log_prob(action) - old).abs().max() < 1e-6
+    assert (network.distribution(*batch(), 2, group_size=8).log_prob(action) - old).abs().max() < 1e-6
 
 
-def test_mistakes_are_told() -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"query": torch.zeros(6, 3)}, "query embeddings are 3 wide, but this selector reads 4"),
+        ({"pool": torch.zeros(6, 5, 3)}, "candidate embeddings are 3 wide"),
+        ({"shots": 0}, "shots=0: must be at least 1"),
+        ({"decoding": "best"}, "decoding='best': must be one of greedy, beam"),
+        ({"decoding": "beam", "width": 0}, "width=0"),
+    ],
+)
+def test_mistakes_are_told(changed: dict[str, Any], message: str) -> None:
     query, pool, mask = batch()
-    with pytest.raises(InputError, match="query embeddings are 3 wide, but this selector reads 4"):
-        selector().distribution(query[:, :3], pool, mask, 2)
-    with pytest.raises(InputError, match="candidate embeddings are 3 wide"):
-        selector().distribution(query, pool[..., :3], mask, 2)
-    with pytest.raises(InputError, match="shots=0: must be at least 1"):
-        selector().distribution(query, pool, mask, 0)
-    with pytest.raises(InputError, match="decoding='best': must be one of greedy, beam"):
-        selector().choose(query, pool, mask, 2, decoding="best")
-    with pytest.raises(InputError, match="width=0"):
-        selector().choose(query, pool, mask, 2, decoding="beam", width=0)
+    with pytest.raises(InputError, match=message):
+        selector().choose(**{"query": query, "pool": pool, "mask": mask, "shots": 2} | changed)
 
 
 # -- saved and restored ------------------------------------------------------------------------------------------------

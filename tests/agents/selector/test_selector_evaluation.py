@@ -10,15 +10,15 @@ from knobwise.agents.selector.evaluation import (
     Decided,
     bank_rows,
     choose,
-    decide_selector,
+    decide_selectors,
     decide_simple,
     decision_us,
     judge,
     log_probs,
-    recorded,
+    recorded_choices,
 )
-from knobwise.agents.selector.networks import SelectorConfig
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 
@@ -75,6 +75,10 @@ def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
 # -- with a scorer -----------------------------------------------------------------------------------------------------
 
 
+def recorded(data: BeamTable, shots: int, preference: Tensor) -> Tensor:
+    return recorded_choices(data, shots, [preference]).correct[0]
+
+
 def correct(found: dict[str, Decided]) -> dict[str, Tensor]:
     return {name: one.correct for name, one in found.items()}
 
@@ -116,7 +120,7 @@ def test_a_selector_is_judged_by_what_it_chose() -> None:
     for shots in (1, 3):
         chosen = choose(policy, stored, data, rows, shots)
         assert torch.equal(
-            decide_selector(policy, stored, data, Sums(), shots, rows).correct[0], judge(data, Sums(), chosen, rows)
+            decide_selectors([policy], stored, data, Sums(), shots, rows).correct[0], judge(data, Sums(), chosen, rows)
         )
 
 
@@ -138,26 +142,26 @@ def test_simple_ways_are_judged_beside_it() -> None:
 def test_what_was_shown_is_said_with_what_came_of_it() -> None:
     data, rows = table(), torch.tensor([8, 3, 5])
     found = decide_simple(data, Sums(), 2, seeds=(0, 1), rows=rows)
-    assert found["vote"].shown is None
+    assert found["vote"].demonstrations is None
     for name, one in found.items():
-        if one.shown is None or name in ("best_recorded", "oracle"):
+        if one.demonstrations is None or name in ("best_recorded", "oracle"):
             continue
-        assert one.shown.shape == (len(one.correct), 3, 2)
-        for shown, correct in zip(one.shown, one.correct, strict=True):
+        assert one.demonstrations.shape == (len(one.correct), 3, 2)
+        for shown, correct in zip(one.demonstrations, one.correct, strict=True):
             assert torch.equal(Sums()(rows, shown)["vqa_correct"].float(), correct)
             for row, line in zip(rows, shown, strict=True):
                 assert {r for r in line.tolist() if r >= 0} <= set(data.pool[row].tolist())
     oracle = found["oracle"]
-    assert oracle.shown is not None
-    assert oracle.shown[0, 1].tolist() == [-1, -1]  # no sequence of two
+    assert oracle.demonstrations is not None
+    assert oracle.demonstrations[0, 1].tolist() == [-1, -1]  # no sequence of two
     shown = [[int(data.pool[8, place]) for place in beam] for beam in data.sequences[8, :3]]
-    assert data.fields["vqa_correct"][8, shown.index(oracle.shown[0, 0].tolist())] == oracle.correct[0, 0]
+    assert data.fields["vqa_correct"][8, shown.index(oracle.demonstrations[0, 0].tolist())] == oracle.correct[0, 0]
 
     policy, stored = selector(data)
-    own = decide_selector(policy, stored, data, Sums(), 2, rows)
+    own = decide_selectors([policy], stored, data, Sums(), 2, rows)
     chosen = choose(policy, stored, data, rows, 2)
-    assert own.shown is not None
-    assert torch.equal(own.shown[0], bank_rows(data, chosen, rows))
+    assert own.demonstrations is not None
+    assert torch.equal(own.demonstrations[0], bank_rows(data, chosen, rows))
     assert torch.equal(own.correct[0], judge(data, Sums(), chosen, rows))
 
 
@@ -227,7 +231,7 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
     alone = policy.eval().distribution(query, pool, data.pool_mask[rows[:1]], 2)
     each = torch.stack([alone.log_prob(data.sequences[9, None, b]) for b in range(BEAMS)])
     torch.testing.assert_close(found[0], each.squeeze(1))
-    judged = decide_selector(policy, stored, data, None, 2, rows).correct[0]
+    judged = decide_selectors([policy], stored, data, None, 2, rows).correct[0]
     assert judged[0] == data.fields["vqa_correct"][9, found[0, :3].argmax()]
     assert judged[[1, 3]].isnan().all()  # no sequence of two
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from knobwise.agents.selector.networks import Encoded, PointerNetwork, SelectorConfig, pointer_network
+from knobwise.agents.selector.networks import Encoded, PointerNetwork, pointer_network
 from knobwise.agents.selector.sequences import SequenceDistribution
+from knobwise.agents.selector.settings import SelectorConfig
 
 VERSIONS = ("v0", "v1", "v2")
 UPDATES = ("additive", "convex")

@@ -10,10 +10,10 @@ from test_numpy_controller import driven_apart, gappy, slowest_first
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.serving.distillation import StudentConfig, Teacher, composed, student_of
+from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
+from knobwise.agents.serving.distillation import StudentConfig, composed, student_of
 from knobwise.agents.serving.export import agreement, by_numpy, to_numpy
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
-from knobwise.agents.training.settings import EXPERTS, PolicyConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import utility
@@ -81,14 +81,14 @@ def test_rows_that_are_not_given_are_not_looked_at() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_teacher_says_of_its_requests_what_the_stack_says() -> None:
+def test_predictions_of_some_requests_are_those_of_the_stack() -> None:
     for table in (gappy(), small_table(90, features=False)):
         stack = stack_of(table, torch.arange(90), *EXPERTS)
         stack.weights.copy_(torch.ones(len(stack.weights)) / len(stack.weights))
         x = stack.features(table.features, 90)
         rows, limits = torch.tensor([5, 3, 80]), torch.tensor([9.0, 15.0, 30.0])
         wanted = stack.view(x[rows], limits)
-        for mine, own in zip(Teacher(stack, x).view(rows, limits), wanted, strict=True):
+        for mine, own in zip(stack.predictions(x).take(rows).view(limits), wanted, strict=True):
             torch.testing.assert_close(mine, own, atol=1e-5, rtol=1e-4)
 
 
@@ -101,8 +101,7 @@ def test_what_a_teacher_prefers_most_is_what_the_stack_chooses(deploy: bool, pri
     stack.guard.deploy[1:] = deploy
     stack.guard.miss[:] = price
     limits = torch.cat([stack.guard.budgets_ms.float().repeat(17), torch.tensor([1e-3] * 5)])
-    teacher = Teacher(stack, stack.features(table.features, 90))
-    prefers = teacher.preference(torch.arange(90), limits).argmax(1)
+    prefers = stack.preference(stack.view(stack.features(table.features, 90), limits), limits).argmax(1)
     assert torch.equal(prefers, stack.choose(table.features, limits))
 
 

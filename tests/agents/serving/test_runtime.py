@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,13 +16,14 @@ from helpers import small_table
 from PIL import Image
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.serving.adaptive_model import AdaptiveModel, configurations_of, content_key
-from knobwise.agents.training.settings import PolicyConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
-from knobwise.profiling.elastic.model import ElasticSize, ElasticVLM
+from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.scenes import draw_samples
+from knobwise.profiling.elastic.settings import ElasticSize
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 
 KNOBS = (Knob("max_crops", (1, 6)), Knob("top_k", (1, 3)), Knob("num_active_blocks", (2, 4)))
@@ -233,26 +234,16 @@ def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> Non
         for i in np.random.default_rng(worker).permutation(len(REQUESTS)).tolist():
             said[worker, i] = model.generate([REQUESTS[i]], 10.0)[0].answer.text
 
-    threads = [threading.Thread(target=serve, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(serve, range(4)))
     assert said == {(worker, i): serial[i] for worker in range(4) for i in range(len(REQUESTS))}
     assert vlm.configuration == vlm.model.full
 
     noting = AdaptiveModel(Noting(), ByLimit())  # which sees for itself that knobs are set by one thread at a time
     found: list[str] = []
-    workers = [
-        threading.Thread(
-            target=lambda a: found.extend(r.answer.text for r in noting.generate(asked(a, a), 9.0)), args=a
-        )
-        for a in "abcdefgh"
-    ]
-    for thread in workers:
-        thread.start()
-    for thread in workers:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        for results in pool.map(lambda a: noting.generate(asked(a, a), 9.0), "abcdefgh"):
+            found.extend(result.answer.text for result in results)
     assert sorted(found) == [f"to {a}" for a in "aabbccddeeffgghh"]
 
 
@@ -334,17 +325,9 @@ def test_contents_are_told_apart() -> None:
     red.putpalette([255, 0, 0])
     green.putpalette([0, 255, 0])
     contents = [
-        torch.zeros(2, 3),
-        torch.zeros(3, 2),
-        torch.zeros(2, 3, dtype=torch.float64),
-        torch.ones(2, 3),
-        picture,
-        picture.resize((2, 4)),
-        red,
-        green,
-        "a",
-        "b",
-    ]
+        torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3), picture,
+        picture.resize((2, 4)), red, green, "a", "b",
+    ]  # fmt: skip
     keys = [content_key(content) for content in contents]
     assert len(set(keys)) == len(keys)
     assert content_key(picture.copy()) == content_key(picture)

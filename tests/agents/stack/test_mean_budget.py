@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,31 +17,16 @@ from knobwise.agents.stack.prices import (
     best_single_at,
     calibrate_prices,
     choose_at_price,
-    difference_ci95,
     mean_budgets,
     oracle_at_mean,
     static_mix,
 )
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 NAN = math.nan
 # the first sample gains .5 for its first unit of cost and .125 for each of the next two; the second .25 for each of two
 ACCURACY = torch.tensor([[0.25, 0.75, 1.0], [0.0, 0.25, 0.5]])
 COST = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 3.0]])
 EVERY = torch.ones(2, 3, dtype=torch.bool)
-
-
-def table_of(accuracy: list[list[float]], latency_ms: list[list[float]]) -> ProfileTable:
-    a, ms = torch.tensor(accuracy), torch.tensor(latency_ms)
-    return ProfileTable(
-        name="by hand",
-        knobs=(Knob("size", tuple(range(a.shape[1]))),),
-        configurations=torch.arange(a.shape[1]).unsqueeze(1),
-        accuracy=a,
-        latency_ms=ms,
-        mask=~a.isnan(),
-        sample_ids=tuple(str(i) for i in range(len(a))),
-    )
 
 
 def drawn(seed: int, n: int, c: int, holes: float = 0.0, levels: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,16 +155,6 @@ def test_the_oracle_spends_the_mean_budget_where_it_brings_most() -> None:
 def test_below_the_cheapest_possible_everyone_takes_the_fastest() -> None:
     accuracy, cost = torch.tensor([[0.9, 0.1], [NAN, 0.5]]), torch.tensor([[3.0, 2.0], [NAN, 8.0]])
     assert oracle_at_mean(accuracy, cost, ~cost.isnan(), torch.tensor([1.0])).tolist() == [[1], [1]]
-
-
-def test_the_interval_of_a_difference_is_paired() -> None:
-    other = torch.arange(200.0)
-    assert difference_ci95(other + 0.25, other) == pytest.approx([0.25, 0.25])
-    policy = other + torch.tensor([0.0, 1.0]).repeat(100)
-    low, high = difference_ci95(policy, other)
-    # a mean of 200 values 0 or 1: .5 ± 1.96 · .5 / √200
-    assert [low, high] == pytest.approx([0.43, 0.57], abs=0.01)
-    assert difference_ci95(torch.stack([other + 1, other + 3]), other) == pytest.approx([1, 3])
 
 
 # -- on drawn tables ---------------------------------------------------------------------------------------------------

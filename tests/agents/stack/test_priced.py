@@ -12,6 +12,7 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.networks import UtilityNetwork
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.experts import Measured
 from knobwise.agents.predictors.prediction import Prediction
 from knobwise.agents.stack.priced_policy import (
@@ -27,9 +28,10 @@ from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_
 from knobwise.agents.stack.stacked_controller import StackedController, _weights_of_folds, fit_priced_stack
 from knobwise.agents.stack.weights import HeldOut
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.settings import OptimiserConfig, PolicyConfig
+from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import BudgetConfig, BudgetEncoding
+from knobwise.envs.configurations.budgets import BudgetEncoding
+from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MEAN = BudgetConfig(sense="mean")
@@ -88,12 +90,12 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
     # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2), 0 and 0
     accuracy = torch.tensor([[0.5, 0.75, 0.75], [0.5, 0.75, 0.75], [1.0, 0.75, 0.75], [1.0, 0.75, 0.75]])
     cost = torch.tensor([2.0, 2.0, 3.0]).expand(4, -1)
-    found = compared(accuracy, cost, mixed, torch.tensor([2.0, 2.0, 2.9]), confidence=0.8)
-    assert [row["deployed"] for row in found] == [True, True, False]
-    assert [row["gain"] for row in found] == pytest.approx([0.25] * 3)
-    assert [row["gain_se"] for row in found] == pytest.approx([math.sqrt(0.25 / 12), 0, 0])
-    assert [row["accuracy_static_mix"] for row in found] == [0.5] * 3
-    assert "lowest is 3" in found[2]["reason"]
+    result = compared(accuracy, cost, mixed, torch.tensor([2.0, 2.0, 2.9]), confidence=0.8)
+    assert [row["deployed"] for row in result] == [True, True, False]
+    assert [row["gain"] for row in result] == pytest.approx([0.25] * 3)
+    assert [row["gain_se"] for row in result] == pytest.approx([math.sqrt(0.25 / 12), 0, 0])
+    assert [row["accuracy_static_mix"] for row in result] == [0.5] * 3
+    assert "lowest is 3" in result[2]["reason"]
     # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75)
     sure = [compared(accuracy, cost, mixed, torch.full((3,), 9.0), c)[0]["deployed"] for c in (0.95, 0.96)]
     assert sure == [True, False]
@@ -188,7 +190,7 @@ def test_a_stack_is_priced_by_what_it_says_out_of_fold(tmp_path: Path, features:
     table = small_table(120, holes=0.2, features=features)
     rows, budgets = fitted_rows(table), mean_budgets(table, fitted_rows(table))
     trainer = trained(table, STACK)
-    arguments = (table, rows, trainer.controller, STACK, trainer.limits)
+    arguments = (table, rows, trainer.agent, STACK, trainer.limits)
     stack, held_out = fit_priced_stack(*arguments, seed=0)
     assert float(stack.weights.sum()) == pytest.approx(1)
     priced = price_stack(*arguments, budgets, seed=0)
@@ -200,7 +202,7 @@ def test_a_stack_is_priced_by_what_it_says_out_of_fold(tmp_path: Path, features:
     assert isinstance(priced.chooser, StackedController)
     blocks, worths = {name: block[rows] for name, block in table.features.items()}, torch.full((len(rows),), 20.0)
     normal = stack.features(blocks, len(rows))
-    accuracy, cost = stack.accuracy_and_cost(normal)
+    accuracy, cost = stack.predictions(normal).costs()
     chosen = priced.chooser.choose(blocks, worths, table.mask[rows])
     assert chosen.equal(choose_at_price(accuracy, cost, 1 / 20, table.mask[rows]))
     assert stack(normal, worths, table.mask[rows]).argmax(-1).equal(chosen)
@@ -218,14 +220,14 @@ def test_a_stack_is_priced_by_what_it_says_out_of_fold(tmp_path: Path, features:
 
 def test_the_weights_of_a_fold_have_not_seen_it() -> None:
     table = small_table(100)
-    measured = Measured.of(table, torch.arange(100), torch.ones(0), seed=0)
+    measured = Measured.from_table(table, torch.arange(100), torch.ones(0), seed=0)
     scores = [torch.rand(2, 100, 12, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     worth = scores[0] + scores[1]
     changed, (_, hold) = worth.clone(), measured.folds[2]
     changed[:, hold] = scores[2][:, hold]
-    found = [list(_weights_of_folds(measured, HeldOut(scores, w, table.mask), torch.ones(3))) for w in (worth, changed)]
-    assert sorted(torch.cat([place for place, _ in found[0]]).tolist()) == list(range(100))
-    same = [torch.equal(before, after) for (_, before), (_, after) in zip(*found, strict=True)]
+    folds = [list(_weights_of_folds(measured, HeldOut(scores, w, table.mask), torch.ones(3))) for w in (worth, changed)]
+    assert sorted(torch.cat([place for place, _ in folds[0]]).tolist()) == list(range(100))
+    same = [torch.equal(before, after) for (_, before), (_, after) in zip(*folds, strict=True)]
     assert same == [False, False, True, False, False]
 
 
@@ -236,14 +238,14 @@ def test_any_other_controller_is_priced_by_trial_on_what_was_held_out(policy: Po
     budgets, mask = mean_budgets(table, rows), table.mask[trainer.judged_rows]
     folds = list(zip(*trainer.divide(), strict=True))
     priced = price_controller(
-        table, trainer.controller, lambda w: trainer.choose({}, w.reshape(1), mask), folds, policy, budgets
+        table, trainer.agent, lambda w: trainer.choose({}, w.reshape(1), mask), folds, policy, budgets
     )
     assert (priced.prices.diff() <= 0).all()
     for row, budget in zip(priced.guard, budgets.tolist(), strict=True):
         assert row["latency_ms_mean"] <= budget * (1 + 1e-9) or "no price" in row["reason"]
     no_guard = PolicyConfig(**{**vars(policy), "guard": False})
     unguarded = price_controller(
-        table, trainer.controller, lambda w: trainer.choose({}, w.reshape(1), mask), folds, no_guard, budgets
+        table, trainer.agent, lambda w: trainer.choose({}, w.reshape(1), mask), folds, no_guard, budgets
     )
     assert unguarded.deployed.all()
     assert unguarded.mix is None

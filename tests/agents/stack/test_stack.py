@@ -13,12 +13,12 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.predictors.experts import Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of, rows_of_members
-from knobwise.agents.stack.stacked_controller import Costs, StackedController, fit_priced_stack, fit_stack
+from knobwise.agents.stack.stacked_controller import StackedController, fit_priced_stack, fit_stack
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
-from knobwise.agents.training.settings import EXPERTS, PolicyConfig
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
 
@@ -204,7 +204,7 @@ def test_experts_are_weighed_by_what_they_say_out_of_fold() -> None:
     stack = stack_of(table, rows, config_of(experts=("ridge",), guard=False))
     alone = StackedController(stack.network, list(stack.experts), torch.tensor([0.0, 1.0]))
     budgets = default_budgets(table)
-    measured = Measured.of(table, rows, budgets, 0)
+    measured = Measured.from_table(table, rows, budgets, 0)
     (one,) = fit_experts(table, measured, stack.normaliser, ("ridge",), 0)
     scores = [one.out_of_fold.expected_utility(b.expand(60)) for b in budgets]
     x = stack.features(table.features, 60)
@@ -231,7 +231,7 @@ def test_the_one_who_knows_gets_the_weight() -> None:
 
 
 @functools.cache
-def priced() -> tuple[ProfileTable, Tensor, StackedController, Costs]:
+def priced() -> tuple[ProfileTable, Tensor, StackedController, tuple[Tensor, Tensor]]:
     table, rows = small_table(90, holes=0.2), torch.arange(70)
     config = config_of(guard=False)
     network = driven_apart(table, rows, config, priced=True)
@@ -243,11 +243,12 @@ def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
     assert (stack.limit_key, stack.priced, stack.guard) == ("worth_ms", True, None)
     x, worths = stack.features(table.features, 90), torch.linspace(2, 300, 90)
     out = stack.network.network.outcomes(x.expand(3, -1, -1))
-    said = [(out.accuracy.mean(0), out.latency_ms.mean(0)), *((e(x).accuracy, e(x).latency_ms) for e in stack.experts)]
-    accuracy, cost = (sum(float(w) * s[i] for w, s in zip(stack.weights, said, strict=True)) for i in range(2))
-    found = stack.accuracy_and_cost(x)
-    torch.testing.assert_close(found.accuracy, accuracy)
-    torch.testing.assert_close(found.latency_ms, cost)
+    members = [
+        (out.accuracy.mean(0), out.latency_ms.mean(0)),
+        *((e(x).accuracy, e(x).latency_ms) for e in stack.experts),
+    ]
+    accuracy, cost = (sum(float(w) * s[i] for w, s in zip(stack.weights, members, strict=True)) for i in range(2))
+    torch.testing.assert_close(stack.predictions(x).costs(), (accuracy, cost))
     score = (accuracy - cost / worths.unsqueeze(1)).masked_fill(~table.mask, -torch.inf)
     assert torch.equal(stack.choose(table.features, worths, table.mask), score.argmax(1))
     torch.testing.assert_close(
@@ -258,23 +259,23 @@ def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
 @torch.no_grad()
 def test_at_a_price_weights_are_those_of_what_was_held_out() -> None:
     table, rows, stack, costs = priced()
-    measured = Measured.of(table, rows, torch.empty(0), 0)
+    measured = Measured.from_table(table, rows, torch.empty(0), 0)
     fitted_ones = fit_experts(table, measured, stack.normaliser, FAST, 0)
     x = stack.features(blocks(table, rows), 70)
     out = stack.network.network.outcomes(x.expand(3, -1, -1))
     owner = owners(table, rows)
-    said = [(out.accuracy[owner, torch.arange(70)], out.latency_ms[owner, torch.arange(70)])]
-    said += [(one.out_of_fold.accuracy, one.out_of_fold.latency_ms) for one in fitted_ones]
+    members = [(out.accuracy[owner, torch.arange(70)], out.latency_ms[owner, torch.arange(70)])]
+    members += [(one.out_of_fold.accuracy, one.out_of_fold.latency_ms) for one in fitted_ones]
     worths = judged_worths(table)[:, None, None]
     got = (measured.accuracy - measured.latency_ms / worths).nan_to_num()
-    held_out = HeldOut([a - ms / worths for a, ms in said], got, measured.mask)
+    held_out = HeldOut([a - ms / worths for a, ms in members], got, measured.mask)
     torch.testing.assert_close(stack.weights, stack_weights(held_out))
     assert stack.held_out_worth == pytest.approx(held_out.mean_worth(weighted(held_out.scores, stack.weights)))
     # and what it expects of these rows comes from weights that have not seen their fold
     for fit, hold in measured.folds:
         own = stack_weights(held_out.take(torch.from_numpy(fit)))
-        torch.testing.assert_close(costs.accuracy[hold], weighted([a[hold] for a, _ in said], own).float())
-        torch.testing.assert_close(costs.latency_ms[hold], weighted([ms[hold] for _, ms in said], own).float())
+        for unseen, parts in zip(costs, zip(*members, strict=True), strict=True):
+            torch.testing.assert_close(unseen[hold], weighted([part[hold] for part in parts], own).float())
 
 
 def test_at_a_price_it_is_the_same_again_after_a_checkpoint(tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
         features={"features": torch.randn(n, 8, generator=generator)},
     )
     rows, budgets = torch.arange(n), torch.tensor([2.0])
-    measured = Measured.of(table, rows, budgets, 0)
+    measured = Measured.from_table(table, rows, budgets, 0)
     normaliser = FeatureNormaliser.fit(table, rows)
     for one in fit_experts(table, measured, normaliser, ("ridge", "knn", "random_forest"), 0):
         chosen = one.out_of_fold.accuracy.masked_fill(~mask, -1.0).argmax(1, keepdim=True)
@@ -315,7 +316,7 @@ def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
     config = PolicyConfig(structure="utility", members=5, hidden=8)
     own, held_out = rows_of_members(table, Split(rows[:200], rows[200:], rows[:0]), 5, 0)
     mine = torch.stack([torch.isin(rows, fitted) for fitted in own])
-    network = Controller.for_table(table, rows, config, own=mine).eval()
+    network = Controller.for_table(table, rows, config, member_rows=mine).eval()
     x = network.features(table.features, n)
     got = []
     for member, held in enumerate(held_out):

@@ -1,16 +1,13 @@
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import small_table, table_of
 
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import (
     LEAST_LATENCY_MS,
-    BudgetConfig,
     BudgetEncoding,
     BudgetSampler,
     default_budgets,
@@ -19,22 +16,13 @@ from knobwise.envs.configurations.budgets import (
     log_ms,
     worths_range,
 )
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.configurations.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import ProfileTable
 
 
 def of_latencies(latency_ms: torch.Tensor) -> ProfileTable:
-    """A table of one knob with these latencies [N, C]; NaN where not profiled."""
-    n, c = latency_ms.shape
-    mask = ~latency_ms.isnan()
-    return ProfileTable(
-        name="latencies",
-        knobs=(Knob("size", tuple(range(1, c + 1))),),
-        configurations=torch.arange(c).unsqueeze(1),
-        accuracy=torch.ones(n, c).masked_fill(~mask, torch.nan),
-        latency_ms=latency_ms,
-        mask=mask,
-        sample_ids=tuple(map(str, range(n))),
-    )
+    """A table with these latencies [N, C]; NaN where not profiled."""
+    return table_of((0 * latency_ms).tolist(), latency_ms.tolist())
 
 
 def draw(table: ProfileTable, rows: torch.Tensor, seed: int = 0, **settings: Any) -> torch.Tensor:
@@ -183,35 +171,29 @@ def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_
     assert log_measured(torch.zeros(2)).tolist() == pytest.approx([math.log(LEAST_LATENCY_MS)] * 2)
 
 
-def test_worths_are_of_what_costs_something() -> None:
-    costs = torch.cat([torch.zeros(500), 1e-5 * torch.arange(1.0, 102.0)])  # 3 % and 97 % quantiles: 4 and 98 · 1e-5
-    assert worths_range(costs).tolist() == pytest.approx([4e-5, 30 * 98e-5])
-    assert worths_range(torch.zeros(3)).tolist() == [1, 30]
-
-
 def test_linear_encoding_by_hand() -> None:
     encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), "linear")  # ln: 0 and 2, so μ = 1, σ = 1
     assert encoding.width == 1
-    found = encoding(torch.tensor([[math.e, math.e**3], [1e-9, 1e9]]))
-    torch.testing.assert_close(found, torch.tensor([[[0.0], [2.0]], [[-4.0], [4.0]]]), atol=1e-6, rtol=0)
+    result = encoding(torch.tensor([[math.e, math.e**3], [1e-9, 1e9]]))
+    torch.testing.assert_close(result, torch.tensor([[[0.0], [2.0]], [[-4.0], [4.0]]]), atol=1e-6, rtol=0)
 
 
 def test_sinusoidal_encoding_by_hand() -> None:
     encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), "sinusoidal", 5)
-    found = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
+    result = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
     half = math.sqrt(0.5)
-    torch.testing.assert_close(found, torch.tensor([1.0, half, 1.0, half, 0.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(result, torch.tensor([1.0, half, 1.0, half, 0.0]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "asked", "width"), [("linear", 9, 1), ("sinusoidal", 9, 9), ("sinusoidal", 8, 7)])
 def test_encodings_have_the_width_they_say_and_rise_with_the_budget(kind: str, asked: int, width: int) -> None:
     table = small_table()
     encoding = BudgetEncoding(table.latency_ms[table.mask], kind, asked)
-    found = encoding(torch.linspace(2, 40, 200).reshape(4, 50))
+    result = encoding(torch.linspace(2, 40, 200).reshape(4, 50))
     assert encoding.width == width
-    assert found.shape == (4, 50, width)
-    assert found.abs().max() <= 4
-    first = found[..., 0].flatten()
+    assert result.shape == (4, 50, width)
+    assert result.abs().max() <= 4
+    first = result[..., 0].flatten()
     assert (first.diff() > 0).all()
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import warnings
 
 import gymnasium
@@ -8,16 +6,15 @@ import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from helpers import small_table
+from helpers import small_table, table_of
 from torchrl.envs import GymWrapper, check_env_specs
 
 import knobwise  # noqa: F401  (registers the environment)
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import BudgetConfig
 from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv, oracle
-from knobwise.envs.configurations.reward import RewardConfig
+from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable
 
 ID = "knobwise/ConfigBandit-v0"
 
@@ -45,10 +42,18 @@ def test_torchrl_wraps_it() -> None:
     assert played["image_features"].shape == (5, 4)
 
 
-@pytest.mark.parametrize("strategy", ["relative", "uniform", "quantiles"])
-def test_all_three_environments_give_the_same_contexts_and_rewards(strategy: str) -> None:
-    table, reward = small_table(holes=0.3), RewardConfig(alpha=2.0, miss=0.5, kind="utility")
-    budget = BudgetConfig(strategy=strategy)
+UTILITY = RewardConfig(alpha=2.0, miss=0.5, kind="utility")
+
+
+@pytest.mark.parametrize(
+    ("budget", "reward", "limit"),
+    [(BudgetConfig(strategy), UTILITY, "budget_ms") for strategy in ("relative", "uniform", "quantiles")]
+    + [(BudgetConfig(sense="mean"), None, "worth_ms")],
+)
+def test_all_three_environments_give_the_same_contexts_and_rewards(
+    budget: BudgetConfig, reward: RewardConfig | None, limit: str
+) -> None:
+    table = small_table(holes=0.3)
     one = ConfigBanditEnv(table, budget, reward)
     many = ConfigBanditVectorEnv(1, table, budget, reward)
     native = ConfigBandit(table, budget=budget, reward=reward, lean=False)
@@ -59,12 +64,15 @@ def test_all_three_environments_give_the_same_contexts_and_rewards(strategy: str
         context = native.reset()
         action = profiled_action(table, info, step % int(info["mask"].sum()))
         assert info["sample_id"] == infos["sample_id"][0] == table.sample_ids[int(context["row"])]
-        assert info["budget_ms"] == infos["budget_ms"][0] == context["budget_ms"].item()
+        assert info[limit] == infos[limit][0] == context[limit].item()
         out = native.step(context.set("action", torch.from_numpy(action)[None, None]))["next"]
         _, got, _, _, told = one.step(action)
         _, rewards, _, _, infos = many.step(action[None])
         assert got == rewards[0] == out["reward"].item()
         assert told["latency_ms"] == infos["final_info"]["latency_ms"][0] == out["latency_ms"].item()
+        if limit == "worth_ms":
+            assert got == pytest.approx(told["accuracy"] - told["latency_ms"] / told["worth_ms"], rel=1e-6)
+            assert not {"budget_ms", "violation"} & {*info, *infos, *told, *context.keys()}
         _, info = one.reset()
 
 
@@ -104,14 +112,14 @@ def test_infos_tell_the_outcome_by_hand() -> None:
 def test_the_oracle_is_the_best_by_brute_force(holes: float) -> None:
     table = small_table(holes=holes)
     budgets = torch.linspace(2, 30, 60)[torch.randperm(60, generator=torch.Generator().manual_seed(0))]
-    found = oracle(table, torch.arange(60), budgets)
+    result = oracle(table, torch.arange(60), budgets)
     for row in range(60):
         candidates = []
         for c in table.mask[row].nonzero().squeeze(1).tolist():
             latency = table.latency_ms[row, c].item()
             gain = table.accuracy[row, c].item() if latency <= budgets[row].item() else 0.0
             candidates.append((-gain, latency, c))
-        assert found[row].item() == min(candidates)[2]
+        assert result[row].item() == min(candidates)[2]
 
 
 def test_what_was_never_profiled_is_refused_by_name_and_never_rewarded() -> None:
@@ -178,42 +186,24 @@ def test_a_missing_feature_shows_as_the_median_of_its_column() -> None:
     assert block[:10, 0].isnan().all()
 
 
-def test_render_tells_in_words_what_happened() -> None:
-    env = ConfigBanditEnv(small_table(), BudgetConfig(strategy="fixed", values_ms=(12.0,)), render_mode="ansi")
+@pytest.mark.parametrize("sense", ["deadline", "mean"])
+def test_render_tells_in_words_what_happened(sense: str) -> None:
+    budget = BudgetConfig(strategy="fixed", values_ms=(12.0,), sense=sense)
+    env = ConfigBanditEnv(small_table(), budget, render_mode="ansi")
     assert env.render() == "Nothing yet: call reset()."
     _, info = env.reset(seed=0)
-    assert env.render() == f"Sample {info['sample_id']}, budget 12.00 ms: what will you set?"
+    limit = f"a right answer is worth {info['worth_ms']:.2f} ms" if sense == "mean" else "budget 12.00 ms"
+    assert env.render() == f"Sample {info['sample_id']}, {limit}: what will you set?"
     _, reward, _, _, info = env.step(np.array([2, 1, 0]))
     first, chosen, best = env.render().splitlines()
-    assert first == f"Sample {info['sample_id']}, budget 12.00 ms."
+    kept = {None: "", True: ", over budget", False: ", within budget"}[info.get("violation")]
+    assert first == f"Sample {info['sample_id']}, {limit}."
     assert chosen == (
         f"Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy {info['accuracy']:.2f}, "
-        f"{info['latency_ms']:.2f} ms, {'over' if info['violation'] else 'within'} budget; reward {reward:+.3f}."
+        f"{info['latency_ms']:.2f} ms{kept}; reward {reward:+.3f}."
     )
     assert best.startswith("Oracle: max_crops = ")
     assert ConfigBanditEnv(small_table()).render() is None
-
-
-def test_under_a_mean_budget_all_three_environments_give_the_same_worths_and_rewards() -> None:
-    table, budget = small_table(holes=0.3), BudgetConfig(sense="mean")
-    one, many = ConfigBanditEnv(table, budget), ConfigBanditVectorEnv(1, table, budget)
-    native = ConfigBandit(table, budget=budget)
-    _, info = one.reset(seed=5)
-    _, infos = many.reset(seed=5)
-    native.set_seed(5)
-    for step in range(6):
-        context = native.reset()
-        action = profiled_action(table, info, step % int(info["mask"].sum()))
-        assert info["sample_id"] == infos["sample_id"][0] == table.sample_ids[int(context["row"])]
-        assert info["worth_ms"] == infos["worth_ms"][0] == context["worth_ms"].item()
-        assert not {"budget_ms", "violation"} & {*info, *infos, *context.keys()}
-        out = native.step(context.set("action", torch.from_numpy(action)[None, None]))["next"]
-        _, got, _, _, told = one.step(action)
-        _, rewards, _, _, infos = many.step(action[None])
-        assert got == rewards[0] == out["reward"].item()
-        assert got == pytest.approx(told["accuracy"] - told["latency_ms"] / told["worth_ms"], rel=1e-6)
-        assert "violation" not in told
-        _, info = one.reset()
 
 
 def test_under_a_mean_budget_the_spaces_stay_and_gymnasium_is_content() -> None:
@@ -234,32 +224,11 @@ def test_under_a_mean_budget_the_spaces_stay_and_gymnasium_is_content() -> None:
 
 
 def test_under_a_mean_budget_the_oracle_weighs_accuracy_against_latency_by_hand() -> None:
-    table = ProfileTable(
-        name="by hand",
-        knobs=(Knob("size", (1, 2, 3)),),
-        configurations=torch.arange(3).unsqueeze(1),
-        accuracy=torch.tensor([[0.25, 0.75, 1.0], [0.5, 0.5, torch.nan]]),
-        latency_ms=torch.tensor([[1.0, 2.0, 4.0], [3.0, 2.0, torch.nan]]),
-        mask=torch.tensor([[True, True, True], [True, True, False]]),
-        sample_ids=("a", "b"),
-    )
+    table = table_of([[0.25, 0.75, 1.0], [0.5, 0.5, torch.nan]], [[1.0, 2.0, 4.0], [3.0, 2.0, torch.nan]])
     # the first gains .5 for one ms more, .25 for two more; the second loses nothing by the faster
     worths = torch.tensor([1.0, 3.0, 7.9, 8.1])
     assert oracle(table, torch.zeros(4, dtype=torch.int64), worths, priced=True).tolist() == [0, 1, 1, 2]
     assert oracle(table, torch.ones(4, dtype=torch.int64), worths, priced=True).tolist() == [1, 1, 1, 1]
-
-
-def test_render_under_a_mean_budget() -> None:
-    env = ConfigBanditEnv(small_table(), BudgetConfig(sense="mean"), render_mode="ansi")
-    _, info = env.reset(seed=0)
-    first = f"Sample {info['sample_id']}, a right answer is worth {info['worth_ms']:.2f} ms"
-    assert env.render() == f"{first}: what will you set?"
-    _, reward, _, _, info = env.step(np.array([2, 1, 0]))
-    assert env.render().splitlines()[:2] == [
-        f"{first}.",
-        f"Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy {info['accuracy']:.2f}, "
-        f"{info['latency_ms']:.2f} ms; reward {reward:+.3f}.",
-    ]
 
 
 @pytest.mark.parametrize("make", [ConfigBanditEnv, ConfigBandit])
@@ -268,9 +237,6 @@ def test_a_reward_of_another_sense_is_refused(make: type) -> None:
         make(small_table(), budget=BudgetConfig(sense="mean"), reward=RewardConfig(kind="utility"))
     with pytest.raises(InputError, match=r"reward\.kind=priced.*budget\.sense=deadline"):
         make(small_table(), reward=RewardConfig(kind="priced"))
-
-
-# -- the vector environment --------------------------------------------------------------------------------------------
 
 
 def test_make_vec_gives_the_vector_environment() -> None:

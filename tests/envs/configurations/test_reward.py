@@ -1,17 +1,16 @@
-from __future__ import annotations
-
 import dataclasses
 import math
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.reward import RewardConfig, RewardTable, complexity, reward, utility
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.configurations.reward import RewardTable, complexity, reward, utility
+from knobwise.envs.configurations.settings import RewardConfig
+from knobwise.envs.tables.profile_table import Knob
 
 NOTHING = RewardConfig(alpha=0, beta=0, gamma=0, delta=0, epsilon=0)
 
@@ -82,29 +81,22 @@ def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(budget: float,
 def test_what_was_not_profiled_has_reward_nan(kind: str) -> None:
     table = small_table(holes=0.5)
     budgets = torch.full((table.num_samples,), 12.0)
-    found = RewardTable(table, RewardConfig(kind=kind)).all(torch.arange(table.num_samples), budgets)
-    assert (found.isnan() == ~table.mask).all()
+    result = RewardTable(table, RewardConfig(kind=kind)).all(torch.arange(table.num_samples), budgets)
+    assert (result.isnan() == ~table.mask).all()
 
 
 def test_complexity_by_hand() -> None:
     table = small_table()  # crops 2, 6, 10; experts 4, 8; blocks 12, 16
-    found = complexity(table)
-    assert found[0].item() == pytest.approx((2 / 10 + 4 / 8 + 12 / 16) / 3)
-    assert found[6].item() == pytest.approx((6 / 10 + 8 / 8 + 12 / 16) / 3)
-    assert found[-1].item() == 1
+    result = complexity(table)
+    assert result[0].item() == pytest.approx((2 / 10 + 4 / 8 + 12 / 16) / 3)
+    assert result[6].item() == pytest.approx((6 / 10 + 8 / 8 + 12 / 16) / 3)
+    assert result[-1].item() == 1
 
 
 @pytest.mark.parametrize("values", [("fast", "good"), (-1, 4), (0, 0.0)])
 def test_a_knob_without_a_size_counts_nothing(values: tuple[int | str, ...]) -> None:
-    table = ProfileTable(
-        name="two",
-        knobs=(Knob("top_k", (2, 4)), Knob("other", values)),
-        configurations=torch.tensor([[0, 0], [1, 1]]),
-        accuracy=torch.ones(1, 2),
-        latency_ms=torch.ones(1, 2),
-        mask=torch.ones(1, 2, dtype=torch.bool),
-        sample_ids=("a",),
-    )
+    knobs, table = (Knob("top_k", (2, 4)), Knob("other", values)), table_of([[1.0, 1.0]], [[1.0, 1.0]])
+    table = dataclasses.replace(table, knobs=knobs, configurations=torch.tensor([[0, 0], [1, 1]]))
     assert complexity(table).tolist() == [0.25, 0.5]
 
 
@@ -117,7 +109,7 @@ def test_all_and_of_say_the_same_of_every_configuration(seed: int, kind: str, bu
     budgets = budget * torch.linspace(0.5, 2, 9)
     every = torch.arange(table.num_configurations).expand(9, -1)
     torch.testing.assert_close(
-        rewards.all(rows, budgets), rewards.of(rows, every, budgets), rtol=0, atol=0, equal_nan=True
+        rewards.all(rows, budgets), rewards.chosen(rows, every, budgets), rtol=0, atol=0, equal_nan=True
     )
 
 

@@ -1,7 +1,5 @@
 """Recorded beams from files: both formats by hand, everything that is dropped or refused, and the way back."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +14,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_files import (
-    read_beam_data,
-    read_beams,
-    read_embeddings,
-    read_rl_data,
-    write_rl_data,
-)
-from knobwise.envs.demonstrations.beam_table import FIELDS, BeamTable
+from knobwise.envs.demonstrations.beam_files import read_beam_data, read_embeddings, write_rl_data
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.settings import FIELDS
 
 NAN = float("nan")
 X = -1
 BANK = torch.arange(40.0).reshape(20, 2)
 ASKED = -torch.arange(1.0, 21.0).reshape(10, 2)
+PAIR = {"id_list": [[1, 2]], "score_list": [0.5]}
 
 
 def written(folder: Path, content: Any, name: str = "beams.json") -> Path:
@@ -46,9 +40,6 @@ def row(pointer: list[int], **changes: Any) -> dict[str, Any]:
     return {"pointer": pointer, "gen_method": "beam", "beam_score": 0.5} | changes
 
 
-# -- legacy beams ------------------------------------------------------------------------------------------------------
-
-
 def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
     content = {
         "3": {"id_list": [[7, 9, 3], ["5", 7]], "score_list": [0.5, 0.25]},
@@ -56,7 +47,7 @@ def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
         "0": {"id_list": [], "score_list": []},
     }
     path = written(tmp_path, content)
-    table = read_beams(path, BANK, ASKED)
+    table = read_beam_data(path, BANK, ASKED)
     assert (table.name, table.query_ids) == ("beams", ("3", "1", "0"))
     assert table.pool.tolist() == [[7, 9, 5], [8, 2, 4], [X, X, X]]
     assert table.sequences.tolist() == [[[0, 1, X], [2, 0, X]], [[0, 1, 2], [X, X, X]], [[X, X, X], [X, X, X]]]
@@ -67,29 +58,28 @@ def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
     assert torch.equal(table.candidates, BANK)
     assert table.notes == (
         "2 rows end with the query's own id, which is no demonstration",
-        "3 queries without a pool of their own: it is the ids seen in their rows",
+        "3 queries without a pool: it is the ids in their rows",
         "1 queries without any beam",
-        "1 queries with one beam only, which nothing is compared with",
+        "1 queries with only one beam, which is compared with nothing",
     )
-    assert read_beam_data(path, BANK, ASKED, name="other").digest == table.digest
 
 
 def test_a_trailing_id_may_be_a_candidate_of_another_bank(tmp_path) -> None:
     path = written(tmp_path, {"3": {"id_list": [[7, 3], [3]], "score_list": [1, 2]}})
-    table = read_beams(path, BANK, ASKED, trailing_query="never")
+    table = read_beam_data(path, BANK, ASKED, trailing_query="never")
     assert table.pool.tolist() == [[7, 3]]
     assert table.sequences.tolist() == [[[0, 1], [1, X]]]
-    auto = read_beams(path, BANK, ASKED)
+    auto = read_beam_data(path, BANK, ASKED)
     assert auto.sequences.tolist() == [[[0]]]
-    assert "1 rows dropped: no demonstration in them" in auto.notes
+    assert "1 rows dropped: without demonstrations" in auto.notes
     with pytest.raises(InputError, match="trailing_query='often' is unknown"):
-        read_beams(path, BANK, ASKED, trailing_query="often")  # type: ignore[arg-type]
+        read_beam_data(path, BANK, ASKED, trailing_query="often")  # type: ignore[arg-type]
 
 
 def test_a_query_is_no_candidate_of_its_own(tmp_path) -> None:
     """One bank for both: beams that use the query drop out, and places in the pool move up."""
     path = written(tmp_path, {"3": {"id_list": [[7, 9], [3, 9], [5, 9]], "score_list": [3, 2, 1]}})
-    for table in (read_beams(path, BANK), read_beams(path, BANK, BANK.clone())):
+    for table in (read_beam_data(path, BANK), read_beam_data(path, BANK, BANK.clone())):
         assert table.pool.tolist() == [[7, 9, 5]]
         assert table.sequences.tolist() == [[[0, 1], [2, 1]]]
         assert table.fields["beam_score"].tolist() == [[3, 1]]
@@ -97,17 +87,14 @@ def test_a_query_is_no_candidate_of_its_own(tmp_path) -> None:
             "1 candidates dropped from pools: they are the query itself or show its image",
             "1 rows dropped: they use such candidates",
         )
-    assert read_beams(path, BANK, ASKED).pool.tolist() == [[7, 9, 3, 5]]
+    assert read_beam_data(path, BANK, ASKED).pool.tolist() == [[7, 9, 3, 5]]
 
 
 def test_more_than_64_ids_for_one_query(tmp_path) -> None:
     rows = torch.randperm(300, generator=torch.Generator().manual_seed(0)).reshape(100, 3).tolist()
     path = written(tmp_path, {"0": {"id_list": rows, "score_list": [0.0] * 100}})
-    table = read_beams(path, torch.zeros(300, 2), ASKED)
+    table = read_beam_data(path, torch.zeros(300, 2), ASKED)
     assert table.pool[0][table.sequences[0]].tolist() == rows
-
-
-# -- RL data -----------------------------------------------------------------------------------------------------------
 
 
 def test_rl_data_by_hand(tmp_path) -> None:
@@ -134,7 +121,7 @@ def test_rl_data_by_hand(tmp_path) -> None:
             ],
         },
     }  # fmt: skip
-    table = read_rl_data(written(tmp_path, content), BANK, ASKED)
+    table = read_beam_data(written(tmp_path, content), BANK, ASKED)
     assert table.query_ids == ("3", "0")
     assert table.query_images == ("12", "b.jpg")
     assert table.pool.tolist() == [[7, 9, 5], [8, 2, 4]]
@@ -145,7 +132,7 @@ def test_rl_data_by_hand(tmp_path) -> None:
     assert table.fields["vqa_correct"][0].nan_to_num(-9).tolist() == [1, 0, -9, -9]
     assert table.fields["logprob_score"][0].nan_to_num(-9).tolist() == [-5.25, -9, -9, -9]
     assert table.fields["vqa_gt_prob"].isnan().sum() == 7
-    assert table.notes[0] == "1 queries without a pool of their own: it is the ids seen in their rows"
+    assert table.notes[0] == "1 queries without a pool: it is the ids in their rows"
     assert table.notes[1].startswith("2 queries name their image, candidates do not")
 
 
@@ -158,17 +145,17 @@ def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path) -> None:
         row([7, 9], vqa_eval_mode="vqaEval", eval_failed=False),
     ]
     path = written(tmp_path, rl(*rows) | {"4": {"pointer_candidates": [row([8], eval_failed=True)]}})
-    table = read_rl_data(path, BANK, ASKED)
+    table = read_beam_data(path, BANK, ASKED)
     assert table.sequences.tolist() == [[[0, 1]], [[X, X]]]
     assert table.pool.tolist() == [[7, 9, 5], [8, X, X]]  # a query without a beam keeps its pool: it can be judged
     assert table.notes == (
         "2 rows dropped: eval_failed",
         "1 rows dropped: vqa_eval_mode error",
         "1 rows dropped: vqa_eval_mode fallback (see keep_fallback)",
-        "1 rows dropped: no demonstration in them",
-        "1 queries without a pool of their own: it is the ids seen in their rows",
+        "1 rows dropped: without demonstrations",
+        "1 queries without a pool: it is the ids in their rows",
         "1 queries without any beam",
-        "1 queries with one beam only, which nothing is compared with",
+        "1 queries with only one beam, which is compared with nothing",
     )
     assert read_beam_data(path, BANK, ASKED, keep_fallback=True).sequences.tolist() == [
         [[2, X], [0, 1]], [[X, X], [X, X]],
@@ -177,9 +164,9 @@ def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path) -> None:
 
 def test_nothing_left_says_why(tmp_path) -> None:
     with pytest.raises(InputError, match=r"beams\.json: no beam is left. 1 rows dropped: vqa_eval_mode fallback \(see"):
-        read_rl_data(written(tmp_path, rl(row([7], vqa_eval_mode="fallback"))), BANK, ASKED)
+        read_beam_data(written(tmp_path, rl(row([7], vqa_eval_mode="fallback"))), BANK, ASKED)
     with pytest.raises(InputError, match=r"no beam is left. 1 queries without any beam"):
-        read_rl_data(written(tmp_path, rl(candidate_pool_ids=[])), BANK, ASKED)
+        read_beam_data(written(tmp_path, rl(candidate_pool_ids=[])), BANK, ASKED)
 
 
 IMAGES = ["same" if i == 9 else f"i{i}" for i in range(20)]
@@ -197,7 +184,7 @@ def test_candidates_that_show_the_querys_image_are_dropped(tmp_path, form: str) 
         frame.write_csv(given) if form.endswith("csv") else frame.write_parquet(given)
     rows = (row([7, 5]), row([9, 5], gen_method="sample"), row([5, 7], gen_method="policy-2", beam_score=0.25))
     path = written(tmp_path, rl(*rows, query={"image_id": "same"}))
-    table = read_rl_data(path, BANK, ASKED, candidate_images=given)
+    table = read_beam_data(path, BANK, ASKED, candidate_images=given)
     assert table.pool.tolist() == [[7, 5]]
     assert table.sequences.tolist() == [[[0, 1], [1, 0]]]
     assert (table.found_by.tolist(), table.round.tolist()) == ([[0, 4]], [[0, 2]])
@@ -215,12 +202,12 @@ def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path) -> None:
         key: {"query": {"image_id": image}, "pointer_candidates": [row([7, 9]), row([3, 9]), row([9])]}
         for key, image in (("3", "a"), ("7", "a"), ("5", None))
     }
-    table = read_rl_data(written(tmp_path, content), BANK)
+    table = read_beam_data(written(tmp_path, content), BANK)
     assert table.pool.tolist() == [[9, X, X], [9, X, X], [7, 9, 3]]
     assert table.candidate_images == tuple("a" if i in (3, 7) else "" for i in range(20))
     assert "1 queries of unknown image" in table.notes
     legacy = {"3": {"id_list": [[7, 9, 3], [9, 3]], "score_list": [2, 1]}}
-    table = read_beams(
+    table = read_beam_data(
         written(tmp_path, legacy), BANK, candidate_images=["a" if i in (3, 7) else "b" for i in range(20)]
     )
     assert table.pool.tolist() == [[9]]
@@ -228,26 +215,20 @@ def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "said"),
+    ("suffix", "images", "message"),
     [
-        (["a"] * 19, "names the images of 19 candidates, but there are 20 embeddings"),
-        ({"20": "a"}, "names the image of candidate 20, but there are 20"),
-        ({"x": "a"}, "id holds 'x'"),
-        ([1.5] * 20, "expected the image of each candidate"),
+        ("json", ["a"] * 19, "names the images of 19 candidates, but there are 20 embeddings"),
+        ("json", {"20": "a"}, "names the image of candidate 20, but there are 20"),
+        ("json", {"x": "a"}, "id holds 'x'"),
+        ("json", [1.5] * 20, "expected the image of each candidate"),
+        ("csv", "id,image_id\n1,a\n1,b\n", "expected the image of each candidate: columns id"),
+        ("csv", "id,picture\n1,a\n", "expected the image of each candidate"),
     ],
 )
-def test_images_that_do_not_fit(tmp_path, images: Any, said: str) -> None:
+def test_images_that_do_not_fit(tmp_path, suffix: str, images: Any, message: str) -> None:
     path = written(tmp_path, rl(row([7])))
-    with pytest.raises(InputError, match=rf"i\.json: {said}"):
-        read_rl_data(path, BANK, ASKED, candidate_images=written(tmp_path, images, "i.json"))
-
-
-def test_tables_of_images_that_do_not_fit(tmp_path) -> None:
-    path = written(tmp_path, rl(row([7])))
-    with pytest.raises(InputError, match=r"i\.csv: expected the image of each candidate: columns id"):
-        read_rl_data(path, BANK, ASKED, candidate_images=written(tmp_path, "id,image_id\n1,a\n1,b\n", "i.csv"))
-    with pytest.raises(InputError, match=r"i\.csv: expected the image of each candidate"):
-        read_rl_data(path, BANK, ASKED, candidate_images=written(tmp_path, "id,picture\n1,a\n", "i.csv"))
+    with pytest.raises(InputError, match=rf"i\.{suffix}: {message}"):
+        read_beam_data(path, BANK, ASKED, candidate_images=written(tmp_path, images, f"i.{suffix}"))
 
 
 @given(data=st.data(), shared=st.booleans(), images=st.lists(st.sampled_from("abc"), min_size=20, max_size=20))
@@ -268,56 +249,96 @@ def test_what_is_left_is_what_a_slow_reading_leaves(
     words: Any = {"query_embeddings": None if shared else BANK[:10], "candidate_images": images[:10]}
     if not any(left.values()):
         with pytest.raises(InputError, match="no beam is left"):
-            read_rl_data(path, bank, **words)
+            read_beam_data(path, bank, **words)
         return
-    table = read_rl_data(path, bank, **words)
+    table = read_beam_data(path, bank, **words)
     for q, (query, pool) in enumerate(zip(table.query_ids, table.pool.tolist(), strict=True)):
-        found = [[pool[place] for place in beam if place >= 0] for beam in table.sequences[q].tolist()]
-        assert [beam for beam in found if beam] == left[query]
+        result = [[pool[place] for place in beam if place >= 0] for beam in table.sequences[q].tolist()]
+        assert [beam for beam in result if beam] == left[query]
         seen = dict.fromkeys(i for beam in beams[query] for i in beam)
         assert [i for i in pool if i >= 0] == [i for i in seen if images[i] != images[int(query)]]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        ({"3": {"id_list": [[1, 99], [98, 20]], "score_list": [1, 1]}},
-         "3 candidate ids are beyond the 20 rows of the candidate embeddings, such as 99 of query 3; an id is a row"),
-        ({"10": {"id_list": [[1]], "score_list": [1]}},
-         "1 query ids are beyond the 10 rows of the query embeddings, such as 10 of query 10"),
-    ],
-)  # fmt: skip
-def test_ids_beyond_the_embeddings(tmp_path, content: Any, said: str) -> None:
-    with pytest.raises(InputError, match=rf"beams\.json: {said}"):
-        read_beams(written(tmp_path, content), BANK, ASKED)
-
-
-def test_no_such_width(tmp_path) -> None:
-    with pytest.raises(
-        InputError, match="query embeddings are 3 wide, candidates 2; both must come from the same space"
-    ):
-        read_rl_data(written(tmp_path, rl(row([7]))), BANK, torch.ones(10, 3))
-
-
-@pytest.mark.parametrize(
-    ("blocks", "said"),
-    [
-        ([0, 2], r"beams\.json: blocks holds \[0, 2\], expected columns"),
-        ({"image": 2}, r"beams\.json: blocks holds {'image': 2}, expected columns"),
-        ({"image": [0, "x"]}, r"beams\.json: block 'image' holds 'x', expected"),
-        ({"image": [0, 3]}, "block 'image' is columns 0 to 3, but embeddings are 2 wide"),
+        ("", "is empty"),
+        ('{"3": {"id_list": [[1, 2', r"not JSON, or cut off \(.*write the file again"),
+        ("[" * 100_000, "not JSON, or cut off"),
+        ("[]", "holds no queries"),
+        ({"_meta": {}}, "holds no queries"),
+        ('{"3": {}, "3": {}}', "the key '3' occurs twice"),
+        ({"3": PAIR, "03": PAIR}, "query 3 occurs 2 times"),
+        ({"3": {"id_list": [[1, 2]], "score_list": [0.5, 0.25]}}, "query 3: expected id_list and score_list, two"),
+        ({"3": {"id_list": [[1, 2]]}}, "query 3: expected id_list and score_list"),
+        ({"4": PAIR, "3": []}, "query 3: expected id_list"),
+        ({"x7": PAIR}, "query x7: its key holds 'x7', expected a list of ids, whole numbers"),
+        ({"-1": PAIR}, "query -1: its key holds '-1'"),
+        ({"3": {"id_list": [[1, 2.0]], "score_list": [1]}}, "query 3: row 0 of id_list holds 2.0, expected"),
+        ({"3": {"id_list": [[1, True]], "score_list": [1]}}, "row 0 of id_list holds True"),
+        ({"3": {"id_list": [[1], [-1]], "score_list": [1, 1]}}, "row 1 of id_list holds -1"),
+        ({"3": {"id_list": [[10**19]], "score_list": [1]}}, "row 0 of id_list holds 10000000000000000000"),
+        ({"3": {"id_list": [7], "score_list": [1]}}, "row 0 of id_list holds 7"),
+        ({"3": {"id_list": [[1, 2, 1]], "score_list": [1]}}, "query 3, row 0: id 1 occurs twice in the sequence"),
+        ({"3": {"id_list": [[1]], "score_list": [None]}}, "score 0 of score_list is null"),
+        ({"3": {"id_list": [[1]], "score_list": ["0.5"]}}, "query 3: beam_score is '0.5', expected a finite number"),
+        ({"3": {"id_list": [[1]], "score_list": [True]}}, "query 3: beam_score is True, expected a finite number"),
+        ('{"3": {"id_list": [[1]], "score_list": [NaN]}}', "holds NaN, which is not JSON; write null"),
+        ('{"3": {"id_list": [[1]], "score_list": [-Infinity]}}', "holds -Infinity, which is not JSON"),
+        ('{"3": {"id_list": [[1]], "score_list": [1e999]}}', "query 3: beam_score is inf, expected a finite number"),
+        ('{"3": {"id_list": [[1]], "score_list": [1e39]}}', r"query 3: beam_score is 1e\+39, expected a finite number"),
+        ({"3": {"pointer_candidates": [[1, 2]]}}, "query 3: expected an object with pointer_candidates"),
+        (rl(query=[1]), "query 3: expected an object with pointer_candidates"),
+        (rl(query={"image_id": 1.5}), r"query 3: image_id is 1\.5"),
+        (rl(candidate_pool_ids=[1, 2, 1]), "query 3: an id occurs twice in candidate_pool_ids"),
+        (rl(candidate_pool_ids={"1": 2}), "query 3: candidate_pool_ids holds {'1': 2}, expected a list of ids"),
+        (rl(row([7, 8])), "query 3, row 0: id 8 is not in candidate_pool_ids; fix or remove the row"),
+        (rl(row([7]), row([7, 9, 7])), "query 3, row 1: id 7 occurs twice"),
+        (rl(row([3], pointer_global=[5])), "query 3, row 0: pointer 3 is outside the pool of 3 candidates"),
+        (rl(row([1], pointer_global=[5])), r"query 3, row 0: pointer \[1\] and pointer_global \[5\] name different"),
+        (rl({"gen_method": "beam"}), "query 3, row 0: pointer holds None, expected a list of ids"),
+        (rl({"pointer": [7]}), "query 3, row 0: gen_method is None; known are beam, sample, retrieval, random, policy"),
+        (rl(row([7], gen_method="magic")), "row 0: gen_method is 'magic'; known are"),
+        (rl(row([7], gen_method="beam-2")), "row 0: gen_method is 'beam-2'; known are"),
+        (rl(row([7], gen_method="policy-x")), "row 0: round holds 'x', expected"),
+        (rl(row([7], gen_method="policy-0")), "row 0: gen_method 'policy-0' with round None; draws of a policy count"),
+        (rl(row([7], gen_method="policy-2", round=3)), "row 0: gen_method 'policy-2' with round 3"),
+        (rl(row([7], round=1)), "row 0: gen_method 'beam' with round 1"),
+        (
+            rl(row([7], vqa_correct=0.5)),
+            r"query 3: vqa_correct is 0.5, expected 0 or 1 \(soft scores are vqa_acc_score",
+        ),
+        (rl(row([7], vqa_acc_score="1")), "query 3: vqa_acc_score is '1', expected a finite number"),
+        (rl(row([7], eval_failed="false")), "row 0: eval_failed is 'false'"),
+        (rl(row([7], vqa_eval_mode=3)), "row 0: .*vqa_eval_mode 3; expected"),
+        (
+            {"3": {"id_list": [[1, 99], [98, 20]], "score_list": [1, 1]}},
+            "3 candidate ids are beyond the 20 rows of the candidate embeddings, such as 99 of query 3; an id is a row",
+        ),
+        ({"10": PAIR}, "1 query ids are beyond the 10 rows of the query embeddings, such as 10 of query 10"),
+        ({"_meta": {"knobwise": {"blocks": [0, 2]}}} | rl(row([7])), r"blocks holds \[0, 2\], expected columns"),
+        ({"_meta": {"knobwise": {"blocks": {"a": 2}}}} | rl(row([7])), "blocks holds {'a': 2}, expected columns"),
+        ({"_meta": {"knobwise": {"blocks": {"a": [0, "x"]}}}} | rl(row([7])), "block 'a' holds 'x', expected"),
     ],
 )
-def test_blocks_that_do_not_fit(tmp_path, blocks: Any, said: str) -> None:
-    content = {"_meta": {"knobwise": {"blocks": blocks}}} | rl(row([7]))
-    with pytest.raises(InputError, match=said):
-        read_rl_data(written(tmp_path, content), BANK, ASKED)
+def test_broken_files(tmp_path, content: Any, message: str) -> None:
+    with pytest.raises(InputError, match=rf"beams\.json: (query 3[:,] )?{message}"):
+        read_beam_data(written(tmp_path, content), BANK, ASKED)
+    with pytest.raises(InputError, match="query embeddings are 3 wide, candidates 2; both must come from the same"):
+        read_beam_data(written(tmp_path, rl(row([7]))), BANK, torch.ones(10, 3))
 
 
-# -- and back ----------------------------------------------------------------------------------------------------------
+def test_no_such_file_and_what_is_no_text(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"none\.json: no such file"):
+        read_beam_data(tmp_path / "none.json", BANK)
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"bytes\.json: not JSON"):
+        read_beam_data(tmp_path / "bytes.json", BANK)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path) -> None:
+    (tmp_path / "mark.json").write_text(json.dumps({"3": PAIR}), encoding="utf-8-sig")
+    assert read_beam_data(tmp_path / "mark.json", BANK).num_queries == 1
 
 
 @st.composite
@@ -375,12 +396,12 @@ def test_what_was_written_reads_the_same(tmp_path, table: BeamTable) -> None:
     assert again.name == table.name
     assert again.notes[: len(table.notes)] == table.notes
     write_rl_data(again, tmp_path / "u.json", {"vqa_model": "some"})
-    assert read_rl_data(tmp_path / "u.json", BANK, ASKED).digest == table.digest
+    assert read_beam_data(tmp_path / "u.json", BANK, ASKED).digest == table.digest
 
 
 def test_what_is_written_by_hand(tmp_path) -> None:
     record = rl(row([7, 5], vqa_correct=1), {"pointer": [9], "gen_method": "policy-2"}, query={"image_id": 12})
-    table = read_rl_data(written(tmp_path, record), BANK, ASKED, name="okvqa")
+    table = read_beam_data(written(tmp_path, record), BANK, ASKED, name="okvqa")
     write_rl_data(table, tmp_path / "t.json", {"vqa_model": "some"})
     assert json.loads((tmp_path / "t.json").read_text()) == {
         "_meta": {
@@ -405,15 +426,12 @@ def test_what_is_written_by_hand(tmp_path) -> None:
 
 
 def test_what_cannot_be_written(tmp_path) -> None:
-    table = read_rl_data(written(tmp_path, rl(row([7]))), BANK, ASKED)
-    with pytest.raises(InputError, match=r"1 query ids of beam table 'beams' are no row numbers \('a7'\)"):
+    table = read_beam_data(written(tmp_path, rl(row([7]))), BANK, ASKED)
+    with pytest.raises(InputError, match=r"1 query ids of beam table 'beams' are not row numbers \('a7'\)"):
         write_rl_data(replace(table, query_ids=("a7",)), tmp_path / "t.json")
     with pytest.raises(InputError, match=r"t\.json: metadata that JSON cannot hold"):
         write_rl_data(table, tmp_path / "t.json", {"when": NAN})
     assert not (tmp_path / "t.json").exists()
-
-
-# -- embeddings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".npy", ".pt"])
@@ -432,14 +450,14 @@ def test_embeddings_of_every_kind(tmp_path, suffix: str, dtype: torch.dtype) -> 
     assert read.dtype == torch.float32
     assert torch.equal(read, BANK)
     beams = written(tmp_path, {"3": {"id_list": [[7, 9], [3]], "score_list": [1, 1]}})
-    assert torch.equal(read_beams(beams, path, path).pool, torch.tensor([[7, 9]]))
+    assert torch.equal(read_beam_data(beams, path, path).pool, torch.tensor([[7, 9]]))
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        ({}, "expected one matrix, or one called embeddings; found none"),
-        ({"a": BANK, "b": BANK}, r"expected one matrix, or one called embeddings; found \['a', 'b'\]"),
+        ({}, "expected one matrix, or one named embeddings; it holds none"),
+        ({"a": BANK, "b": BANK}, r"expected one matrix, or one named embeddings; it holds \['a', 'b'\]"),
         (torch.zeros(3), r"embeddings have shape \(3,\) of torch.float32"),
         (torch.zeros(0, 3), r"embeddings have shape \(0, 3\)"),
         (torch.ones(3, 2) > 0, r"embeddings have shape \(3, 2\) of torch.bool"),
@@ -449,9 +467,9 @@ def test_embeddings_of_every_kind(tmp_path, suffix: str, dtype: torch.dtype) -> 
         (Path("x"), "cannot be read as embeddings without executing code"),
     ],
 )
-def test_embeddings_that_are_none(tmp_path, content: Any, said: str) -> None:
+def test_embeddings_that_are_none(tmp_path, content: Any, message: str) -> None:
     torch.save(content, tmp_path / "e.pt")
-    with pytest.raises(InputError, match=rf"e\.pt: {said}"):
+    with pytest.raises(InputError, match=rf"e\.pt: {message}"):
         read_embeddings(tmp_path / "e.pt")
 
 

@@ -1,7 +1,5 @@
 """BeamTable: what it refuses, what it makes of itself, how it splits, what its digest depends on, and the disk."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import METHODS, BeamTable, shows_own_image
+from knobwise.envs.demonstrations.beam_table import BeamTable, shows_own_image
+from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.envs.tables.profile_table import Split
 
 NAN = float("nan")
@@ -83,7 +81,7 @@ def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"pool": torch.zeros(3)}, r"pool has shape \(3,\), expected \[Q, N\]"),
         ({"sequences": torch.zeros(3, 2)}, r"sequences has shape \(3, 2\), expected \[Q, B, T\]"),
@@ -103,13 +101,13 @@ def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
         ({"blocks": {"image": (-1, 1)}}, "block 'image' is columns -1 to 1"),
         ({"candidate_images": ("a",)}, r"candidate_images has shape \(1,\), expected \(5,\)"),
         ({"pool": torch.tensor([[4, 0, 5], [1, 3, X], [X, X, X]])}, "1 × pool entries beyond the 5 candidates"),
-        ({"pool": torch.tensor([[4, 0, 4], [1, 3, X], [X, X, X]])}, "1 × candidates that stand twice in a pool"),
+        ({"pool": torch.tensor([[4, 0, 4], [1, 3, X], [X, X, X]])}, "1 × candidates that occur twice in a pool"),
         ({"pool": torch.tensor([[4, 0, 2], [1, 3, -2], [X, X, X]])}, "1 × numbers below −1"),
         ({"pool": torch.tensor([[4, 0, 2], [1, X, 3], [X, X, X]])}, "1 × padding inside a pool"),
         ({"sequences": torch.tensor([[[2, 0], [X, 1]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "padding inside a seq"),
         ({"sequences": torch.tensor([[[2, 0], [1, X]], [[X, X], [1, 0]], [[X, X], [X, X]]])}, "padding between the"),
         ({"sequences": torch.tensor([[[2, 0], [1, X]], [[2, 0], [X, X]], [[X, X], [X, X]]])}, "places outside the"),
-        ({"sequences": torch.tensor([[[0, 0], [1, X]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "places that stand tw"),
+        ({"sequences": torch.tensor([[[0, 0], [1, X]], [[1, 0], [X, X]], [[X, X], [X, X]]])}, "places that occur tw"),
         ({"found_by": torch.tensor([[0, 5], [3, X], [X, X]])}, "1 × found_by that is no index into"),
         ({"found_by": torch.tensor([[0, 4], [X, X], [X, X]])}, "1 × found_by that is no index into"),
         ({"found_by": torch.tensor([[0, 4], [3, 3], [X, X]])}, "1 × outcomes, found_by or round where"),
@@ -122,14 +120,9 @@ def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
         ({"candidates": torch.full((5, 2), torch.inf)}, "5 × candidate embeddings that are NaN or infinite"),
     ],
 )  # fmt: skip
-def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=f"beam table 'tiny'.*{said}"):
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"beam table 'tiny'.*{message}"):
         tiny(**changes)
-
-
-def test_no_query_at_all_is_refused() -> None:
-    with pytest.raises(InputError, match="is empty: it has no queries"):
-        many(0)
 
 
 def test_a_candidate_that_shows_the_querys_own_image_is_refused() -> None:
@@ -143,19 +136,6 @@ def test_unknown_images_are_nobodys() -> None:
     own = shows_own_image(torch.tensor([[0, 1, 2], [2, 1, X]]), ("a", ""), ("a", "", "a"))
     assert own.tolist() == [[True, False, True], [False, False, False]]
     assert not shows_own_image(torch.tensor([[0]]), (), ("a",)).any()
-
-
-def test_more_than_64_candidates_and_sequences_of_any_length() -> None:
-    table = replace(
-        many(1),
-        pool=torch.arange(500).flip(0)[None],
-        candidates=torch.zeros(500, 2),
-        sequences=torch.arange(499, 399, -1)[None, None],
-    )
-    assert (table.shots, int(table.pool[0, table.sequences[0, 0, 99]])) == (100, 99)
-
-
-# -- other tables out of one -------------------------------------------------------------------------------------------
 
 
 def test_select_keeps_order_shape_and_candidates() -> None:
@@ -190,20 +170,17 @@ def test_beams_are_added_and_closed_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequences", "words", "said"),
+    ("sequences", "words", "message"),
     [
         (torch.zeros(2, 1, 1, dtype=torch.int64), {}, r"shape \(2, 1, 1\), expected \[3, B, T\]"),
         (torch.tensor([[[0]], [[0]], [[0]]]), {}, "places outside the query's own pool"),
-        (torch.tensor([[[0]], [[0]], [[X]]]), {"round": torch.zeros(3, 2)}, r"has shape \(3, 2\), expected \(3, 1\)"),
+        (torch.tensor([[[0]], [[0]], [[X]]]), {"round": torch.zeros(3, 2)}, r"have shape \(3, 2\), expected \(3, 1\)"),
         (torch.tensor([[[0]], [[0]], [[X]]]), {"fields": {"luck": torch.zeros(3, 1)}}, "unknown fields luck"),
     ],
 )
-def test_beams_that_do_not_fit_are_not_added(sequences: torch.Tensor, words: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_beams_that_do_not_fit_are_not_added(sequences: torch.Tensor, words: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         tiny().with_beams(sequences, **({"fields": {}, "found_by": 1} | words))
-
-
-# -- splitting ---------------------------------------------------------------------------------------------------------
 
 
 @given(queries=st.integers(12, 60), seed=st.integers(0, 99), images=st.booleans())
@@ -221,12 +198,6 @@ def test_split_keeps_images_together_and_queries_apart(queries: int, seed: int, 
     assert all(torch.equal(a, b) for a, b in zip(split, again, strict=True))
 
 
-def test_split_follows_shares_and_seed() -> None:
-    assert [len(part) for part in many(50).split()] == [30, 10, 10]
-    assert [len(part) for part in many(50).split(0.1, 0.1)] == [5, 5, 40]
-    assert many(50).split(seed=0).test.tolist() != many(50).split(seed=1).test.tolist()
-
-
 def test_queries_of_unknown_image_are_split_one_by_one() -> None:
     table = replace(many(10), query_images=("",) * 10)
     assert [len(part) for part in table.split()] == [6, 2, 2]
@@ -238,9 +209,8 @@ def test_shares_that_leave_a_part_empty(shares: tuple[float, float]) -> None:
         many(20).split(*shares)
     with pytest.raises(InputError, match="leave a part of its 1 queries"):
         many(20, images=1).split()
-
-
-# -- digest and disk ---------------------------------------------------------------------------------------------------
+    with pytest.raises(InputError, match="is empty: it has no queries"):
+        many(0)
 
 
 def test_digest_tells_content_apart_and_nothing_else() -> None:
@@ -285,17 +255,14 @@ def test_a_saved_table_loads_the_same(tmp_path) -> None:
     assert (again.name, again.notes, again.blocks) == (table.name, table.notes, table.blocks)
     assert again.select(torch.tensor([0])).blocks == table.blocks
     assert again.pool.dtype == torch.int64
-    with safe_open(str(tmp_path / "deep" / "t.safetensors"), framework="pt") as file:
-        assert {file.get_tensor(k).dtype for k in ("pool", "sequences", "found_by", "round")} == {torch.int8}
+    tensors = load_file(tmp_path / "deep" / "t.safetensors")
+    assert {tensors[k].dtype for k in ("pool", "sequences", "found_by", "round")} == {torch.int8}
 
 
 def test_integers_take_the_smallest_type_that_holds_them(tmp_path) -> None:
-    table = replace(
-        many(1), candidates=torch.zeros(40_000, 1), queries=torch.zeros(1, 1), pool=torch.tensor([[39_999]])
-    )
+    table = replace(many(1), candidates=torch.zeros(40_000, 2), pool=torch.tensor([[39_999]]))
     table.save(tmp_path / "t.safetensors")
-    with safe_open(str(tmp_path / "t.safetensors"), framework="pt") as file:
-        assert file.get_tensor("pool").dtype == torch.int32
+    assert load_file(tmp_path / "t.safetensors")["pool"].dtype == torch.int32
     assert BeamTable.load(tmp_path / "t.safetensors").pool.tolist() == [[39_999]]
 
 
@@ -312,17 +279,11 @@ def test_embeddings_in_half_the_space(tmp_path) -> None:
 
 def test_files_that_are_no_saved_beam_table(tmp_path) -> None:
     path = tmp_path / "t.safetensors"
-    with pytest.raises(InputError, match=r"t\.safetensors: no such file"):
-        BeamTable.load(path)
-    path.write_text("hello")
-    with pytest.raises(InputError, match=r"t\.safetensors: not a beam table that knobwise saved"):
-        BeamTable.load(path)
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(InputError, match=r"t\.safetensors: not a beam table that knobwise saved"):
+    with pytest.raises(InputError, match=r"t\.safetensors: not a beam table saved by knobwise"):
         BeamTable.load(path)
     tiny().save(path)
-    with safe_open(str(path), framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    tensors = load_file(path)
     save_file(tensors | {"pool": tensors["pool"] + 1}, path)
     with pytest.raises(InputError, match=r"t\.safetensors: not a beam table.*beyond the 5 candidates"):
         BeamTable.load(path)

@@ -1,7 +1,5 @@
 """The selector's bandit: groups of recorded sequences, rewards looked up and scored, contexts in passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +13,10 @@ from torchrl.collectors import Collector
 from torchrl.envs import check_env_specs
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import FIELDS, METHODS, BeamTable
-from knobwise.envs.demonstrations.reward import MODES, DemonstrationRewardConfig, demonstration_reward
-from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, GroupConfig, Passes, recorded_groups
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.reward import demonstration_reward
+from knobwise.envs.demonstrations.settings import FIELDS, MODES, DemonstrationRewardConfig, GroupConfig
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Passes, recorded_groups
 
 X = -1
 SEQUENCES = torch.tensor(
@@ -77,9 +76,6 @@ def replayed(env: DemonstrationBandit) -> TensorDictBase:
     return env.step(context.set("action", context["sequences"]))
 
 
-# -- both kinds --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("control", [False, True])
@@ -100,11 +96,11 @@ def test_specs_hold_and_rewards_are_finite_in_every_mode(mode: str, live: bool, 
 @pytest.mark.parametrize("live", [False, True])
 def test_shapes_of_everything(live: bool) -> None:
     env = DemonstrationBandit(beams(), batch_size=2, group_size=6, scorer=CountingScorer() if live else None)
-    found = {key: tuple(value.shape) for key, value in env.rollout(1).squeeze(-1).items() if key != "next"}
+    result = {key: tuple(value.shape) for key, value in env.rollout(1).squeeze(-1).items() if key != "next"}
     g = 6 if live else 4
     wanted: dict[str, tuple[int, ...]] = {"row": (2,), "vqa_correct": (2, g), "action": (2, g, 3)}
     wanted |= {} if live else {"sequences": (2, g, 3), "group_mask": (2, g)}
-    assert found == wanted | {"done": (2, 1), "terminated": (2, 1)}
+    assert result == wanted | {"done": (2, 1), "terminated": (2, 1)}
     assert env.group_size == g
 
 
@@ -120,10 +116,8 @@ def test_a_step_and_the_contexts_after_it_are_what_stepping_and_resetting_gives(
     context = one.rand_action(one.reset())
     two.reset()
     stepped, following = one.step_and_maybe_reset(context.clone())
-    for mine, theirs in ((stepped, two.step(context.clone())), (following, two.reset())):
-        assert set(mine.keys(True, True)) == set(theirs.keys(True, True))
-        for key, value in theirs.items(True, True):
-            torch.testing.assert_close(mine[key], value, rtol=0, atol=0, equal_nan=True)
+    for result, wanted in ((stepped, two.step(context.clone())), (following, two.reset())):
+        torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -150,32 +144,19 @@ def test_a_seed_gives_the_same_on_a_device_that_is_named(live: bool) -> None:
     assert torch.equal(*(env.step(context.clone())["next", "reward"] for env in (here, there)))
 
 
-# -- recorded sequences ------------------------------------------------------------------------------------------------
-
-
-def test_recorded_sequences_give_their_recorded_rewards() -> None:
-    out = replayed(DemonstrationBandit(beams(), batch_size=5))
-    rows = out["row"]
-    table = beams()
-    wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()
-    assert torch.equal(out["next", "reward"], wanted[rows])
-    assert torch.equal(out["group_mask"], table.beam_mask[rows])
-    assert torch.equal(out["sequences"], table.sequences[rows])
-    torch.testing.assert_close(out["next", "vqa_correct"], table.fields["vqa_correct"][rows], equal_nan=True)
-    assert torch.equal(out["next", "row"], rows)
-
-
-def test_any_recorded_sequence_is_found_wherever_it_stands() -> None:
-    env = DemonstrationBandit(beams(), batch_size=5)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 3]])
+def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list[int]) -> None:
+    env, table = DemonstrationBandit(beams(), batch_size=5), beams()
     context = env.reset()
-    order = torch.tensor([2, 0, 3, 3])
-    action = context["sequences"][:, order]
-    out = env.step(context.clone().set("action", action))
-    table, rows = beams(), context["row"]
-    wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()[rows][:, order]
-    assert torch.equal(out["next", "reward"], wanted)
-    correct = table.fields["vqa_correct"][rows][:, order]
+    rows, places = context["row"], torch.tensor(order)
+    assert torch.equal(context["group_mask"], table.beam_mask[rows])
+    assert torch.equal(context["sequences"], table.sequences[rows])
+    out = env.step(context.set("action", context["sequences"][:, places]))
+    wanted = (2 * table.fields["vqa_correct"] + table.fields["vqa_acc_score"]).nan_to_num()
+    assert torch.equal(out["next", "reward"], wanted[rows][:, places])
+    correct = table.fields["vqa_correct"][rows][:, places]
     torch.testing.assert_close(out["next", "vqa_correct"], correct, equal_nan=True)
+    assert torch.equal(out["next", "row"], rows)
 
 
 def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
@@ -213,7 +194,7 @@ def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -
     for name in config.needs:
         table = beams()
         absent = replace(table, fields={k: v for k, v in table.fields.items() if k != name})
-        with pytest.raises(InputError, match=rf"reward.mode={mode} is made of {name}, which 7 of 7 .*'five'.*query a"):
+        with pytest.raises(InputError, match=rf"reward.mode={mode} needs {name}, which 7 of 7 .*'five'.*query a"):
             DemonstrationBandit(absent, reward=config)
         hole = table.fields[name].clone()
         hole[4, 1] = torch.nan
@@ -253,9 +234,6 @@ def test_the_level_of_the_sequence_is_that_of_the_demonstrations_shown() -> None
     torch.testing.assert_close(out["next", "reward"][0, 0], cosines.mean())
 
 
-# -- which sequences form a group --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("groups", "shots", "wanted"),
     [
@@ -271,8 +249,8 @@ def test_the_level_of_the_sequence_is_that_of_the_demonstrations_shown() -> None
 )
 def test_groups(groups: dict[str, Any], shots: int | None, wanted: list[list[list[int]]]) -> None:
     table = recorded_groups(beams(), GroupConfig(**groups), shots)
-    found = [[[p for p in beam if p >= 0] for beam in query if beam[0] >= 0] for query in table.sequences.tolist()]
-    assert found == wanted
+    result = [[[p for p in beam if p >= 0] for beam in query if beam[0] >= 0] for query in table.sequences.tolist()]
+    assert result == wanted
     assert table.num_beams == max(map(len, wanted))
     assert table.shots == max(len(beam) for query in wanted for beam in query)
     before = {(q, tuple(s)): i for q, row in enumerate(SEQUENCES.tolist()) for i, s in enumerate(row)}
@@ -312,9 +290,6 @@ def test_settings_that_make_no_sense() -> None:
     empty = beams(pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none)
     with pytest.raises(InputError, match="the pools of all queries are empty"):
         DemonstrationBandit(empty, shots=2, scorer=CountingScorer())
-
-
-# -- sequences scored as they are drawn --------------------------------------------------------------------------------
 
 
 def test_a_scorer_is_given_the_rows_behind_the_places_once_each() -> None:
@@ -379,11 +354,14 @@ def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
     def without(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         return {"vqa_gt_prob": torch.ones(len(queries)), "vqa_acc_score": torch.full((len(queries),), torch.nan)}
 
-    for mode, said in (("hard_only", "vqa_correct, which is not recorded"), ("soft_only", "vqa_acc_score.*gave NaN")):
+    for mode, message in (
+        ("hard_only", "vqa_correct, which is not recorded"),
+        ("soft_only", "vqa_acc_score.*returned NaN"),
+    ):
         env = DemonstrationBandit(
             beams(), rows=torch.tensor([0]), scorer=without, reward=DemonstrationRewardConfig(mode)
         )
-        with pytest.raises(InputError, match=f"reward.mode={mode} is made of {said}"):
+        with pytest.raises(InputError, match=f"reward.mode={mode} needs {message}"):
             env.rollout(1)
     env = DemonstrationBandit(
         beams(), rows=torch.tensor([0]), scorer=without, reward=DemonstrationRewardConfig("legacy")
@@ -397,21 +375,18 @@ def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts
         beams(), batch_size=1, group_size=6, rows=torch.tensor([4]), shots=3, scorer=CountingScorer(), reward=config
     )
     action = torch.tensor([[[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]]])
-    found = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(4)]
-    assert len({tuple(reward[0].tolist()) for reward in found}) > 2
-    assert all(torch.equal(reward.sort().values, found[0].sort().values) for reward in found)
+    result = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(4)]
+    assert len({tuple(reward[0].tolist()) for reward in result}) > 2
+    assert all(torch.equal(reward.sort().values, result[0].sort().values) for reward in result)
     env.contexts.drawn = 2
     again = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(2)]
-    assert torch.equal(torch.cat(again), torch.cat(found[2:]))
+    assert torch.equal(torch.cat(again), torch.cat(result[2:]))
 
 
 def test_the_table_needs_no_recorded_sequence_when_there_is_a_scorer() -> None:
     none = torch.full((5, 0), X)
     table = beams(sequences=torch.full((5, 0, 0), X), fields={}, found_by=none, round=none)
     check_env_specs(DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()), seed=0)
-
-
-# -- contexts ----------------------------------------------------------------------------------------------------------
 
 
 @given(rows=st.integers(1, 12), count=st.integers(1, 30), seed=st.integers(0, 2**62), batches=st.integers(1, 6))
@@ -446,7 +421,3 @@ def test_setting_the_seed_starts_the_contexts_anew() -> None:
 def test_contexts_come_from_the_rows_given_and_from_nowhere_else() -> None:
     env = DemonstrationBandit(beams(), batch_size=4, rows=torch.tensor([1, 4]))
     assert env.reset()["row"].sort().values.tolist() == [1, 1, 4, 4]
-
-
-def test_methods_are_those_that_groups_speak_of() -> None:
-    assert GroupConfig("without_beams").methods == METHODS[1:]

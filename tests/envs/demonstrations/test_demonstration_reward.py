@@ -1,7 +1,5 @@
 """Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and the control."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,14 +10,8 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import FIELDS
-from knobwise.envs.demonstrations.reward import (
-    MODES,
-    DemonstrationRewardConfig,
-    coherence_and_diversity,
-    demonstration_reward,
-    shuffle,
-)
+from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
+from knobwise.envs.demonstrations.settings import FIELDS, MODES, DemonstrationRewardConfig
 
 NAN = float("nan")
 RECORDED = {
@@ -132,9 +124,6 @@ def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive:
     assert not reward[1].any()
 
 
-# -- weights that follow what separates a group ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("correct", "accuracy", "config", "wanted"),
     [
@@ -174,9 +163,6 @@ def test_adaptive_weights_are_those_of_each_group() -> None:
     torch.testing.assert_close(reward, torch.tensor([[1.0, 0.5], [2.0, 0.0]]))
 
 
-# -- the sequence's level ----------------------------------------------------------------------------------------------
-
-
 def test_coherence_and_diversity_by_hand() -> None:
     embeddings = torch.tensor(
         [
@@ -204,33 +190,27 @@ def test_coherence_and_diversity_are_those_of_the_pairs(length: int, seed: int) 
     torch.testing.assert_close(diversity, 1 - cosines[pairs[0], pairs[1]].mean())
 
 
-# -- the control -------------------------------------------------------------------------------------------------------
-
-
 @given(seed=st.integers(0, 99), mask=st.lists(st.booleans(), min_size=1, max_size=6))
 @settings(max_examples=30, deadline=None)
 def test_shuffling_permutes_what_exists(seed: int, mask: list[bool]) -> None:
     there = torch.tensor([mask, mask])
     reward = torch.arange(1.0, 2 * len(mask) + 1).reshape(2, -1) * there
-    found = shuffle(reward, there, torch.Generator().manual_seed(seed))
-    assert torch.equal(found.sort(1).values, reward.sort(1).values)
-    assert not found[~there].any()
-    assert torch.equal(found, shuffle(reward, there, torch.Generator().manual_seed(seed)))
+    result = shuffle(reward, there, torch.Generator().manual_seed(seed))
+    assert torch.equal(result.sort(1).values, reward.sort(1).values)
+    assert not result[~there].any()
+    assert torch.equal(result, shuffle(reward, there, torch.Generator().manual_seed(seed)))
 
 
 def test_every_permutation_is_as_likely() -> None:
     reward, there = torch.tensor([1.0, 2.0, 0.0, 3.0]), torch.tensor([True, True, False, True])
-    found = shuffle(reward.expand(12_000, 4), there.expand(12_000, 4), torch.Generator().manual_seed(0))
-    permutations, counts = found.unique(dim=0, return_counts=True)
+    result = shuffle(reward.expand(12_000, 4), there.expand(12_000, 4), torch.Generator().manual_seed(0))
+    permutations, counts = result.unique(dim=0, return_counts=True)
     assert len(permutations) == 6
     assert ((counts - 2000).abs() < 200).all()
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"mode": "hard"}, "reward.mode='hard': must be one of legacy, hard_plus_soft"),
         ({"correctness": "yes"}, "reward.correctness='yes': must be one of 01, pm1"),
@@ -252,6 +232,6 @@ def test_every_permutation_is_as_likely() -> None:
         ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
     ],
 )
-def test_settings_that_make_no_sense(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_settings_that_make_no_sense(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         DemonstrationRewardConfig(**config)

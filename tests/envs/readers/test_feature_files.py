@@ -118,9 +118,6 @@ def test_columns_of_a_table_file(tmp_path):
     torch.testing.assert_close(read_features(tmp_path / "f.csv").blocks["features"], blocks["features"], equal_nan=True)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def test_samples_without_features(tmp_path):
     saved(tmp_path / "f.npz", ids=["0", "x", "y"])
     with pytest.raises(InputError, match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y"):
@@ -128,7 +125,7 @@ def test_samples_without_features(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ids", "blocks", "said"),
+    ("ids", "blocks", "message"),
     [
         (["0", "1", "1"], {}, "1 ids occur more than once"),
         (["0", "1"], {"x": np.zeros((3, 2))}, r"'x' have shape \(3, 2\), but there are 2 sample_id"),
@@ -141,28 +138,28 @@ def test_samples_without_features(tmp_path):
         (["0", "1"], {"x": np.array([{}, 1], object)}, "without executing code"),
     ],
 )
-def test_bad_blocks(tmp_path, ids, blocks, said):
+def test_bad_blocks(tmp_path, ids, blocks, message):
     saved(tmp_path / "f.npz", ids=ids, **blocks)
-    with pytest.raises(InputError, match=rf"f\.npz: .*{said}"):
+    with pytest.raises(InputError, match=rf"f\.npz: .*{message}"):
         read_features(tmp_path / "f.npz")
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
-        ({"sample_id": [1, 2], "name": ["a", "b"]}, "'name' has 2 values that are no numbers"),
-        ({"sample_id": [1, 2], "x": [["a"], ["b"]]}, "'x' has 2 values that are no numbers"),
+        ({"sample_id": [1, 2], "name": ["a", "b"]}, "'name' has 2 values that are not numbers"),
+        ({"sample_id": [1, 2], "x": [["a"], ["b"]]}, "'x' has 2 values that are not numbers"),
         ({"sample_id": [1, 2], "x": [[1.0], [1.0, 2.0]]}, "'x' have different lengths"),
         ({"sample_id": [1, 2], "x": [[1.0], None]}, "'x' have different lengths, or are missing"),
-        ({"sample_id": [1, 2], "features": [[1.0], [2.0]], "y": [1, 2]}, "there is one already"),
+        ({"sample_id": [1, 2], "features": [[1.0], [2.0]], "y": [1, 2]}, "has one already"),
         ({"sample_id": [1, None], "x": [1, 2]}, "'sample_id' is empty in 1 rows"),
         ({"sample_id": [1, 2]}, "at least one block"),
         ({"x": [1, 2]}, "need sample_id"),
     ],
 )
-def test_bad_columns(tmp_path, columns, said):
+def test_bad_columns(tmp_path, columns, message):
     pl.DataFrame(columns).write_parquet(tmp_path / "f.parquet")
-    with pytest.raises(InputError, match=rf"f\.parquet: .*{said}"):
+    with pytest.raises(InputError, match=rf"f\.parquet: .*{message}"):
         read_features(tmp_path / "f.parquet")
 
 

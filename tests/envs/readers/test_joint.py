@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.readers.joint import join_tables, rows_by_dataset, with_dataset_input
 from knobwise.envs.readers.long_table import write_long_table
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-from knobwise.experiments.command_line.settings import read_settings
+from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.settings.profiles import read_profile
 
 
@@ -124,26 +122,22 @@ def test_blocks_must_agree_unless_missing_ones_are_filled_in() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
+        (None, "no tables to join"),
         (table("b", {"crops": (2, 6)}, [[0], [1]]), "profile 'b' has the knobs crops"),
         (table("b", {"crops": ("few", "many"), "tier": ("low", "high")}, [[0, 0], [1, 1]]), "knob 'crops' is a number"),
         (replace(OTHER, unit="J"), "profile 'b' is in J, but 'a' is in ms"),
         (replace(OTHER, name="a"), "sample ids are not unique inside a data set"),
     ],
 )
-def test_what_cannot_be_joined_is_named(other: ProfileTable, words: str) -> None:
+def test_what_cannot_be_joined_is_named(other: ProfileTable | None, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        join_tables([ONE, other])
-
-
-def test_nothing_to_join() -> None:
-    with pytest.raises(InputError, match="no tables to join"):
-        join_tables([])
+        join_tables([ONE, other] if other else [])
 
 
 def test_rows_by_dataset() -> None:
     joint = join_tables([OTHER, ONE])
-    found = rows_by_dataset(joint, torch.tensor([3, 0, 2]))
-    assert {name: places.tolist() for name, places in found.items()} == {"a": [0, 2], "b": [1]}
+    result = rows_by_dataset(joint, torch.tensor([3, 0, 2]))
+    assert {name: places.tolist() for name, places in result.items()} == {"a": [0, 2], "b": [1]}
 
 
 def test_several_files_are_one_profile(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets, log_ms
-from knobwise.envs.configurations.reward import RewardConfig, RewardTable
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.simulated.kinds import BASE_MS, KINDS, Kind, SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-from knobwise.experiments.command_line.settings import field_docs, read_settings
+from knobwise.experiments.command_line.compose import field_docs, read_settings
 from knobwise.experiments.settings.profiles import SimulatedProfile, read_profile
 
 PLAIN = Kind(
@@ -108,10 +109,10 @@ def test_accuracy_and_latency_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bend", [0.0, 1.0])
 def test_effects_have_the_standard_deviations_that_they_are_given(bend: float, monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = (Knob("model", tuple("abcdefgh")),)
-    shown = {"samples": 20_000, "knobs": knobs, "gain": 0.0, "latency_range": 0.0, "bend": bend}
+    plain = {"samples": 20_000, "knobs": knobs, "gain": 0.0, "latency_range": 0.0, "bend": bend}
 
     def spread(name: str, value: float) -> float:
-        table = simulated(monkeypatch, **shown, **{name: value})  # type: ignore[arg-type]
+        table = simulated(monkeypatch, **plain, **{name: value})  # type: ignore[arg-type]
         effect = log_ms(table.latency_ms) if name.startswith(("size", "latency")) else table.accuracy.logit()
         return float(effect.double().var(0).mean().sqrt())  # over samples, root mean square over configurations
 
@@ -136,10 +137,10 @@ def test_labels_are_draws_with_the_probability_that_a_quality_states(monkeypatch
 
 def test_hidden_and_signal_are_what_features_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """The share of the variance of a linear effect that a linear regression on many clean features explains."""
-    shown = {"samples": 4000, "size": 1.0, "bend": 0.0, "blocks": (("x", 30),), "informative": 1.0}
+    plain = {"samples": 4000, "size": 1.0, "bend": 0.0, "blocks": (("x", 30),), "informative": 1.0}
 
     def share(**changes: float) -> float:
-        table = simulated(monkeypatch, **{**shown, **changes})
+        table = simulated(monkeypatch, **{**plain, **changes})
         x = torch.nn.functional.normalize(table.features["x"].double() - table.features["x"].double().mean(0), dim=0)
         y = log_ms(table.latency_ms[:, :1].double())
         y = y - y.mean()

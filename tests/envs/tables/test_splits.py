@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -56,7 +54,8 @@ def test_folds_are_a_division_and_every_data_set_is_spread_evenly(k: int, seed: 
             count = sum(table.dataset_names[row] == name for row in split.test.tolist())
             assert abs(count - size / k) <= (2 if images else 1)
         if images:
-            units = [{table._units[row] for row in part.tolist()} for part in split]
+            shown = list(zip(table.dataset_names, table.image_ids, strict=True))
+            units = [{shown[row] for row in part.tolist()} for part in split]
             assert not units[0] & units[1]
             assert not units[2] & (units[0] | units[1])
 
@@ -115,19 +114,19 @@ def test_settings_say_which() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"leave_out": "set 7"}, "leave_out='set 7': must be one of set 0, set 1"),
         ({"folds": 3, "fold": 3}, "fold=3: must be in 0 … 2"),
         ({"folds": 1}, "folds=1: must be at least 2"),
         ({"folds": 100}, "too few samples"),
-        ({"folds": 3, "leave_out": "set 0"}, "give one of them"),
+        ({"folds": 3, "leave_out": "set 0"}, "give only one of them"),
         ({"fold": 1}, "fold=1: give split.folds too"),
         ({"leave_out": "set 0", "train": 0.0, "validation": 0.0}, "both must be positive"),
     ],
 )
-def test_a_mistake_is_named(words: dict[str, object], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_a_mistake_is_named(words: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         divide(three(20, 20), **words)  # type: ignore[arg-type]
 
 

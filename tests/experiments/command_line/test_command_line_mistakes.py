@@ -11,7 +11,7 @@ import pytest
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line import sweep_jobs
-from knobwise.experiments.command_line.settings import CONF, read_settings
+from knobwise.experiments.command_line.compose import CONF, read_settings
 
 SMALL = ["profile=simulated", "profile.samples=40"]
 
@@ -36,7 +36,7 @@ def refused(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["seeds=[-1]"], "seeds=-1: a seed is a whole number from 0"),
         (["seeds=[4294967296]"], "from 0 to 4294967295"),
@@ -50,7 +50,7 @@ def refused(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["seeds=3"], "seeds=[3]"),
         (["seeds=0,1"], "seeds=0,1: a list is seeds=[0,1]; -m makes a run for each: knobwise train -m seeds=0,1"),
         (["policy.hidden=8,16"], "policy.hidden=8,16: takes one value; -m makes a run for each"),
-        (["name='a','b'"], "a comma inside a text is quoted twice: 'name="),
+        (["name='a','b'"], "quote a comma inside a text twice: 'name="),
         (["seeds=null"], "seeds=null: must have a value"),
         (["reward.miss=-1"], "reward.miss=-1.0: is what a missed budget costs"),
         (["reward.miss=inf"], "reward.miss=inf"),
@@ -58,12 +58,15 @@ def refused(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["policy.structure=joint"], "policy.structure=joint: policy.experts (ridge, "),
         (["policy.hidden"], "'policy.hidden': is not of the form key=value"),
         (["policy hidden=3"], "'policy hidden=3': is not of the form key=value"),
-        (["policy.hidden=(1"], "'policy.hidden=(1': this value cannot be read; one with blanks or brackets is quoted"),
+        (
+            ["policy.hidden=(1"],
+            "'policy.hidden=(1': this value cannot be read; quote one with blanks or brackets twice",
+        ),
         (["-m", "policy.hidden=(1,2"], "'policy.hidden=(1,2': this value cannot be read"),
-        (["=3"], "'=3'"),
+        (["=3"], "'=3': is not of the form key=value"),
         (
             ["hydra/launcher=joblib"],
-            "hydra/launcher=joblib: launchers and Hydra's other settings are for sweeps; add -m",
+            "hydra/launcher=joblib: launchers and Hydra's other options are for sweeps; add -m",
         ),
         (["hydra.launcher.n_jobs=2"], "add -m"),
         (["+hydra.verbose=true"], "add -m"),
@@ -78,45 +81,58 @@ def refused(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) 
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_a_mistake_in_the_settings_of_a_training(
-    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = [] if {"experiment=selector", "profile=simulated", "profile=calibrated"} & set(words) else SMALL
-    line = refused(["train", *own, *words], folder, capsys)
-    assert said in line
+    profile = [] if {"experiment=selector", "profile=simulated", "profile=calibrated"} & set(words) else SMALL
+    line = refused(["train", *profile, *words], folder, capsys)
+    assert message in line
     assert "expecting" not in line
     assert "hydra.cc" not in line
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
+        (["train", "profile=table", "profile.path=none.csv"], "none.csv"),
+        (["train", "profile=exp5_exp6", "profile.exp5_dir=a", "profile.exp6_dir=b", "profile.dataset_name=c"], "b"),
+        (["train", "profile=table", "profile.path=a (1).csv"], "quote one with blanks"),
+        (["train", *SMALL, "split.train=0.9"], "train=0.9"),
+        (["train", *SMALL, "budget=uniform", "budget.low_ms=-3"], "low_ms"),
+        (["train", *SMALL, "budgets_ms=[-1.0]"], "budgets_ms"),
+        (["profile", "model=gpt"], "elastic"),
+        (["evaluate"], "runs/latest"),
         (["evaluate", "split.seed=-1"], "split.seed=-1"),
         (["evaluate", "stream.seed=-1"], "stream.seed=-1"),
         (["evaluate", "reward.miss=-1"], "reward.miss"),
         (["evaluate", "beams=files", "beams.path=b.json", "beams.split_seed=-1"], "beams.split_seed=-1"),
-        (["evaluate", "judged_shots=1,2"], "judged_shots=[1,2] ("),
+        (["evaluate", "judged_shots=1,2"], "judged_shots=1,2: a list is judged_shots=[1,2]"),
         (["inspect", "hydra/launcher=joblib"], "are for sweeps"),
     ],
 )
-def test_a_mistake_in_the_settings_of_another_verb(
-    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_in_another_file_or_verb(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refused(words, folder, capsys)
+    assert message in refused(words, folder, capsys)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
-        ("WANDB_MODE", "nonsense", "WANDB_MODE=nonsense: is no mode of W&B"),
+        ("WANDB_MODE", "nonsense", "WANDB_MODE=nonsense: unknown mode; use "),
         ("WANDB_MODE", "online", "WANDB_MODE=online: needs a key"),
         ("WANDB_PROJECT", "a:b", "WANDB_PROJECT=a:b"),
     ],
 )
 def test_a_mistake_in_the_environment_is_said_by_its_name(
-    name: str, value: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    value: str,
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert said in refused(["train", *SMALL], folder, capsys)
+    assert message in refused(["train", *SMALL], folder, capsys)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +156,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"),
+    ("number", "status", "message"),
     [
         (errno.ENOSPC, 1, "knobwise: last.pt: No space left on device; make room, then give the same command again\n"),
         (errno.EROFS, 2, "knobwise: last.pt: Read-only file system; choose a place that can be read and written\n"),
@@ -150,7 +166,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
 def test_what_the_system_refuses_later_is_one_line_too(
     number: int,
     status: int,
-    said: str,
+    message: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -160,7 +176,7 @@ def test_what_the_system_refuses_later_is_one_line_too(
 
     monkeypatch.setattr(sweep_jobs, "train", train)
     assert main(["train"]) == status
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 def test_an_error_of_the_program_is_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +209,8 @@ def test_a_file_with_variants_says_that_one_run_is_not_all_of_them(
 ) -> None:
     monkeypatch.setattr(sweep_jobs, "train", lambda config, words: None)
     assert main(["train", *words]) == 0
-    said = (
-        f"{words[0]}: one run, by the defaults of its file; with -m it runs its {variants} variants\n" if words else ""
-    )
-    assert capsys.readouterr().err == (said if variants else "")
+    message = f"{words[0]}: one run with the defaults of its file; -m runs its {variants} variants\n" if words else ""
+    assert capsys.readouterr().err == (message if variants else "")
 
 
 def test_one_member_alone_goes_without_experts() -> None:

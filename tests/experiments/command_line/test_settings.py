@@ -7,48 +7,35 @@ from typing import Any
 import pytest
 from helpers import small_table
 
-from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.settings import (
-    CONF,
+from knobwise.experiments.command_line.compose import (
     GROUPS,
     field_docs,
-    help_lines,
     read_settings,
-    schema_of,
 )
+from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.options import VERBS, TrainRun
 from knobwise.experiments.settings.profiles import BuiltinProfile, TableProfile, read_profile
 
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-
 
 def every_config() -> set[type[Any]]:
-    found = {type(option) if not isinstance(option, type) else option for g in GROUPS.values() for option in g.values()}
-    waiting = list(VERBS.values()) + list(found)
+    configs = {
+        type(option) if not isinstance(option, type) else option for g in GROUPS.values() for option in g.values()
+    }
+    waiting = list(VERBS.values()) + list(configs)
     while waiting:
         node = waiting.pop()
-        found.add(node)
+        configs.add(node)
         for f in fields(node):
             default = f.default_factory() if callable(f.default_factory) else f.default
-            if is_dataclass(default) and type(default) not in found:
+            if is_dataclass(default) and type(default) not in configs:
                 waiting.append(type(default))
-    return found
+    return configs
 
 
 @pytest.mark.parametrize("node", sorted(every_config(), key=lambda n: n.__name__), ids=lambda n: n.__name__)
 def test_every_field_of_every_config_has_a_docstring(node: type[Any]) -> None:
     assert set(field_docs(node)) == {f.name for f in fields(node)}
     assert all(len(text) > 10 for text in field_docs(node).values())
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_file_composes_and_says_what_it_asks(name: str) -> None:
-    words = [f"experiment={name}", *(["beams.path=beams.json"] if name == "selector_replay" else [])]
-    settings = read_settings(schema_of("train", words), words)
-    assert settings.experiment == name
-    comment = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()[1]
-    assert comment.startswith("# ")
-    assert "?" in comment
 
 
 def test_the_settings_of_the_original_system() -> None:
@@ -96,37 +83,17 @@ def test_defaults_and_overrides() -> None:
     assert (changed.policy.structure, changed.policy.hidden) == ("joint", 8)
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["polcy.hidden=3"], "polcy"),
-        (["policy.hidden=wide"], "policy.hidden"),
-        (["policy=tree"], "additive"),
-        (["profile=table"], "profile.path"),
-        (["optimiser.schedule=linear"], "optimiser.schedule"),
-        (["reward.kind=nice"], "reward.kind"),
-        (["experiment=none"], "experiment"),
-        (["policy.hidden"], "policy.hidden"),
-    ],
-)
-def test_a_mistake_is_named(words: list[str], named: str) -> None:
-    with pytest.raises(InputError) as caught:
-        read_settings("train", words)
-    assert named in str(caught.value)
-    assert "Traceback" not in str(caught.value)
-
-
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_help_names_every_key_once(verb: str) -> None:
-    keys = [key for key, _, _ in help_lines(verb)]
-    assert len(keys) == len(set(keys))
-    assert all(meaning for _, _, meaning in help_lines(verb))
+    lines = help_lines(verb)
+    assert len({(line.key, line.choice) for line in lines}) == len(lines)
+    assert all(line.meaning for line in lines)
 
 
 def test_help_shows_the_defaults_that_hold() -> None:
-    shown = {key: default for key, default, _ in help_lines("train")}
-    assert shown["reward.kind"] == "utility"
-    assert shown["profile"] == "builtin"
+    defaults = {line.key: line.default for line in help_lines("train")}
+    assert defaults["reward.kind"] == "utility"
+    assert defaults["profile"] == "builtin"
 
 
 def test_a_saved_table_is_a_profile_too(tmp_path: Path) -> None:
@@ -134,7 +101,3 @@ def test_a_saved_table_is_a_profile_too(tmp_path: Path) -> None:
     table.save(tmp_path / "t.safetensors")
     settings = read_settings("inspect", ["profile=table", f"profile.path={tmp_path / 't.safetensors'}"])
     assert read_profile(settings.profile).digest == table.digest
-
-
-def test_conf_is_beside_the_code() -> None:
-    assert (Path(CONF) / "experiment" / "controller.yaml").exists()

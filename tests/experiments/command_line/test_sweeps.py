@@ -26,11 +26,12 @@ from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common import interruption
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import write_features, write_long_table
-from knobwise.experiments.command_line.settings import CONF, read_settings, schema_of
-from knobwise.experiments.command_line.sweep_jobs import Outcome, read_outcome, result_line
-from knobwise.experiments.command_line.sweeps import jobs_of
+from knobwise.experiments.command_line.compose import CONF, question_of, read_settings, schema_of
+from knobwise.experiments.command_line.sweep import jobs_of
+from knobwise.experiments.command_line.sweep_jobs import result_line
 from knobwise.experiments.results.run_folder import UNFINISHED
-from knobwise.experiments.train import controller
+from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
+from knobwise.experiments.train import run
 
 SWEPT = {
     "group_size": [["loss.group_size=5"], ["loss.group_size=8"], ["loss.group_size=16"], ["loss.group_size=64"]],
@@ -65,11 +66,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def finished(folder: Path) -> Path:
+    """A folder with results that a sweep can read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {"policy": "controller", "budget_ms": None, "utility": 0.5, "utility_ci95": [0.4, 0.6]}
+    (folder / "results.json").write_text(json.dumps({"rows": [row]}))
+    return folder
+
+
 def outcomes(runs: str = "runs") -> list[Outcome]:
     """How the jobs of the only sweep fare."""
     (sweep,) = (path.parent for path in Path(runs).glob("multirun/*/*/jobs.yaml"))
-    found = [read_outcome(sweep, number) for number in range(1, 10)]
-    return [outcome for outcome in found if outcome is not None]
+    results_of = [read_outcome(sweep, number) for number in range(1, 10)]
+    return [outcome for outcome in results_of if outcome is not None]
 
 
 # -- which jobs --------------------------------------------------------------------------------------------------------
@@ -82,10 +91,11 @@ def test_every_job_of_every_experiment_file_is_understood(name: str) -> None:
     jobs = jobs_of(schema, ["-m", *words])
     assert [[word for word in job if word not in words] for job in jobs] == SWEPT.get(name, [[]])
     configs = [read_settings(schema, job) for job in jobs]
-    assert all(one.experiment == name for one in configs)
-    assert all(configs.count(one) == 1 for one in configs), "two jobs are the same"
+    assert all(config.experiment == name for config in configs)
+    assert all(configs.count(config) == 1 for config in configs), "two jobs are the same"
     # without -m it is one run, which is one of the sweep's where there is a sweep
     assert read_settings(schema, words) in configs
+    assert "?" in question_of(name)
 
 
 def test_the_command_line_holds_where_the_file_says_otherwise() -> None:
@@ -150,17 +160,17 @@ def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], lo
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["experiment=nothing"], "experiment/nothing"),
+        (["experiment=nothing"], "experiment=nothing: must be one of advantages, "),
         (["experiment=lean,selector"], "two commands"),
         (["experiment=glob(*_seeds)"], "two commands"),
         (["loss=glob(nothing*)"], "has no job"),
         (["policy=utility,utility"], "twice"),
-        (["hydra/launcher=slurm"], "hydra/launcher/slurm"),
+        (["hydra/launcher=slurm"], "hydra/launcher=slurm: must be one of basic, joblib, ray"),
         (["policy.hidden=8,16,wide"], "policy.hidden=wide"),
         (["policy.hidden=8,0"], "policy.hidden"),
-        (["polici.hidden=8,16"], "did you mean 'policy.hidden'"),
+        (["polici.hidden=8,16"], "did you mean policy.hidden=8?"),
         (["policy.hidden=range(1)"], "policy.hidden"),
         (["policy.hidden"], "policy.hidden"),
         (["policy.hidden=interval(1,3)"], "interval"),
@@ -176,7 +186,7 @@ def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], lo
 def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
     launcher: str,
     words: list[str],
-    said: str,
+    message: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -184,11 +194,13 @@ def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(folder / "none"))
     before = sorted(folder.rglob("*"))
-    given_first = [word for word in TABLE + QUICK if word.split("=")[0] not in {one.split("=")[0] for one in words}]
+    given_first = [
+        word for word in TABLE + QUICK if word.split("=")[0] not in {config.split("=")[0] for config in words}
+    ]
     assert main(["train", "-m", *given_first, f"hydra/launcher={launcher}", *words]) == 2
     printed = capsys.readouterr().err
-    assert said in printed
-    assert re.sub("\n`knobwise .* lists every key", "", printed).count("\n") == 1
+    assert message in printed
+    assert printed.count("\n") == 1
     assert sorted(folder.rglob("*")) == before
 
 
@@ -204,13 +216,13 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """A folder in which the sweep over objectives ran, one job after the other, and what it printed."""
-    there = tmp_path_factory.mktemp("swept")
+    place = tmp_path_factory.mktemp("swept")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-        patch.chdir(there)
+        patch.chdir(place)
         write_long_table(small_table(60), "t.parquet")
         write_features(small_table(60), "f.npz")
         assert main(OBJECTIVE) == 0
-    return there, out.getvalue(), err.getvalue()
+    return place, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture
@@ -222,21 +234,21 @@ def in_turn(swept: tuple[Path, str, str], folder: Path) -> tuple[str, str]:
 
 def numbers(runs: str) -> dict[str, Any]:
     """All that jobs found, by objective, without what differs from time to time."""
-    found: dict[str, Any] = {}
-    for run in Path(runs).glob("objective/*/results.json"):
-        results = json.loads(run.read_text())
+    results_of: dict[str, Any] = {}
+    for path in Path(runs).glob("objective/*/results.json"):
+        results = json.loads(path.read_text())
         for row in results["rows"]:
             row.pop("decision_us_p50")
         objective = next(name for name in ("exact", "sampled") if f"loss={name}" in results["command"])
-        metrics = pl.read_csv(run.with_name("metrics.csv")).rows()
-        decisions = pl.read_parquet(run.with_name("decisions.parquet")).rows()
-        found[objective] = (results["rows"], results["validation_utility"], metrics, decisions)
-    return found
+        metrics = pl.read_csv(path.with_name("metrics.csv")).rows()
+        decisions = pl.read_parquet(path.with_name("decisions.parquet")).drop("decision_us").rows()
+        results_of[objective] = (results["rows"], results["validation_utility"], metrics, decisions)
+    return results_of
 
 
 def test_jobs_in_turn_say_how_they_fare(in_turn: tuple[str, str]) -> None:
-    table, said = in_turn
-    lines = [line for line in said.splitlines() if line.startswith(("sweep", "job"))]
+    table, message = in_turn
+    lines = [line for line in message.splitlines() if line.startswith(("sweep", "job"))]
     result = r"utility 0\.\d{3} \[0\.\d{3}, 0\.\d{3}\]"
     utility = rf"{result}, \d+ s"
     for line, wanted in zip(
@@ -256,7 +268,7 @@ def test_jobs_in_turn_say_how_they_fare(in_turn: tuple[str, str]) -> None:
     assert "compare them: knobwise compare runs/objective\n" in table
     assert [outcome.state for outcome in outcomes()] == ["finished"] * 2
     assert {Path(str(outcome.folder)).parent.name for outcome in outcomes()} == {"objective"}
-    assert "\x1b" not in said
+    assert "\x1b" not in message
 
 
 def test_a_finished_sweep_is_left_alone_and_run_anew(in_turn: tuple[str, str]) -> None:
@@ -269,14 +281,14 @@ def test_a_finished_sweep_is_left_alone_and_run_anew(in_turn: tuple[str, str]) -
 def test_a_job_that_fails_does_not_keep_the_others_from_running(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Augmentation is for policies that predict outcomes, which shows when the trainer is made."""
-    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
+    """A budget of 0 ms shows when the run begins."""
+    words = ["train", "-m", *TABLE, *QUICK, "budgets_ms=[0],[2]"]
     assert main(words) == 2
     printed = capsys.readouterr()
     assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
     line = printed.err.splitlines()[-1]
-    assert line.startswith("knobwise: job 1 of 2 (policy=additive): augmentation: is for policy.structure=utility")
-    assert "policy=utility" in printed.out
+    assert line.startswith("knobwise: job 1 of 2 (budgets_ms=[0]): budgets_ms")
+    assert "budgets_ms=[2]" in printed.out
     assert "Traceback" not in printed.err
     runs = sorted(path.name for path in Path("runs/controller").iterdir())
     # the same command runs again what failed, and nothing else
@@ -299,9 +311,7 @@ def test_an_error_of_the_program_is_told_from_a_mistake(
     assert main(OBJECTIVE) == 1
     printed = capsys.readouterr().err
     assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
-    assert printed.splitlines()[-1].startswith(
-        "knobwise: job 1 of 2 (loss=exact): RuntimeError: out of memory; the same"
-    )
+    assert printed.splitlines()[-1].startswith("knobwise: job 1 of 2 (loss=exact): RuntimeError: out of memory; repeat")
     assert "Traceback" in printed  # where it happened, above
 
 
@@ -320,7 +330,7 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
         assert main(OBJECTIVE) == 130
     printed = capsys.readouterr().err
     assert "1 of 2 jobs are finished" in printed
-    assert "the same command goes on" in printed
+    assert "repeat the command to resume" in printed
     assert [outcome.state for outcome in outcomes()] == ["finished", "stopped"]
     assert main([*OBJECTIVE, "hydra/launcher=basic"]) == 0  # by whichever launcher
     assert "1 of them finished before, not run again" in capsys.readouterr().err
@@ -329,19 +339,21 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
     assert numbers("runs") == numbers(str(swept[0] / "runs"))
 
 
-def test_a_run_that_was_removed_is_run_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
-    assert main(words) == 2
+def test_finished_jobs_are_left_out_only_where_run_and_data_are_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first job fails: a budget of 0 ms shows when the run begins."""
+    words = ["train", "-m", *TABLE, *QUICK, "budgets_ms=[0],[2]"]
+
+    def left_out() -> bool:
+        assert main(words) == 2
+        assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
+        return "1 of them finished before, not run again" in capsys.readouterr().err
+
+    assert not left_out()
+    assert left_out()
     Path(str(outcomes()[1].folder), "results.json").unlink()
-    assert main(words) == 2
-    assert "finished before" not in capsys.readouterr().err
-    assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
-
-
-def test_other_data_under_the_same_name_is_another_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What finished on the data of before says nothing of these."""
-    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
-    assert main(words) == 2
+    assert not left_out()
     write_long_table(small_table(60, seed=1), "t.parquet")
     assert main(words) == 2
     assert "finished before" not in capsys.readouterr().err
@@ -371,7 +383,7 @@ def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(
     def pressed(results: Any, console: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(controller, "print_results", pressed)
+    monkeypatch.setattr(run, "print_results", pressed)
     try:
         assert main([*OBJECTIVE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]) == 130
     finally:
@@ -407,34 +419,34 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"
 
 @pytest.mark.parametrize("launcher", ["joblib", "ray"])
 def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) -> None:
+    """joblib also runs jobs that fail, which leave the others alone."""
     command = [*COMMAND, f"runs={launcher}", f"hydra/launcher={launcher}"]
-    command += ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else []
+    fails = launcher == "joblib"
+    if fails:
+        command += ["hydra.launcher.n_jobs=2", "budgets_ms=[0],null"]
+    else:  # one process for both jobs, which is slow to start
+        command += ["+hydra.launcher.ray.init.num_cpus=1", "+hydra.launcher.ray.init.include_dashboard=false"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert set(numbers(launcher)) == {"exact", "sampled"}
+    assert done.returncode == (2 if fails else 0), done.stderr
     assert numbers(launcher) == numbers("runs")
     assert "compare them: knobwise compare" in done.stdout
-    for number, loss in ((1, "exact"), (2, "sampled")):
-        assert re.search(
-            rf"^job {number} of 2 \(loss={loss}\): utility 0\.\d+ \[.*\], \d+ s", done.stderr, re.MULTILINE
-        )
+    name = r"job {} of 4 \(loss={} budgets_ms=null\)" if fails else r"job {} of 2 \(loss={}\)"
+    for number, loss in zip((2, 4) if fails else (1, 2), ("exact", "sampled"), strict=True):
+        line = rf"^{name.format(number, loss)}: utility 0\.\d+ \[.*\], \d+ (s|min)"
+        assert re.search(line, done.stderr, re.MULTILINE)
         (log,) = Path(launcher).glob(f"multirun/objective/*/{number}.log")
         assert "learned controller" in log.read_text()
     assert "learned controller" not in done.stdout + done.stderr
-
-
-def test_a_job_that_fails_in_another_process(folder: Path) -> None:
-    words = ["train", "-m", *TABLE, *QUICK, "augmentation.noise=0.1", "policy=additive,utility"]
-    command = [sys.executable, "-m", "knobwise", *words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
-    assert done.stderr.splitlines()[-1].startswith("knobwise: job 1 of 2 (policy=additive): augmentation: is for")
     assert "Traceback" not in done.stderr
+    if fails:
+        assert [outcome.state for outcome in outcomes(launcher)] == ["failed", "finished"] * 2
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("knobwise: job 1 of 4 (loss=exact budgets_ms=[0]) (and 1 more of them): budgets_ms")
 
 
 def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder: Path) -> None:
-    long = ["optimiser.iterations=1200", "optimiser.patience=0"]  # seconds: a job looks every 0.3 s whether to stop
+    # seconds: a job looks every 0.3 s whether to stop
+    long = ["optimiser.iterations=600", "optimiser.evaluate_every=50", "optimiser.patience=0"]
     sweep = subprocess.Popen(
         [*COMMAND, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
         env=ENVIRONMENT,
@@ -449,13 +461,13 @@ def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder
             break
         time.sleep(0.05)
     sweep.send_signal(signal.SIGINT)
-    _, said = sweep.communicate()
-    assert sweep.returncode == 130, said
+    _, message = sweep.communicate()
+    assert sweep.returncode == 130, message
     states = [outcome.state for outcome in outcomes()]  # the second may not have begun
     assert states
     assert set(states) == {"stopped"}
-    assert "0 of 2 jobs are finished" in said
-    assert "Traceback" not in said
+    assert "0 of 2 jobs are finished" in message
+    assert "Traceback" not in message
     assert len(list(Path("runs").glob(f"multirun/*/*/{UNFINISHED}"))) == 1
     assert main([*OBJECTIVE, *long]) == 0
     assert len(list(Path("runs/objective").iterdir())) == 2

@@ -4,7 +4,6 @@ words in any order."""
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import socket
@@ -16,17 +15,26 @@ from typing import Any
 
 import pytest
 import ray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from test_sweeps import finished
 
 from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line import sweep_jobs
-from knobwise.experiments.command_line.settings import composed
-from knobwise.experiments.command_line.sweep_jobs import Outcome, check_launcher, here
-from knobwise.experiments.command_line.sweeps import _in_order, _Sweep
+from knobwise.experiments.command_line.compose import composed
+from knobwise.experiments.command_line.sweep import _in_order
+from knobwise.experiments.command_line.sweep_jobs import Job, SweepStates, check_launcher, this_process
+from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 
 ADDRESS = "hydra.launcher.ray.init.address="
 SWEEP = ["train", "-m", "profile=simulated", "profile.samples=40", "loss=exact,sampled", "tracking=disabled"]
+
+
+def trained(config: Any, words: list[str]) -> Path:
+    """In the place of a training: one that fails for `sampled`."""
+    if config.loss.objective == "sampled":
+        raise InputError("not today")
+    return finished(Path(config.runs) / "trained")
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def test_a_cluster_that_does_not_answer_is_one_line_before_anything_is_made(
 def test_what_ray_says_of_a_cluster_is_one_line(
     error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def init(**given: Any) -> None:
+    def init(**calls: Any) -> None:
         raise error
 
     monkeypatch.setattr(ray, "init", init)
@@ -92,7 +100,7 @@ def test_no_process_at_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("address", ["6379", "a..b:6379"])
 def test_an_address_that_is_none(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(**given: Any) -> None:
+    def init(**calls: Any) -> None:
         raise ValueError("no such thing")
 
     monkeypatch.setattr(ray, "init", init)
@@ -115,33 +123,33 @@ def test_a_cluster_is_joined_without_a_word_on_its_memory(
     way: str, folder: Path, listening: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ray.init` refuses `object_store_memory`, which Hydra's launcher sets where it is the one that calls it."""
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(ray, "init", lambda **words: given.append(words))
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray, "init", lambda **words: calls.append(words))
     if way == "variable":
         monkeypatch.setenv("RAY_ADDRESS", listening)
         check_launcher(launcher("hydra/launcher=ray"))
-        assert given == [{"address": None}]
+        assert calls == [{"address": None}]
         return
     check_launcher(launcher("hydra/launcher=ray", ADDRESS + listening, "+hydra.launcher.ray.init.namespace=mine"))
-    assert given == [{"address": listening, "namespace": "mine"}]
+    assert calls == [{"address": listening, "namespace": "mine"}]
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     check_launcher(launcher("hydra/launcher=ray", ADDRESS + listening))
-    assert len(given) == 1
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("words", [[], [f"{ADDRESS}local"]])
 def test_without_an_address_ray_is_our_own(words: list[str], folder: Path) -> None:
-    found = launcher("hydra/launcher=ray", *words)
-    check_launcher(found)
-    assert found.ray.init.address == "local"
+    config = launcher("hydra/launcher=ray", *words)
+    check_launcher(config)
+    assert config.ray.init.address == "local"
 
 
 @pytest.mark.parametrize("words", [["hydra/launcher=basic"], ["hydra/launcher=joblib"], ["hydra.launcher.n_jobs=-2"]])
 def test_other_launchers_are_left_as_they_are(words: list[str]) -> None:
     words = words if "/" in words[0] else ["hydra/launcher=joblib", *words]
-    found = launcher(*words)
-    check_launcher(found)
-    assert found == launcher(*words)
+    config = launcher(*words)
+    check_launcher(config)
+    assert config == launcher(*words)
 
 
 # -- the order of words ------------------------------------------------------------------------------------------------
@@ -160,21 +168,6 @@ def test_words_are_put_in_order_where_none_depends_on_it(words: list[str], order
     assert _in_order(words) == ordered
 
 
-def trained(config: Any, words: list[str]) -> Path:
-    """In the place of a training."""
-    if config.loss.objective == "sampled":
-        raise InputError("not today")
-    return finished(Path(config.runs) / "trained")
-
-
-def finished(folder: Path) -> Path:
-    """A folder with results that a sweep can read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    row = {"policy": "controller", "budget_ms": None, "utility": 0.5, "utility_ci95": [0.4, 0.6]}
-    (folder / "results.json").write_text(json.dumps({"rows": [row]}))
-    return folder
-
-
 def test_the_same_words_in_another_order_are_the_same_sweep(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,11 +181,10 @@ def test_the_same_words_in_another_order_are_the_same_sweep(
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
-def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) -> _Sweep:
+def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) -> SweepStates:
     """A sweep whose jobs fare as it is said."""
     jobs = [["loss=exact", f"policy.hidden={number}"] for number in range(len(outcomes))]
-    target = "RayLauncher" if at_once else "BasicLauncher"
-    sweep = _Sweep(folder, jobs, OmegaConf.create({"hydra": {"launcher": {"_target_": target}}}))
+    sweep = SweepStates(folder, jobs, in_turn=not at_once)
     for number, outcome in enumerate(outcomes, 1):
         if outcome is not None:
             outcome.write(folder, number)
@@ -204,7 +196,7 @@ def test_a_stopped_sweep_says_where_its_jobs_stand(at_once: bool, folder: Path) 
     outcomes = [Outcome("finished", "r"), Outcome("failed", error="x"), Outcome("stopped", error="at 3 of 4"), None]
     sweep = swept(folder, [*outcomes, Outcome("stopped")], at_once)
     stop = KeyboardInterrupt()
-    sweep._tell_where(stop)
+    sweep.add_notes(stop)
     first, *others = stop.__notes__
     assert first == "1 of 5 jobs are finished, 1 failed, 2 stopped"
     assert others == (
@@ -222,9 +214,8 @@ def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(
         raise stop
 
     monkeypatch.setattr(sweep_jobs, "train", stopped)
-    monkeypatch.setattr(sweep_jobs, "settings_of", lambda config: config)
-    sweep_jobs.Job(folder, [[]], os.getcwd(), ("elsewhere", 1))._run(OmegaConf.create(), 1)
-    outcome = sweep_jobs.read_outcome(folder, 1)
+    Job(folder, [[]], [None], str(folder), ("elsewhere", 1)).run(1)
+    outcome = read_outcome(folder, 1)
     assert outcome is not None
     assert (outcome.state, outcome.error) == ("stopped", "last.pt holds iteration 3 of 4; it is in runs/x")
 
@@ -237,9 +228,8 @@ def test_a_disk_that_refuses_a_job_is_a_line(
         raise OSError(number, os.strerror(number), "last.pt")
 
     monkeypatch.setattr(sweep_jobs, "train", refused)
-    monkeypatch.setattr(sweep_jobs, "settings_of", lambda config: config)
-    sweep_jobs.Job(folder, [[]], os.getcwd(), here())._run(OmegaConf.create(), 1)
-    outcome = sweep_jobs.read_outcome(folder, 1)
+    Job(folder, [[]], [None], str(folder), this_process()).run(1)
+    outcome = read_outcome(folder, 1)
     assert outcome is not None
     assert (outcome.state, outcome.crashed) == ("failed", crashed)
     assert str(outcome.error).startswith(f"last.pt: {os.strerror(number)}; ")
@@ -247,7 +237,7 @@ def test_a_disk_that_refuses_a_job_is_a_line(
 
 
 @pytest.mark.parametrize(
-    ("waiting", "running_for_s", "said"),
+    ("waiting", "running_for_s", "message"),
     [
         (0, [40.0], ""),
         (0, [10.0], "; 20 s left"),
@@ -257,13 +247,13 @@ def test_a_disk_that_refuses_a_job_is_a_line(
     ],
 )
 def test_the_time_left_is_not_said_where_all_run_for_longer_than_others_took(
-    waiting: int, running_for_s: list[float], said: str, folder: Path
+    waiting: int, running_for_s: list[float], message: str, folder: Path
 ) -> None:
     """Jobs take half a minute on average; what takes longer ends nobody knows when."""
     done = [Outcome("finished", "r", seconds=30.0)]
     sweep = swept(folder, [*done, *(Outcome("running") for _ in running_for_s), *[None] * waiting])
     sweep.begun = {number: time.monotonic() - seconds for number, seconds in enumerate(running_for_s, 2)}
-    assert sweep._left() == said
+    assert sweep.time_left() == message
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -278,7 +268,7 @@ def test_paths_are_whole_however_narrow_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     runs = [finished(folder / "runs" / ("a-long-name_" * 8 + str(number))) for number in range(2)]
-    swept(folder, [Outcome("finished", str(run.absolute()), 3.0) for run in runs])._report()
+    swept(folder, [Outcome("finished", str(run.absolute()), 3.0) for run in runs]).report()
     printed = capsys.readouterr().out
     for number, run in enumerate(runs, 1):
         path = os.path.relpath(run)

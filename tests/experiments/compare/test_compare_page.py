@@ -11,35 +11,34 @@ import pytest
 import vl_convert
 from run_folders import BUDGETS, write_run, write_selector_run
 
-from knobwise.experiments.compare.compare import comparison_of
-from knobwise.experiments.compare.compare_charts import COLOURED, comparison_charts, order
-from knobwise.experiments.compare.compare_page import write_comparison
+from knobwise.experiments.compare.charts import COLOURED, comparison_charts, order
+from knobwise.experiments.compare.compare import write_comparison
+from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.report import charts, page
 
 
 def runs(folder: Path, count: int, **more: Any) -> list[str]:
-    return [
-        str(
-            write_run(
-                folder / "lean" / f"loss.group_size-{n}", gain=n / 20, settings={"loss": {"group_size": n}}, **more
-            )
-        )
-        for n in range(count)
-    ]
+    names = [folder / "lean" / f"loss.group_size-{n}" for n in range(count)]
+    settings = [{"loss": {"group_size": n}} for n in range(count)]
+    return [str(write_run(names[n], gain=n / 20, settings=settings[n], **more)) for n in range(count)]
 
 
 def data_of(spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return list(spec["datasets"].values())
 
 
-def drawn(folders: list[str]) -> dict[str, dict[str, Any]]:
-    found = comparison_charts(comparison_of(folders))
-    return {name: page.specification(chart) for name, (_, chart) in found.items()}
+def drawn(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    return {name: page.specification(chart) for name, (_, chart) in comparison_charts(comparison).items()}
 
 
-def test_the_page_is_one_file_and_holds_every_number(tmp_path: Path) -> None:
-    comparison = comparison_of(runs(tmp_path, 3))
-    path = write_comparison(comparison, tmp_path / "page.html")
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """Three runs under deadlines."""
+    return comparison_of(runs(tmp_path_factory.mktemp("three"), 3))
+
+
+def test_the_page_is_one_file_and_holds_every_number(tmp_path: Path, three: Comparison) -> None:
+    comparison, path = three, write_comparison(three, tmp_path / "page.html")
     text = path.read_text()
     assert "default-src 'none'" in text
     assert not re.search(r"<(link|img|iframe|script[^>]* src)", text.replace(page._vega(), ""))
@@ -54,28 +53,25 @@ def test_the_page_is_one_file_and_holds_every_number(tmp_path: Path) -> None:
         assert f"<td>{run.row('controller', None)['utility']:.3f}" in means[i]
         for budget in BUDGETS:
             assert f"<td>{run.row('controller', budget)['utility']:.3f}" in per_budget[i]
-    for one in comparison.found:
-        row = next(line for line in means if f"{one.run}</td>" in line)
-        assert f"<td>{one.difference:+.3f}<small>[{one.ci95[0]:+.3f}, {one.ci95[1]:+.3f}]" in row
-    for one in comparison.in_detail:
-        row = next(line for line in per_budget if f"{one.run}</td>" in line)
-        assert f"{one.difference:+.3f}" in row
-        assert f"[{one.ci95[0]:+.3f}, {one.ci95[1]:+.3f}]" in row
+    for rows, family in ((means, comparison.differences), (per_budget, comparison.by_place)):
+        for one in family:
+            row = next(line for line in rows if f"{one.run}</td>" in line)
+            gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
+            assert re.search(rf"(<td>|<small>){re.escape(gap)}\b.*?<small>\[{re.escape(low)}, {re.escape(high)}\]", row)
 
 
-def test_every_chart_can_be_drawn_in_both_themes(tmp_path: Path) -> None:
-    text = write_comparison(comparison_of(runs(tmp_path, 2)), tmp_path / "page.html").read_text()
-    specs = [json.loads(one) for one in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
-    assert len(specs) == 6
-    for spec in specs:
+def test_every_chart_can_be_drawn_in_both_themes(three: Comparison) -> None:
+    specs = drawn(three)
+    assert len(specs) == 5
+    for spec in specs.values():
         for theme in page.THEMES.values():
             assert "<svg" in vl_convert.vegalite_to_svg(spec, config=theme)
 
 
-def test_charts_hold_the_numbers_under_the_names_of_the_runs(tmp_path: Path) -> None:
-    folders = runs(tmp_path, 2)
-    comparison, specs = comparison_of(folders), drawn(folders)
-    lines = [row for rows in data_of(specs["Utility against budget"]) for row in rows]
+def test_charts_hold_the_numbers_under_the_names_of_the_runs(three: Comparison) -> None:
+    comparison, specs = three, drawn(three)
+    labels = {run.label for run in comparison.runs}
+    lines = [row for rows in data_of(specs["Utility by budget"]) for row in rows]
     for run in comparison.runs:
         found = {row["budget_ms"]: row["utility"] for row in lines if row.get("name") == run.label}
         assert found == {budget: run.row("controller", budget)["utility"] for budget in BUDGETS}
@@ -83,9 +79,9 @@ def test_charts_hold_the_numbers_under_the_names_of_the_runs(tmp_path: Path) -> 
     oracle = {("oracle (upper bound)", b): comparison.runs[0].row("oracle", b)["utility"] for b in BUDGETS}
     assert quiet.items() >= oracle.items()
     (usage,) = (rows for rows in data_of(specs["Which settings are used"]))
-    assert {row["policy"] for row in usage} == {"group_size=0", "group_size=1"}
+    assert {row["policy"] for row in usage} == labels
     plane = [row for rows in data_of(specs["Accuracy and latency"]) for row in rows]
-    assert {row["name"] for row in plane if "name" in row} == {"group_size=0", "group_size=1"}
+    assert {row["name"] for row in plane if "name" in row} == labels
     assert {row["label"] for row in plane if "label" in row} == {"crops=1", "crops=2", "crops=4"}
 
 
@@ -93,7 +89,7 @@ def test_curves_are_means_over_seeds_with_the_lowest_and_highest(tmp_path: Path)
     folders = runs(tmp_path, 2)
     with (Path(folders[0]) / "metrics.csv").open("a") as file:
         file.write("0,30,0.9,2.0,\n")  # one seed that went on is no mean over seeds
-    (points,) = data_of(drawn(folders)["Training, on validation samples"])
+    (points,) = data_of(drawn(comparison_of(folders))["Training, on validation samples"])
     curve = [p for p in points if p["name"] == "group_size=0" and p["panel"] == "utility (0 to 1)"]
     assert [(p["step"], p["mean"], p["low"], p["high"]) for p in curve] == [
         *((0, 0.51, 0.5, 0.52), (10, 0.61, 0.6, 0.62), (20, 0.71, 0.7, 0.72))
@@ -108,10 +104,11 @@ def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path
         settings = {"optimiser": {"warmup_iterations": 10, "iterations": 0 if begins is None else 20}}
         folders.append(write_run(tmp_path / name, settings=settings))
     (folders[1] / "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
-    caption, chart = comparison_charts(comparison_of(list(map(str, folders))))["Training, on validation samples"]
+    comparison = comparison_of(list(map(str, folders)))
+    caption, chart = comparison_charts(comparison)["Training, on validation samples"]
     assert "Dashed: where GRPO begins." in caption
     (points,) = data_of(page.specification(chart))
-    names = [run.label for run in comparison_of(list(map(str, folders))).runs]
+    names = [run.label for run in comparison.runs]
     assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {(names[0], 10, False), (names[1], None, True)}
     svg = vl_convert.vegalite_to_svg(page.specification(chart), config=page.THEMES["light"])
     assert svg.count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
@@ -123,10 +120,11 @@ def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Pat
     named = order(comparison)
     assert named == ["group_size=0", "group_size=9", "group_size=10", "group_size=11", charts.OTHER]
     assert len(named) == COLOURED + 1
-    lines = [row for rows in data_of(drawn(folders)["Utility against budget"]) for row in rows if "name" in row]
+    specs = drawn(comparison)
+    lines = [row for rows in data_of(specs["Utility by budget"]) for row in rows if "name" in row]
     assert {row["name"] for row in lines} == {run.label for run in comparison.runs}
     assert {row["policy"] for row in lines} == set(named)
-    (usage,) = data_of(drawn(folders)["Which settings are used"])
+    (usage,) = data_of(specs["Which settings are used"])
     assert {row["policy"] for row in usage} == set(named) - {charts.OTHER}
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
     assert "<h1>lean: 12 runs</h1>" in text
@@ -140,20 +138,11 @@ def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Pat
     )
     rows = next(rows for rows in data_of(forest) if "run" in rows[0])
     assert [(r["run"], r["difference"], r["low"], r["high"]) for r in rows] == [
-        (one.run, one.difference, *one.ci95) for one in comparison.found
+        (one.run, *(100 * value for value in (one.difference, *one.ci95))) for one in comparison.differences
     ]
 
 
-def test_runs_that_cannot_be_tested_are_shown(tmp_path: Path) -> None:
-    comparison = comparison_of(runs(tmp_path, 2, decisions=False))
-    text = write_comparison(comparison, tmp_path / "page.html").read_text()
-    assert "it is shown and not tested." in text
-    assert "not tested</td>" in text
-    assert "Utility against budget" in text
-    assert "sign-flip" not in text
-
-
-@pytest.mark.parametrize("missing", ["metrics.csv", "config.yaml"])
+@pytest.mark.parametrize("missing", ["metrics.csv", "config.yaml", "decisions.parquet"])
 def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str) -> None:
     folders = runs(tmp_path, 2)
     for folder in folders:
@@ -161,19 +150,23 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str)
     text = write_comparison(comparison_of(folders), tmp_path / "page.html").read_text()
     assert ("Training, on validation" in text) == (missing != "metrics.csv")
     assert ("<p>Nothing that is known.</p>" in text) == (missing == "config.yaml")
+    assert "The settings are the same" not in text
+    tested = missing != "decisions.parquet"
+    assert ["sign-flip" in text, "it is shown but not tested." in text] == [tested, not tested]
+    assert ("not tested</td>" in text) != tested
 
 
 def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> None:
-    mean = runs(tmp_path / "m", 2, sense="mean")
+    mean = comparison_of(runs(tmp_path / "m", 2, sense="mean"))
     assert set(drawn(mean)) == {
-        *("Accuracy and latency", "Accuracy over the static mix of equal mean latency"),
+        *("Accuracy and latency", "Over static mix by mean budget", "Which settings are used"),
         "Training, on validation samples",
     }
     folders = [str(write_selector_run(tmp_path / "s" / name, wrong=wrong)) for name, wrong in (("a", 0.6), ("b", 0.3))]
-    specs = drawn(folders)
-    assert set(specs) == {"Accuracy against shots", "Training, on validation queries"}
-    lines = [row for rows in data_of(specs["Accuracy against shots"]) for row in rows if "name" in row]
     comparison = comparison_of(folders)
+    specs = drawn(comparison)
+    assert set(specs) == {"Accuracy by number of shots", "Training, on validation queries"}
+    lines = [row for rows in data_of(specs["Accuracy by number of shots"]) for row in rows if "name" in row]
     for run in comparison.runs:
         found = {row["shots"]: row["accuracy"] for row in lines if row["name"] == run.label}
         assert found == {n: run.row("grpo_recorded", n)["accuracy"] for n in (1, 2)}
@@ -181,7 +174,7 @@ def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> N
         "sft: accuracy, mean (0 to 1)"
     }
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
-    for title in ("By number of demonstrations", "Stage by stage", "GRPO on recorded groups"):
+    for title in ("Per number of shots", "Stage by stage", "GRPO on recorded groups"):
         assert title in text
     assert "without experts or guard" not in text
     for spec in specs.values():

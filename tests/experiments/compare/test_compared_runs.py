@@ -12,19 +12,9 @@ from omegaconf import OmegaConf
 from run_folders import write_run, write_selector_run
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.compared_runs import (
-    differing,
-    find_runs,
-    labels_of,
-    outcomes_of,
-    read_runs,
-    value_words,
-)
+from knobwise.experiments.compare.paired import outcomes_of
+from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
 from knobwise.experiments.results.run_folder import UNFINISHED
-
-
-def labels(*folders: Path) -> list[str]:
-    return [run.label for run in read_runs(folders)]
 
 
 def test_runs_are_found_in_folders_in_order_and_once(tmp_path: Path) -> None:
@@ -92,84 +82,60 @@ def test_runs_of_different_systems_are_refused(tmp_path: Path) -> None:
 
 
 def test_settings_that_differ_without_where_runs_are_kept() -> None:
-    one = {
-        "name": "a",
-        "runs": "x",
-        "tracking.mode": "auto",
-        "loss.group_size": 8,
-        "seeds": [0, 1],
-        "policy.guard": True,
-    }
+    one = {"name": "a", "runs": "x", "tracking.mode": "auto", "loss.group_size": 8, "seeds": [0, 1]}
     other = {**one, "name": "b", "runs": "y", "tracking.mode": "disabled", "seeds": [0], "loss.kl_band": None}
     assert differing([one, other]) == {"seeds": ["[0,1]", "[0]"], "loss.kl_band": ["–", "none"]}
     assert [value_words(v) for v in (1e-5, 0.25, True, None, "a", [])] == ["1e-05", "0.25", "true", "none", "a", "[]"]
 
 
-def test_few_settings_that_differ_are_the_name(tmp_path: Path) -> None:
-    runs = tmp_path / "lean"
-    first = write_run(runs / "default")
-    second = write_run(runs / "loss.group_size-5", settings={"loss": {"group_size": 5}, "baselines": False})
-    assert labels(first, second) == ["group_size=8", "group_size=5"]
+MORE = {"loss.group_size": 5, "optimiser.lr": 1}
 
 
-def test_names_that_people_gave_stay(tmp_path: Path) -> None:
-    first = write_run(tmp_path / "lean" / "default")
-    second = write_run(tmp_path / "lean" / "my_best", settings={"loss": {"group_size": 5}})
-    assert labels(first, second) == ["default", "my_best"]
-
-
-def test_experiments_alone_where_every_run_has_another(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name / "x", settings={"experiment": name}) for name in ("lean", "controller")]
-    assert labels(*runs) == ["lean", "controller"]
-    third = write_run(tmp_path / "lean" / "loss.group_size-5", settings={"loss": {"group_size": 5}})
-    assert labels(*runs, third) == ["lean: x", "controller: x", "lean: group_size=5"]
-
-
-def test_many_settings_are_named_by_the_words_of_the_command_line(tmp_path: Path) -> None:
-    joint = {"policy": {"structure": "joint", "hidden": 256}, "optimiser": {"lr": 0.01}, "loss": {"group_size": 5}}
-    first = write_run(tmp_path / "lean" / "loss.group_size-5_policy-joint_seeds--0,1", settings=joint)
-    second = write_run(tmp_path / "lean" / "loss.group_size-8_seeds--0,1")
-    assert labels(first, second) == ["group_size=5, policy=joint", "group_size=8"]
-
-
-def test_a_name_that_was_cut_does_not_end_in_half_a_word(tmp_path: Path) -> None:
-    settings = {f"a{i}.length_of_setting": i for i in range(1, 5)} | {"policy.x": 1}
-    name = "_".join(f"a{i}.length_of_setting-{i}" for i in range(1, 5))
-    cut = f"{name}_policy-utility_and_half_a_w".ljust(130, "x")[:120]
-    other = {key: -value for key, value in settings.items()}
-    first, second = labels_of([Path(f"/r/lean/{cut}"), Path("/r/lean/default")], [settings, other])
-    assert first.endswith(", a4.length_of_setting=4")
-    assert second == "default"
-
-
-def test_a_sweep_that_was_run_again_has_numbers(tmp_path: Path) -> None:
-    names = ["loss.group_size-8_seeds--0,1-48ea4bf0", "loss.group_size-8_seeds--0,1-48ea4bf0-2", "loss.group_size-5"]
-    sizes = [8, 8, 5]
-    runs = [
-        write_run(tmp_path / "lean" / name, settings={"loss": {"group_size": size}})
-        for name, size in zip(names, sizes, strict=True)
-    ]
-    assert labels(*runs) == ["group_size=8", "group_size=8 (2)", "group_size=5"]
-    third = write_run(tmp_path / "lean" / f"{names[0]}-3", settings={"loss": {"group_size": 8}})
-    assert labels(runs[1], third, runs[2]) == ["group_size=8 (2)", "group_size=8 (3)", "group_size=5"]
-
-
-def test_the_same_sweep_in_two_folders_is_told_apart_by_them(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path / launcher / "lean" / f"loss.group_size-{size}", settings={"loss": {"group_size": size}})
-        for launcher in ("joblib", "ray")
-        for size in (5, 8)
-    ]
-    assert labels(*runs) == [f"group_size={n} ({folder})" for folder in ("joblib", "ray") for n in (5, 8)]
-
-
-def test_runs_that_nothing_tells_apart_have_their_whole_names(tmp_path: Path) -> None:
-    first, second = (write_run(tmp_path / "lean" / name) for name in ("default", "default-2"))
-    assert labels(first, second) == ["default", "default-2"]
-    elsewhere = write_run(tmp_path / "other" / "lean" / "default")
-    found = labels(first, elsewhere)
-    assert len(set(found)) == 2
-    assert all(one.endswith("lean/default") for one in found)
+@pytest.mark.parametrize(
+    ("runs", "wanted"),
+    [
+        (
+            {"lean/default": {}, "lean/b-5": {"loss.group_size": 5, "device": "cpu"}},
+            ["group_size=8", "group_size=5"],
+        ),
+        # a name that somebody gave says more than settings
+        ({"lean/default": {}, "lean/my_best": {"loss.group_size": 5}}, ["default", "my_best"]),
+        # as do folders where many settings differ
+        (
+            {"lean/policy-joint": {"policy": {"structure": "joint", "hidden": 9}, **MORE}, "lean/default": {}},
+            ["policy-joint", "default"],
+        ),
+        ({"lean/x": {}, "controller/x": {}}, ["lean", "controller"]),
+        (
+            {"lean/x": {}, "controller/x": {}, "lean/loss.group_size-5": {"loss.group_size": 5}},
+            ["lean: x", "controller: x", "lean: loss.group_size-5"],
+        ),
+        # the same settings again, into the same folder of runs or another one
+        (
+            {"lean/a-1": {}, "lean/a-1-2": {}, "lean/b-1": {"loss.group_size": 5}},
+            ["group_size=8 (a-1)", "group_size=8 (a-1-2)", "group_size=5"],
+        ),
+        (
+            {f"{top}/lean/n-{n}": {"loss.group_size": n} for top in ("joblib", "ray") for n in (5, 8)},
+            [f"group_size={n} ({top})" for top in ("joblib", "ray") for n in (5, 8)],
+        ),
+        ({"lean/default": {}, "lean/default-2": {}}, ["default", "default-2"]),
+        ({"lean/default": {}, "other/lean/default": {}}, ["default (lean)", "default (other)"]),
+        (
+            {"lean/default": {}, "other/lean/default": {}, "other/lean/x/default": {}},
+            ["default (lean)", "default (other/lean/default)", "default (other/lean/x/default)"],
+        ),
+    ],
+)
+def test_labels_are_what_differs_or_the_folder(tmp_path: Path, runs: dict[str, dict], wanted: list[str]) -> None:
+    folders = []
+    for path, changed in runs.items():
+        experiment = "controller" if path.startswith("controller") else "lean"
+        nested = OmegaConf.create({"experiment": experiment})
+        for key, value in changed.items():
+            OmegaConf.update(nested, key, value)
+        folders.append(write_run(tmp_path / path, settings=OmegaConf.to_container(nested), decisions=False))
+    assert [run.label for run in read_runs(folders)] == wanted
 
 
 def test_outcomes_are_the_rows_of_the_file(tmp_path: Path) -> None:
@@ -181,22 +147,14 @@ def test_outcomes_are_the_rows_of_the_file(tmp_path: Path) -> None:
     assert run.decisions is not None
     for s, seed in enumerate(found.seeds):
         for b, budget in enumerate(found.places):
-            rows = run.decisions.filter(policy="controller", seed=seed, budget_ms=budget).sort("sample_id")
+            rows = run.decisions.filter(policy="controller", seed=seed, place=budget).sort("sample_id")
             assert rows["sample_id"].to_list() == list(found.samples)
-            assert np.array_equal(found.values["utility"][s, :, b], rows["utility"].to_numpy())
+            assert np.array_equal(found.values["score"][s, :, b], rows["score"].to_numpy())
     mean = run.row("controller", None)["utility"]
-    assert found.values["utility"].mean() == pytest.approx(mean)
+    assert found.values["score"].mean() == pytest.approx(mean)
     assert run.row("controller", 20.0)["budget_ms"] == 20
     assert run.row("nothing", 20.0) == {}
     assert outcomes_of(run, "nothing") is None
-
-
-def test_decisions_that_are_not_whole_are_not_used(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a")
     whole = pl.read_parquet(folder / "decisions.parquet")
-    whole.filter(~((pl.col("sample_id") == "s3") & (pl.col("budget_ms") == 10))).write_parquet(
-        folder / "decisions.parquet"
-    )
-    (run,) = read_runs([folder])
-    assert run.decisions is not None
-    assert outcomes_of(run, "controller") is None
+    whole.filter(~((pl.col("sample_id") == "s3") & (pl.col("place") == 10))).write_parquet(folder / "decisions.parquet")
+    assert outcomes_of(read_runs([folder])[0], "controller") is None

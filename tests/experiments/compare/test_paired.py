@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +14,16 @@ from hypothesis import strategies as st
 from run_folders import write_run, write_selector_run
 from scipy.stats import norm, permutation_test, t, ttest_1samp
 
-from knobwise.experiments.compare.compared_runs import read_runs
-from knobwise.experiments.results.decisions_file import read_decisions, write_decisions
-from knobwise.experiments.results.paired import Difference, differences, holm, paired
+from knobwise.experiments.compare.paired import differences
+from knobwise.experiments.compare.runs import read_runs
+from knobwise.experiments.results.decisions import read_decisions, write_decisions
+from knobwise.experiments.results.statistics import Difference, holm, paired
 
 LEARNED = ("controller", "controller")
 
 
-def runs(*folders: Path) -> list:
-    return read_runs(list(folders))
+def against(first: Path, second: Path, policies: tuple[str, str] = LEARNED, places: Sequence[float] = (10.0, 20.0)):  # type: ignore[no-untyped-def]
+    return differences(*read_runs([first, second]), policies, places)
 
 
 def test_the_probability_is_that_of_scipys_sign_flips() -> None:
@@ -73,8 +76,8 @@ def test_nothing_differs_from_itself() -> None:
     assert paired(values, values, True) == [(0, 0, 0, 1)] * 4
 
 
-def difference(p: float) -> Difference:
-    return Difference("b", "a", "x", "x", None, 10, 0.1, (0.05, 0.2), p)
+def difference(p: float, ci95: tuple[float, float] = (0.05, 0.2)) -> Difference:
+    return Difference("b", "a", "x", "x", None, 10, 0.1, ci95, p)
 
 
 def test_holm_by_hand() -> None:
@@ -93,15 +96,13 @@ def test_holm_never_lowers_a_probability_and_keeps_their_order(values: list[floa
 
 
 def test_better_is_said_only_where_interval_and_probability_agree() -> None:
-    (one,) = holm([difference(0.01)])
-    assert one.sign == 1
-    assert holm([difference(0.06)])[0].sign == 0
-    assert holm([Difference("b", "a", "x", "x", None, 10, 0.1, (-0.01, 0.2), 0.001)])[0].sign == 0
-    assert holm([Difference("b", "a", "x", "x", None, 10, -0.1, (-0.2, -0.01), 0.001)])[0].sign == -1
+    cases = {difference(0.01): 1, difference(0.06): 0}
+    cases |= {difference(0.001, (-0.01, 0.2)): 0, difference(0.001, (-0.2, -0.01)): -1}
+    assert [holm([case])[0].sign for case in cases] == list(cases.values())
 
 
 def test_the_mean_comes_first_then_each_budget(tmp_path: Path) -> None:
-    first, second = runs(write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3))
+    first, second = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)])
     found, note = differences(first, second, LEARNED, [10.0, 20.0])
     assert note == ""
     assert [one.place for one in found] == [None, 10.0, 20.0]
@@ -113,7 +114,8 @@ def test_the_mean_comes_first_then_each_budget(tmp_path: Path) -> None:
     back = differences(second, first, LEARNED, [10.0, 20.0])[0]
     assert [one.difference for one in back] == pytest.approx([-one.difference for one in found])
     (_, only) = differences(first, second, LEARNED, [20.0])[0]
-    assert only == found[2]
+    assert only.ci95 == pytest.approx(found[2].ci95)
+    assert only == replace(found[2], ci95=only.ci95)
 
 
 def test_runs_without_a_difference_are_told_apart_no_more_often_than_said() -> None:
@@ -133,8 +135,8 @@ def null_runs(draws: np.random.Generator, seeds: tuple[int, int], spread: float)
 def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(
     seeds: tuple[int, int], same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("knobwise.experiments.results.paired.DRAWS", 500)
-    monkeypatch.setattr("knobwise.experiments.results.paired.FLIPS", 199)
+    monkeypatch.setattr("knobwise.experiments.results.statistics.DRAWS", 500)
+    monkeypatch.setattr("knobwise.experiments.results.statistics.FLIPS", 199)
     # of what chance makes here, seeds make nearly all: without widening one in seven would be told apart
     draws, missed, found = np.random.default_rng(7), 0, 0
     for number in range(150):
@@ -156,7 +158,7 @@ def test_five_seeds_that_are_all_the_difference_have_students_interval() -> None
 
 def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)]
-    whole = differences(*runs(*folders), LEARNED, [10.0, 20.0])[0]
+    whole = against(*folders)[0]
     for folder in folders:  # the second half of the samples bears the names of the first
         rank = pl.col("sample_id").str.slice(1).cast(pl.Int64)
         frame = read_decisions(folder).with_columns(
@@ -165,7 +167,7 @@ def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path: Path) -> N
         )
         (folder / "decisions.parquet").unlink()
         write_decisions(folder, frame)
-    found = differences(*runs(*folders), LEARNED, [10.0, 20.0])[0]
+    found = against(*folders)[0]
     assert [one.samples for one in found] == [60] * 3
     assert [one.difference for one in found] == pytest.approx([one.difference for one in whole])
 
@@ -175,28 +177,24 @@ def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(tmp_path: Path) 
 
     def note(**given: object) -> str:
         place = tmp_path / f"b{len(list(tmp_path.iterdir()))}"
-        found, words = differences(*runs(first, write_run(place, **given)), LEARNED, [10.0, 20.0])  # type: ignore[arg-type]
+        found, words = against(first, write_run(place, **given))  # type: ignore[arg-type]
         assert found == []
         return words
 
-    assert "has no decisions.parquet (an older run), so it is shown and not tested" in note(decisions=False)
-    assert "was judged on another profile than" in note(digest="sha256:other", samples=range(1, 61))
+    assert "has no decisions.parquet (an older run), so it is shown but not tested" in note(decisions=False)
+    assert "was judged on other measurements than" in note(digest="sha256:other", samples=range(1, 61))
     assert "no test sample in common" in note(samples=range(100, 160))
     assert "only 2 test samples in common" in note(samples=range(58, 118))
     assert "judged at none of the budgets" in note(budgets=(11.0, 21.0))
-
-
-def test_other_features_of_the_same_measurements_are_no_obstacle(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", digest="sha256:other", gain=0.2)
-    found, note = differences(*runs(first, second), LEARNED, [10.0, 20.0])
-    assert len(found) == 3
-    assert note == ""
+    # other features of the same measurements are no obstacle
+    found, words = against(first, write_run(tmp_path / "other", digest="sha256:other", gain=0.2))
+    assert (len(found), words) == (3, "")
 
 
 def test_what_is_restricted_is_said(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a")
     other = write_run(tmp_path / "b", samples=range(20, 80), budgets=(10.0, 30.0), seeds=(0, 1, 2))
-    found, note = differences(*runs(first, other), LEARNED, [10.0, 20.0])
+    found, note = against(first, other)
     assert [one.place for one in found] == [None, 10.0]
     assert {one.samples for one in found} == {40}
     assert "tested on the 40 samples that both were judged on (a: 60, b: 60)" in note
@@ -207,8 +205,8 @@ def test_what_is_restricted_is_said(tmp_path: Path) -> None:
 def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", sense="mean")
     free, dear = write_run(tmp_path / "b", sense="mean"), write_run(tmp_path / "c", sense="mean", spent=5.0)
-    assert [one.difference for one in differences(*runs(first, free), LEARNED, [10.0, 20.0])[0]] == [0, 0, 0]
-    found = differences(*runs(first, dear), LEARNED, [10.0, 20.0])[0]
+    assert [one.difference for one in against(first, free)[0]] == [0, 0, 0]
+    found = against(first, dear)[0]
     # the hull rises by 0.8 in 40 ms
     assert [one.difference for one in found] == pytest.approx([-0.1] * 3)
 
@@ -216,10 +214,10 @@ def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp
 def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(tmp_path: Path) -> None:
     first = write_selector_run(tmp_path / "a", wrong=0.6)
     second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
-    found, note = differences(*runs(first, second), ("grpo_recorded", "grpo_live"), [1.0, 2.0])
+    found, note = against(first, second, ("grpo_recorded", "grpo_live"), [1.0, 2.0])
     assert note == ""
     assert [(one.place, one.samples) for one in found] == [(1.0, 60), (2.0, 53)]
     assert found[0].difference == pytest.approx(0.3, abs=0.08)
     assert (found[0].policy, found[0].against_policy) == ("grpo_live", "grpo_recorded")
     other = write_selector_run(tmp_path / "c", digest="sha256:else")
-    assert "other held-out queries or another bank" in differences(*runs(first, other), ("sft", "sft"), [2.0])[1]
+    assert "was judged on other measurements" in against(first, other, ("sft", "sft"), [2.0])[1]

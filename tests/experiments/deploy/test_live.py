@@ -14,30 +14,21 @@ from helpers import small_table
 
 from knobwise.agents.checkpoint import save_checkpoint
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
-from knobwise.agents.training.settings import PolicyConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.deploy import live
-from knobwise.experiments.deploy.live import (
-    LiveConfig,
-    Record,
-    Served,
-    Stream,
-    draw_stream,
-    fixed_configurations,
-    run_live,
-    score_of,
-    serve,
-)
-from knobwise.experiments.deploy.live_results import live_results
-from knobwise.experiments.report import live_report
+from knobwise.experiments.deploy.live import LiveConfig, fixed_configurations, live_results, run_live
+from knobwise.experiments.deploy.live_stream import Record, Served, Stream, draw_stream, score_of, serve
+from knobwise.experiments.report import live as live_report
 from knobwise.profiling.elastic.adapter import ElasticAdaptive
 from knobwise.profiling.elastic.scenes import TOKEN, draw_samples, to_words
 
@@ -88,22 +79,18 @@ def test_live_decisions_are_those_that_a_replay_makes(
     rows = torch.from_numpy(stream.rows)
     features = {name: block[rows] for name, block in table.features.items()}
     limits = torch.from_numpy(record.served["limit_ms"])[:, :, 0].float()
-    own, static = (record.policies.index(name) for name in ("controller", "budget_aware_static"))
-    assert record.served["choice"][own, :, 0].tolist() == controller.choose(features, limits[own]).tolist()
+    learned, static = (record.policies.index(name) for name in ("controller", "budget_aware_static"))
+    assert record.served["choice"][learned, :, 0].tolist() == controller.choose(features, limits[learned]).tolist()
     everything = torch.ones(len(rows), table.num_configurations, dtype=torch.bool)
     fitted = torch.cat([split.train, split.validation])
     by_static = BudgetAwareStatic(table, fitted).choose({}, limits[static], everything)
     assert record.served["choice"][static, :, 0].tolist() == by_static.tolist()
-    assert (limits[own].double() < torch.from_numpy(stream.budgets_ms)).all()  # its own costs are taken off
+    assert (limits[learned].double() < torch.from_numpy(stream.budgets_ms)).all()  # its own costs are taken off
     assert torch.equal(limits[static].double(), torch.from_numpy(stream.budgets_ms).float().double())
 
 
 def test_a_run_prints_and_writes_what_it_found(
-    table: ProfileTable,
-    split: Split,
-    controller: Controller,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    table: ProfileTable, split: Split, controller: Controller, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = saved(tmp_path / "best.pt", controller, table, split)
     config = replace(
@@ -113,11 +100,11 @@ def test_a_run_prints_and_writes_what_it_found(
     assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
     page = (tmp_path / "live.html").read_text()
     assert "simulated request stream" in page
-    assert "Live beside replay" in page
-    said = capsys.readouterr().out
-    assert "Simulated stream: 10 requests × 2, arriving 20 a second" in said
+    assert "Live and replay" in page
+    printed = capsys.readouterr().out
+    assert "Simulated stream: 10 requests × 2, arriving at 20 a second" in printed
     for words in ("learned controller", "budget-aware static", "cheapest", "most accurate", "It added", "replay"):
-        assert words in said
+        assert words in printed
     assert [row["policy"] for row in results["rows"]] == [
         *("controller", "budget_aware_static", "best_static", "cheapest", "most_accurate")
     ]
@@ -188,8 +175,8 @@ def test_who_falls_behind_waits_for_itself_alone(table: ProfileTable, split: Spl
     record = serve(model, table, BudgetAwareStatic(table, fitted), {"cheapest": 0}, stream, config)
     served, arrivals = record.served, stream.arrivals_s
     assert arrivals is not None
-    own = served["inference_ms"] + served["overhead_ms"]
-    before = np.pad(own.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    busy = served["inference_ms"] + served["overhead_ms"]
+    before = np.pad(busy.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
     np.testing.assert_allclose(served["waited_ms"], before - (arrivals - arrivals[0])[None, :, None] * 1e3, atol=1e-6)
     left = np.maximum(stream.budgets_ms - served["waited_ms"][1, :, 0], 1e-9)
     np.testing.assert_allclose(served["limit_ms"][1, :, 0], left, rtol=1e-6)
@@ -225,10 +212,17 @@ def test_nothing_is_fitted_on_what_is_served(
 
 
 def test_fixed_configurations_are_what_their_names_say(table: ProfileTable, split: Split) -> None:
-    found = fixed_configurations(table, split.train, default_budgets(table), 3)
+    fixed = fixed_configurations(table, split.train, default_budgets(table), 3)
     accuracy, latency = table.accuracy[split.train].double().mean(0), table.latency_ms[split.train].double().mean(0)
-    assert (found["cheapest"], found["most_accurate"]) == (int(latency.argmin()), int(accuracy.argmax()))
+    assert (fixed["cheapest"], fixed["most_accurate"]) == (int(latency.argmin()), int(accuracy.argmax()))
     assert list(fixed_configurations(table, split.train, default_budgets(table), 1)) == ["best_static"]
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[ProfileTable, NumpyController]:
+    table = small_table(60)
+    config = PolicyConfig(structure="utility", hidden=4)
+    return table, to_numpy(Controller.for_table(table, torch.arange(60), config))
 
 
 def by_hand(table: ProfileTable, slower: float, waited: float = 0.0) -> tuple[Stream, Record]:
@@ -247,25 +241,25 @@ def by_hand(table: ProfileTable, slower: float, waited: float = 0.0) -> tuple[St
     return Stream(rows, np.array([1000.0, 1e-6]), None, {}), Record(list(choices), fields, cells)
 
 
-def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
-    table = small_table(60)
-    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+def test_what_is_served_as_the_profile_says_agrees_with_its_replay(small: tuple[ProfileTable, NumpyController]) -> None:
+    table, controller = small
     results = live_results(table, *by_hand(table, slower=3.0), controller, speed=3.0)
     assert results["speed"]["during"] == pytest.approx(3.0)
     assert all(row["agrees"] for row in results["agreement"])
     assert all(abs(row["difference"]) < 1e-5 for row in results["agreement"])
-    own = results["rows"][0]
-    assert own["satisfaction"] == 0.5  # one budget is ample and one is hopeless
-    assert own["satisfaction_feasible"] == 1.0
+    learned = results["rows"][0]
+    assert learned["satisfaction"] == 0.5  # one budget is ample and one is hopeless
+    assert learned["satisfaction_feasible"] == 1.0
     assert results["infeasible"] == 0.5
     both = table.latency_ms[torch.tensor([0, 1]), torch.tensor([3, 5])].double()
-    assert own["latency_ms"] == pytest.approx(float(3 * both.mean()) + 0.5)
+    assert learned["latency_ms"] == pytest.approx(float(3 * both.mean()) + 0.5)
     assert results["overhead"]["share"] == pytest.approx(0.5 / float(3 * both.mean()))
 
 
-def test_what_is_possible_and_what_a_replay_decides_are_in_the_time_of_this_machine() -> None:
-    table = small_table(60)
-    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine(
+    small: tuple[ProfileTable, NumpyController],
+) -> None:
+    table, controller = small
     stream, record = by_hand(table, slower=3.0)
     stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())  # enough where it was measured, too little here
     assert live_results(table, stream, record, controller, speed=3.0)["infeasible"] == 1
@@ -278,9 +272,8 @@ def test_what_is_possible_and_what_a_replay_decides_are_in_the_time_of_this_mach
     assert whole == 1
 
 
-def test_the_speed_is_known_as_well_as_its_cells_say() -> None:
-    table = small_table(60)
-    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+def test_the_speed_is_known_as_well_as_its_cells_say(small: tuple[ProfileTable, NumpyController]) -> None:
+    table, controller = small
     stream, record = by_hand(table, slower=1.0)
     ratios = [1.0, 1.2, 1.4, 1.6, 1.8]
     record.cells = [(2, c, ratio * float(table.latency_ms[2, c])) for c, ratio in enumerate(ratios)]
@@ -290,9 +283,8 @@ def test_the_speed_is_known_as_well_as_its_cells_say() -> None:
     assert speed["during_ci95"] == pytest.approx([1.4 - off, 1.4 + off])
 
 
-def test_a_replay_that_is_wrong_is_found_out() -> None:
-    table = small_table(60)
-    controller = to_numpy(Controller.for_table(table, torch.arange(60), PolicyConfig(structure="utility", hidden=4)))
+def test_a_replay_that_is_wrong_is_found_out(small: tuple[ProfileTable, NumpyController]) -> None:
+    table, controller = small
     stream, record = by_hand(table, slower=1.0)
     record.served["score"][0] = 1 - record.served["score"][0]
     record.served["inference_ms"][1] *= 2
@@ -301,7 +293,7 @@ def test_a_replay_that_is_wrong_is_found_out() -> None:
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
     assert not any(policy == "cheapest" for policy, _ in away)
     assert (
-        "not in these: "
+        "they differ in "
         in live_report.verdict(results | {"student": False, "repeats": 1, "rate": None, "clock": "wall"})[-1]
     )
 

@@ -13,21 +13,17 @@ from rich.console import Console
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, Random
+from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, Random, StaticPerDataset
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.training.settings import AugmentationConfig
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.contexts import BalanceConfig
-from knobwise.envs.configurations.reward import RewardConfig, RewardTable
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import BalanceConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.command_line.settings import read_settings
+from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.report.report import print_results, write_report
-from knobwise.experiments.results import by_dataset
-from knobwise.experiments.results.by_dataset import StaticPerDataset
-from knobwise.experiments.results.mean_results import mean_results_of
-from knobwise.experiments.results.results import results_of
-from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.report.tables import by_dataset
+from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets
 from knobwise.experiments.train import controller
 
 
@@ -58,7 +54,7 @@ def judged(table: ProfileTable, rows: torch.Tensor) -> dict[str, Any]:
     ]
     learned = [Random(1), Random(2)]
     rewards = RewardTable(table, RewardConfig(kind="utility"))
-    return results_of(table, rows, torch.tensor([1.0, 2.0]), rewards, learned, [0, 1], baselines)
+    return judge_deadlines(table, rows, torch.tensor([1.0, 2.0]), rewards, learned, [0, 1], baselines)[0]
 
 
 def test_the_static_way_of_a_data_set_is_fitted_on_it_alone() -> None:
@@ -74,48 +70,48 @@ def test_the_static_way_of_a_data_set_is_fitted_on_it_alone() -> None:
 
 
 def test_every_data_set_has_its_rows() -> None:
-    found = judged(two_sets(), torch.arange(10))
-    rows = {(row["dataset"], row["policy"]): row for row in found["by_dataset"]}
+    results = judged(two_sets(), torch.arange(10))
+    rows = {(row["dataset"], row["policy"]): row for row in results["by_dataset"]}
     order = ["controller", "budget_aware_static", "static_per_dataset", "random", "oracle"]
     assert list(rows) == [(name, policy) for name in "ab" for policy in order]
-    assert {(row["dataset"], row["samples"]) for row in found["by_dataset"]} == {("a", 6), ("b", 4)}
+    assert {(row["dataset"], row["samples"]) for row in results["by_dataset"]} == {("a", 6), ("b", 4)}
     # over both data sets configuration 1 is right in 6 of 10, configuration 0 in 3
     assert rows["a", "budget_aware_static"]["utility"] == 1.0
     assert rows["b", "budget_aware_static"]["utility"] == 0.0
     assert rows["b", "static_per_dataset"]["utility"] == rows["b", "oracle"]["utility"] == 0.75
     assert rows["b", "static_per_dataset"]["gap_closed"] == 1.0
     assert rows["b", "oracle"]["utility_ci95"][0] < 0.75 < rows["b", "oracle"]["utility_ci95"][1]
-    means = (row for row in found["rows"] if row["policy"] == "controller" and row["budget_ms"] is None)
+    means = (row for row in results["rows"] if row["policy"] == "controller" and row["budget_ms"] is None)
     together = next(means)
     parts = [rows[name, "controller"]["utility"] * size for name, size in (("a", 0.6), ("b", 0.4))]
     assert together["utility"] == pytest.approx(sum(parts))
     missing = {"decision_us_p50"}
     assert set(rows["a", "controller"]) - {"dataset", "samples"} == set(together) - missing
-    assert json.loads(json.dumps(found)) == found
+    assert json.loads(json.dumps(results)) == results
 
 
 def test_one_data_set_changes_nothing() -> None:
-    found = judged(replace(two_sets(), datasets=()), torch.arange(10))
-    assert "by_dataset" not in found
-    assert by_dataset.sections(found) == by_dataset.cells(found) == []
+    results = judged(replace(two_sets(), datasets=()), torch.arange(10))
+    assert "by_dataset" not in results
+    assert by_dataset(results).rows == []
     assert "by_dataset" not in judged(two_sets(), torch.arange(6))
 
 
 def test_the_report_shows_them(tmp_path: Path) -> None:
-    found = judged(two_sets(), torch.arange(10))
-    (tmp_path / "results.json").write_text(json.dumps(found))
+    results = judged(two_sets(), torch.arange(10))
+    (tmp_path / "results.json").write_text(json.dumps(results))
     text = write_report(tmp_path).read_text()
     assert "Data set by data set" in text
-    assert "static of its data set" in text
+    assert "static per data set" in text
     assert "4 samples" in text
     section = text.split("Data set by data set")[1].split("<h2>")[0]
     assert section.count("class=strong><td>") == 2
     console = Console(file=io.StringIO(), width=200)
-    print_results(found, console)
+    print_results(results, console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "static of its data set" in printed
+    assert "static per data set" in printed
     assert printed.count("learned controller") >= 3
-    wide = by_dataset.cells(found)
+    wide = by_dataset(results).rows
     assert [line[0].split("\n")[0] for line in wide] == ["a", "", "", "", "", "b", "", "", "", ""]
 
 
@@ -145,15 +141,15 @@ def judged_at_means() -> dict[str, Any]:
     budgets, free = torch.tensor([2.0, 4.0]), torch.zeros(2)
     learned, other = (PricedChooser(n, Always(c), budgets, free) for n, c in (("controller", 1), ("knn", 0)))
     everything = torch.arange(8)
-    return mean_results_of(table, everything, everything, budgets, [learned] * 2, [0, 1], [other])
+    return judge_mean_budgets(table, everything, everything, budgets, [learned] * 2, [0, 1], [other])[0]
 
 
 def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it() -> None:
-    found = judged_at_means()
-    rows = {(row["dataset"], row["policy"]): row for row in found["by_dataset"]}
+    results = judged_at_means()
+    rows = {(row["dataset"], row["policy"]): row for row in results["by_dataset"]}
     order = ["controller", "static_mix", "best_single", "knn", "oracle"]
     assert list(rows) == [(name, policy) for name in "ab" for policy in order]
-    assert {(row["dataset"], row["samples"]) for row in found["by_dataset"]} == {("a", 6), ("b", 2)}
+    assert {(row["dataset"], row["samples"]) for row in results["by_dataset"]} == {("a", 6), ("b", 2)}
     assert [rows[name, "controller"]["accuracy"] for name in "ab"] == [1, 0]
     assert [rows[name, "knn"]["accuracy"] for name in "ab"] == [0, 1]
     assert [rows[name, "controller"]["latency_ms_mean"] for name in "ab"] == [3, 5]
@@ -163,19 +159,20 @@ def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it()
     # over all 1 takes 3.5 ms: at a budget of 2 ms two fifths of the static mix are 1, at 4 ms all of it
     assert [rows[name, "static_mix"]["latency_ms_mean"] for name in "ab"] == pytest.approx([2.4, 3.8])
     assert [rows[name, "static_mix"]["accuracy"] for name in "ab"] == pytest.approx([0.7, 0.3])
-    assert json.loads(json.dumps(found)) == found
+    assert json.loads(json.dumps(results)) == results
 
 
 def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
-    found = judged_at_means() | {"guard": [], "chosen": []}
-    (tmp_path / "results.json").write_text(json.dumps(found))
+    results = judged_at_means() | {"guard": [], "chosen": []}
+    (tmp_path / "results.json").write_text(json.dumps(results))
     text = write_report(tmp_path).read_text()
     assert "Data set by data set" in text
     assert "A budget limits the mean over all data sets" in text
     console = Console(file=io.StringIO(), width=200)
-    print_results(found, console)
+    print_results(results, console)
     assert "over best single" in console.file.getvalue().split("data set")[1]  # type: ignore[attr-defined]
-    assert {len(line) for line in by_dataset.cells(found)} == {len(by_dataset.columns(found)[0])}
+    table = by_dataset(results)
+    assert {len(line) for line in table.rows} == {len(table.header)}
 
 
 # -- through the command line ------------------------------------------------------------------------------------------
@@ -197,16 +194,16 @@ def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def last_results() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path("runs/latest/results.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads(Path("runs/latest/results.json").read_text())
+    return results
 
 
 def test_joint_training_and_what_it_was_told(joint: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["profile=joint", joint, "profile.dataset_input=true"]
     assert main(["train", *words, *QUICK]) == 0
-    found = last_results()
-    assert {row["dataset"] for row in found["by_dataset"]} == {"a", "b"}
-    assert {row["policy"] for row in found["rows"]} >= {"static_per_dataset", "oracle"}
+    results = last_results()
+    assert {row["dataset"] for row in results["by_dataset"]} == {"a", "b"}
+    assert {row["policy"] for row in results["rows"]} >= {"static_per_dataset", "oracle"}
     capsys.readouterr()
     assert main(["evaluate", *words, "baselines=false"]) == 0
     assert main(["evaluate", words[0], "profile.paths=[a.safetensors,c.safetensors]", words[2]]) == 2
@@ -215,25 +212,22 @@ def test_joint_training_and_what_it_was_told(joint: str, capsys: pytest.CaptureF
     )
 
 
-def test_settings_of_balance_and_augmentation_reach_the_trainer(joint: str) -> None:
-    words = ["profile=joint", joint, *QUICK, "balance.by=dataset", "balance.power=0.5", "augmentation.noise=0.2"]
-    config = read_settings("train", words)
-    table = read_profile(config.profile)
-    (trainer,) = controller._trainers(config, table, table.split(), default_budgets(table))
+def test_settings_of_balance_reach_the_trainer(joint: str) -> None:
+    words = ["profile=joint", joint, *QUICK, "balance.by=dataset", "balance.power=0.5"]
+    (trainer,) = controller.ControllerExperiment(read_settings("train", words)).trainers
     assert trainer.balance == BalanceConfig("dataset", 0.5)
-    assert trainer.env.contexts.ends is not None
-    assert trainer.augments == AugmentationConfig(noise=0.2)
+    assert trainer.env.contexts.cumulative is not None
 
 
 def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: str) -> None:
     assert main(["train", "profile=joint", joint, "split.leave_out=b", *QUICK]) == 0
-    found, own = last_results(), ProfileTable.load("a.safetensors")
-    assert found["test_samples"] == 40
-    assert found["budgets_ms"] == pytest.approx(default_budgets(own).tolist())
-    assert "by_dataset" not in found
+    results, table = last_results(), ProfileTable.load("a.safetensors")
+    assert results["test_samples"] == 40
+    assert results["budgets_ms"] == pytest.approx(default_budgets(table).tolist())
+    assert "by_dataset" not in results
     loaded = load_checkpoint("runs/latest/checkpoints/best.pt")
     assert sorted(torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]).tolist()) == list(range(40))
-    normaliser = FeatureNormaliser.fit(own, torch.arange(40))
+    normaliser = FeatureNormaliser.fit(table, torch.arange(40))
     torch.testing.assert_close(loaded.controller.normaliser.mean, normaliser.mean)
     assert main(["evaluate", "profile=joint", joint, "json=again.json"]) == 0
-    assert json.loads(Path("again.json").read_text())["budgets_ms"] == found["budgets_ms"]
+    assert json.loads(Path("again.json").read_text())["budgets_ms"] == results["budgets_ms"]

@@ -57,11 +57,11 @@ def test_facts_worked_out_by_hand() -> None:
     assert facts["features"] == [{"name": "image", "width": 2, "missing": 0.125, "constant": 1}]
     assert facts["digest"] == by_hand().digest
     assert facts["notes"] == ["1 row was skipped"]
-    told = " ".join(facts["warnings"])
-    assert "Only 4 samples" in told
-    assert "8.3% of the cells were not profiled" in told
-    assert "12.5% of the values are missing" in told
-    assert "1 of 2 columns never vary" in told
+    warnings = " ".join(facts["warnings"])
+    assert "Only 4 samples" in warnings
+    assert "8.3% of the cells were not profiled" in warnings
+    assert "12.5% of the values are missing" in warnings
+    assert "1 of 2 columns never vary" in warnings
 
 
 def test_headroom_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def changed(**what: Any) -> ProfileTable:
         ),
     ],
 )
-def test_what_is_wrong_with_a_profile_is_said(table: ProfileTable, words: str) -> None:
+def test_the_warnings_name_what_is_wrong_with_a_profile(table: ProfileTable, words: str) -> None:
     warnings = inspect_table(table).pop("warnings")
     assert any(words in line for line in warnings) if words else warnings == []
 
@@ -178,4 +178,4 @@ def test_facts_are_printed_plainly_where_there_is_no_terminal() -> None:
     for line in (*facts["warnings"], *facts["notes"]):
         assert f"- {line}" in text
     assert re.search(r"crops +6 +0\.786 +34\.3 ms", text)
-    assert "What the reader says" in text
+    assert "Notes of the reader" in text

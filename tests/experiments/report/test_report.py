@@ -19,8 +19,10 @@ from rich.console import Console
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.report import print_results, result_charts, write_report
-from knobwise.experiments.report.verdict import on_decisions, policy_name, read_results, verdict
+from knobwise.experiments.report.report import print_results, write_report
+from knobwise.experiments.report.result_charts import result_charts
+from knobwise.experiments.report.verdicts import on_decisions, verdict
+from knobwise.experiments.report.words import policy_name, quantity, read_results
 
 BUDGETS = (120.0, 480.0)
 POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58, "ridge": 0.55, "oracle": 0.8}
@@ -74,7 +76,7 @@ def results(**utilities: float) -> dict[str, Any]:
 
 
 def guard_row(budget: float, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "budget_ms": budget,
         "level": 0.95,
         "miss_price": 0.5,
@@ -86,7 +88,7 @@ def guard_row(budget: float, **more: Any) -> dict[str, Any]:
         **{"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955},
         **{"satisfaction_static": 0.981, "gain": 0.1, "gain_se": 0.01},
     }
-    return found | more
+    return content | more
 
 
 FELL_BACK = {"deployed": False, "better": False, "reason": "fell back to static: +0.000 is not above 0"}
@@ -96,7 +98,7 @@ TOO_DEAR = {"too_dear": True, "miss_price": 0.0, "satisfaction_deployed": 0.9, "
 
 
 def with_guard(*seeds: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
-    """Results of so many seeds, each with what the guard found at the tight and at the loose budget."""
+    """Results of so many seeds, each with what the guard content at the tight and at the loose budget."""
     chosen = [
         {
             "weights": {"network": 0.25 + seed / 4, "kernel_ridge": 0.75 - seed / 4},
@@ -109,14 +111,21 @@ def with_guard(*seeds: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     return results() | {"seeds": list(range(len(seeds))), "satisfaction_level": 0.95, "guard": guard, "chosen": chosen}
 
 
-def test_it_is_said_where_grpo_added_nothing() -> None:
-    found = with_guard(({}, {}), ({}, {}))  # of iterations 40 and 41
-    said = "The network that validation chose is from before GRPO"
-    assert not any(said in words for words in verdict(found))
-    for warm_up, where in ((40, " in 1 of 2 seeds"), (41, " in 2 of 2 seeds")):
-        training = {"training": {"warmup_iterations": warm_up, "iterations": 100}}
-        assert f"{said}{where}: GRPO added nothing there." in verdict(found | training)
-    assert not any(said in words for words in verdict(found | {"training": {"warmup_iterations": 50, "iterations": 0}}))
+@pytest.mark.parametrize(
+    ("seeds", "warm_up", "words"),
+    [
+        (2, 39, None),
+        (2, 40, "In 1 of 2 seeds GRPO does not improve this policy: the best checkpoint is the one before GRPO."),
+        (2, 41, "GRPO does not improve this policy: in both seeds the best checkpoint is the one before GRPO."),
+        (5, 44, "GRPO does not improve this policy: in all five seeds the best checkpoint is the one before GRPO."),
+        (1, 40, "GRPO does not improve this policy: the best checkpoint is the one before GRPO."),
+    ],
+)
+def test_the_verdict_says_if_grpo_does_not_improve_the_policy(seeds: int, warm_up: int, words: str | None) -> None:
+    content = with_guard(*[({}, {})] * seeds)  # of iterations 40, 41, …
+    training = {"warmup_iterations": warm_up, "iterations": 100}
+    assert [line for line in verdict(content | {"training": training}) if "GRPO" in line] == ([words] if words else [])
+    assert not any("GRPO" in line for line in verdict(content | {"training": training | {"iterations": 0}}))
 
 
 METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
@@ -158,9 +167,10 @@ def data_of(spec: dict) -> list[list[dict]]:
     return list(spec["datasets"].values())
 
 
-def test_report_is_one_file_that_asks_nothing_of_a_network(run: Path) -> None:
+def test_the_report_needs_no_network(run: Path) -> None:
     path = write_report(run)
     text = path.read_text()
+    assert read_results(run) == results()
     assert path == run / "report.html"
     assert path.stat().st_size < 2_000_000
     assert "default-src 'none'" in text  # the browser itself refuses to load anything
@@ -171,7 +181,7 @@ def test_report_is_one_file_that_asks_nothing_of_a_network(run: Path) -> None:
     assert [p.name for p in run.iterdir() if p.name.startswith(".")] == []
 
 
-def test_report_tells_every_number_of_every_policy(run: Path) -> None:
+def test_the_report_holds_every_number_of_every_policy(run: Path) -> None:
     text = write_report(run).read_text()
     means, per_budget = (re.findall(r"<tr.*?</tr>", t, re.S) for t in re.findall(r"<tbody>(.*?)</tbody>", text, re.S))
     order = sorted(POLICIES, key=lambda p: -POLICIES[p])
@@ -185,7 +195,7 @@ def test_report_tells_every_number_of_every_policy(run: Path) -> None:
             assert cell in line
         for budget, difference in zip(BUDGETS, (-0.1, 0.1), strict=True):
             assert f"<td>{utility + difference:.3f}" in small
-            assert page.quantity(0.8 * budget) in small
+            assert quantity(0.8 * budget) in small
 
 
 def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
@@ -195,11 +205,11 @@ def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
     dots = next(rows for rows in data_of(plane) if "label" in rows[0])
     assert [(d["accuracy"], d["latency_ms"]) for d in dots] == [(0.412, 100.0), (0.733, 400.0)]
     lines = max(data_of(utility), key=len)
-    found = {(r["name"], r["budget_ms"]): (r["utility"], r["low"], r["high"]) for r in lines}
+    content = {(r["name"], r["budget_ms"]): (r["utility"], r["low"], r["high"]) for r in lines}
     expected = {
         (policy_name(r["policy"]), r["budget_ms"]): (r["utility"], *r["utility_ci95"]) for r in results()["rows"]
     }
-    assert found == {key: value for key, value in expected.items() if key[1] is not None}
+    assert content == {key: value for key, value in expected.items() if key[1] is not None}
     # the strongest baseline is named, weaker ones are grey
     assert {r["policy"] for r in lines} == {*map(policy_name, set(POLICIES) - {"ridge"}), charts.OTHER}
     assert any(rows == [{"level": 0.95}] for rows in data_of(satisfaction))
@@ -230,7 +240,7 @@ def test_report_is_written_from_the_bare_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"rows": []}'])
-def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_a_folder_without_results_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "results.json").write_text(content)
     with pytest.raises(InputError, match=r"results\.json"):
@@ -241,8 +251,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
 @pytest.mark.parametrize(
     ("controller", "words"),
     [
-        (0.6, "beats budget-aware static: mean utility 0.600 against 0.500. It closes 33% of the gap"),
-        (0.52, "It is not shown that the learned controller beats"),
+        (0.6, "is better than budget-aware static: mean utility 0.600 against 0.500, 33% of the oracle gap closed"),
+        (0.52, "The learned controller is not shown to differ from budget-aware static"),
         (0.4, "is worse than budget-aware static"),
     ],
 )
@@ -253,44 +263,49 @@ def test_verdict_against_static_follows_the_interval(controller: float, words: s
 def test_verdict_names_every_baseline_that_is_better() -> None:
     good = verdict(results())[1]
     assert good == (
-        "None of the 2 other baselines did better; "
+        "None of the 2 other baselines does better; "
         "the strongest is random forest (0.580), 0.020 lower, intervals overlap."
     )
     bad = verdict(results(controller=0.5, random_forest=0.6, ridge=0.505))[1]
     assert bad.startswith(
-        "2 of 2 other baselines did better than the controller: random forest (0.600), 0.100 higher, intervals apart; "
+        "2 of 2 other baselines do better than the controller: random forest (0.600), 0.100 higher, intervals do not "
+        "overlap; "
     )
     assert "ridge regression (0.505), 0.005 higher, intervals overlap" in bad
 
 
 def test_verdict_on_the_budget_and_without_numbers() -> None:
-    found = results()
-    assert verdict(found)[2].endswith("the controller met it in 96.0% of the requests (4.0% of all could not be met).")
-    assert "that meets the 95% asked for" in verdict(found | {"satisfaction_level": 0.95})[2]
-    assert "falls short of the 99% asked for" in verdict(found | {"satisfaction_level": 0.99})[2]
-    found["rows"][0] |= {"gap_closed": math.nan, "satisfaction_feasible": None}
-    assert verdict(found)[0].endswith("no interval is known.")
-    assert len(verdict(found)) == 2
-    assert verdict({"rows": found["rows"][1:]})[0].startswith("No learned policy was judged. Best: random forest")
+    content = results()
+    assert verdict(content)[2] == (
+        "The controller is on time for 96.0% of the feasible requests (4.0% of all requests are infeasible)."
+    )
+    assert "which meets the 95% asked for" in verdict(content | {"satisfaction_level": 0.95})[2]
+    assert "falls short of the 99% asked for" in verdict(content | {"satisfaction_level": 0.99})[2]
+    content["rows"][0] |= {"gap_closed": math.nan, "satisfaction_feasible": None}
+    assert verdict(content)[0].endswith("no interval is known.")
+    assert len(verdict(content)) == 2
+    assert verdict({"rows": content["rows"][1:]})[0].startswith(
+        "No learned policy was judged. The best is random forest"
+    )
 
 
 def test_verdict_says_where_the_guard_fell_back_and_why() -> None:
     assert len(verdict(with_guard(({}, {})))) == 3
-    one = verdict(with_guard((FELL_BACK, {}), (FELL_BACK, {}), ({}, {})))[3:]
-    assert one == [
-        "The guard fell back to budget-aware static at 120 ms (2 of 3 seeds): on held-out samples the policy was not "
+    sentences = verdict(with_guard((FELL_BACK, {}), (FELL_BACK, {}), ({}, {})))[3:]
+    assert sentences == [
+        "The guard fell back to budget-aware static at 120 ms (2 of 3 seeds): on held-out samples the policy is not "
         "shown to be better."
     ]
     assert "static at every budget: " in verdict(with_guard((FELL_BACK, FELL_BACK), (FELL_BACK, FELL_BACK)))[3]
     safer = verdict(with_guard(({}, FELL_BACK | {"better": True})))[3:]
-    assert safer == ["The guard fell back to budget-aware static at 480 ms: only static keeps the level."]
+    assert safer == ["The guard fell back to budget-aware static at 480 ms: only static is on time often enough."]
 
 
-def test_verdict_says_what_cannot_be_kept() -> None:
-    found = verdict(with_guard((UNATTAINABLE, TOO_DEAR), (UNATTAINABLE | {"satisfaction_deployed": 0.733}, {})))[3:]
-    assert found == [
-        "95% in time is unattainable at 120 ms (kept: 72.3%); nothing is forced there.",
-        "95% in time is too dear at 480 ms (kept: 90.0%) (1 of 2 seeds); nothing is forced there.",
+def test_verdict_says_what_is_not_enforced() -> None:
+    content = verdict(with_guard((UNATTAINABLE, TOO_DEAR), (UNATTAINABLE | {"satisfaction_deployed": 0.733}, {})))[3:]
+    assert content == [
+        "At 120 ms (72.3% on time), 95% on time is unattainable, so it is not enforced.",
+        "At 480 ms (90.0% on time, 1 of 2 seeds), 95% on time would cost too much utility, so it is not enforced.",
     ]
 
 
@@ -301,7 +316,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     (run / "results.json").write_text(json.dumps(content))
     text = write_report(run).read_text()
     guarantees = text.split("<h2>Guarantees</h2>")[1].split("<h2>")[0]
-    assert "95% of the requests in time" in guarantees
+    assert "95% of the feasible requests on time" in guarantees
     _, tight, loose = re.findall(r"<tr.*?</tr>", guarantees, re.S)
     for cell in ("120 ms", "91.0%", "71.3%", "98.1%", "<td>0<", "+0.100", "± 0.010", "95% is unattainable"):
         assert cell in tight
@@ -325,11 +340,13 @@ def test_report_of_a_network_alone(run: Path) -> None:
     assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in write_report(run).read_text()
 
 
-def test_budgets_that_are_equal_are_shown_once() -> None:
+def test_equal_budgets_are_listed_once() -> None:
     content = with_guard((TOO_DEAR, TOO_DEAR))
     for row in [*content["guard"][0], *content["knob_usage"]]:
         row["budget_ms"] = 120.0
-    assert verdict(content)[3:] == ["95% in time is too dear at 120 ms (kept: 90.0%); nothing is forced there."]
+    assert verdict(content)[3:] == [
+        "At 120 ms (90.0% on time), 95% on time would cost too much utility, so it is not enforced."
+    ]
     usage = page.specification(result_charts(content)["Which settings are used"][1])
     assert sum(r["share"] for rows in data_of(usage) for r in rows) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
 
@@ -346,14 +363,10 @@ def test_results_are_printed_plainly_where_there_is_no_terminal() -> None:
     assert "0.600 [0.585, 0.615]" in lines[2]
     assert lines[6:] == verdict(results())
     for width in (80, 100, 160):
-        shown = io.StringIO()
-        print_results(results(), Console(file=shown, force_terminal=True, width=width))
-        assert "…" not in shown.getvalue()
-        assert "\x1b[1m" in shown.getvalue()
-
-
-def test_read_results_gives_what_was_written(run: Path) -> None:
-    assert read_results(run) == results()
+        printed = io.StringIO()
+        print_results(results(), Console(file=printed, force_terminal=True, width=width))
+        assert "…" not in printed.getvalue()
+        assert "\x1b[1m" in printed.getvalue()
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=8))
@@ -380,30 +393,25 @@ def test_a_knob_with_many_values_keeps_its_most_used_ones() -> None:
     assert sorted(["10", "9", "b", "2.5", "a"], key=charts.in_order) == ["2.5", "9", "10", "a", "b"]
 
 
-def test_a_chart_becomes_a_picture() -> None:
-    dots = pl.DataFrame({"label": ["a", "b"], "accuracy": [0.5, 0.6], "latency_ms": [1.0, 2.0]})
-    assert page.png(charts.plane(dots)).startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [(0.0123, "0.0123 ms"), (2.5, "2.50 ms"), (99.96, "100 ms"), (1234.5, "1,234 ms"), (None, "–"), (math.inf, "–")],
 )
 def test_quantity(value: float | None, words: str) -> None:
-    assert page.quantity(value) == words
+    assert quantity(value) == words
 
 
 @pytest.mark.parametrize(
-    ("micros", "unit", "said"),
+    ("micros", "unit", "words"),
     [
         (40.0, "ms", "A decision takes 40.0 µs, 2.0% of the mean latency."),
-        (500.0, "ms", "A decision takes 500 µs, 25.0% of the mean latency; exported it takes less"),
+        (500.0, "ms", "A decision takes 500 µs, 25.0% of the mean latency; an exported controller is faster"),
         (None, "ms", ""),
         (40.0, "USD", ""),
     ],
 )
-def test_what_deciding_takes_is_said_beside_the_latency(micros: float | None, unit: str, said: str) -> None:
+def test_decision_time_is_compared_with_the_latency(micros: float | None, unit: str, words: str) -> None:
     row = {"policy": "controller", "budget_ms": None, "latency_ms_mean": 2.0, "decision_us_p50": micros}
-    found = on_decisions({"rows": [row], "unit": unit})
-    assert found.startswith(said)
-    assert bool(found) == bool(said)
+    content = on_decisions({"rows": [row], "unit": unit})
+    assert content.startswith(words)
+    assert bool(content) == bool(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -14,11 +15,16 @@ import vl_convert
 from rich.console import Console
 from torch import Tensor
 
+from knobwise.agents.selector.evaluation import Decided
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.report import print_results, result_images, write_report
-from knobwise.experiments.report.selector_report import cells, facts, header, learned, result_charts, verdict
-from knobwise.experiments.results.selector_results import CONTROLS, LEARNED, selector_results
+from knobwise.experiments.report.report import facts, print_results, write_report
+from knobwise.experiments.report.result_charts import result_charts, result_images
+from knobwise.experiments.report.tables import learned_name, policies
+from knobwise.experiments.report.verdicts import verdict
+from knobwise.experiments.results.judge import selector_decisions
+from knobwise.experiments.results.problem import CONTROLS, LEARNED
+from knobwise.experiments.results.summary import selector_results
 
 SHOTS, SEEDS, QUERIES = (1, 2, 3, 4), (0, 1, 2), 600
 TWO = {
@@ -62,13 +68,25 @@ def table(queries: int = 40) -> BeamTable:
     )
 
 
+def results_of(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, Any]:
+    decided = {
+        name: {n: Decided(right, None, decision_us=640.0 if name in LEARNED else None) for n, right in by_shots.items()}
+        for name, by_shots in correct.items()
+    }
+    decisions = selector_decisions(decided, table(QUERIES), torch.arange(QUERIES), SEEDS)
+    return selector_results(decisions, table(), seeds=SEEDS, trained_shots=2, **more)
+
+
+@functools.cache
+def written_results(accuracy: tuple[tuple[str, float | None], ...]) -> str:
+    kept = {name: share for name, share in (TWO | dict(accuracy)).items() if share is not None}
+    return json.dumps(results_of(outcomes(kept), test=table(41), hidden=["annotator"]))
+
+
 def results(**accuracy: float | None) -> dict[str, Any]:
     """A run with these accuracies at two shots; None takes a policy out."""
-    kept = {name: share for name, share in (TWO | accuracy).items() if share is not None}
-    times = {name: dict.fromkeys(SHOTS, 640.0) for name in LEARNED}
-    return selector_results(
-        outcomes(kept), table(), seeds=SEEDS, trained_shots=2, test=table(41), decision_us=times, hidden=["annotator"]
-    )
+    content: dict[str, Any] = json.loads(written_results(tuple(accuracy.items())))
+    return content
 
 
 STAGES = ("sft", "rce", "grpo_live", "shuffled_live")
@@ -105,18 +123,18 @@ def data_of(spec: dict) -> list[list[dict]]:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_written_like_that_of_every_run(run: Path) -> None:
+def test_the_page_holds_all_sections(run: Path) -> None:
     path = write_report(run)
     text = path.read_text()
     assert path == run / "report.html"
     assert path.stat().st_size < 2_000_000
     headings = re.findall(r"<h2>(.*?)</h2>", text.replace(page._vega(), ""))
     assert headings == [
-        *("Results", "Accuracy at 2 shots", "Accuracy against shots", "What differs", "Controls"),
+        *("Results", "Accuracy with 2 shots", "Accuracy against shots", "Differences", "Controls"),
         *("Training", "How to reproduce"),
     ]
     assert "digits &lt;careless&gt;: 40 queries, 6 candidates" in text
-    assert "judged on 600 held-out queries, their own bank of 6 candidates · seeds 0, 1, 2" in text
+    assert "judged on 600 held-out queries, with their own bank of 6 candidates · seeds 0, 1, 2" in text
     assert "knobwise train experiment=selector" in text
     assert results()["profile"]["digest"] in text
     assert "version: v2" in text
@@ -124,11 +142,11 @@ def test_the_page_is_written_like_that_of_every_run(run: Path) -> None:
         assert "<svg" in vl_convert.vegalite_to_svg(spec, config=page.THEMES["dark"])
 
 
-def test_every_number_of_every_policy_stands_in_its_table(run: Path) -> None:
-    text, found = write_report(run).read_text(), results()
+def test_every_number_of_every_policy_is_in_its_table(run: Path) -> None:
+    text, content = write_report(run).read_text(), results()
     tables = re.findall(r"<tbody>(.*?)</tbody>", text, re.S)
-    policies, differences, simple, controls, apart = (re.findall(r"<tr.*?</tr>", t, re.S) for t in tables)
-    for lines, rows in ((policies, found["rows"]), (controls, found["controls"])):
+    judged, differences, simple, controls, of_controls = (re.findall(r"<tr.*?</tr>", t, re.S) for t in tables)
+    for lines, rows in ((judged, content["rows"]), (controls, content["controls"])):
         assert len(lines) == len(rows) / len(SHOTS)
         assert [float(re.findall(r"<td>([\d.]+)<", line)[1]) for line in lines] == sorted(
             (round(row["accuracy"], 3) for row in rows if row["shots"] == 2), reverse=True
@@ -137,12 +155,12 @@ def test_every_number_of_every_policy_stands_in_its_table(run: Path) -> None:
             low, high = row["accuracy_ci95"]
             words = f"<td>{row['accuracy']:.3f}<small>[{low:.3f}, {high:.3f}]</small></td>"
             assert sum(words in line for line in lines) >= 1
-    assert len(differences + simple + apart) == len(found["differences"]) / len(SHOTS)
+    assert len(differences + simple + of_controls) == len(content["differences"]) / len(SHOTS)
     rce = next(line for line in differences if "<td>RCE<small>over SFT" in line)
-    row = next(r for r in found["differences"] if (r["policy"], r["against"], r["shots"]) == ("rce", "sft", 2))
+    row = next(r for r in content["differences"] if (r["policy"], r["against"], r["shots"]) == ("rce", "sft", 2))
     assert f"<td>{100 * row['difference']:+.1f}<small>[{100 * row['ci95'][0]:+.1f}, " in rce
     assert rce.endswith("<td>better</td></tr>")
-    (strong,) = (line for line in policies if "class=strong" in line)
+    (strong,) = (line for line in judged if "class=strong" in line)
     assert "GRPO on live draws" in strong
     assert "640 µs" in strong
 
@@ -158,42 +176,42 @@ def test_training_is_shown_stage_by_stage(run: Path) -> None:
 
 
 def test_the_charts_hold_the_numbers() -> None:
-    found = results()
-    drawn = result_charts(found)
+    content = results()
+    drawn = result_charts(content)
     bars, lines = (page.specification(chart) for _, chart in drawn.values())
     (bar,) = data_of(bars)
-    at_two = [row for row in [*found["rows"], *found["controls"]] if row["shots"] == 2]
+    at_two = [row for row in [*content["rows"], *content["controls"]] if row["shots"] == 2]
     assert sorted(b["accuracy"] for b in bar) == sorted(row["accuracy"] for row in at_two)
     assert [b["accuracy"] for b in bar] == sorted((b["accuracy"] for b in bar), reverse=True)
-    assert {b["kind"] for b in bar} == {"learned", "simple way", "looks at the answer", "control"}
+    assert {b["kind"] for b in bar} == {"learned", "simple baseline", "sees the answer", "control"}
     points = max(data_of(lines), key=len)
-    assert len(points) == len(found["rows"])  # no controls
+    assert len(points) == len(content["rows"])  # no controls
     named = {p["policy"]: p["name"] for p in points if p["policy"] != charts.OTHER}
     assert set(named) == {"GRPO on live draws", "RCE", "SFT", "careful-annotator rule"}
     assert any(rows == [{"shots": 2}] for rows in data_of(lines))
-    assert all(png.startswith(b"\x89PNG") for png in result_images(found).values())
+    assert all(png.startswith(b"\x89PNG") for png in result_images(content).values())
 
 
-def test_with_one_number_of_shots_there_is_nothing_to_draw_against(tmp_path: Path) -> None:
-    found = results()
+def test_one_number_of_shots_needs_no_chart_over_shots(tmp_path: Path) -> None:
+    content = results()
     for key in ("rows", "controls", "differences"):
-        found[key] = [row for row in found[key] if row["shots"] == 4]
-    found["shots"] = [4]
-    assert list(result_charts(found)) == ["Accuracy at 4 shots"]
-    assert verdict(found)[0].startswith("At 4 shots GRPO on live draws gets")
-    assert header(found) == ["policy", "4 shots", "decision"]
-    (tmp_path / "results.json").write_text(json.dumps(found))
+        content[key] = [row for row in content[key] if row["shots"] == 4]
+    content["shots"] = [4]
+    assert list(result_charts(content)) == ["Accuracy with 4 shots"]
+    assert verdict(content)[0].startswith("With 4 shots, GRPO on live draws answers")
+    assert policies(content).header == ["policy", "4 shots", "decision time"]
+    (tmp_path / "results.json").write_text(json.dumps(content))
     assert write_report(tmp_path).exists()
 
 
 def test_baselines_alone_make_a_report(tmp_path: Path) -> None:
-    found = results(**dict.fromkeys((*LEARNED, *CONTROLS)))
-    (tmp_path / "results.json").write_text(json.dumps(found))
+    content = results(**dict.fromkeys((*LEARNED, *CONTROLS)))
+    (tmp_path / "results.json").write_text(json.dumps(content))
     text = write_report(tmp_path).read_text()
-    assert "No learned policy was judged. The best simple way is careful-annotator rule (0.550)." in text
-    assert learned(found) == ""
+    assert "No learned policy was judged. The best simple baseline is careful-annotator rule (0.550)." in text
+    assert learned_name(content) == ""
     assert "<h2>Controls" not in text
-    assert "<h2>What differs" not in text
+    assert "<h2>Differences" not in text
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -201,33 +219,35 @@ def test_baselines_alone_make_a_report(tmp_path: Path) -> None:
 
 def test_the_verdict_of_a_good_run() -> None:
     says = verdict(results())
-    assert says[0].startswith("At 2 shots GRPO on live draws gets 92.0% of 600 held-out queries right (95% interval ")
+    assert says[0].startswith("With 2 shots, GRPO on live draws answers 92.0% of 600 held-out queries correctly (95% ")
     gains = [re.sub(r" \(95% interval [^)]*\)", "", words) for words in says[1:6]]
     assert gains == [
-        "GRPO on live draws adds 24.5 points to RCE; it adds 26.0 points to SFT.",
-        "GRPO on rounds of draws adds 18.5 points to RCE; it adds 20.0 points to SFT.",
-        "GRPO on recorded groups adds 2.5 points to RCE; it adds 4.0 points to SFT.",
-        "RCE adds 1.5 points to SFT.",
-        "GRPO on live draws beats all of the 7 simple ways; over the strongest, careful-annotator rule (0.550), it has "
+        "GRPO on live draws is better than RCE: +24.5 points; it is better than SFT: +26.0 points.",
+        "GRPO on rounds of draws is better than RCE: +18.5 points; it is better than SFT: +20.0 points.",
+        "GRPO on recorded groups is better than RCE: +2.5 points; it is better than SFT: +4.0 points.",
+        "RCE is better than SFT: +1.5 points.",
+        "GRPO on live draws is better than all 7 simple baselines; over the strongest, careful-annotator rule (0.550): "
         "+37.0 points.",
     ]
     assert len([words for words in says if words.startswith("Control: shuffled") and "no gain" in words]) == 2
-    assert says[-1] == "Trained at 2 shots alone, GRPO on live draws has 0.507 at 1, 0.910 at 3 and 0.902 at 4."
+    assert (
+        says[-1] == "Trained only with 2 shots, GRPO on live draws reaches 0.507 with 1, 0.910 with 3 and 0.902 with 4."
+    )
 
 
-def test_where_intervals_hold_0_nothing_is_claimed() -> None:
-    found = results(grpo_live=0.675, careful_rule=0.675)
-    says = " ".join(verdict(found))
+def test_the_verdict_claims_nothing_if_an_interval_holds_0() -> None:
+    content = results(grpo_live=0.675, careful_rule=0.675)
+    says = " ".join(verdict(content))
     assert "GRPO on live draws is not shown to differ from RCE: +0.0 points (95% interval" in says
-    assert "It is not shown that GRPO on live draws beats careful-annotator rule (0.675); " in says
+    assert "GRPO on live draws is not shown to differ from careful-annotator rule (0.675); " in says
     worse = " ".join(verdict(results(grpo_live=0.6)))
-    assert "GRPO on live draws is 7.5 points worse than RCE (95% interval " in worse
+    assert "GRPO on live draws is worse than RCE: -7.5 points (95% interval " in worse
 
 
-def test_a_simple_way_that_wins_is_named() -> None:
+def test_the_verdict_names_simple_baselines_that_win() -> None:
     says = verdict(results(careful_rule=0.97, vote=0.95))
     assert (
-        "2 of the 7 simple ways did better than GRPO on live draws: careful-annotator rule (0.970), by 5.0 points; "
+        "2 of the 7 simple baselines do better than GRPO on live draws: careful-annotator rule (0.970), by 5.0 points; "
         "vote without a model (0.950), by 3.0 points."
     ) in says
 
@@ -235,47 +255,50 @@ def test_a_simple_way_that_wins_is_named() -> None:
 @pytest.mark.parametrize(
     ("accuracy", "words"),
     [
-        ({"shuffled_live": 0.8}, r"shuffled rewards on live draws bring \+14.0 points to SFT .*a gain that should not"),
-        ({"shuffled_live": 0.67}, r"shuffled rewards on live draws bring \+1.0 .*but -0.5 to RCE, where it starts: no"),
-        ({"shuffled_live": 0.66}, r"bring \+0.0 points to SFT .*: no gain, as it should be"),
-        ({"hidden_live": 0.6}, "with the annotator hidden, GRPO has .0.0 points over SFT .*the gain vanishes"),
-        ({"hidden_live": 0.7}, r"GRPO has \+10.0 points .*with it, \+26.0: the gain shrinks, but part of it"),
+        ({"shuffled_live": 0.8}, r"shuffled rewards on live draws against SFT: \+14.0 points .*, an unexpected gain"),
+        ({"shuffled_live": 0.67}, r"on live draws against SFT: \+1.0 .*but -0.5 against RCE, its start: no gain"),
+        ({"shuffled_live": 0.66}, r"against SFT: \+0.0 points .*, no gain, as expected"),
+        ({"hidden_live": 0.6}, "without the annotator, GRPO against SFT: .0.0 points .*the gain vanishes"),
+        ({"hidden_live": 0.7}, r"GRPO against SFT: \+10.0 points .*with it, \+26.0: the gain shrinks, but part of it"),
         ({"hidden_live": 0.86}, "the gain does not vanish, so it is not shown to come from the annotator"),
-        ({"grpo_live": 0.66, "hidden_live": 0.6}, "there was no gain that could vanish"),
+        ({"grpo_live": 0.66, "hidden_live": 0.6}, "there is no gain that could vanish"),
     ],
 )
-def test_controls_are_said_to_behave_only_where_they_do(accuracy: dict[str, float], words: str) -> None:
+def test_the_verdict_says_whether_controls_behave(accuracy: dict[str, float], words: str) -> None:
     assert any(re.search(words, sentence) for sentence in verdict(results(**accuracy)) if "Control" in sentence)
 
 
-def test_what_was_judged_on_records_is_said_so() -> None:
-    found = results() | {"judged_by": "recorded"}
-    assert verdict(found)[0].startswith("No scorer was at hand: every policy was given the recorded sequence")
+def test_the_verdict_says_that_there_was_no_scorer() -> None:
+    content = results() | {"judged_by": "recorded"}
+    assert verdict(content)[0].startswith("No scorer was available, so every policy was given the recorded sequence")
 
 
 def test_queries_that_were_left_out_are_counted(run: Path) -> None:
     correct = outcomes(TWO)
     for by_shots in correct.values():
         by_shots[4][:, :10] = torch.nan
-    found = selector_results(correct, table(), seeds=SEEDS, trained_shots=2)
-    (run / "results.json").write_text(json.dumps(found))
-    assert "for want of a record: 590 at 4. Every policy was judged on the same ones." in write_report(run).read_text()
-    assert "own bank" not in " ".join(facts(found))
+    content = results_of(correct)
+    (run / "results.json").write_text(json.dumps(content))
+    assert (
+        "for lack of a recorded sequence: 590 with 4. Every policy was judged on the same ones."
+        in write_report(run).read_text()
+    )
+    assert "own bank" not in " ".join(facts(content))
 
 
 def test_results_are_printed_without_cutting_anything_off() -> None:
-    found = results()
+    content = results()
     plain = io.StringIO()
-    print_results(found, Console(file=plain))
+    print_results(content, Console(file=plain))
     lines = plain.getvalue().splitlines()
     assert "\x1b" not in plain.getvalue()
     assert lines[0].split("  ")[0] == "policy"
-    assert lines[0].split()[-1] == "decision"
-    assert [line.split("  ")[0] for line in lines[1:15]] == [row[0] for row in cells(found)]
-    assert lines[15:] == verdict(found)
-    for width in (80, 100, 130):
-        shown = io.StringIO()
-        print_results(found, Console(file=shown, force_terminal=True, width=width))
-        assert "…" not in shown.getvalue()
-        assert "\x1b[1mGRPO on live draws" in shown.getvalue()
-        assert "2 shots (trained)" in shown.getvalue()
+    assert lines[0].endswith("decision time")
+    assert [line.split("  ")[0] for line in lines[1:15]] == [row[0] for row in policies(content).rows]
+    assert lines[15:] == verdict(content)
+    for width in (80, 100, 140):
+        printed = io.StringIO()
+        print_results(content, Console(file=printed, force_terminal=True, width=width))
+        assert "…" not in printed.getvalue()
+        assert "\x1b[1mGRPO on live draws" in printed.getvalue()
+        assert "2 shots (trained)" in printed.getvalue()

@@ -16,25 +16,22 @@ from helpers import small_table
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.experts import Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.prices import StaticMix, mean_budgets
-from knobwise.agents.training.settings import PolicyConfig
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-from knobwise.experiments.report.mean_report import verdict
-from knobwise.experiments.results.mean_results import Reference, mean_results_of
+from knobwise.experiments.report.verdicts import verdict
+from knobwise.experiments.results.equal_latency import Reference
+from knobwise.experiments.results.judge import judge_mean_budgets
 
 TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
 QUICK = [
-    *(
-        "optimiser.warmup_iterations=10",
-        "optimiser.iterations=4",
-        "optimiser.contexts=32",
-        "optimiser.evaluate_every=4",
-    ),
+    *("optimiser.warmup_iterations=10", "optimiser.iterations=4", "optimiser.contexts=32"),
+    "optimiser.evaluate_every=4",
     *("policy.hidden=16", "tracking=disabled", "seeds=[0,1]", "experiment=mean_budget", "policy.experts=[ridge,knn]"),
 ]
 POLICIES = [
@@ -84,8 +81,8 @@ def test_references_spend_what_the_policy_spent_on_the_test_samples() -> None:
     assert reference.best_single(spent).T.tolist() == [[0, 1], [0, 1], [0, 1], [0.25, 0.75], [1, 0.5]]
     # c gains .25 for 8 ms and .75 for 24 more: no less a ms, so both in one step; d gains nothing
     oracle = reference.oracle(torch.tensor([12.0, 27.9, 28.0]))
-    assert oracle.accuracy[0].T.tolist() == [[0, 1], [0, 1], [1, 1]]
-    assert oracle.latency_ms[0].T.tolist() == [[8, 16], [8, 16], [40, 16]]
+    assert oracle.accuracy.T.tolist() == [[0, 1], [0, 1], [1, 1]]
+    assert oracle.latency_ms.T.tolist() == [[8, 16], [8, 16], [40, 16]]
 
 
 class ByWorth:
@@ -99,7 +96,7 @@ def test_rows_by_hand() -> None:
     table, budgets = by_hand(), torch.tensor([20.0, 50.0])
     fitted, test = torch.tensor([0, 1]), torch.tensor([2, 3])
     chooser = PricedChooser("controller", ByWorth(), budgets, torch.tensor([0.125, 0.0]))
-    results = mean_results_of(table, fitted, test, budgets, [chooser, chooser], [4, 5], [])
+    results, _ = judge_mean_budgets(table, fitted, test, budgets, [chooser, chooser], [4, 5], [])
     rows = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
     assert (results["sense"], results["unit"], results["seeds"]) == ("mean", "ms", [4, 5])
     first, second = rows["controller", 20.0], rows["controller", 50.0]
@@ -134,7 +131,7 @@ def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them() -
     mix = StaticMix(table, fitted, budgets)
     found = {"budget_ms": 25.0, "gain": 0.0, "error": 0.0, "deployed": False, "reason": ""}
     chooser = PricedChooser("controller", ByWorth(), budgets, torch.tensor([0.0]), mix, [found])
-    results = mean_results_of(table, fitted, test, budgets, [chooser], [0], [])
+    results, _ = judge_mean_budgets(table, fitted, test, budgets, [chooser], [0], [])
     for policy in ("static_mix", "controller"):  # the guard has fallen back to it
         shares = [use["share"] for use in results["knob_usage"] if use["policy"] == policy]
         assert shares == pytest.approx([0, 0.75, 0.25])
@@ -150,17 +147,17 @@ def results_of_words(**over: Any) -> dict[str, Any]:
         }
 
     rows = [row("controller", b, 0.04, s, 0.6) for b, s in ((None, 0.05), (9.0, 0.03), (2.0, 0.12), (4.0, 0.06))]
-    return {"rows": [*rows, row("knn", None, 0.02, 0.0, 0.5)], **over}
+    return {"sense": "mean", "rows": [*rows, row("knn", None, 0.02, 0.0, 0.5)], **over}
 
 
 def test_the_verdict_in_words() -> None:
     first, second, third = verdict(results_of_words())
     assert first == (
-        "At the two tightest mean budgets the controller has +12.0 and +6.0 points of accuracy over the best single "
-        "configuration of equal mean latency (2.00 ms and 4.00 ms); the oracle has +42.0 and +36.0."
+        "At the two tightest mean budgets the controller gains +12.0 and +6.0 points of accuracy over the best single "
+        "configuration of equal mean latency (2.00 ms and 4.00 ms); the oracle gains +42.0 and +36.0."
     )
-    assert second.startswith("The learned controller beats the static mix: +4.0 points")
-    assert third.startswith("None of the 1 other ways of looking at the input did better")
+    assert second.startswith("The learned controller is better than the static mix of equal mean latency: accuracy +4")
+    assert third.startswith("None of the 1 other policies that see the input does better")
     guard = [[{"deployed": False}, {"deployed": True}]] * 2
     assert "In 2 of 4 cases" in verdict(results_of_words(guard=guard))[-1]
 
@@ -175,7 +172,7 @@ def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[st
     assert "tightest mean budgets" in printed
     assert "static mix" in printed
     page = (run / "report.html").read_text()
-    for words in ("Per mean budget", "mean latency really spent", "over the static mix", "held-out samples", "λ ="):
+    for words in ("Per mean budget", "mean latency spent", "over the static mix", "held-out samples", "λ ="):
         assert words in page
     assert list((run / "wandb").rglob("*.wandb"))
     assert "kind: priced" in (run / "config.yaml").read_text()
@@ -270,7 +267,7 @@ def test_nothing_depends_on_the_unit() -> None:
     assert judged_worths(usd).tolist() == pytest.approx((SCALE * judged_worths(ms)).tolist())
     said = []
     for table, scale in ((ms, 1.0), (usd, SCALE)):
-        measured = Measured.of(table, rows, default_budgets(table), seed=0)
+        measured = Measured.from_table(table, rows, default_budgets(table), seed=0)
         normaliser = FeatureNormaliser.fit(table, rows)
         expert = fit_experts(table, measured, normaliser, ["ridge"], seed=0)[0].expert
         prediction = expert(normaliser(table.features))
@@ -304,11 +301,6 @@ def test_a_price_in_usd_takes_the_place_of_latency(folder: Path, sense: str) -> 
 
 
 def test_the_unit_stays_with_a_saved_table(tmp_path: Path) -> None:
-    table = small_table(10)
-    assert ProfileTable.load(saved(table, tmp_path)).unit == "ms"
-    assert ProfileTable.load(saved(dataclasses.replace(table, unit="J"), tmp_path)).unit == "J"
-
-
-def saved(table: ProfileTable, folder: Path) -> Path:
-    table.save(folder / "t.safetensors")
-    return folder / "t.safetensors"
+    for unit in ("ms", "J"):
+        dataclasses.replace(small_table(10), unit=unit).save(tmp_path / "t.safetensors")
+        assert ProfileTable.load(tmp_path / "t.safetensors").unit == unit

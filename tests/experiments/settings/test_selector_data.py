@@ -49,6 +49,11 @@ def test_numbers_of_shots_that_cannot_be_judged(tmp_path: Path) -> None:
     small_beams(30)[0].save(tmp_path / "t.safetensors")
     data = read_data(BeamFiles(path=str(tmp_path / "t.safetensors")))
     check_judged(data, [1, 2])
-    for wrong, said in (([], "at least one"), ([2, 2], "none twice"), ([0, 2], "at least 1"), ([3, 4], r"\[2\] shots")):
-        with pytest.raises(InputError, match=said):
+    for wrong, message in (
+        ([], "at least one"),
+        ([2, 2], "none twice"),
+        ([0, 2], "at least 1"),
+        ([3, 4], r"\[2\] shots"),
+    ):
+        with pytest.raises(InputError, match=message):
             check_judged(data, wrong)

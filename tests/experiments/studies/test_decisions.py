@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from knobwise.envs.simulated.kinds import KINDS
-from knobwise.experiments.studies.decisions import TEST_SAMPLES, main, table_of
-from knobwise.experiments.studies.decisions_page import BASELINES, Mean, page_of
+from knobwise.experiments.studies.decisions import BASELINES, TEST_SAMPLES, Mean, decisions_page, main, table_of
 
 
 def entry(table: str, seed: int, auto: float, ridge: float) -> dict[str, Any]:
@@ -40,22 +39,22 @@ def row_of(page: str, section: str, name: str) -> list[str]:
 
 
 def test_a_mean_with_its_interval_by_hand() -> None:
-    mean = Mean.of([0.0, 0.2])  # standard error .1, and Student's t with one degree of freedom is 12.706
+    mean = Mean.over([0.0, 0.2])  # standard error .1, and Student's t with one degree of freedom is 12.706
     assert mean.value == pytest.approx(0.1)
     assert mean.half == pytest.approx(1.2706, abs=1e-3)
-    assert not mean.below
-    assert Mean.of([-0.2, -0.2]).below
+    assert mean.sign == 0
+    assert Mean.over([-0.2, -0.2]).sign == -1
 
 
 def test_the_page_by_hand() -> None:
-    found = [entry("one", 0, 0.6, 0.5), entry("one", 1, 0.6, 0.5), entry("two", 0, 0.4, 0.5), entry("two", 1, 0.4, 0.5)]
-    page = page_of(found)
+    cells = [entry("one", 0, 0.6, 0.5), entry("one", 1, 0.6, 0.5), entry("two", 0, 0.4, 0.5), entry("two", 1, 0.4, 0.5)]
+    page = decisions_page(cells)
     # gap closed (.6 − .3)/.5 and (.4 − .3)/.5; first on the one table, second on the other
     assert row_of(page, "All tables", "auto") == ["auto", "0.400", "+0.200", "1.5", "90.0%", "2.0"]
     assert "`auto` is first on 1 of 2 tables (one)." in page
-    assert "On two ridge is ahead of it by 0.100 ± 0.000, by more than the interval." in page
-    assert "- experts beside the network: +0.1000 (1 / 0 of 2)" in page
-    assert row_of(page, "Where the guard stands", "one")[:4] == ["one", "2/2", "1/2", "0/2"]
+    assert "On two, ridge leads by 0.100 ± 0.000, more than the interval." in page
+    assert "- experts next to the network: +0.1000 (1 / 0 of 2)" in page
+    assert row_of(page, "What the guard decides", "one")[:4] == ["one", "2/2", "1/2", "0/2"]
     # after equal updates .02 and .03; the fast one takes 2 s, by when the slow one had gained .01
     slow = row_of(page, "Objectives", "slow")
     assert (slow[1].split()[0], slow[2].split()[0], slow[3]) == ("0.0250", "0.0100", "4.0")
@@ -63,10 +62,10 @@ def test_the_page_by_hand() -> None:
 
 def test_a_simulated_table_is_judged_on_samples_beyond_its_own() -> None:
     table, split = table_of("few_samples", 0)
-    own = KINDS["few_samples"].samples
-    assert table.num_samples == own + TEST_SAMPLES
+    size = KINDS["few_samples"].samples
+    assert table.num_samples == size + TEST_SAMPLES
     assert torch.equal(torch.cat(split), torch.arange(table.num_samples))
-    assert (len(split.train) + len(split.validation), len(split.test)) == (own, TEST_SAMPLES)
+    assert (len(split.train) + len(split.validation), len(split.test)) == (size, TEST_SAMPLES)
 
 
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

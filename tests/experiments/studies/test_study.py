@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.settings import read_settings
-from knobwise.experiments.studies import reference, reference_page
-from knobwise.experiments.studies.reference import ReferenceConfig, Run, check, main, plan, train, train_or_say
-from knobwise.experiments.studies.reference_page import CONTROLLERS, PROFILES, Profile
+from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.studies.study import ReferenceConfig, Run, check, main, plan, read_study, train, train_or_note
+from knobwise.experiments.studies.study import training_settings as settings_of
 from knobwise.experiments.train.controller import run as run_controller
 
 TINY = ["profile=simulated", "profile.kind=router", "profile.samples=60", "policy.members=2", "policy.hidden=8"]
@@ -23,19 +22,18 @@ OTHER_HEADS = [f"heads/reference-builtin-policy-{name}" for name in HEADS]
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two experiments that share a variant, on a small table, and no selectors."""
-    sections = {name: CONTROLLERS[name]._replace(profiles=("builtin",)) for name in ("lean", "heads")}
-    for module in (reference, reference_page):
-        monkeypatch.setattr(module, "CONTROLLERS", sections)
-        monkeypatch.setattr(module, "PROFILES", {**PROFILES, "builtin": Profile("built-in", TINY)})
-    monkeypatch.setattr(reference, "SELECTORS", {})
+def few(tmp_path: Path) -> str:
+    """A study of two experiments that share a variant, on a small table, without selectors."""
+    path = tmp_path / "few.yaml"
+    sections = {name: {"title": name, "profiles": ["builtin"]} for name in ("lean", "heads")}
+    profiles = {name: {"name": "built-in", "words": TINY} for name in ("builtin", "calibrated")}
+    path.write_text(json.dumps({"profiles": profiles, "controllers": sections, "selectors": {}}))
+    return str(path)
 
 
-@pytest.mark.usefixtures("few")
-def test_a_small_study_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_study_from_the_command_line(few: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs, out = tmp_path / "runs", tmp_path / "page.md"
-    words = ["seeds=[0,1]", f"runs={runs}", f"out={out}", "jobs=1"]
+    words = ["seeds=[0,1]", f"study={few}", f"runs={runs}", f"out={out}", "jobs=1"]
     runs.mkdir()
     (runs / "heads").write_text("in the way")
     # a run that fails does not stop the others
@@ -57,9 +55,9 @@ def test_a_small_study_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
         "lean/reference-builtin",
     ]
     assert first.stat().st_mtime_ns == before
-    found = json.loads(first.read_text())
-    assert {row["policy"] for row in found["rows"]} == {"controller", "budget_aware_static", "oracle"}
-    (utility,) = (r["utility"] for r in found["rows"] if r["policy"] == "controller" and r["budget_ms"] is None)
+    results = json.loads(first.read_text())
+    assert {row["policy"] for row in results["rows"]} == {"controller", "budget_aware_static", "oracle"}
+    (utility,) = (r["utility"] for r in results["rows"] if r["policy"] == "controller" and r["budget_ms"] is None)
     lines = page.splitlines()
     assert any(line.startswith(f"| built-in | `lean` | {utility:.3f}") for line in lines)
     assert any(line.startswith(f"| built-in | `policy=utility` | {utility:.3f}") for line in lines)
@@ -71,36 +69,42 @@ def test_a_small_study_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert out.read_text() == page
 
 
-def test_what_is_wrong_is_said_before_anything_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["experiments=[other]"], ["profiles=[other]"], ["seeds=[]"], ["jobs=0"], ["sections=1"]):
+def test_a_wrong_word_is_named_before_anything_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ["experiments=[other]"],
+        ["profiles=[other]"],
+        ["seeds=[]"],
+        ["jobs=0"],
+        ["sections=1"],
+        ["study=x.yaml"],
+    ):
         assert main([*words, f"runs={tmp_path}", f"out={tmp_path / 'page.md'}"]) == 2
-        said = capsys.readouterr().err
-        assert words[0].split("=")[0] in said
-        assert said.count("\n") == 1
+        message = capsys.readouterr().err
+        assert words[0].split("=")[0] in message
+        assert message.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("few")
-def test_the_default_variant_is_what_the_file_sets(tmp_path: Path) -> None:
-    runs = list(plan(ReferenceConfig(runs=str(tmp_path))))
-    assert [(one.experiment, one.variant, one.default) for one in runs] == [
+def test_the_default_variant_is_what_the_file_sets(few: str, tmp_path: Path) -> None:
+    runs = list(plan(ReferenceConfig(runs=str(tmp_path)), read_study(few)))
+    assert [(run.experiment, run.variant, run.default) for run in runs] == [
         ("lean", "", True),
         ("heads", "policy=utility", True),
         *(("heads", f"policy={name}", False) for name in HEADS),
     ]
     assert runs[1].folder == runs[0].folder
-    assert pickle.loads(pickle.dumps((train_or_say, runs[2]))) == (train_or_say, runs[2])  # for other processes
-    assert "baselines=false" in runs[0].where
-    assert [one.verb for one in runs] == ["train"] * 6
+    assert pickle.loads(pickle.dumps((train_or_note, runs[2]))) == (train_or_note, runs[2])  # for other processes
+    assert "baselines=false" in runs[0].place
+    assert [run.verb for run in runs] == ["train"] * 6
 
 
 def test_a_finished_run_is_checked_by_its_settings(tmp_path: Path) -> None:
     words = ["experiment=mean_budget", "policy=utility", *TINY, "seeds=[0]"]
     where = ["name=one", f"runs={tmp_path}", "tracking=disabled", "baselines=false"]
     folder = run_controller(read_settings("train", [*words, *where]), words)
-    one = Run("mean_budget", "builtin", "", True, folder, words, where, reference._compared("train", words))
-    check(one)  # the run has put its own reward into config.yaml
-    other = one._replace(settings=reference._compared("train", [*words, "optimiser.lr=0.5"]))
+    made = Run("mean_budget", "builtin", "", True, folder, words, settings_of("train", words))
+    check(made)  # the run has put its own reward into config.yaml
+    other = made._replace(settings=settings_of("train", [*words, "optimiser.lr=0.5"]))
     with pytest.raises(InputError, match=r"optimiser\.lr="):
         check(other)
 
@@ -109,7 +113,6 @@ def test_a_selector_that_others_are_training_is_left_to_them(tmp_path: Path) -> 
     folder, words = tmp_path / "selector_kl" / "reference", ["experiment=selector_kl", "seeds=[0]"]
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("jobs: 2\n")
-    one = Run("selector_kl", "beams", "", True, folder, words, ["name=reference", f"runs={tmp_path}", "jobs=1"], {})
     with pytest.raises(InputError, match="was begun with jobs=2"):
-        train(one)
+        train(Run("selector_kl", "beams", "", True, folder, words, {}))
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]

@@ -17,13 +17,14 @@ import pytest
 import wandb
 from helpers import small_beams, small_table
 from omegaconf import OmegaConf
-from wandb_stub import ReceivedRun, WandbStub
+from wandb_stub import ReceivedRun, WandbStub, forget_wandb, offline_runs
 
 from knobwise.__main__ import main
 from knobwise.envs.readers.long_table import write_features, write_long_table
-from knobwise.experiments.results.decisions_file import read_decisions
+from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results, wandb_run
-from knobwise.experiments.tracking.tracker import Tracker, TrackingSettings, git_commit
+from knobwise.experiments.tracking.tracker import Tracker, git_commit
 
 TRAIN = ["train", "profile=table", "profile.path=t.parquet", "profile.features=f.npz", "policy=utility", "name=tiny"]
 TRAIN += ["optimiser.warmup_iterations=2", "optimiser.iterations=4", "optimiser.contexts=16", "seeds=[0,3]"]
@@ -49,9 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_features(table, folder / "f.npz")
     small_beams(60)[0].save(folder / "b.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("WANDB_")]:
-            patch.delenv(name)
-        patch.setenv("NETRC", str(folder / "netrc"))
+        forget_wandb(patch, folder)
         patch.chdir(folder)
         yield folder
 
@@ -88,30 +87,6 @@ def sync(stub: WandbStub, run: Path) -> list[ReceivedRun]:
     )
     assert done.returncode == 0, done.stderr
     return [found for name, found in stub.runs.items() if name not in known]
-
-
-def logged(run: Path) -> list[ReceivedRun]:
-    """The offline W&B runs of a folder, record by record as W&B's own reader gives them."""
-    found = []
-    for session in sorted((run / "wandb").glob("offline-run-*")):
-        one = ReceivedRun(session.name.split("-")[-1])
-        for record in wandb_run.records(session):
-            content = record.get(record["type"]) or {}
-            if record["type"] == "run":
-                names = {"displayName": "display_name", "groupName": "run_group", "jobType": "job_type"}
-                one.about = {name: content[key] for name, key in names.items()} | {"tags": content.get("tags")}
-                one.config = content["config"]["update"]
-            elif record["type"] == "history":
-                lines = one.lines.setdefault("wandb-history.jsonl", {})
-                lines[len(lines)] = json.dumps(content["item"])
-            elif record["type"] == "summary":
-                one.lines["wandb-summary.json"] = {0: json.dumps(one.summary | content["update"])}
-            elif record["type"] == "exit":
-                one.exit_code = content["exit_code"]
-        files = session / "files"
-        one.files = {str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()}
-        found.append(one)
-    return found
 
 
 def curves(run: Path, seed: int) -> list[dict[str, float]]:
@@ -228,18 +203,7 @@ def holds_results_of_selector(one: ReceivedRun, run: Path) -> None:
     same(shown["Test/policies"], rows)
     same(shown["Test/differences"], [flat(row) for row in results["differences"]])
     kept = read_decisions(run).filter(pl.col("policy").is_in(["sft", "rce", "grpo_recorded", "oracle"]))
-    same(shown["Test/decisions"], kept.with_columns(pl.col("demonstrations").list.join(" ")).to_dicts())
-
-
-# -- offline, record by record -----------------------------------------------------------------------------------------
-
-
-def test_an_offline_run_read_back_equals_the_files(offline_controller: Path) -> None:
-    holds_results_of_controller(holds(logged(offline_controller), offline_controller), offline_controller)
-
-
-def test_an_offline_selector_read_back_equals_the_files(offline_selector: Path) -> None:
-    holds_results_of_selector(holds(logged(offline_selector), offline_selector), offline_selector)
+    same(shown["Test/decisions"], kept.to_dicts())
 
 
 # -- at the server -----------------------------------------------------------------------------------------------------
@@ -381,21 +345,20 @@ def test_results_that_w_and_b_refuses_leave_the_run_whole(
     assert not (run / ".unfinished").exists()
     assert (run / "results.json").exists()
     assert "logged offline" in capfd.readouterr().err
-    (one,) = [found for found in logged(run) if found.about["jobType"] == "evaluate"]
+    (one,) = [found for found in offline_runs(run) if found.about["jobType"] == "evaluate"]
     assert one.summary["Test/controller/utility"] >= 0
 
 
-@pytest.mark.parametrize("wrong", [{"images": {"Utility": b"this is no picture"}}, {"profile_files": ["missing.csv"]}])
 def test_an_error_while_results_are_logged_is_said_in_a_line(
-    offline_controller: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], wrong: dict[str, Any]
+    offline_controller: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = json.loads((offline_controller / "results.json").read_text())
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
-        log.log_results(results, **wrong)
+        log.log_results(results, images={"Utility": b"this is no picture"})
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith("W&B did not take the results of again (")
-    (one,) = logged(tmp_path)
+    (one,) = offline_runs(tmp_path)
     assert one.exit_code == 0
     assert one.summary["Test/controller/utility"] == results["rows"][0]["utility"]
 
@@ -429,7 +392,7 @@ def test_of_many_decisions_whole_samples_are_kept(
     monkeypatch.setattr(wandb_results, "CELLS", 1000)
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
         log.log_results(results)
-    (one,) = logged(tmp_path)
+    (one,) = offline_runs(tmp_path)
     shown = tables(one)["Test/decisions"]
     count = shown["sample_id"].n_unique()
     said = f"W&B: Test/decisions has {count} of {results['test_samples']} samples, decisions.parquet all\n"

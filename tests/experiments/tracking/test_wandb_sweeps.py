@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import wandb
 import yaml
 from helpers import small_table
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
+from wandb_stub import forget_wandb, offline_runs
 
+from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import write_features, write_long_table
-from knobwise.experiments.command_line.settings import read_settings, schema_of
-from knobwise.experiments.tracking.sweep_agent import VARIABLES, SweepJob, sweep_job
-from knobwise.experiments.tracking.tracker import Tracker, TrackingSettings
+from knobwise.experiments.command_line.compose import read_settings, schema_of
+from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.experiments.tracking.tracker import Tracker
+from knobwise.experiments.tracking.wandb_run import VARIABLES, SweepJob, sweep_job
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((ROOT / "experiments" / "tracking" / "wandb_sweeps").glob("*.yaml"))
@@ -171,45 +172,36 @@ def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: 
     assert "optimiser.lr" not in config
 
 
-def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path) -> None:
-    """A job as the agent starts it, logged offline: its id, its sweep and its parameters are those of the results, and
-    the seeds are runs of their own."""
+def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of an agent, logged offline: the results have its id, sweep and parameters; the seeds are separate runs."""
+    monkeypatch.chdir(tmp_path)
     table = small_table(80)
-    write_long_table(table, tmp_path / "measured.csv")
-    write_features(table, tmp_path / "features.npz")
+    write_long_table(table, "measured.csv")
+    write_features(table, "features.npz")
     chosen = {"optimiser.lr": 3e-05, "loss.group_size": 5, "loss.advantage": "rank"}
-    asked = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
-    save_config_file_from_dict(str(asked), {key: {"value": value} for key, value in chosen.items()})
+    parameters = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
+    save_config_file_from_dict(str(parameters), {key: {"value": value} for key, value in chosen.items()})
     small = ["profile=table", "profile.path=measured.csv", "profile.features=features.npz", "policy.hidden=8"]
     small += ["policy.members=2", "optimiser.warmup_iterations=2", "optimiser.iterations=2", "optimiser.contexts=16"]
     words = [*words_of(FILES[1], chosen)[3:], *small, "seeds=[0,1]", "name=job", "tracking=offline"]
     words = [word for word in words if word != "seeds=[0,1,2]"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": "r1", "WANDB_SWEEP_PARAM_PATH": str(asked)}
-    environment |= {"WANDB_PROJECT": "of-the-agent"}
-    command = [sys.executable, "-m", "knobwise", "train", *words]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    (run,) = tmp_path.glob("runs/lean/job")
-    found = {}
-    for folder in run.glob("wandb/offline-run-*"):
-        reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-        lines = subprocess.run(reader, capture_output=True, text=True, check=True).stdout.splitlines()
-        records = [json.loads(line) for line in lines]
-        (about,) = (record["run"] for record in records if record["type"] == "run")
-        summary: dict[str, Any] = {}
-        for record in records:
-            summary |= record["summary"]["update"] if record["type"] == "summary" else {}
-        found[about["display_name"]] = about, summary
+    forget_wandb(monkeypatch, tmp_path)
+    for name, value in zip((*VARIABLES, "WANDB_PROJECT"), ("r1", "s1", str(parameters), "of-the-agent"), strict=True):
+        monkeypatch.setenv(name, value)
+    wandb.teardown()  # wandb reads the environment once in the life of a process
+    assert main(["train", *words]) == 0
+    wandb.teardown()
+    run = tmp_path / "runs" / "lean" / "job"
+    found = {received.about["displayName"]: received for received in offline_runs(run)}
     assert set(found) == {"job", "job-seed0", "job-seed1"}
-    assert {about["project"] for about, _ in found.values()} == {"of-the-agent"}
-    about, summary = found["job"]
-    assert (about["run_id"], about["sweep_id"]) == ("r1", "s1")
-    assert chosen.items() <= about["config"]["update"].items()
+    assert {received.about["project"] for received in found.values()} == {"of-the-agent"}
+    results = found["job"]
+    assert (results.name, results.about["sweep_id"]) == ("r1", "s1")
+    assert chosen.items() <= results.config.items()
     scores = json.loads((run / "results.json").read_text())["validation_utility"]
-    assert summary["Val/Utility"] == pytest.approx(sum(scores) / 2)
+    assert results.summary["Val/Utility"] == pytest.approx(sum(scores) / 2)
     for seed in (0, 1):
-        about, _ = found[f"job-seed{seed}"]
-        assert about["run_id"] != "r1"
-        assert not about.get("sweep_id")
-        assert not chosen.keys() & about["config"]["update"].keys()
+        training = found[f"job-seed{seed}"]
+        assert training.name != "r1"
+        assert not training.about["sweep_id"]
+        assert not chosen.keys() & training.config.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,24 +10,22 @@ from typing import Any
 
 import pytest
 import wandb
-from wandb_stub import ENTITY, WandbStub
+from wandb_stub import ENTITY, WandbStub, forget_wandb
 from wandb_workspaces.workspaces import Workspace
 from wandb_workspaces.workspaces.internal import View, WorkspaceViewspec
 
 from knobwise.__main__ import main
 from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.settings import read_settings
+from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.workspace import view_of
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty folder, no key, none of the developer's own W&B variables."""
+    """An empty folder, no key."""
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    forget_wandb(monkeypatch, tmp_path)
 
 
 class ViewStub(WandbStub):
@@ -38,9 +35,6 @@ class ViewStub(WandbStub):
         super().__init__()
         self.views: dict[str, dict[str, Any]] = {}
         self.projects = {"knobwise", "other"}
-
-    def _GetDefaultEntity(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"viewer": {"id": "1", "entity": ENTITY}}
 
     def _View(self, variables: dict[str, Any]) -> dict[str, Any]:
         if variables["projectName"] not in self.projects:

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import save_checkpoint
-from knobwise.agents.selector.networks import SelectorConfig
 from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_files import read_rl_data
-from knobwise.envs.demonstrations.beam_table import METHODS, BeamTable
-from knobwise.profiling.demonstrations.profile import BeamProfileConfig, profile_beams
-from knobwise.profiling.demonstrations.tasks import BeamTask, PoolConfig, VLMTaskConfig, changed, vlm_task
+from knobwise.envs.demonstrations.beam_files import read_beam_data
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.profiling.demonstrations.profile import profile_beams
+from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolConfig, VLMTaskConfig
+from knobwise.profiling.demonstrations.tasks import BeamTask, vlm_task
+from knobwise.profiling.measuring.settings import changed_settings
 
 BEAM, SAMPLE, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
 CONFIG = BeamProfileConfig(shots=2, width=3, retrieved=2, sampled=1, random=2, chunk=2)
@@ -111,7 +114,7 @@ def test_what_is_written_fits_together(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "out"
     table = profile_beams(out, task(), CONFIG)
     assert same(BeamTable.load(out / "beams.safetensors"), table)
-    again = read_rl_data(out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors")
+    again = read_beam_data(out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors")
     assert torch.equal(again.sequences, table.sequences)
     assert torch.equal(again.found_by, table.found_by)
     assert torch.equal(again.candidates, table.candidates)
@@ -185,12 +188,8 @@ def test_rounds_of_a_policy_are_added_once_each(tmp_path: Path) -> None:
     info = json.loads((out / "beams-info.json").read_text())
     assert [about["policy"] for about in info["rounds"]] == ["one", "two"]
     assert {"policy-1", "policy-2"} <= {row["found_by"] for row in info["figures"]["found"]}
-    assert (
-        read_rl_data(
-            out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors"
-        ).round.max()
-        == 2
-    )
+    again = read_beam_data(out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors")
+    assert again.round.max() == 2
 
 
 def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path: Path) -> None:
@@ -213,8 +212,7 @@ def test_a_folder_keeps_to_one_run(tmp_path: Path) -> None:
     profile_beams(tmp_path, task(), replace(CONFIG, json=False))
 
 
-# -- the command line --------------------------------------------------------------------------------------------------
-
+VLM = ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"]
 TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.chunk=5", "out=out"]
 
 
@@ -267,7 +265,7 @@ def test_the_built_in_task_with_pools_by_similarity(tmp_path: Path) -> None:
 def vlm_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random LLaVA, six items about four images, and embeddings of them."""
     from PIL import Image
-    from test_vlm_scorer import tiny_vlm
+    from tiny_vlms import tiny_vlm
 
     folder = tmp_path_factory.mktemp("vlm")
     for part in tiny_vlm("llava"):
@@ -291,7 +289,7 @@ def test_a_vision_language_model_end_to_end(
     vlm_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(vlm_files)
-    words = ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors", "vlm.image_columns=2"]
+    words = [*VLM, "vlm.image_columns=2"]
     words += ["vlm.device=cpu", "pool.size=4", "beams.width=2", "beams.random=1", f"out={tmp_path}"]
     assert main(["profile", *words]) == 0, capsys.readouterr().err
     table = BeamTable.load(tmp_path / "beams.safetensors")
@@ -315,27 +313,18 @@ def test_a_vision_language_model_end_to_end(
         (["model=model", "vlm.data=none.jsonl", "vlm.embeddings=e.safetensors"], "none.jsonl"),
         (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=none.npz"], "none.npz"),
         (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=short.safetensors"], "4 rows for 6 items"),
-        (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors", "vlm.bank=items.jsonl"], "query_emb"),
-        (
-            ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors", "vlm.image_columns=5"],
-            "image_columns=5",
-        ),
-        (
-            [
-                *("model=model", "vlm.data=items.jsonl", "vlm.bank=items.jsonl", "vlm.embeddings=e.safetensors"),
-                "vlm.query_embeddings=narrow.safetensors",
-            ],
-            "3 wide",
-        ),
-        (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors", "pool.sampler=covers"], "covers"),
+        ([*VLM, "vlm.bank=items.jsonl"], "query_emb"),
+        ([*VLM, "vlm.image_columns=5"], "image_columns=5"),
+        ([*VLM, "vlm.bank=items.jsonl", "vlm.query_embeddings=narrow.safetensors"], "3 wide"),
+        ([*VLM, "pool.sampler=covers"], "covers"),
         (["model=empty", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"], "empty: cannot be loaded"),
         (["model=learner", "learner.variant=lazy"], "lazy"),
         (["model=learner", "learner.part=validation"], "validation"),
         (["model=learner", "learner.queries=0"], "at least one query"),
         (["model=learner", "pool.sampler=nearest"], "pool.sampler=nearest"),
         (["model=learner", "pool.size=0"], "pool.size"),
-        (["model=learner", "beams.shots=0"], "beams.shots must be 1 at least"),
-        (["model=learner", "beams.random=-1"], "beams.random must be 0 at least"),
+        (["model=learner", "beams.shots=0"], "beams.shots=0: must be at least 1"),
+        (["model=learner", "beams.random=-1"], "beams.random=-1: must be at least 0"),
         (["model=learner", "beams.width=0", "beams.retrieved=0", "beams.random=0"], "nothing to record"),
         (["model=learner", "learner.queries=3", "learner.candidates=99", "checkpoint=none.pt"], "none.pt"),
     ],
@@ -367,6 +356,6 @@ def test_a_bank_of_its_own_and_fewer_queries(vlm_files: Path, monkeypatch: pytes
 
 
 def test_only_what_is_not_the_default_is_named() -> None:
-    assert changed("beams.", BeamProfileConfig()) == []
-    named = changed("beams.", BeamProfileConfig(json=False, width=2), leave_out=("width",))
+    assert changed_settings("beams.", BeamProfileConfig()) == []
+    named = changed_settings("beams.", BeamProfileConfig(json=False, width=2), leave_out=("width",))
     assert named == ["beams.json=false"]

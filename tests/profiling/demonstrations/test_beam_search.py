@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import METHODS
+from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations import beam_search as module
 from knobwise.profiling.demonstrations.beam_search import (
-    Found,
+    Sequences,
     beam_search,
     drawn,
     joined,
@@ -131,7 +131,7 @@ def test_retrieved_sequences_by_hand() -> None:
 
 def test_draws_follow_the_similarity_without_repeats() -> None:
     alike = torch.tensor([[0.0, 0.1, -torch.inf, 0.2]]).expand(4000, 4)
-    sequences = drawn(alike, 2, 1, torch.Generator().manual_seed(0), temperature=0.1)[:, 0]
+    sequences = drawn(alike, 2, 1, torch.Generator().manual_seed(0))[:, 0]
     # softmax of 0, 1, 2 = .090, .245, .665; then of what is left
     first = sequences[:, 0].bincount(minlength=4) / 4000
     assert torch.allclose(first, torch.tensor([0.0900, 0.2447, 0.0, 0.6652]), atol=0.03)
@@ -172,8 +172,10 @@ def test_nothing_is_scored_twice() -> None:
 
 
 def test_joining_pads_what_one_side_lacks() -> None:
-    one = Found(torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]]))
-    two = Found(torch.tensor([[[1, 0], [0, 1]]]), {"beam_score": torch.tensor([[0.5, 0.25]])}, torch.tensor([[3, 3]]))
+    one = Sequences(torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]]))
+    two = Sequences(
+        torch.tensor([[[1, 0], [0, 1]]]), {"beam_score": torch.tensor([[0.5, 0.25]])}, torch.tensor([[3, 3]])
+    )
     beside = joined([one, two])
     assert beside.sequences.tolist() == [[[0, NONE], [1, 0], [0, 1]]]
     assert beside.found_by.tolist() == [[0, 3, 3]]

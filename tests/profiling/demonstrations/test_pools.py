@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.demonstrations import pools
-from knobwise.profiling.demonstrations.pools import SAMPLERS, draw_pools, similarity
+from knobwise.profiling.demonstrations.pools import draw_pools, similarity
+from knobwise.profiling.demonstrations.settings import SAMPLERS
 
 BLOCKS = {"image": (0, 2), "question": (2, 4)}
 # cosines with the query: image 1, .8, .6, 0; question 0, .6, 1, .8 (by triangles of sides 3, 4, 5)
@@ -42,7 +43,7 @@ def test_the_similarity_of_a_pool() -> None:
 
 
 def test_more_than_the_bank_has_gives_shorter_pools() -> None:
-    pool = draw_pools("image_similarity", QUERY, BANK, 9, blocks=BLOCKS, own=torch.tensor([1]))
+    pool = draw_pools("image_similarity", QUERY, BANK, 9, blocks=BLOCKS, itself=torch.tensor([1]))
     assert pool.tolist() == [[0, 2, 3, -1]]
     own = draw_pools("random", QUERY, BANK, 4, query_images=("a",), candidate_images=("a",) * 4)
     assert own.tolist() == [[-1] * 4]
@@ -75,7 +76,7 @@ def test_neither_a_query_nor_its_image_is_ever_in_its_pool(
     items = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
     pool = draw_pools(
         sampler, items, items, size, blocks=BLOCKS, query_images=images, candidate_images=images,
-        own=torch.arange(count), seed=seed,
+        itself=torch.arange(count), seed=seed,
     )  # fmt: skip
     assert pool.shape == (count, min(size, count))
     for query, row in enumerate(pool.tolist()):
@@ -102,5 +103,5 @@ def test_mistakes() -> None:
         draw_pools("nearest", QUERY, BANK, 2)
     with pytest.raises(InputError, match="at least one candidate"):
         draw_pools("random", QUERY, BANK, 0)
-    with pytest.raises(InputError, match="mixed compares question, but of the embeddings only image is known"):
+    with pytest.raises(InputError, match="mixed compares question, but the embeddings have only image"):
         draw_pools("mixed", QUERY, BANK, 2, blocks={"image": (0, 2)})

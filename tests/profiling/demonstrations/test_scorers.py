@@ -8,9 +8,9 @@ import torch
 from numpy.random import RandomState
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.demonstrations.builtin import builtin_learner
 from knobwise.profiling.demonstrations.canvases import VARIANTS, Bank, Queries, draw_bank, draw_queries
 from knobwise.profiling.demonstrations.scorers import LearnerScorer
+from knobwise.profiling.demonstrations.tasks import builtin_learner
 
 FIELDS = {"logprob_score", "vqa_gt_prob", "vqa_correct", "vqa_acc_score", "vqa_rel_score"}
 QUERIES, BANK = draw_queries(RandomState(0), 20, False), draw_bank(RandomState(1), 50, False, VARIANTS["careless"])
@@ -32,7 +32,7 @@ def prompts(n, shots=4, seed=0):
 def by_hand(learner, query, shown):
     """ln P of each label, [10], for each question asked, and the right label."""
     found = []
-    for part in QUERIES.asked[query][QUERIES.asked[query] >= 0]:
+    for part in QUERIES.questions[query][QUERIES.questions[query] >= 0]:
         asked = learner.see(torch.from_numpy(QUERIES.images[query]), torch.tensor(part))
         seen = [learner.see(torch.from_numpy(BANK.images[m]), torch.tensor(BANK.question[m])) for m in shown]
         labels = [QUERIES.labels[query, BANK.question[m], BANK.value[m]] for m in shown]
@@ -95,11 +95,8 @@ def test_zero_shot_whatever_the_width(learner):
     scorer, queries = LearnerScorer(learner, QUERIES, BANK), torch.arange(20)
     narrow, wide = (scorer(queries, torch.full((20, width), -1)) for width in (0, 3))
     torch.testing.assert_close(narrow, wide, rtol=1e-4, atol=1e-5)
-    assert (
-        scorer.vote(queries, torch.full((20, 2), -1)).sum()
-        == scorer.vote(queries, torch.zeros(20, 0).long()).sum()
-        == 0
-    )
+    for nothing in (torch.full((20, 2), -1), torch.zeros(20, 0).long()):
+        assert scorer.vote(queries, nothing).sum() == 0
 
 
 def test_no_rows_no_scores(learner):
@@ -117,22 +114,17 @@ def test_votes_by_hand(learner):
     values = np.array([[5, 0, 0], [4, 5, 0], [4, 5, 0], [0, 0, 0]])
     queries = Queries(QUERIES.images[:4], values, asked, QUERIES.labels[:4])
     cases = [
-        (0, [1, -1, -1, -1], 1),
-        (0, [0, -1, -1, -1], 0),
+        (0, [1, -1, -1, -1], 1), (0, [0, -1, -1, -1], 0),
         (0, [0, 1, -1, -1], 0),  # a tie: the first
-        (0, [1, 0, -1, -1], 1),
-        (0, [0, 1, 2, -1], 1),
+        (0, [1, 0, -1, -1], 1), (0, [0, 1, 2, -1], 1),
         (0, [1, 0, 3, 2], 1),  # two each: the first
         (0, [5, 4, 1, -1], 1),  # of another question: no votes
         (0, [4, 5, -1, -1], 0),  # nobody votes
-        (0, [-1, -1, -1, -1], 0),
-        (1, [0, 5, -1, -1], 1),
+        (0, [-1, -1, -1, -1], 0), (1, [0, 5, -1, -1], 1),
         (1, [0, 4, -1, -1], 0),  # one of its two questions is wrong
         (1, [0, 3, -1, -1], 0),  # nobody votes on the second
-        (1, [4, 0, 5, 3], 0),
-        (2, [5, 4, 3, -1], 1),
-        (3, [0, 1, 2, 3], 0),
-    ]
+        (1, [4, 0, 5, 3], 0), (2, [5, 4, 3, -1], 1), (3, [0, 1, 2, 3], 0),
+    ]  # fmt: skip
     rows, shown, right = (torch.tensor(x) for x in zip(*cases, strict=True))
     found = LearnerScorer(learner, queries, bank).vote(rows, shown)
     assert found.dtype == torch.float32

@@ -10,8 +10,9 @@ from PIL import Image
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, as_image, as_prompt, question_of, request_of
-from knobwise.profiling.elastic.model import Configuration, ElasticSize, ElasticVLM
+from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.scenes import END, WORDS, Scenes, draw_samples, to_words
+from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, Request
 
 SCENES = draw_samples(12, seed=1)

@@ -2,11 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +13,11 @@ import torch
 
 from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.profiling.elastic import measuring
-from knobwise.profiling.elastic.measuring import Measurements, claim, measure
-from knobwise.profiling.elastic.model import Configuration, ElasticSize, ElasticVLM
-from knobwise.profiling.elastic.outputs import DATASET, command
-from knobwise.profiling.elastic.profile import ElasticProfileConfig, profile_elastic
-from knobwise.profiling.elastic.scenes import draw_samples
-from knobwise.profiling.elastic.training import TrainingConfig
+from knobwise.profiling.elastic import profile, training
+from knobwise.profiling.elastic.model import ElasticVLM
+from knobwise.profiling.elastic.profile import DATASET, command, profile_elastic
+from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig, ElasticSize, TrainingConfig
+from knobwise.profiling.elastic.training import calibrate
 
 TINY = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
 CONFIG = ElasticProfileConfig(
@@ -34,7 +28,9 @@ CONFIG = ElasticProfileConfig(
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return profile_elastic(tmp_path_factory.mktemp("profile"), CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "calibrate", lambda model, seed: calibrate(model, seed, batches=1))
+        return profile_elastic(tmp_path_factory.mktemp("profile"), CONFIG)
 
 
 def test_the_table_has_every_sample_at_every_configuration(out: Path) -> None:
@@ -69,18 +65,7 @@ def test_the_description_fits_the_files(out: Path) -> None:
     for name, digest in about["sha256"].items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
     assert (about["samples"], about["configurations"], about["torch"]["threads"]) == (5, 8, 1)
-
-
-def test_nothing_half_written_is_left(out: Path) -> None:
     assert not [p for p in out.rglob("*") if p.name.startswith(".") or p.suffix == ".partial"]
-
-
-def test_a_finished_profile_is_not_measured_again(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = pl.read_parquet(out / "table.parquet")
-    measured = measuring.Measurements.open(out / "state", 2, 5, 8).total_ms.copy()
-    profile_elastic(out, CONFIG)
-    assert np.array_equal(measured, measuring.Measurements.open(out / "state", 2, 5, 8).total_ms)
-    assert before.equals(pl.read_parquet(out / "table.parquet"))
 
 
 def test_another_run_in_the_same_folder_is_refused(out: Path) -> None:
@@ -91,11 +76,12 @@ def test_another_run_in_the_same_folder_is_refused(out: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"top_k": (1, 3)}, "top_k must be 1 to 2"),
-        ({"num_active_blocks": (1,)}, "num_active_blocks must be 2 to 4"),
+        ({"top_k": (1, 3)}, "top_k=3: this model takes 1 to 2"),
+        ({"num_active_blocks": (1,)}, "num_active_blocks=1: this model takes 2 to 4"),
         ({"max_crops": ()}, "max_crops needs at least one value"),
         ({"top_k": (1, 1)}, "no value twice"),
-        ({"samples": 0}, "elastic.samples and elastic.repeats"),
+        ({"clock": "sun"}, "must be one of wall, cpu"),
+        ({"samples": 0}, "elastic.samples=0: must be at least 1"),
         ({"model": "nowhere.safetensors"}, "no such file"),
     ],
 )
@@ -107,71 +93,41 @@ def test_impossible_settings_are_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_measurement_goes_on_and_measures_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_measurement_resumes_and_measures_nothing_twice(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "_WARM_UP_ROUNDS", 0)
-    torch.manual_seed(0)
-    model, samples, configurations = ElasticVLM(TINY).eval(), draw_samples(4, seed=0), CONFIG.configurations
+    monkeypatch.setattr(profile, "_WARM_UP_ROUNDS", 0)
     runs, generate = [], ElasticVLM.generate
+    config = replace(CONFIG, model=str(out / profile.MODEL_FILE), exp_json=False)
 
-    def counted(self, image, prompt, configuration):  # type: ignore[no-untyped-def]
+    def counted(self, image, prompt, configuration, overview):  # type: ignore[no-untyped-def]
         if len(runs) == 20:
             runs.append(None)
             raise KeyboardInterrupt
         runs.append((prompt.tolist(), image.shape, configuration))
-        return generate(self, image, prompt, configuration)
+        return generate(self, image, prompt, configuration, overview)
 
     monkeypatch.setattr(ElasticVLM, "generate", counted)
     with pytest.raises(KeyboardInterrupt):
-        measure(model, samples, configurations, Measurements.open(tmp_path, 1, 4, 8), seed=0)
-    half = Measurements.open(tmp_path, 1, 4, 8)
-    kept = half.total_ms.copy()
-    assert half.done == 20
-    measure(model, samples, configurations, half, seed=0)
-    assert half.done == 32 == len(runs) - 1
-    assert np.array_equal(half.total_ms[np.isfinite(kept)], kept[np.isfinite(kept)])
-    assert len({str(run) for run in runs if run}) == 32
+        profile_elastic(tmp_path, config)
+    log = tmp_path / "state" / "measured-0.jsonl"
+    measured = log.read_bytes()
+    assert measured.count(b"\n") == 20
+    profile_elastic(tmp_path, config)
+    assert log.read_bytes().startswith(measured)
+    assert log.read_bytes().count(b"\n") == 2 * 5 * 8 == len(runs) - 1
+    assert set(Counter(str(run) for run in runs if run).values()) == {2}  # the two repeats
+    profile_elastic(tmp_path, config)
+    assert len(runs) == 2 * 5 * 8 + 1
 
 
-def test_a_killed_measurement_goes_on_from_what_it_measured(tmp_path: Path) -> None:
-    """SIGKILL in the middle of measuring: everything finished before it is on disk and stays as it is."""
-    ElasticVLM(TINY).save(tmp_path / "model.safetensors")
-    script = (
-        "import itertools, sys, torch; from pathlib import Path; torch.set_num_threads(1)\n"
-        "from knobwise.profiling.elastic.measuring import *\n"
-        "from knobwise.profiling.elastic.scenes import draw_samples\n"
-        "settings = [Configuration(*c) for c in itertools.product((1, 4), (1, 2), (3, 4))]\n"
-        "model, state = ElasticVLM.load(Path('model.safetensors')), Measurements.open(Path('.'), 90, 40, 8)\n"
-        "measure(model, draw_samples(40, 1), settings, state, 1)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL, cwd=tmp_path, env=environment)
-    times, deadline = tmp_path / "total_ms.npy", time.monotonic() + 60
-    while not (times.exists() and np.isfinite(np.load(times, mmap_mode="r")).sum() > 100):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    before = np.load(times)
-    done = np.isfinite(before)
-    assert 100 < done.sum() < before.size
-    state = Measurements.open(tmp_path, 90, 40, 8)
-    # what was in flight has no total time, so it is measured again; the rest is complete
-    assert np.isfinite(state.prefill_ms[done]).all()
-    assert np.isfinite(state.cpu_ms[done]).all()
-    state.total_ms[tuple(np.argwhere(~done)[5:].T)] = 1.0  # leave five to do, to keep the test short
-    measure(ElasticVLM.load(tmp_path / "model.safetensors"), draw_samples(40, 1), CONFIG.configurations, state, 1)
-    assert state.done == before.size
-    assert np.array_equal(state.total_ms[done], before[done])
-
-
-def test_claims_hold(tmp_path: Path) -> None:
-    claim(tmp_path / "c.json", {"a": (1, 2)})
-    claim(tmp_path / "c.json", {"a": (1, 2)})
-    with pytest.raises(ValueError, match=r"a: \[1, 2\] → 3"):
-        claim(tmp_path / "c.json", {"a": 3})
+def test_cpu_time_can_be_the_latency(out: Path, tmp_path: Path) -> None:
+    config = replace(CONFIG, model=str(out / profile.MODEL_FILE), exp_json=False, repeats=1, clock="cpu")
+    table = pl.read_parquet(profile_elastic(tmp_path, config) / "table.parquet")
+    assert (table["latency_ms"] / table["cpu_ms"] - 1).abs().median() < 0.05  # type: ignore[operator]
+    assert json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"].startswith("thread CPU")
+    with pytest.raises(ValueError, match="clock: cpu → None"):
+        profile_elastic(tmp_path, replace(config, clock="wall"))
 
 
 def test_the_command_names_what_is_not_the_default() -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from knobwise.profiling.elastic import training
-from knobwise.profiling.elastic.model import ElasticSize, ElasticVLM
-from knobwise.profiling.elastic.training import TrainingConfig, calibrate, train
+from knobwise.profiling.elastic.model import ElasticVLM
+from knobwise.profiling.elastic.settings import ElasticSize, TrainingConfig
+from knobwise.profiling.elastic.training import calibrate, train
 
 TINY = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
 SHORT = TrainingConfig(steps=6, batch_size=4)

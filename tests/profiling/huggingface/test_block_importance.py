@@ -1,22 +1,14 @@
 """Importance of blocks: the file, and the measurement on tiny random models."""
 
 import copy
-import json
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_hf_knobs import asked
 from tiny_models import tiny_model
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.huggingface.block_importance import (
-    AnswerLikelihood,
-    measure_importance,
-    read_importance,
-    write_importance,
-)
+from knobwise.profiling.huggingface.block_importance import AnswerLikelihood, measure_importance, read_importance
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
 
 
@@ -25,56 +17,35 @@ def file(tmp_path):
     return tmp_path / "importance.json"
 
 
-@settings(max_examples=20)
-@given(st.dictionaries(st.integers(0, 99), st.floats(allow_nan=False, allow_infinity=False), min_size=1))
-def test_what_is_written_is_read(tmp_path_factory, importance):
-    file = tmp_path_factory.mktemp("importance") / "importance.json"
-    write_importance(file, importance)
-    found = read_importance(file, blocks=100)
-    assert found == importance
-    assert list(found) == sorted(importance)
-
-
 def test_the_format_is_a_number_for_each_block(file):
     file.write_text('{"10": 0.25, "4": 0.0156, "5": -1}')
-    assert read_importance(file) == {4: 0.0156, 5: -1.0, 10: 0.25}
-    write_importance(file, {10: 0.25, 4: 0.0156})
-    assert json.loads(file.read_text()) == {"4": 0.0156, "10": 0.25}
+    assert list(read_importance(file).items()) == [(4, 0.0156), (5, -1.0), (10, 0.25)]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{4: 0.1}", "is not JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
-        ("[0.1, 0.2]", "must hold a number for each block"),
-        ("{}", "must hold a number for each block"),
+        ("{4: 0.1}", "is not JSON"), (b"\xff\xfe\x00", "is not JSON"),
+        ("[0.1, 0.2]", "must hold a number for each block"), ("{}", "must hold a number for each block"),
         ('{"layer.4": 0.1}', "'layer.4' is not the number of a block"),
         ('{"-1": 0.1}', "'-1' is not the number of a block"),
-        ('{"²": 0.1}', "'²' is not the number of a block"),
-        ('{"8": 0.1}', "there is no block 8; this model has blocks 0 to 7"),
-        ('{"4": 0.1, "04": 0.2}', "block 4 is given twice"),
+        ('{"²": 0.1}', "'²' is not the number of a block"), ('{"4": 0.1, "04": 0.2}', "block 4 is given twice"),
         ('{"4": 0.1, "4": 0.2}', "block 4 is given twice"),
         ('{"4": NaN}', "importance of block 4 is nan, not a finite number"),
-        ('{"4": 1e999}', "importance of block 4 is inf"),
-        ('{"4": "0.1"}', "importance of block 4 is '0.1'"),
-        ('{"4": true}', "importance of block 4 is True"),
-        ('{"4": {"4": 0.1}}', "importance of block 4 is"),
+        ('{"4": 1e999}', "importance of block 4 is inf"), ('{"4": "0.1"}', "importance of block 4 is '0.1'"),
+        ('{"4": true}', "importance of block 4 is True"), ('{"4": {"4": 0.1}}', "importance of block 4 is"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_wrong_is_refused(file, text, message):
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError, match=message) as raised:
-        read_importance(file, blocks=8)
+        read_importance(file)
     assert str(file) in str(raised.value)
 
 
 def test_a_file_that_is_not_there_is_refused(file):
     with pytest.raises(InputError, match=r"importance\.json: cannot be read"):
         read_importance(file)
-
-
-# -- measured ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["llava_next", "qwen3_5_moe"])
@@ -121,7 +92,7 @@ def test_greedy_answers_are_greedy_and_end_where_they_are_told_to(made):
         model.generation_config.update(num_beams=3, num_return_sequences=2, return_dict_in_generate=True)
         found = AnswerLikelihood(model, prompts, max_new_tokens=4).answers
         end = int(wanted[0][1])
-        ended = AnswerLikelihood(model, prompts[:1], max_new_tokens=4, ends=[end]).answers[0]
+        ended = AnswerLikelihood(model, prompts[:1], max_new_tokens=4, end_tokens=[end]).answers[0]
     finally:
         model.generation_config = own
     assert all(map(torch.equal, found, wanted))
@@ -133,7 +104,7 @@ def test_importance_is_what_the_score_loses_without_a_block(made, file):
     knobs = HuggingFaceKnobs(model, processor)
     score = AnswerLikelihood(model, prompts, max_new_tokens=4)
     importance = measure_importance(knobs, score, file)
-    assert read_importance(file, blocks=4) == importance
+    assert read_importance(file) == importance
     free = [block for block in range(1, 4) if block not in knobs.always_active]
     assert list(importance) == free
     whole = score()

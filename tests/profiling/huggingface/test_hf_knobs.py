@@ -8,8 +8,8 @@ import tiny_models
 import torch
 import transformers
 from PIL import Image
-from test_vlm_scorer import tiny_vlm
 from tiny_models import FAMILIES, tiny_model
+from tiny_vlms import tiny_vlm
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
@@ -71,15 +71,8 @@ def asked(processor, *sizes):
 @torch.inference_mode()
 def generated(model, inputs, **settings):
     """Four tokens of each answer, int64 [n, 4], and what they were chosen by, [n, 4, V]."""
-    found = model.generate(
-        **inputs,
-        min_new_tokens=4,
-        max_new_tokens=4,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **settings,
-    )
+    settings |= {"min_new_tokens": 4, "max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    found = model.generate(**inputs, **settings, return_dict_in_generate=True)
     return found.sequences[:, -4:], torch.stack(found.logits, 1)
 
 
@@ -89,12 +82,9 @@ def logits(model, inputs):
 
 
 def blocks_of(model):
-    (found,) = [
-        part
-        for name, part in model.named_modules()
-        if name.endswith(".layers") and "vision" not in name and len(part) == tiny_models.BLOCKS
-    ]
-    return found
+    named = [(name, part) for name, part in model.named_modules() if name.endswith(".layers") and "vision" not in name]
+    (blocks,) = [part for _, part in named if len(part) == tiny_models.BLOCKS]
+    return blocks
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -113,9 +103,6 @@ def routed(request):
 def llava():
     model, processor = tiny_model("llava_next")
     return model, processor, HuggingFaceKnobs(model, processor)
-
-
-# -- what there is to set ----------------------------------------------------------------------------------------------
 
 
 def test_every_family_says_what_can_be_set(made):
@@ -162,9 +149,6 @@ def test_values_out_of_range_are_refused(made):
                 pass
     with pytest.raises(InputError, match="unknown knob 'crops'"), knobs.set({"crops": 1}):
         pass
-
-
-# -- what was set is what runs -----------------------------------------------------------------------------------------
 
 
 def test_the_blocks_that_were_set_run_and_no_others(made):
@@ -249,12 +233,10 @@ def test_no_image_has_more_pixels_than_set(family, size):
     for crops in range(1, 5):
         with knobs.set({"max_crops": crops}):
             inputs = asked(processor, size)
-        grid = inputs.get("image_grid_thw")
-        found.append(
-            int(grid.prod())
-            if grid is not None
-            else int((inputs["image_position_ids"] >= 0).all(-1).sum()) * 256 // 280
-        )
+        if (grid := inputs.get("image_grid_thw")) is not None:
+            found.append(int(grid.prod()))
+        else:
+            found.append(int((inputs["image_position_ids"] >= 0).all(-1).sum()) * 256 // 280)
         assert found[-1] <= crops * 256
     assert found == sorted(found)
 
@@ -265,9 +247,6 @@ def test_aria_takes_smaller_images_below_its_default():
     for crops, side in {1: 490, 3: 490, 4: 980, 8: 980}.items():
         with knobs.set({"max_crops": crops}):
             assert asked(processor, (480, 3800))["pixel_values"].shape[-2:] == (side, side)
-
-
-# -- restored ----------------------------------------------------------------------------------------------------------
 
 
 def state(model, processor):
@@ -326,9 +305,6 @@ def test_knobs_that_are_set_are_not_set_again(llava):
             HuggingFaceKnobs(model, processor)  # would take 1 for the model's own
         assert blocks_of(model)[0].mlp.gate.top_k == 1
     assert HuggingFaceKnobs(model, processor).knobs == knobs.knobs
-
-
-# -- blocks ------------------------------------------------------------------------------------------------------------
 
 
 def assert_cached_is_uncached(model, processor, knobs):
@@ -396,9 +372,6 @@ def test_an_importance_of_another_model_is_refused(llava, importance, message):
         HuggingFaceKnobs(*llava[:2], importance)
 
 
-# -- other models ------------------------------------------------------------------------------------------------------
-
-
 def test_a_dense_sibling_has_the_image_knob_of_its_family():
     model, processor = tiny_vlm("qwen2_vl")  # takes no more than 400 pixels
     crops = HuggingFaceKnobs(model, processor).knobs[0]
@@ -442,8 +415,7 @@ def test_an_unknown_family_gets_what_can_be_found():
 
 
 def test_a_model_without_a_decoder_is_refused():
-    model = transformers.CLIPVisionModel(
-        transformers.CLIPVisionConfig(**tiny_models.VISION, image_size=8, patch_size=4)
-    )
+    config = transformers.CLIPVisionConfig(**tiny_models.VISION, image_size=8, patch_size=4)
+    model = transformers.CLIPVisionModel(config)
     with pytest.raises(InputError, match=r"'clip_vision_model' cannot be found; known are llama4, .*AdaptiveVLM"):
         HuggingFaceKnobs(model, None)

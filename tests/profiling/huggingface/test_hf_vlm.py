@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from tiny_models import BLOCKS, FAMILIES, TOP_K, tiny_model
 
@@ -81,9 +82,8 @@ def watched(vlm):
         if name.endswith(".experts") and family(vlm) != "llama4":
             before(module, lambda args, _: seen["experts"].add(args[1].shape[-1]))
         if name.endswith(".router") and family(vlm) == "llama4":
-            hooks.append(
-                module.register_forward_hook(lambda *a: seen["experts"].update((a[2][0] != 0).sum(1).tolist()))
-            )
+            note = lambda *a: seen["experts"].update((a[2][0] != 0).sum(1).tolist())  # noqa: E731
+            hooks.append(module.register_forward_hook(note))
     before(tower(vlm), lambda *call: seen["rows"].append(rows(*call)))
     before(next(tower(vlm).children()), lambda *call: seen["computed"].append(rows(*call)))
     head = vlm.model.get_output_embeddings()
@@ -97,13 +97,9 @@ def watched(vlm):
 
 # crops of a picture of 160 × 256 pixels, its overview included, with max_crops 1, 2 and by default
 CROPS = {
-    "llama4": (1, 3, 5),
-    "aria": (1, 1, 1),
-    "llava_next": (2, 3, 5),
-    "molmo2": (2, 3, 7),
-    "idefics3": (1, 1, 7),
+    "llama4": (1, 3, 5), "aria": (1, 1, 1), "llava_next": (2, 3, 5), "molmo2": (2, 3, 7), "idefics3": (1, 1, 7),
     "smolvlm": (1, 1, 7),
-}
+}  # fmt: skip
 
 
 def test_an_answer_runs_the_blocks_experts_and_crops_that_were_set(vlm):
@@ -287,10 +283,10 @@ def state(vlm):
 
 
 def test_everything_is_restored(vlm):
+    stage = vlm.first_stage(REQUESTS[0])  # at its first call transformers installs hooks of its own, which stay
     inputs, before = vlm.inputs(REQUESTS[:1]), state(vlm)
     with torch.no_grad():
         logits = vlm.model(**inputs).logits
-    stage = vlm.first_stage(REQUESTS[0])
     vlm.answer([stage], settings(vlm)[0])
     assert state(vlm) == before
     failing = vlm.model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
@@ -306,7 +302,7 @@ def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
     model, processor = tiny_model("llava_next")
     vlm = HuggingFaceVLM(model, processor, max_new_tokens=5)
     tokenizer = processor.tokenizer
-    assert tokenizer.convert_ids_to_tokens(vlm.ends) == ["</s>", "<end>"]
+    assert tokenizer.convert_ids_to_tokens(vlm.end_tokens) == ["</s>", "<end>"]
     (free,) = vlm.answer([vlm.first_stage(REQUESTS[0])], {})
     assert free.output_tokens == len(free.text) == 5
     stop = free.text[2]
@@ -317,7 +313,7 @@ def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
     assert stopped.output_tokens == len(stopped.text)
     processor.chat_template = None
     plain = HuggingFaceVLM(tiny_model("llava_next")[0], processor, max_new_tokens=5)
-    assert tokenizer.convert_ids_to_tokens(plain.ends) == ["</s>", "Ċ"]
+    assert tokenizer.convert_ids_to_tokens(plain.end_tokens) == ["</s>", "Ċ"]
     assert plain._text("Why?") == "<image> Question: Why? Answer:"
     assert plain._text("Why?", image=False) == " Question: Why? Answer:"
     assert plain.answer([plain.first_stage(REQUESTS[0])], {})[0].language_tokens == len(" Question: Why? Answer:") + 9
@@ -377,6 +373,9 @@ def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
     for part in (llava.model, llava.processor):
         part.save_pretrained(tmp_path)
     next(tmp_path.glob("*.safetensors")).write_bytes(b"no weights")
+    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
+        HuggingFaceVLM.load(tmp_path)
+    transformers.LlamaConfig().save_pretrained(tmp_path)  # another kind of model
     with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
         HuggingFaceVLM.load(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -21,37 +21,18 @@ from knobwise.profiling.measuring.answer_metrics import (
 @pytest.mark.parametrize(
     ("text", "plain"),
     [
-        ("Yes", "yes"),
-        ("  two \n dogs\t", "2 dogs"),
-        ("None", "0"),
-        ("eleven", "eleven"),
-        ("The cat and a dog, an owl", "cat and dog owl"),
-        ("dont", "don't"),
-        ("don’t", "don't"),
-        ("shouldnt've", "shouldn't've"),
-        ("couldntve", "couldn't've"),
-        ("yall", "y'all"),
-        ("oclock", "o'clock"),
+        ("Yes", "yes"), ("  two \n dogs\t", "2 dogs"), ("None", "0"), ("eleven", "eleven"),
+        ("The cat and a dog, an owl", "cat and dog owl"), ("dont", "don't"), ("don’t", "don't"),
+        ("shouldnt've", "shouldn't've"), ("couldntve", "couldn't've"), ("yall", "y'all"), ("oclock", "o'clock"),
         ("were", "were"),  # a word of its own, not "we're"
-        ("a shell", "shell"),
-        ("its", "its"),
-        ("girl's", "girl's"),
-        ("2:50 pm", "2:50 pm"),
-        ("100,978", "100978"),
-        ("1,234,567", "1234567"),
-        ("red,blue", "red blue"),
-        ("3.50", "3.50"),
-        ("3.", "3"),
-        ("U.S.A.", "usa"),
-        ("t-shirt", "t shirt"),
-        ('"stop"!', "stop"),
-        ("50%", "50%"),
+        ("a shell", "shell"), ("its", "its"), ("girl's", "girl's"), ("2:50 pm", "2:50 pm"),
+        ("100,978", "100978"), ("1,234,567", "1234567"), ("red,blue", "red blue"), ("3.50", "3.50"),
+        ("3.", "3"), ("U.S.A.", "usa"), ("t-shirt", "t shirt"), ('"stop"!', "stop"), ("50%", "50%"),
         ("$5", "$5"),
         ("A", "a"),  # nothing would be left
-        ("?", "?"),
-        ("", ""),
+        ("?", "?"), ("", ""),
     ],
-)
+)  # fmt: skip
 def test_answers_are_compared_without_what_does_not_matter(text, plain):
     assert normalised(text) == plain
 
@@ -79,15 +60,11 @@ def test_exact_match_is_after_normalisation():
 @pytest.mark.parametrize(
     ("answer", "reference", "right"),
     [
-        ("5", "-5", 0),
-        ("-5", "-5", 1),
-        ("−$5", "-$5", 1),
-        ("minus 5", "-5", 1),
-        ("-.5 m", ".5 m", 0),
+        ("5", "-5", 0), ("-5", "-5", 1), ("−$5", "-$5", 1), ("minus 5", "-5", 1), ("-.5 m", ".5 m", 0),
         ("3-5", "3 5", 1),  # no sign but a range
         ("t-shirt", "t shirt", 1),
     ],
-)
+)  # fmt: skip
 def test_the_sign_of_a_number_is_part_of_it(answer, reference, right):
     assert exact_match(answer, [reference]) == right
     assert vqa_accuracy("5", ["-5"]) == 1  # as VQA evaluation has it
@@ -101,43 +78,21 @@ CHOICES = ("cat", "dog", "black cat", "7")
     [
         ("cat", 0),
         ("A cat", 0),  # an article, and all the option says
-        ("The dog.", 1),
-        ("7", 3),
-        ("B", 1),
-        ("b", 1),
-        ("a", 0),
-        ("B.", 1),
-        ("(B)", 1),
-        ("**C**", 2),
+        ("The dog.", 1), ("7", 3), ("B", 1), ("b", 1), ("a", 0), ("B.", 1), ("(B)", 1), ("**C**", 2),
         ("B) dog", 1),
         ("(B) cat", 1),  # the letter counts
-        ("B: whatever", 1),
-        ("b. dog", 1),
-        ("The answer is B", 1),
-        ("The answer is (B).", 1),
-        ("the answer is b.", 1),
-        ("The correct answer is: D", 3),
-        ("Answer: C", 2),
-        ("Option D is right", 3),
-        ("I think it is (b) since it barks", 1),
-        ("It must be B, since it barks", 1),
-        ("I see a dog here", 1),
+        ("B: whatever", 1), ("b. dog", 1), ("The answer is B", 1), ("The answer is (B).", 1),
+        ("the answer is b.", 1), ("The correct answer is: D", 3), ("Answer: C", 2), ("Option D is right", 3),
+        ("I think it is (b) since it barks", 1), ("It must be B, since it barks", 1), ("I see a dog here", 1),
         ("It is a black cat", 2),  # and not the cat in it
         ("A dog is sitting there", 1),  # an article
-        ("The answer is a dog", 1),
-        ("A is right", 0),
-        ("answer: b", 1),
-        ("Bears eat the cat", 0),
-        ("A.D. 5", None),
-        ("A or B, so a dog", None),
-        ("B or C, so a dog", None),
-        ("a cat or a dog", None),
+        ("The answer is a dog", 1), ("A is right", 0), ("answer: b", 1), ("Bears eat the cat", 0),
+        ("A.D. 5", None), ("A or B, so a dog", None), ("B or C, so a dog", None), ("a cat or a dog", None),
         ("B or C", None),
         ("E", None),  # there is none
-        ("nothing of that", None),
-        ("", None),
+        ("nothing of that", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_which_option_an_answer_names(answer, place):
     assert chosen_option(answer, CHOICES) == place
 
@@ -155,14 +110,11 @@ def test_choice_takes_references_as_texts_or_letters():
 @pytest.mark.parametrize(
     ("choices", "answer", "place"),
     [
-        (("-1", "1"), "-1", 0),
-        (("-1", "1"), "1.", 1),
-        (("x < 5", "x > 5"), "x > 5.", 1),
-        (("x < 5", "x > 5"), "I think that x < 5", 0),
-        (("1/2", "1-2"), "A", 0),
+        (("-1", "1"), "-1", 0), (("-1", "1"), "1.", 1), (("x < 5", "x > 5"), "x > 5.", 1),
+        (("x < 5", "x > 5"), "I think that x < 5", 0), (("1/2", "1-2"), "A", 0),
         (("(1, 2)", "(1, -2)"), "(1, 2)", 0),
     ],
-)
+)  # fmt: skip
 def test_choices_that_marks_tell_apart_are_told_apart(choices, answer, place):
     assert chosen_option(answer, choices) == place
     assert answer_accuracy("choice", answer, [choices[place]], choices) == 1
@@ -193,28 +145,13 @@ def test_anls_is_cut_off_at_half():
 @pytest.mark.parametrize(
     ("answer", "reference", "right"),
     [
-        ("105", "100", 1),
-        ("95", "100", 1),
-        ("105.1", "100", 0),
-        ("94.9", "100", 0),
-        ("1.05", "1", 1),
-        ("-103", "-100", 1),
-        ("−103", "-100", 1),
-        ("103", "-100", 0),
-        ("1,030", "1000", 1),
-        ("$51", "50", 1),
-        ("52%", "50 %", 1),
-        ("0.52", "50%", 1),
-        ("52", "50%", 0),
-        ("0", "0.0", 1),
-        ("0.001", "0", 0),
-        ("12.", "12", 1),
-        ("China", "china ", 1),
-        ("Chine", "China", 0),
-        ("about 100", "100", 0),
+        ("105", "100", 1), ("95", "100", 1), ("105.1", "100", 0), ("94.9", "100", 0), ("1.05", "1", 1),
+        ("-103", "-100", 1), ("−103", "-100", 1), ("103", "-100", 0), ("1,030", "1000", 1), ("$51", "50", 1),
+        ("52%", "50 %", 1), ("0.52", "50%", 1), ("52", "50%", 0), ("0", "0.0", 1), ("0.001", "0", 0),
+        ("12.", "12", 1), ("China", "china ", 1), ("Chine", "China", 0), ("about 100", "100", 0),
         ("1e3", "1000", 1),
     ],
-)
+)  # fmt: skip
 def test_relaxed_match_of_numbers_and_texts(answer, reference, right):
     assert relaxed_match(answer, [reference]) == relaxed_match(answer, ["no", reference]) == right
 

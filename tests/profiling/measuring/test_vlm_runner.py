@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -23,8 +18,9 @@ from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.envs.readers.feature_files import read_features
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, question_of
-from knobwise.profiling.elastic.model import ElasticSize, ElasticVLM
+from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.scenes import draw_samples, to_words
+from knobwise.profiling.elastic.settings import ElasticSize
 from knobwise.profiling.measuring.adaptive_model import (
     KNOBS,
     Answer,
@@ -35,15 +31,9 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.measuring import appended, measuring_order, read_logs
 from knobwise.profiling.measuring.outputs import describe_knobs, knob_report
-from knobwise.profiling.measuring.profiler import (
-    VLMProfileConfig,
-    asked,
-    chosen_configurations,
-    command,
-    metric_of,
-    profile_vlm,
-)
+from knobwise.profiling.measuring.profiler import chosen_configurations, command, metric_of, profile_vlm, question_text
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
+from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 
 class Blurred:
@@ -116,9 +106,6 @@ CELLS = 6 * 4
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     return profile_vlm(tmp_path_factory.mktemp("profile"), Blurred(), DATA, CONFIG, {"weights": "none"})
-
-
-# -- what is written ---------------------------------------------------------------------------------------------------
 
 
 def test_the_table_holds_what_the_model_said_and_how_right_it_was(out):
@@ -201,9 +188,6 @@ def test_a_knob_that_is_lacking_or_saves_nothing_is_told(out, tmp_path, capsys):
     assert "saves" not in knob_report(knobs, settings[[0, 11]], latency[:, [0, 11]])[0]
 
 
-# -- nothing twice -----------------------------------------------------------------------------------------------------
-
-
 def test_a_finished_profile_is_not_measured_again(out):
     before, model = (out / "table.parquet").read_bytes(), Blurred()
     profile_vlm(out, model, DATA, CONFIG, {"weights": "none"})
@@ -240,43 +224,25 @@ def test_a_sample_whose_question_changed_is_measured_again_and_no_other(tmp_path
     assert (changed["accuracy"] == 1).all()  # judged by the answer as it now is
 
 
-SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-from dataclasses import replace
-from test_vlm_runner import CONFIG, DATA, Blurred, profile_vlm
-import time
-class Slow(Blurred):
-    def _answer(self, stage):
-        time.sleep(0.01)
-        return super()._answer(stage)
-profile_vlm(sys.argv[1], Slow(), DATA, replace(CONFIG, repeats=20))
-"""
+def test_after_an_interruption_it_goes_on_and_measures_nothing_twice(tmp_path):
+    class Stopped(Blurred):
+        def _answer(self, stage):
+            if len(self.asked) == 15:
+                raise KeyboardInterrupt
+            return super()._answer(stage)
 
-
-def test_after_a_kill_it_goes_on_and_measures_nothing_twice(tmp_path):
-    log = tmp_path / "state" / "measured-0.jsonl"
-    script = SCRIPT.format(tests=str(Path(__file__).parents[2]))
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # with others it would be another machine
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env={**os.environ, **threads})
-    deadline = time.monotonic() + 120
-    while not log.exists() or log.read_bytes().count(b"\n") < 15:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    log, once = tmp_path / "state" / "measured-0.jsonl", replace(CONFIG, warm_up=0)
+    with pytest.raises(KeyboardInterrupt):
+        profile_vlm(tmp_path, Stopped(), DATA, once)
     measured = log.read_bytes()
-    done = measured.count(b"\n")
-    assert done < 20 * CELLS
-    log.write_bytes(measured[: measured.rfind(b"\n") + 1] + b'{"sample_id": "id0", "con')  # as if killed in a line
-    model, config = Blurred(), replace(CONFIG, repeats=20, warm_up=0)
-    profile_vlm(tmp_path, model, DATA, config)
-    assert len(model.asked) == 20 * CELLS - done
-    assert log.read_bytes().startswith(measured[: measured.rfind(b"\n") + 1])
+    assert measured.count(b"\n") == 15
+    log.write_bytes(measured + b'{"sample_id": "id0", "con')  # as if killed in a line
+    profile_vlm(tmp_path, model := Blurred(), DATA, once)
+    assert len(model.asked) == 2 * CELLS - 15
+    assert log.read_bytes().startswith(measured)
     lines = [json.loads(line) for line in log.read_bytes().splitlines()]
     keys = [(line["sample_id"], line["repeat"], *(line[knob] for knob in KNOBS)) for line in lines]
-    assert len(keys) == len(set(keys)) == 20 * CELLS
+    assert len(keys) == len(set(keys)) == 2 * CELLS
     assert read_features(tmp_path / "features.safetensors").sample_ids == tuple(item.id for item in ITEMS)
 
 
@@ -300,9 +266,6 @@ def test_a_model_that_fails_is_named_and_the_rest_can_be_had_without(tmp_path):
     profile_vlm(tmp_path, model := Blurred(), left, once)
     assert len(model.asked) == 5 * 4 - (done["sample_id"] != "id4").sum()
     assert read_long_table(tmp_path / "table.parquet").sample_ids == tuple(item.id for item in left.queries)
-
-
-# -- parts -------------------------------------------------------------------------------------------------------------
 
 
 def test_parts_measure_each_their_configurations_and_the_last_one_merges(tmp_path, capsys):
@@ -344,9 +307,6 @@ def test_a_part_of_another_model_is_refused_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "state" / "run-1.json").exists()
 
 
-# -- features ----------------------------------------------------------------------------------------------------------
-
-
 def test_features_are_taken_over_when_nothing_changed_and_anew_by_force(tmp_path):
     class Other(Blurred):
         def first_stage(self, request):
@@ -378,9 +338,6 @@ def test_a_first_stage_that_nothing_goes_on_from_runs_once_for_each_sample(tmp_p
     assert (pl.read_parquet(tmp_path / "table.parquet").filter(pl.col("max_crops") == 8)["accuracy"] == 1).all()
 
 
-# -- what is asked, and in which order ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block", [1, 3, 50])
 def test_every_pair_comes_once_in_blocks_of_one_configuration(block):
     order = measuring_order(7, 5, block, 3)
@@ -404,14 +361,13 @@ def test_a_block_begins_with_an_answer_that_is_not_timed(tmp_path):
 
 def test_options_are_shown_with_their_letters_and_metrics_are_chosen(tmp_path):
     with_choices = VQAItem("1", ITEMS[0].image, "Which {choices}?", ("red",), choices=("red", "green"))
-    assert asked(with_choices) == "Which {choices}?\nA. red\nB. green"
-    assert asked(with_choices, "{question} Briefly.") == "Which {choices}? Briefly."
+    assert question_text(with_choices) == "Which {choices}?\nA. red\nB. green"
+    assert question_text(with_choices, "{question} Briefly.") == "Which {choices}? Briefly."
     three = replace(ITEMS[0], answers=("red", "red", "dark red"))
     assert [metric_of(item) for item in (with_choices, three, ITEMS[0])] == ["choice", "vqa", "exact"]
     assert metric_of(three, "anls") == "anls"
-    profile_vlm(
-        tmp_path, Blurred(), VQAData((with_choices, replace(three, id="2")), ()), replace(CONFIG, name="both_kinds")
-    )
+    data = VQAData((with_choices, replace(three, id="2")), ())
+    profile_vlm(tmp_path, Blurred(), data, replace(CONFIG, name="both_kinds"))
     about = json.loads((tmp_path / "profile.json").read_text())
     assert (about["name"], about["metrics"]) == ("both_kinds", {"choice": 1, "vqa": 1})
     table = read_exp5_exp6(tmp_path / "exp5", tmp_path / "exp6", "both_kinds")
@@ -424,7 +380,7 @@ def test_the_command_names_what_was_changed():
     config = replace(CONFIG, prompt="{question} Say it.", shard=1, shards=2, half=True)
     assert command("m", config) == (
         "knobwise profile model=m data=FILE out=DIR knobs.name=colours 'knobs.prompt=\"{question} Say it.\"' "
-        "knobs.max_crops=[1,8] knobs.num_active_blocks=[1,3] knobs.repeats=2 knobs.half=True"
+        "knobs.max_crops=[1,8] knobs.num_active_blocks=[1,3] knobs.repeats=2 knobs.half=true"
     )
 
 
@@ -437,27 +393,20 @@ def test_a_large_grid_is_sampled(tmp_path):
     assert read_long_table(tmp_path / "table.parquet").num_configurations == 6
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"repeats": 0}, "repeats must be 1"),
-        ({"samples": 0}, "samples must be 1"),
-        ({"shard": 2, "shards": 2}, "shard must be 0 to 1"),
-        ({"metric": "bleu"}, "known are auto, vqa"),
-        ({"strategy": "sobol"}, "known are full"),
-        ({"prompt": "Answer!"}, "must hold {question}"),
+        ({"repeats": 0}, "repeats=0: must be at least 1"), ({"samples": 0}, "samples=0: must be at least 1"),
+        ({"shard": 2, "shards": 2}, "shard must be 0 to 1"), ({"metric": "bleu"}, "must be one of auto, vqa"),
+        ({"strategy": "sobol"}, "must be one of full"), ({"prompt": "Answer!"}, "must contain {question}"),
         ({"max_crops": (1, 9)}, "max_crops=9: this model takes 1 to 8"),
         ({"top_k": (2,)}, "lacks the knob .it has no experts."),
-        ({"max_crops": (1, 1)}, "no value twice"),
-        ({"samples": 7}, "the data hold 6 only"),
+        ({"max_crops": (1, 1)}, "no value twice"), ({"samples": 7}, "the data hold 6 only"),
         ({"metric": "choice"}, "sample 'id0': metric choice: needs 1 to 26 choices"),
         ({"shards": 5}, "there are 4 configurations only"),
         ({"features_from": "gone.safetensors"}, "no such file"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_refused_before_anything_is_written(tmp_path, wrong, message):
     with pytest.raises(InputError, match=message):
         profile_vlm(tmp_path / "out", Blurred(), DATA, replace(CONFIG, **wrong))
@@ -471,25 +420,20 @@ def test_another_data_set_or_model_in_the_same_folder_is_refused(out):
         profile_vlm(out, Blurred(), DATA, CONFIG, {"weights": "new"})
 
 
-def test_times_that_cannot_be_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"prefill_ms": 1e9}, "its times are vision"),
+        ({"extra": {"pred": 1.0}}, "its extra 'pred' is the name of a col"),
+    ],
+)
+def test_answers_that_cannot_be_are_refused_at_once(tmp_path, changed, message):
     class Odd(Blurred):
         def _answer(self, stage):
-            return replace(super()._answer(stage), prefill_ms=1e9)
+            return replace(super()._answer(stage), **changed)
 
-    with pytest.raises(InputError, match="its times are vision"):
+    with pytest.raises(InputError, match=message):
         profile_vlm(tmp_path, Odd(), DATA, CONFIG)
-
-
-def test_an_extra_that_would_take_the_name_of_a_column_is_refused_at_once(tmp_path):
-    class Odd(Blurred):
-        def _answer(self, stage):
-            return replace(super()._answer(stage), extra={"pred": 1.0})
-
-    with pytest.raises(InputError, match="its extra 'pred' is the name of a column"):
-        profile_vlm(tmp_path, Odd(), DATA, CONFIG)
-
-
-# -- the elastic model -------------------------------------------------------------------------------------------------
 
 
 def test_the_elastic_model_gives_what_it_answers_outside_too(tmp_path):

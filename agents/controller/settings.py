@@ -1,0 +1,70 @@
+"""The settings of a controller's network, each with its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from knobwise.common.checks import at_least, one_of
+from knobwise.common.errors import InputError
+
+HEAD_NAMES = ("additive", "autoregressive", "independent", "joint")
+"""The heads of `knobwise.agents.controller.heads`."""
+EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
+"""The families of `knobwise.agents.predictors.regressors`."""
+
+
+@dataclass
+class PolicyConfig:
+    """The network."""
+
+    structure: str = "additive"
+    """`utility` predicts accuracy and latency of every configuration (see `knobwise.agents.controller.networks`);
+    `additive`, `autoregressive`, `independent` and `joint` are heads over the knobs (see
+    `knobwise.agents.controller.heads`)."""
+    members: int = 1
+    """Number of networks. A single one is fitted on the training samples and stopped on the validation samples. Several
+    are each fitted on all of these samples but a fold, stopped together on their folds, and decide together."""
+    experts: tuple[str, ...] = ()
+    """Predictors stacked with a `utility` network of several members: any of ridge, kernel_ridge, knn, random_forest,
+    gradient_boosting. Without any the network decides alone, which is faster."""
+    guard: bool = True
+    """Whether a `utility` network of several members decides inside a guard (`knobwise.agents.stack.guard`); under mean
+    budgets, whether any policy does (`knobwise.agents.stack.priced_policy`)."""
+    level: float = 0.95
+    """Share of the feasible requests whose budget the guard keeps."""
+    level_cost: float = 0.1
+    """Share of the gain over budget-aware static that keeping the level may cost; if it costs more, the level is not
+    enforced and the report says so. 1 keeps the level at any cost."""
+    confidence: float = 0.8
+    """One-sided confidence that the guard requires for the policy to be better than budget-aware static."""
+    hidden: int = 256
+    """Width of the hidden layers."""
+    layers: int = 2
+    """Number of hidden layers."""
+    dropout: float = 0.6
+    """Dropout in the hidden layers during the warm-up; draws, log-probs and decisions never use it."""
+    budget_encoding: str = "sinusoidal"
+    """`sinusoidal` or `linear`, of the standardised log-budget."""
+    budget_width: int = 9
+    """Width of the sinusoidal encoding: 1 + 2·frequencies."""
+
+    def __post_init__(self) -> None:
+        one_of("policy.structure", self.structure, ("utility", *HEAD_NAMES))
+        for expert in self.experts:
+            one_of("policy.experts", expert, EXPERTS)
+        key = "structure" if self.structure != "utility" else "members"
+        if self.experts and (key == "structure" or self.members < 2):
+            raise InputError(
+                f"policy.{key}={getattr(self, key)}: policy.experts ({', '.join(self.experts)}) need "
+                "policy.structure=utility and policy.members of at least 2; policy.experts=[] leaves them out"
+            )
+        for name in ("level", "confidence"):
+            if not 0 < getattr(self, name) < 1:
+                raise InputError(f"policy.{name}={getattr(self, name)}: must be between 0 and 1")
+        if not 0 <= self.level_cost <= 1:
+            raise InputError(f"policy.level_cost={self.level_cost}: must be in [0, 1]")
+        one_of("policy.budget_encoding", self.budget_encoding, ("sinusoidal", "linear"))
+        for name in ("members", "hidden", "layers", "budget_width"):
+            at_least(f"policy.{name}", getattr(self, name), 1)
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"policy.dropout={self.dropout}: must be in [0, 1)")

@@ -1,0 +1,76 @@
+"""The settings of budgets, rewards and contexts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from knobwise.common.errors import InputError
+
+
+@dataclass
+class BudgetConfig:
+    """The budgets that a policy is trained on. They are redrawn at every visit of a sample."""
+
+    strategy: str = "quantiles"
+    """`relative`: a random profiled latency of the sample itself times one of `factors` (the seeds' form);
+    `uniform`: evenly between `low_ms` and `high_ms`;
+    `quantiles`: evenly by rank between the `low` and `high` quantiles of all profiled latencies;
+    `fixed`: one of `values_ms`."""
+    factors: tuple[float, ...] = (0.8, 1.0, 1.2)
+    """Multiples of the measured latency, for `relative`."""
+    low_ms: float | None = None
+    """Lower end for `uniform`, in ms; None takes the 3 % quantile of the profiled latencies."""
+    high_ms: float | None = None
+    """Upper end for `uniform`, in ms; None takes the 97 % quantile of the profiled latencies."""
+    low: float = 0.03
+    """Lower quantile for `quantiles`, in 0..1."""
+    high: float = 0.97
+    """Upper quantile for `quantiles`, in 0..1."""
+    values_ms: tuple[float, ...] = ()
+    """The budgets for `fixed`, in ms."""
+    sense: str = "deadline"
+    """`deadline`: every request has its own budget; `mean`: the average over the requests must not exceed it. A policy
+    is then conditioned on the worth of a right answer, in ms (1/λ, λ the price of time), drawn evenly in logarithm, and
+    rewarded by accuracy − latency/worth; the worth that gives a mean latency is calibrated on held-out samples."""
+
+
+@dataclass
+class RewardConfig:
+    """The training signal. The defaults of `shaped` are those of the original controller."""
+
+    kind: str = "shaped"
+    """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else −`miss`; `priced`:
+    α·accuracy − latency/worth, under a mean budget."""
+    alpha: float = 1.0
+    """α, weight of the accuracy."""
+    beta: float = 0.5
+    """β, weight of the smooth latency penalty sigmoid(10·(latency/budget − 1))."""
+    gamma: float = 10.0
+    """γ, weight of the squared relative excess over the budget."""
+    delta: float = 0.1
+    """δ, weight of the bonus for time left: 1 − latency/budget, only inside the budget."""
+    epsilon: float = 0.05
+    """ε, weight of the complexity: the mean over the knobs of value / largest value (0 for knobs that are names)."""
+    miss: float = 0.0
+    """The cost of a missed budget under `utility`."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("shaped", "utility", "priced"):
+            raise InputError(f"reward.kind={self.kind!r}: must be shaped, utility or priced")
+
+
+@dataclass
+class BalanceConfig:
+    """How often samples are drawn in training. In judging every sample counts once."""
+
+    by: str = "none"
+    """`none`: all samples evenly; `dataset` or `question_type`: samples of small groups more often, up to all groups
+    evenly; `configuration`: samples with rarely profiled configurations more often."""
+    power: float = 1.0
+    """1 gives the groups (or configurations) equal weight, 0.5 the square root of their size."""
+
+    def __post_init__(self) -> None:
+        if self.by not in ("none", "dataset", "question_type", "configuration"):
+            raise InputError(f"balance.by={self.by!r}: must be none, dataset, question_type or configuration")
+        if not 0 < self.power <= 1:
+            raise InputError(f"balance.power={self.power}: must be above 0 and at most 1")

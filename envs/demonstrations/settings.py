@@ -1,0 +1,200 @@
+"""The settings of demonstration rewards and groups, and the names in beam data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from knobwise.common.errors import InputError
+
+FIELDS = ("beam_score", "logprob_score", "vqa_correct", "vqa_acc_score", "vqa_gt_prob", "vqa_rel_score")
+"""Outcomes that can be recorded for a beam: information gain, log-probability of the answer, right or wrong (0 or 1),
+soft accuracy, probability of the true answer, relevance."""
+
+
+METHODS = ("beam", "sample", "retrieval", "random", "policy")
+"""How a beam was found. Only `beam` looked at the answer."""
+
+
+GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "beams": ("beam",)}
+"""Methods by name. `without_beams`: found without looking at the answer; `own`: draws of a policy only."""
+
+
+MODES: dict[str, dict[str, float]] = {
+    "legacy": {"alpha": 1.0, "beta": 0.0},
+    "hard_plus_soft": {"hard_weight": 1.0, "soft_weight": 1.0},
+    "hard_plus_soft_v2": {"hard_weight": 2.0, "soft_weight": 1.0},
+    "separated": {"hard_weight": 1.0, "soft_weight": 1.0},
+    "hard_only": {"hard_weight": 1.0},
+    "soft_only": {"soft_weight": 1.0},
+    "gtprob": {"hard_weight": 1.0, "soft_weight": 1.0},
+    "gtprob_separated": {"hard_weight": 1.0, "soft_weight": 1.0},
+    "gtprob_rel": {"hard_weight": 1.0, "soft_weight": 1.0, "rel_weight": 0.1},
+    "hybrid": {"alpha": 0.5, "hard_weight": 1.0, "soft_weight": 0.5},
+    "multi_level": {
+        "beam_weight": 1.0,
+        "sequence_weight": 0.5,
+        "task_weight": 1.0,
+        "coherence_weight": 0.5,
+        "diversity_weight": 1.0,
+    },
+}
+"""The modes, each with its weights and their defaults."""
+
+
+@dataclass
+class DemonstrationRewardConfig:
+    """The training signal of the selector. c = vqa_correct, a = vqa_acc_score, g = vqa_gt_prob, r = vqa_rel_score,
+    i = information.
+
+    A weight of None takes the mode's default in `MODES`; a weight that the mode does not have is refused.
+    """
+
+    mode: str = "hard_plus_soft_v2"
+    """`legacy`: α·i + β·c · `hard_plus_soft`: h·c + s·a · `hard_plus_soft_v2`: the same with h = 2, so that every right
+    answer is above every wrong one · `separated`: 2h·c + s·a · `hard_only`: h·c · `soft_only`: s·a · `gtprob`: h·c +
+    s·g · `gtprob_separated`: 2h·c + s·g · `gtprob_rel`: h·c + s·g + ρ·(1 − c)·r · `hybrid`: α·min(1, scale·i) +
+    (1 − α)(h·c + s·a) · `multi_level`: beam·i + sequence·(coherence + diversity, weighted) + task·a."""
+    hard_weight: float | None = None
+    """h, weight of a right answer."""
+    soft_weight: float | None = None
+    """s, weight of the soft accuracy, or of the probability of the true answer in the modes `gtprob…`."""
+    alpha: float | None = None
+    """α, weight of the information; in `hybrid` in [0, 1]."""
+    beta: float | None = None
+    """β, weight of the correctness in `legacy`."""
+    rel_weight: float | None = None
+    """ρ, weight of the relevance of a wrong answer."""
+    beam_weight: float | None = None
+    """Weight of the beam's level in `multi_level`: the information."""
+    sequence_weight: float | None = None
+    """Weight of the sequence's level: `coherence_weight`·coherence + `diversity_weight`·diversity."""
+    task_weight: float | None = None
+    """Weight of the task's level: the soft accuracy."""
+    coherence_weight: float | None = None
+    """Of coherence inside the sequence's level. For two demonstrations coherence + diversity is 1, so equal weights do
+    not distinguish them."""
+    diversity_weight: float | None = None
+    """Of diversity inside the sequence's level."""
+    correctness: str = "01"
+    """Correctness in `legacy`: `01` is c, `pm1` is 2c − 1."""
+    information: str = "beam_score"
+    """i: `beam_score` (gain over no demonstration) or `logprob_score`."""
+    information_scale: float = 10.0
+    """What the information is multiplied by in `hybrid`."""
+    by_shots: dict[int, dict[str, float]] = field(default_factory=dict)
+    """For each number of demonstrations, weights by name that replace the others for sequences of that length."""
+    adaptive: bool = False
+    """Inside each group the sum of the weights is redistributed, to each signal in proportion to its weight times its
+    standard deviation. A signal that no longer separates the sequences gives its weight to the others."""
+    shuffled: bool = False
+    """A control: rewards are permuted inside each group, so that there is nothing to learn."""
+
+    def __post_init__(self) -> None:
+        known: dict[str, tuple[str, ...]] = {
+            "mode": tuple(MODES),
+            "correctness": ("01", "pm1"),
+            "information": ("beam_score", "logprob_score"),
+        }
+        for name, values in known.items():
+            if (value := getattr(self, name)) not in values:
+                raise InputError(f"reward.{name}={value!r}: must be one of {', '.join(values)}")
+        if not _finite(self.information_scale) or self.information_scale <= 0:
+            raise InputError(f"reward.information_scale={self.information_scale!r}: must be a number > 0")
+        try:
+            self.by_shots = {int(shots): dict(weights) for shots, weights in self.by_shots.items()}
+        except (TypeError, ValueError, AttributeError):
+            raise InputError(
+                f"reward.by_shots={self.by_shots!r}: must give weights by name for each number of demonstrations, as "
+                "in {2: {hard_weight: 1.0}}"
+            ) from None
+        names = {f.name for f in fields(self) if f.name.endswith("_weight")} | {"alpha", "beta"}
+        every = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for shots, weights in ((None, every), *self.by_shots.items()):
+            key = "reward" if shots is None else f"reward.by_shots.{shots}"
+            for name, value in sorted(weights.items()):
+                if name not in MODES[self.mode]:
+                    raise InputError(
+                        f"{key}.{name}: mode {self.mode} has no such weight, it has {', '.join(MODES[self.mode])}"
+                    )
+                if not _finite(value) or value < 0:
+                    raise InputError(f"{key}.{name}={value!r}: must be a number ≥ 0")
+            if shots is not None and shots < 1:
+                raise InputError(f"reward.by_shots.{shots}: a sequence has at least one demonstration")
+            if self.mode == "hybrid" and self._setting("alpha", shots) > 1:
+                raise InputError(f"{key}.alpha={self._setting('alpha', shots)!r}: must be in [0, 1] in mode hybrid")
+            if not any(self.weights(shots).values()):
+                raise InputError(f"{key}: all weights of mode {self.mode} are 0, so every sequence has reward 0")
+
+    def _setting(self, name: str, shots: int | None) -> float:
+        value: float | None = getattr(self, name)
+        replaced = {} if shots is None else self.by_shots.get(shots, {})
+        return replaced.get(name, MODES[self.mode][name] if value is None else value)
+
+    def weights(self, shots: int | None = None) -> dict[str, float]:
+        """The weight of each signal of the mode, for sequences of this many demonstrations."""
+        weight = {name: self._setting(name, shots) for name in MODES[self.mode]}
+        if self.mode == "legacy":
+            return {"information": weight["alpha"], "correct": weight["beta"]}
+        if self.mode == "multi_level":
+            return {
+                "information": weight["beam_weight"],
+                "coherence": weight["sequence_weight"] * weight["coherence_weight"],
+                "diversity": weight["sequence_weight"] * weight["diversity_weight"],
+                "soft": weight["task_weight"],
+            }
+        names = {"hard_weight": "correct", "soft_weight": "soft", "rel_weight": "relevance"}
+        signals = {signal: weight[name] for name, signal in names.items() if name in weight}
+        if self.mode == "hybrid":
+            alpha = weight["alpha"]
+            return {"information": alpha} | {name: (1 - alpha) * value for name, value in signals.items()}
+        return signals
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """The signals with a weight above 0 for some number of demonstrations."""
+        every = [self.weights(shots) for shots in (None, *self.by_shots)]
+        return tuple(name for name in every[0] if any(weights[name] for weights in every))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The fields that the reward of a sequence is computed from, names in `FIELDS`."""
+        soft = "vqa_gt_prob" if self.mode.startswith("gtprob") else "vqa_acc_score"
+        fields_of = {
+            "information": (self.information,),
+            "correct": ("vqa_correct",),
+            "soft": (soft,),
+            "relevance": ("vqa_correct", "vqa_rel_score"),
+        }
+        return tuple(dict.fromkeys(name for signal in self.signals for name in fields_of.get(signal, ())))
+
+    @property
+    def needs_embeddings(self) -> bool:
+        """Whether coherence or diversity has a weight above 0."""
+        return not {"coherence", "diversity"}.isdisjoint(self.signals)
+
+
+@dataclass
+class GroupConfig:
+    """The recorded sequences of a query that form its group."""
+
+    methods: str | Sequence[str] = "all"
+    """A name in `GROUPS`, or some of `METHODS`."""
+    rounds: int | None = None
+    """Keep draws of a policy from only this many latest rounds; None keeps all."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.methods, str) and self.methods in GROUPS:
+            self.methods = GROUPS[self.methods]
+        elif not self.methods or isinstance(self.methods, str) or not set(self.methods) <= set(METHODS):
+            raise InputError(
+                f"groups.methods={self.methods!r}: must be {', '.join(GROUPS)}, or a list of {', '.join(METHODS)}"
+            )
+        self.methods = tuple(self.methods)
+        if self.rounds is not None and self.rounds < 1:
+            raise InputError(f"groups.rounds={self.rounds}: must be ≥ 1, or null for all rounds")
+
+
+def _finite(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

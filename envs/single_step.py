@@ -1,0 +1,37 @@
+"""The TorchRL side that both bandits share: every episode is one decision."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Unbounded
+from torchrl.envs import EnvBase
+
+
+class SingleStepEnv(EnvBase):
+    """P contexts at once, a group of G actions for each and a reward per action; every episode ends after one step."""
+
+    def _set_outcome_specs(self, contexts: int, group: int) -> None:
+        self.reward_spec = Unbounded(shape=(contexts, group), device=self.device)
+        self.done_spec = Binary(shape=(contexts, 1), dtype=torch.bool, device=self.device)
+
+    @property
+    def group_size(self) -> int:
+        return self.reward_spec.shape[-1]
+
+    def _context(self, observation: dict[str, Tensor]) -> TensorDict:
+        """What `_reset` returns."""
+        done = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
+        content = {**observation, "done": done, "terminated": done}
+        return TensorDict(content, batch_size=self.batch_size, device=self.device)
+
+    def _outcome(self, tensordict: TensorDictBase, reward: Tensor, observation: dict[str, Tensor]) -> TensorDictBase:
+        """What `_step` returns: the observation before the step with what changed in it."""
+        done = torch.ones_like(reward[:, :1], dtype=torch.bool)
+        kept = tensordict.select(*self.observation_spec.keys(), strict=False)
+        return kept.update({**observation, "reward": reward, "done": done, "terminated": done})
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """A step and the contexts after it; every episode ends here, so there is no need to check `done`."""
+        return tensordict.set("next", self._step(tensordict)), self._reset()

@@ -1,0 +1,50 @@
+"""A table as one `.safetensors` file: tensors by name, and a head of plain values as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+
+Table = TypeVar("Table")
+Head = dict[str, Any]
+
+
+def write_tensors(path: str | Path, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors and the head, whole or not at all."""
+    # the head is a tensor too: the metadata of safetensors must stay below 100 MB
+    encoded = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    with written_whole(path) as temporary:
+        save_file({"head": encoded, **{name: tensor.contiguous() for name, tensor in tensors.items()}}, temporary)
+
+
+def read_table(path: str | Path, kind: str, build: Callable[[Head, dict[str, Tensor]], Table]) -> Table:
+    """Build a table from the head and the tensors of a file; the tensors stay mapped to it. Raises InputError if there
+    is no such file, or if it holds something else."""
+    try:
+        tensors = tensors_of(path)
+        return build(json.loads(tensors.pop("head").numpy().tobytes()), tensors)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except Exception as error:
+        raise InputError(f"{path}: not a {kind} saved by knobwise ({error})") from error
+
+
+def tensors_of(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file by name."""
+    with safe_open(str(path), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of the name."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

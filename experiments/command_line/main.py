@@ -1,0 +1,201 @@
+"""The command line: `knobwise VERB key=value …`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from knobwise import __version__
+from knobwise.common.errors import InputError
+from knobwise.common.files import refused_by_system
+from knobwise.common.interruption import status_of, stopped_by_signals
+from knobwise.common.progress import say
+
+USAGE = """knobwise: which setting of a model's knobs for which input, under a latency budget
+
+  knobwise train       learn a controller from a profile (or with experiment=selector a selector of demonstrations
+                       from beams), compare it with every simple way, report
+  knobwise evaluate    evaluate a trained controller again; with live=true in front of a model that really runs
+  knobwise compare     finished runs side by side: how their settings and their results differ
+  knobwise inspect     what a profile holds, and how much there is to gain
+  knobwise profile     measure a model at every configuration, or record which demonstrations help it
+  knobwise export      a trained controller as one file that decides by itself: ONNX, and NumPy alone
+  knobwise workspace   the view of all runs in Weights & Biases
+  knobwise completion  completion of verbs, options and their values in bash, zsh or fish
+
+  Options are key=value; knobwise VERB --help lists them. A sweep is -m key=a,b,c (train).
+  Profiles: profile=builtin | exp5_exp6 | core_exp | table | joint | calibrated | simulated, for example
+    knobwise train profile=table profile.path=measured.parquet profile.features=features.npz
+"""
+
+VERBS = {
+    "train": "command_line.sweep_jobs:train",
+    "evaluate": "deploy.evaluate:run",
+    "compare": "compare.compare:compare",
+    "inspect": "command_line.profile:inspect",
+    "profile": "command_line.profile:profile",
+    "export": "deploy.export:run",
+    "workspace": "tracking.workspace:workspace",
+}
+"""The function of each verb. It is imported only when it runs: that takes longer than answering a mistake."""
+MULTIRUN = {"-m", "--multirun"}
+HYDRA_FLAGS = MULTIRUN | {"-c", "--cfg", "-i", "--info"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb. The exit status is 0 when all went well, 1 after a failure of the program or the system, 2 after a
+    mistake in what was given, 130 after Ctrl-C, 143 after SIGTERM."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with _whoever_reads(), stopped_by_signals():
+            return _run(words)
+    except InputError as error:
+        say(f"knobwise: {error}")
+        return 2
+    except OSError as error:
+        if (refused := refused_by_system(error)) is None:
+            raise
+        say(f"knobwise: {refused[1]}")
+        return refused[0]
+    except KeyboardInterrupt as stop:
+        say("\n".join(["\nknobwise: interrupted", *getattr(stop, "__notes__", ()), *_how_to_resume(words)]))
+        return status_of(stop)
+
+
+class _Output:
+    """stdout whose reader may leave, as in `| head`: later output goes nowhere, and the work goes on."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._survive(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._survive(self._stream.flush)
+
+    def _survive(self, write: Callable[..., Any], *text: str) -> None:
+        try:
+            write(*text)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextmanager
+def _whoever_reads() -> Iterator[None]:
+    """A block that prints to a terminal, to a pipe that its reader may leave, or nowhere (`>&-`)."""
+    before = sys.stdout
+    sys.stdout = _Output(open(os.devnull, "w") if before is None else before)  # noqa: SIM115
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout = before
+
+
+def _how_to_resume(words: list[str]) -> list[str]:
+    """The command that resumes an interrupted one, as it was started."""
+    if words[:1] not in (["train"], ["profile"]):
+        return []
+    python = Path(sys.executable)
+    program = "knobwise" if shutil.which("knobwise") else str(python.with_name("knobwise"))
+    if Path(sys.argv[0]).name == "__main__.py":
+        program = f"{'python' if shutil.which('python') == str(python) else python} -m knobwise"
+    return [f"repeat the command to resume:\n  {program} {shlex.join(words)}"]
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if words[0] in ("-V", "--version", "version"):
+        print(f"knobwise {__version__}")
+        return 0
+    verb, words = words[0], words[1:]
+    if verb not in (*VERBS, "completion"):
+        nearest = get_close_matches(verb, [*VERBS, "completion"], n=1)
+        listed = f"the verbs are {', '.join(VERBS)} (knobwise --help)"
+        hint = f"did you mean knobwise {nearest[0]}?" if nearest else listed
+        raise InputError(f"there is no verb {verb!r}; {hint}")
+    from knobwise.experiments.command_line.compose import read_settings, schema_of
+    from knobwise.experiments.command_line.help import complete, show_help
+
+    schema = schema_of(verb, words)
+    if verb == "completion":
+        complete(words)
+        return 0
+    if not {"-h", "--help"}.isdisjoint(words):
+        show_help(schema)
+        return 0
+    if verb == "train" and not HYDRA_FLAGS.isdisjoint(words):
+        from knobwise.experiments.command_line.sweep import shown_by_hydra, sweep
+
+        if not MULTIRUN.isdisjoint(words):
+            return sweep(schema, words, check_written)
+        shown_by_hydra(schema, words)
+        return 0
+    config = read_settings(schema, _with_runs(words) if verb == "compare" else words)
+    check_written(config)
+    if verb == "train" and any(word.startswith("experiment=") for word in words):
+        _mention_variants(schema, words)
+    module, _, name = VERBS[verb].partition(":")
+    run = getattr(import_module(f"knobwise.experiments.{module}"), name)
+    run(config, words) if verb == "train" else run(config)
+    return 0
+
+
+def _with_runs(words: list[str]) -> list[str]:
+    """The words of `compare`, with the folders as its option `runs`."""
+    from knobwise.experiments.command_line.compose import check_flags
+
+    check_flags("compare", words)
+    folders = [word for word in words if "=" not in word or Path(word).is_dir()]
+    if not folders and any(word.startswith("runs=") for word in words):
+        return words
+    return [f"runs={folders}", *(word for word in words if word not in folders)]
+
+
+def _mention_variants(schema: str, words: list[str]) -> None:
+    """Say that an experiment's file lists several jobs, where a run without -m does one."""
+    from knobwise.experiments.command_line.sweep import jobs_of
+
+    if (count := len(jobs_of(schema, words))) > 1:
+        experiment = next(word for word in reversed(words) if word.startswith("experiment="))
+        say(f"{experiment}: one run with the defaults of its file; -m runs its {count} variants")
+
+
+def check_written(config: Any) -> None:
+    """Refuse files and folders that cannot be written before anything takes time.
+
+    Raises:
+        InputError: a folder where a file is to be written, or the other way round, or no permission.
+    """
+    for owner, prefix in ((config, ""), (getattr(config, "stream", None), "stream.")):
+        for name in ("json", "html", "out", "runs"):
+            value = getattr(owner, name, None)
+            if value is None or isinstance(value, list):  # `compare` reads its runs
+                continue
+            path, is_folder = Path(value), name in ("out", "runs")
+            if not is_folder and path.is_dir():
+                raise InputError(f"{prefix}{name}={value}: is a folder; give the name of a file")
+            folders = [*([path] if is_folder else []), *path.parents]
+            nearest = next(folder for folder in folders if folder.exists())
+            problem = "" if os.access(nearest, os.W_OK | os.X_OK) else f"nothing can be written in {nearest}"
+            if not nearest.is_dir():
+                problem = f"{nearest} is a file and no folder"
+            if problem:
+                raise InputError(f"{prefix}{name}={value}: {problem}; choose another place")

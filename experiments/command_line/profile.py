@@ -1,0 +1,118 @@
+"""`knobwise profile`, with the profiler that is meant and its settings checked, and `knobwise inspect`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from knobwise.common.checks import a_device
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+from knobwise.experiments.settings.options import InspectRun, ProfileRun
+from knobwise.experiments.settings.profiles import read_profile
+from knobwise.profiling.elastic.settings import ElasticProfileConfig
+from knobwise.profiling.measuring.settings import VLMProfileConfig
+
+
+def profile(config: ProfileRun) -> None:
+    """Measure a model at its configurations, or record sequences of demonstrations.
+
+    Raises:
+        InputError: options for another kind of model, or see the profilers.
+    """
+    _check(config)
+    try:
+        if config.model == "elastic":
+            from knobwise.profiling.elastic.profile import profile_elastic
+
+            print(f"profile: {profile_elastic(config.out, config.elastic)}")
+        elif config.data is not None:
+            from knobwise.profiling.huggingface.profile import profile_hugging_face
+
+            how: dict[str, Any] = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
+            print(f"profile: {profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)}")
+        else:
+            _profile_beams(config)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"profile: {error}") from error
+
+
+def _check(config: ProfileRun) -> None:
+    """Refuse options that are for another kind of model."""
+    if config.data is not None and config.model in ("elastic", "learner"):
+        raise InputError(
+            f"data={config.data}: model={config.model} makes its own questions; name the model that answers these, "
+            "model=NAME_OR_FOLDER"
+        )
+    if config.data is None:
+        for name, is_set in (("importance", config.importance), ("knobs", config.knobs != VLMProfileConfig())):
+            if is_set:
+                knobs = "; the knobs of the elastic model are elastic.max_crops, …" if config.model == "elastic" else ""
+                raise InputError(f"{name}: is for a Hugging Face model with data=FILE{knobs}")
+    if config.model != "elastic" and config.elastic != ElasticProfileConfig():
+        raise InputError(f"elastic: is for model=elastic, not for model={config.model}")
+    if config.device is not None:
+        a_device("device", config.device)
+        if config.device.startswith("cuda"):
+            import torch
+
+            if not torch.cuda.is_available():
+                raise InputError(f"device={config.device}: torch finds no GPU here; use device=cpu")
+
+
+def _profile_beams(config: ProfileRun) -> None:
+    from knobwise.profiling.demonstrations.builtin import demonstrations_path, save_demonstrations
+    from knobwise.profiling.demonstrations.profile import profile_beams
+    from knobwise.profiling.demonstrations.tasks import learner_task, vlm_task
+    from knobwise.profiling.measuring.machine import one_thread
+
+    is_learner = config.model == "learner"
+    task = learner_task(config.learner, config.pool) if is_learner else vlm_task(config.model, config.vlm, config.pool)
+    draw = None
+    drawn_by = ""
+    if config.checkpoint is not None:
+        draw = _draws_of(config.checkpoint, task.table, config.beams.shots)
+        drawn_by = hashlib.sha256(Path(config.checkpoint).read_bytes()).hexdigest()
+    with one_thread() if is_learner else nullcontext():
+        table = profile_beams(config.out, task, config.beams, draw, drawn_by)
+    if is_learner:
+        learner = config.learner
+        compact = Path(config.out) / demonstrations_path(learner.variant, learner.part).name
+        save_demonstrations(table, learner.variant, learner.part, compact, seed=learner.seed)
+    print(f"beams: {config.out}")
+
+
+def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], Any]:
+    """A function that draws sequences from the selector in a checkpoint."""
+    from knobwise.agents.checkpoint import load_checkpoint
+    from knobwise.agents.selector.selector import StoredEmbeddings
+
+    selector = load_checkpoint(checkpoint).selector
+    embeddings = StoredEmbeddings(table.queries, table.candidates)
+
+    def draw(rows: Any, count: int) -> Any:
+        query, pool = embeddings.both(rows, table.pool[rows])
+        return selector.distribution(query, pool, table.pool_mask[rows], shots, count).sample()
+
+    return draw
+
+
+def inspect(config: InspectRun) -> None:
+    """Print what a profile holds, and write it where the settings say."""
+    from rich.console import Console
+
+    from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
+
+    facts = inspect_table(read_profile(config.profile))
+    print_inspection(facts, Console())
+    if config.json is not None:
+        with written_whole(config.json) as temporary:
+            temporary.write_text(json.dumps(facts, indent=1))
+    if config.html is not None:
+        print(f"page: {write_inspection(facts, config.html)}")

@@ -1,0 +1,248 @@
+"""Finished runs to compare: finding them, reading their files, labelling them by what differs."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.report.words import read_results
+from knobwise.experiments.results.decisions import FILE, read_decisions
+from knobwise.experiments.results.problem import Problem, problem_of
+from knobwise.experiments.results.run_folder import UNFINISHED
+from knobwise.experiments.results.sweep_folder import read_outcome
+
+NOT_COMPARED = ("name", "runs", "jobs", "tracking")
+"""Settings that say where a run is kept and logged, not what it does."""
+NOT_IN_LABEL = ("experiment", "baselines", "budgets_ms", "device", "threads")
+"""Settings that go into a label only where no other setting differs."""
+DEEPEST = 5
+"""How many levels down a folder is searched for runs."""
+MOST_IN_LABEL = 3
+"""How many settings fit into a label."""
+UNKNOWN = "–"
+"""The value of a setting that a run does not have."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A finished run, read from its folder."""
+
+    folder: Path
+    label: str
+    """Short, and different from that of every other run."""
+    problem: Problem
+    results: dict[str, Any]
+    settings: dict[str, Any]
+    """From `config.yaml`, by dotted key; empty without that file."""
+    decisions: pl.DataFrame | None
+    missing: str = ""
+    """Why there are no decisions."""
+
+    @property
+    def experiment(self) -> str:
+        """Without settings the name of the folder above."""
+        return experiment_of(self.folder, self.settings)
+
+    @property
+    def places(self) -> list[float]:
+        """The budgets in ms, or the numbers of shots, that it was judged at."""
+        return sorted({place_of(place) for place in self.problem.judged_at(self.results)})
+
+    def row(self, policy: str, place: float | None) -> Mapping[str, Any]:
+        """The row of a policy at a place, or its mean over the places (None); {} if there is none."""
+        rows = (row for row in self.problem.rows(self.results) if row["policy"] == policy)
+        return next((row for row in rows if place_of(row.get(self.problem.place)) == place), {})
+
+
+def place_of(place: Any) -> Any:
+    """A place to six figures: files may hold the same budget with more or with fewer; None stays None."""
+    return None if place is None else float(f"{place:.6g}")
+
+
+# -- finding -----------------------------------------------------------------------------------------------------------
+
+
+def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The finished runs among these folders or below them, in the order given, and the names of the unfinished ones.
+
+    The runs in a folder are sorted by name, with numbers by size; a sweep's own folder (`runs/multirun/…`) stands for
+    the runs of its jobs. The link `latest` in a folder of runs is not followed.
+
+    Raises:
+        InputError: if there is no such folder, or no run in it.
+    """
+    finished: dict[Path, Path] = {}
+    unfinished: list[str] = []
+    for name in folders:
+        if name.startswith("-"):
+            raise InputError(f"{name}: no such option; options are key=value, such as html=FILE")
+        folder = Path(name)
+        if not folder.is_dir():
+            raise InputError(f"{name}: no such folder; give the folders of finished runs, or a folder of runs")
+        sweep = (folder / "jobs.yaml").is_file()
+        runs = _runs_of_sweep(folder, unfinished) if sweep else _runs_below(folder, DEEPEST)
+        if not runs and not sweep:
+            raise InputError(f"{name}: no run in it; the folder of a run holds config.yaml and results.json")
+        for run in runs:
+            if (run / "results.json").exists() and not (run / UNFINISHED).exists():
+                finished.setdefault(run.resolve(), run)
+            elif str(run) not in unfinished:
+                unfinished.append(str(run))
+    return list(finished.values()), unfinished
+
+
+def _runs_of_sweep(folder: Path, unfinished: list[str]) -> list[Path]:
+    """The runs of the finished jobs; the names of the other jobs are added to `unfinished`."""
+    runs = []
+    for number in range(1, len(OmegaConf.load(folder / "jobs.yaml")) + 1):
+        outcome = read_outcome(folder, number)
+        if outcome is not None and outcome.folder is not None and Path(outcome.folder).is_dir():
+            runs.append(Path(outcome.folder))
+        else:
+            unfinished.append(f"job {number} of {folder}")
+    return runs
+
+
+def _runs_below(folder: Path, levels: int) -> list[Path]:
+    if any((folder / name).is_file() for name in ("results.json", "config.yaml")):
+        return [folder]
+    try:
+        inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()] if levels else []
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror})") from error
+    visible = [path for path in inside if not path.name.startswith(".")]
+    return [run for path in sorted(visible, key=_name_order) for run in _runs_below(path, levels - 1)]
+
+
+def _name_order(path: Path) -> tuple[bool, list[tuple[float, str]]]:
+    """`default` first, then by name, numbers by size."""
+    parts = re.findall(r"(\d+(?:\.\d+)?(?:e-?\d+)?)|(\D)", path.name)
+    return path.name != "default", [(float(number), "") if number else (math.inf, letter) for number, letter in parts]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
+    """Read what is compared of every run.
+
+    Raises:
+        InputError: if files cannot be read, or the runs are about different problems.
+    """
+    results = [read_results(folder) for folder in folders]
+    settings = [read_settings_of(folder) for folder in folders]
+    problems = [problem_of(content) for content in results]
+    for folder, problem in zip(folders, problems, strict=True):
+        if problem is not problems[0]:
+            raise InputError(
+                f"{folder}: is a run of {problem.agents}, {folders[0]} one of {problems[0].agents}; their numbers mean "
+                "different things, compare runs of one kind"
+            )
+    runs = []
+    parts = zip(folders, labels_of(folders, settings), problems, results, settings, strict=True)
+    for folder, label, problem, content, values in parts:
+        decisions, missing = None, ""
+        iterations = {name: values.get(f"optimiser.{name}") for name in ("warmup_iterations", "iterations")}
+        content.setdefault("training", iterations)
+        try:
+            decisions = read_decisions(folder)
+        except InputError as error:
+            missing = str(error) if (folder / FILE).exists() else f"has no {FILE} (an older run)"
+        runs.append(ComparedRun(folder, label, problem, content, values, decisions, missing))
+    return runs
+
+
+def read_settings_of(folder: Path) -> dict[str, Any]:
+    """`config.yaml` by dotted key; {} if there is none.
+
+    Raises:
+        InputError: if the file is not YAML, or holds no settings.
+    """
+    path = folder / "config.yaml"
+    if not path.exists():
+        return {}
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds no settings")
+    return _dotted(content)
+
+
+def _dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= {f"{key}.{name}": leaf for name, leaf in _dotted(value).items()} if nested else {str(key): value}
+    return flat
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The settings that are not the same in all runs: key → the value in every run, in words."""
+    keys = dict.fromkeys(key for values in settings for key in values if key.split(".")[0] not in NOT_COMPARED)
+    table = {key: [value_words(run[key]) if key in run else UNKNOWN for run in settings] for key in keys}
+    return {key: values for key, values in table.items() if len(set(values)) > 1}
+
+
+def value_words(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(value_words, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+
+def experiment_of(folder: Path, settings: Mapping[str, Any]) -> str:
+    return str(settings.get("experiment", folder.resolve().parent.name))
+
+
+def labels_of(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A label for each run: the settings that differ, if they are few and nobody named a run, else the folder's name.
+
+    The experiment stands before it where the runs are of several, and alone where every run is of another one. Runs
+    that would have the same label get the part of their path that differs as well.
+    """
+    table = differing(settings)
+    table = {key: values for key, values in table.items() if key not in NOT_IN_LABEL} or table
+    if any(run.get("name") for run in settings) or not 0 < len(table) <= MOST_IN_LABEL:
+        labels = [folder.resolve().name for folder in folders]
+    else:
+        last = [key.rsplit(".", 1)[-1] for key in table]
+        short = [part if last.count(part) == 1 else key for key, part in zip(table, last, strict=True)]
+        rows = zip(*table.values(), strict=True)
+        labels = [", ".join(map("=".join, zip(short, values, strict=True))) for values in rows]
+    experiments = [experiment_of(*run) for run in zip(folders, settings, strict=True)]
+    if len(set(experiments)) == len(experiments):
+        labels = experiments
+    elif len(set(experiments)) > 1:
+        labels = [f"{name}: {label}" for name, label in zip(experiments, labels, strict=True)]
+    return _made_unique(labels, [folder.resolve() for folder in folders])
+
+
+def _made_unique(labels: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    unique = []
+    for label, folder in zip(labels, folders, strict=True):
+        alike = [path for path, other in zip(folders, labels, strict=True) if other == label]
+        if len(alike) > 1:
+            common = os.path.commonpath([path.parent for path in alike])
+            inside = folder.relative_to(common)
+            siblings = [path for path in alike if path.relative_to(common).parts[0] == inside.parts[0]]
+            label = f"{label} ({inside if len(siblings) > 1 else inside.parts[0]})"
+        unique.append(label)
+    return unique

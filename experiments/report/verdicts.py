@@ -1,0 +1,161 @@
+"""What a run shows, in plain sentences: for the top of its report and the end of what the terminal prints.
+
+This module gathers the numbers; the sentences are in `templates/*.txt.j2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from knobwise.agents.selector.baselines import SIMPLE
+from knobwise.experiments.report import words
+from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, Row, policy_name, quantity
+from knobwise.experiments.results.problem import CONTROLS, DEADLINE, DEMONSTRATIONS, MEAN_BUDGET, problem_of, shown_at
+from knobwise.experiments.results.problem import LEARNED as SELECTORS
+
+WORTH_EXPORTING = 0.05
+"""Share of the mean latency above which a decision is too slow."""
+
+
+def verdict(results: Mapping[str, Any]) -> list[str]:
+    """What the run shows, the most important first."""
+    problem = problem_of(results).name
+    return words.sentences(f"{problem}.txt.j2", **_NUMBERS[problem](results))
+
+
+def on_decisions(results: Mapping[str, Any]) -> str:
+    """The time that a decision takes, compared with the latency, in a sentence; without features and setting knobs,
+    which only a live run measures. Empty if it is not known, or if the budget limits no time."""
+    learned = words.means_of(results).get(LEARNED, {})
+    micros, mean = (float(learned.get(key) or 0) for key in ("decision_us_p50", "latency_ms_mean"))
+    if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
+        return ""
+    share = micros / 1e3 / mean
+    sentence = f"A decision takes {quantity(micros, 'µs')}, {share:.1%} of the mean latency"
+    if share > WORTH_EXPORTING:
+        sentence += "; an exported controller is faster, and its student the fastest (knobwise export student=true)"
+    return f"{sentence}."
+
+
+def _training(results: Mapping[str, Any]) -> dict[str, int]:
+    """The number of seeds, and of those that GRPO did not improve."""
+    return {"early": words.kept_before_grpo(results), "seeds": len(results.get("chosen") or ())}
+
+
+def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
+    ranked = {row["policy"]: row for row in words.ranked(results)}
+    learned = ranked.get(LEARNED)
+    rivals = [row for name, row in ranked.items() if name not in (LEARNED, STATIC, ORACLE)]
+    return _training(results) | {
+        "learned": learned,
+        "static": ranked.get(STATIC),
+        "best": next((row for name, row in ranked.items() if name != ORACLE), None),
+        "rivals": rivals,
+        "better": [row for row in rivals if learned and words.value_of(row) > words.value_of(learned)],
+        "level": results.get("satisfaction_level"),
+        "guard": _of_guard(results),
+    }
+
+
+def _of_guard(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The budgets where it fell back to static, and where it does not enforce the level, in words."""
+    budgets = words.guarantees(results)
+
+    def places(test: Callable[[Row], bool], on_time: bool = False) -> str:
+        """The budgets where the test holds, with the share on time and the number of seeds."""
+        names = []
+        for rows in budgets:
+            passed = [row for row in rows if test(row)]
+            notes = [f"{words.mean_of(passed, 'satisfaction_deployed'):.1%} on time"] * on_time
+            notes += [f"{len(passed)} of {len(rows)} seeds"] * (len(passed) < len(rows))
+            if passed:
+                budget = quantity(rows[0]["budget_ms"], words.unit_of(results))
+                names.append(budget + (f" ({', '.join(notes)})" if notes else ""))
+        return words.listed(names) if names else ""
+
+    return {
+        "worse": places(lambda row: not row["deployed"] and not row["better"]),
+        "everywhere": not any(row["deployed"] or row["better"] for rows in budgets for row in rows),
+        "safer": places(lambda row: not row["deployed"] and row["better"]),
+        "unattainable": places(lambda row: row["unattainable"], on_time=True),
+        "too_dear": places(lambda row: row["too_dear"], on_time=True),
+        "level": f"{100 * budgets[0][0]['level']:g}% on time" if budgets else "",
+    }
+
+
+def _under_mean_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
+    budgets, at = words.budgets_of(results), words.at_budgets(results)
+    ranked = {row["policy"]: row for row in words.ranked(results, "over_static_mix")}
+    learned = ranked.get(LEARNED)
+    if learned is None:
+        return {"learned": None}
+    rivals = [row for name, row in ranked.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
+    tight = [at[LEARNED, budget] for budget in budgets[:2]]
+    most = [row["oracle_accuracy"] - row["accuracy"] + row["over_best_single"] for row in tight]
+    deployed = [row["deployed"] for rows in results.get("guard") or [] for row in rows]
+    return _training(results) | {
+        "learned": learned,
+        "budgets": len(budgets),
+        "gains": [words.points(row["over_best_single"]) for row in tight],
+        "latencies": [quantity(row["latency_ms_mean"], words.unit_of(results)) for row in tight],
+        "most": list(map(words.points, most)),
+        "rivals": rivals,
+        "better": sum(row["over_static_mix"] > learned["over_static_mix"] for row in rivals),
+        "fallbacks": deployed.count(False),
+        "cases": len(deployed),
+    }
+
+
+def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
+    shots, policy = shown_at(results), DEMONSTRATIONS.main_policy(results)
+    rows, at = words.rows_at(results, shots), words.differences_at(results, shots)
+    simple = sorted((name for name in SIMPLE if name in rows), key=lambda name: -float(rows[name]["accuracy"]))
+    with_accuracy = {name: f"{policy_name(name, results)} ({row['accuracy']:.3f})" for name, row in rows.items()}
+    numbers = {
+        "results": results,
+        "shots": shots,
+        "policy": policy,
+        "row": rows.get(policy or ""),
+        "simple": simple,
+        "with_accuracy": with_accuracy,
+        "judged_by": results.get("judged_by"),
+    }
+    if policy not in rows:
+        return numbers
+    gains = {
+        name: [at[name, other] for other in ("rce", "sft") if (name, other) in at] for name in (policy, *SELECTORS)
+    }
+    # trainings that changed nothing: validation preferred the policy that they started from
+    idle = {name: epochs.count(0) for name, epochs in results.get("epochs", {}).items() if name in SELECTORS}
+    rivals = [name for name in simple if (policy, name) in at]
+    signs = {name: words.sign_of(at[policy, name]["ci95"]) for name in rivals}
+    shuffled = {"recorded groups": CONTROLS[0], "live draws": CONTROLS[1]}
+    others = {n: words.rows_at(results, n).get(policy) for n in results["shots"] if n != results["trained_shots"]}
+    return numbers | {
+        "at": at,
+        "gains": {name: rows for name, rows in gains.items() if rows},
+        "idle": {name: count for name, count in idle.items() if count},
+        "of_last_round": of_last_round,
+        "rivals": rivals,
+        "winners": [name for name in rivals if signs[name] < 0],
+        "close": [with_accuracy[name] for name in rivals if signs[name] == 0],
+        "shuffled": {
+            group: (at[control, "sft"], at.get((control, "rce")))
+            for group, control in shuffled.items()
+            if (control, "sft") in at
+        },
+        "features": words.listed(results.get("hidden") or ["information"]),
+        "hidden": at.get(("hidden_live", "hidden_sft")),
+        "real": at.get((policy, "sft")),
+        "vote": words.rows_at(results, shots, "votes").get(policy),
+        "elsewhere": [f"{row['accuracy']:.3f} with {n}" for n, row in others.items() if row],
+    }
+
+
+def of_last_round(name: str) -> str:
+    """The epochs of a policy that is trained in rounds are those of the last round, which starts from the previous."""
+    return " of its last round" if name == "grpo_rounds" else ""
+
+
+_NUMBERS = {DEADLINE.name: _under_deadlines, MEAN_BUDGET.name: _under_mean_budgets, DEMONSTRATIONS.name: _of_selectors}

@@ -1,0 +1,235 @@
+"""The words of reports, comparisons and studies: names of policies and metrics, numbers, intervals, differences.
+
+Also what every page reads off a `results.json`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.results.problem import Metric
+
+Row = Mapping[str, Any]
+
+LEARNED, STATIC, MIX, SINGLE, ORACLE = "controller", "budget_aware_static", "static_mix", "best_single", "oracle"
+POLICIES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("policies.json").read_text(encoding="utf-8"))
+"""Policy → its name, its colour and a description."""
+
+
+def policy_name(policy: str, results: Mapping[str, Any] | None = None) -> str:
+    """A policy in plain words; the names of some controls say what was hidden in these results."""
+    hidden = listed((results or {}).get("hidden") or ["information"])
+    return POLICIES[policy]["name"].format(hidden=hidden) if policy in POLICIES else policy.replace("_", " ")
+
+
+def policy_of(label: str) -> str:
+    """The policy that has this name in plain words; the label itself where none has."""
+    return next((policy for policy, words in POLICIES.items() if words["name"] == label), label)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def known(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def quantity(value: float | None, unit: str = "ms") -> str:
+    """Three figures, more for large numbers, and the unit."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if abs(value) >= 100:
+        return f"{value:,.0f} {unit}"
+    # from six figures, as a budget is kept in some places, so that 2.185 is rounded one way
+    return f"{float(f'{value:.6g}'):#.3g}".rstrip(".") + f" {unit}"
+
+
+def number(value: Any, how: str, unit: str = "") -> str:
+    """A number in a format such as ".3f" or "+.1%"; a dash where it is not known."""
+    sign, digits = ("+", how[1:]) if how.startswith("+") else ("", how)
+    return f"{value:{sign}z{digits}}{unit}" if known(value) else "–"
+
+
+def interval(ci95: Any, how: str) -> str:
+    """The small print under a number; empty where the interval is a point, as in the gap that the oracle closes."""
+    if not ci95 or not all(map(known, ci95)) or not ci95[0] < ci95[1]:
+        return ""
+    return f"\n[{number(ci95[0], how)}, {number(ci95[1], how)}]"
+
+
+def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
+    """A metric of a row with its interval, for a table; `unit` is that of latencies."""
+    value = row.get(metric.key)
+    if metric.unit in ("ms", "µs"):
+        return quantity(value, unit if metric.unit == "ms" else metric.unit)
+    how = {"gap_closed": ".0%"}.get(metric.key, ".1%" if metric.unit == "%" else ".3f")
+    sign = "+" * metric.key.startswith("over_")
+    return number(value, sign + how) + interval(row.get(f"{metric.key}_ci95"), how)
+
+
+def points(share: float, sign: str = "+") -> str:
+    """Hundredths; `sign` is "+", or "" to write it only where it is negative."""
+    return f"{100 * share:{sign}z.1f}"
+
+
+def span(ci95: Sequence[float] | None, how: str = "") -> str:
+    """An interval in a sentence, in a format or, without one, in points; empty where it is not known."""
+    if not ci95:
+        return ""
+    low, high = (number(end, how) if how else points(end, "") for end in ci95)
+    return f" (95% interval {low} to {high})"
+
+
+def listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def shots_words(count: int) -> str:
+    return f"{count} shot{'s' * (count > 1)}"
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+COMPARED = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}
+"""The one way to say what an interval of a difference shows."""
+SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
+
+
+def sign_of(ci95: Sequence[float]) -> int:
+    """1 or −1 where the interval is above or below 0, else 0."""
+    return int(ci95[0] > 0) - int(ci95[1] < 0)
+
+
+def difference_words(difference: float, ci95: Sequence[float]) -> str:
+    """A difference in a sentence: `+1.2 points (95% interval 0.3 to 2.1)`."""
+    return f"{points(difference)} points{span(ci95)}"
+
+
+def difference_cell(difference: float, ci95: Sequence[float]) -> str:
+    """A difference in a table, in points."""
+    return f"{points(difference)}\n[{points(ci95[0])}, {points(ci95[1])}]"
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def environment(autoescape: bool) -> Environment:
+    """For the templates beside this file."""
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    return Environment(
+        loader=loader, autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+@functools.cache
+def _plain() -> Environment:
+    plain = environment(autoescape=False)
+    functions: list[Callable[..., Any]] = [policy_name, known, quantity, number, interval, points, span, listed]
+    functions += [shots_words, sign_of, difference_words, value_of]
+    plain.globals |= {function.__name__: function for function in functions} | {"COMPARED": COMPARED}
+    return plain
+
+
+def sentences(template: str, **content: Any) -> list[str]:
+    """The paragraphs of a template of plain text, each on one line."""
+    paragraphs = re.split(r"\n\s*\n", _plain().get_template(template).render(content))
+    return [" ".join(words) for paragraph in paragraphs if (words := paragraph.split())]
+
+
+# -- results.json ------------------------------------------------------------------------------------------------------
+
+
+def read_results(run_folder: str | Path) -> dict[str, Any]:
+    """`results.json` in the folder of a run.
+
+    Raises:
+        InputError: it is missing, or does not hold the results of a run.
+    """
+    path = Path(run_folder) / "results.json"
+    try:
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; is this the folder of a finished run?") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:  # bytes that are no text, text that is no JSON
+        raise InputError(f"{path}: not the results of a run ({error})") from error
+    rows = results.get("rows") if isinstance(results, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
+        raise InputError(f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing")
+    if not rows:
+        raise InputError(f"{path}: has no rows; was the run judged?")
+    return results
+
+
+def unit_of(results: Mapping[str, Any]) -> str:
+    """The unit of latencies and budgets: ms, or that of the cost that stands for latency."""
+    return str(results.get("unit", "ms"))
+
+
+def means_of(results: Mapping[str, Any]) -> dict[str, Row]:
+    """Policy → its row with the means over the budgets."""
+    return {row["policy"]: row for row in results["rows"] if row.get("budget_ms") is None}
+
+
+def budgets_of(results: Mapping[str, Any]) -> list[float]:
+    return sorted({row["budget_ms"] for row in results["rows"] if row.get("budget_ms") is not None})
+
+
+def at_budgets(results: Mapping[str, Any]) -> dict[tuple[str, float], Row]:
+    return {(row["policy"], row["budget_ms"]): row for row in results["rows"] if row.get("budget_ms") is not None}
+
+
+def ranked(results: Mapping[str, Any], metric: str = "utility") -> list[Row]:
+    """The means over the budgets, best first."""
+    return sorted(means_of(results).values(), key=lambda row: value_of(row, metric), reverse=True)
+
+
+def value_of(row: Row, metric: str = "utility") -> float:
+    """A number to rank by; −∞ where it is not known."""
+    return float(row[metric]) if known(row.get(metric)) else -math.inf
+
+
+def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
+    """What the guard found at each budget: one row a seed. [] without a guard."""
+    at = {rows[0]["budget_ms"]: list(rows) for rows in zip(*(results.get("guard") or []), strict=True)}
+    return list(at.values())
+
+
+def mean_of(rows: Sequence[Row], name: str) -> float:
+    """The mean of the known values; NaN where none is known."""
+    values = [row[name] for row in rows if known(row.get(name))]
+    return sum(values) / len(values) if values else math.nan
+
+
+def grpo_begins(results: Mapping[str, Any]) -> int | None:
+    """The iteration at which GRPO begins; None if training had no warm-up or no GRPO, or if it is not known."""
+    training = results.get("training") or {}
+    return training.get("warmup_iterations") or None if training.get("iterations") else None
+
+
+def kept_before_grpo(results: Mapping[str, Any]) -> int:
+    """The number of seeds whose best checkpoint is from before GRPO."""
+    begins = grpo_begins(results)
+    if begins is None:
+        return 0
+    return sum(seed.get("iteration", begins + 1) <= begins for seed in results.get("chosen") or ())
+
+
+def rows_at(results: Mapping[str, Any], shots: int, rows: str = "rows") -> dict[str, Row]:
+    """Policy → its row at a number of shots."""
+    return {row["policy"]: row for row in results.get(rows, []) if row["shots"] == shots}
+
+
+def differences_at(results: Mapping[str, Any], shots: int) -> dict[tuple[str, str], Row]:
+    """(policy, the policy it is compared with) → the difference at a number of shots."""
+    return {(r["policy"], r["against"]): r for r in results.get("differences", []) if r["shots"] == shots}

@@ -1,0 +1,238 @@
+"""Intervals and tests: the one bootstrap of the project, over samples and seeds, and differences between policies.
+
+All of it is paired: in a draw every policy is judged on the same samples. This module imports no torch; CPU tensors
+are accepted wherever arrays are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+DRAWS = 2000
+"""Of the bootstrap."""
+FLIPS = 9999
+"""Of the sign-flip test; no p is smaller than 1/(FLIPS + 1)."""
+BLOCK = 10_000_000
+"""Random numbers drawn at a time."""
+CHANCE = 0.05
+"""The chance of reporting any difference where there is none, over all comparisons of a family."""
+NOTHING = 1e-18
+"""A smaller variance is rounding."""
+FEWEST = 5
+"""Fewer samples are not tested: the signs of five give p = 1/16 at best."""
+
+
+# -- the bootstrap -----------------------------------------------------------------------------------------------------
+
+
+def resampled_means(
+    values: Sequence[ArrayLike], draws: int = DRAWS, seed: int = 0, other_seeds: bool = False
+) -> np.ndarray:
+    """Means in each draw of n samples and of S seeds, both with replacement.
+
+    All K arrays share the draws of samples, and those with the same S also the draws of seeds. Memory stays near
+    2·BLOCK numbers for any n.
+
+    Args:
+        values: K arrays, float [S, n] (S may differ) or [n].
+        draws: their number, D.
+        seed: of the draws.
+        other_seeds: keep the draws of samples and change those of seeds, for policies trained with other seeds.
+
+    Returns:
+        float64 [D, K].
+    """
+    arrays = [np.atleast_2d(np.asarray(array, dtype=np.float64)) for array in values]
+    n = arrays[0].shape[1]
+    columns = np.concatenate(arrays).T  # [n, sum of S]
+    generator = np.random.default_rng(seed)
+    chances = np.full(n, 1 / n)
+    per_seed = np.empty((draws, columns.shape[1]))
+    step = max(1, BLOCK // n)
+    for start in range(0, draws, step):  # how often each sample is drawn: means are then matrix products
+        counts = generator.multinomial(n, chances, min(step, draws - start))
+        per_seed[start : start + step] = (counts / n) @ columns
+    if other_seeds:
+        generator = np.random.default_rng([seed, 1])
+    state = generator.bit_generator.state
+    shares: dict[int, np.ndarray] = {}
+    means = []
+    for array, part in zip(arrays, np.split(per_seed, np.cumsum([len(a) for a in arrays])[:-1], axis=1), strict=True):
+        seeds = len(array)
+        if seeds not in shares:
+            generator.bit_generator.state = state
+            shares[seeds] = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
+        means.append((part * shares[seeds]).sum(1))
+    return np.stack(means, 1)
+
+
+def ends_of(drawn: np.ndarray) -> list[list[float]]:
+    """The 95 % intervals of K columns of draws, float [D, K]; NaN draws do not count, and nothing but NaN gives 0."""
+    known = ~np.isnan(drawn).all(0)
+    bounds = np.zeros((2, drawn.shape[1]))
+    bounds[:, known] = np.nanquantile(drawn[:, known], [0.025, 0.975], axis=0)
+    return [[float(low), float(high)] for low, high in bounds.T]
+
+
+def mean_intervals(values: Sequence[ArrayLike]) -> list[list[float]]:
+    """95 % bootstrap intervals of the means over samples and seeds of K arrays, float [S, n] or [n]."""
+    return ends_of(resampled_means(values)) if len(values) else []
+
+
+def mean_interval(values: ArrayLike) -> list[float]:
+    """The same for one array. For the difference of two policies it is the paired interval."""
+    return mean_intervals([values])[0]
+
+
+def score_intervals(cases: Sequence[Sequence[ArrayLike]]) -> list[dict[str, Any]]:
+    """95 % intervals of scores, of the gaps closed between two references and of differences, from the same draws.
+
+    Args:
+        cases: for each policy its score, float [S, n], those of the low and the high reference, float [n], and the same
+            number of differences, float [S, n].
+
+    Returns:
+        for each policy `score_ci95`, `gap_closed_ci95` and the list `differences_ci95`. A draw in which nothing could
+        be gained says nothing about the gap.
+    """
+    width = len(cases[0])
+    drawn = resampled_means([array for case in cases for array in case])
+    score, low, high = (drawn[:, side::width] for side in range(3))
+    gaps = ends_of((score - low) / np.where(high - low > 1e-9, high - low, np.nan))
+    others = [ends_of(drawn[:, side::width]) for side in (0, *range(3, width))]
+    return [
+        {"score_ci95": score, "gap_closed_ci95": gap, "differences_ci95": list(differences)}
+        for gap, score, *differences in zip(gaps, *others, strict=True)
+    ]
+
+
+def mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each number over rows; None does not count, and nothing but None gives None."""
+    means = {}
+    for key in rows[0]:
+        known = [row[key] for row in rows if row[key] is not None]
+        means[key] = sum(known) / len(known) if known else None
+    return means
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A policy's score minus that of the policy that it is compared with."""
+
+    run: str
+    against: str
+    """The labels of both runs; the same one inside a run."""
+    policy: str
+    against_policy: str
+    place: float | None
+    """Budget or number of demonstrations; None for the mean over the budgets."""
+    samples: int
+    """Judged in both."""
+    difference: float
+    ci95: tuple[float, float]
+    """Paired bootstrap over samples and seeds."""
+    p: float | None = None
+    """Two-sided, see `paired`; None if it was not tested."""
+    p_holm: float = 1.0
+    """The same, corrected for the number of comparisons in its family."""
+
+    @property
+    def nothing(self) -> bool:
+        """Whether both got the same on every sample; sums of the same numbers may differ by rounding."""
+        return max(map(abs, (self.difference, *self.ci95))) < 1e-12
+
+    @property
+    def sign(self) -> int:
+        """1 or −1 where the interval lies above or below 0 and p, if it was tested, is small enough; else 0."""
+        if self.p is not None and self.p_holm >= CHANCE:
+            return 0
+        return int(self.ci95[0] > 0) - int(self.ci95[1] < 0)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], place: str = "shots", run: str = "") -> Difference:
+        """From a row of `differences` in `results.json`; `place` is the key of the place there."""
+        low, high = row["ci95"]
+        names = (run, run, row["policy"], row["against"])
+        return cls(*names, row[place], row.get("samples", 0), row["difference"], (low, high))
+
+
+def paired(first: np.ndarray, second: np.ndarray, same_seeds: bool, seed: int = 0) -> list[tuple[float, ...]]:
+    """first − second, column by column: the difference of the means, the ends of its 95 % interval, and p.
+
+    The interval is a bootstrap: a draw takes n samples with replacement, the same for both, and seeds with replacement,
+    the same where both were trained with the same seeds. A handful of seeds, drawn from themselves, vary too little and
+    are known too little: the interval is widened from the variance of S seeds to the one that they estimate, and from
+    the normal distribution to Student's, with the degrees of freedom of Satterthwaite (1946). One seed says nothing
+    about the variance between seeds and widens nothing.
+
+    The test asks whether the mean over samples could come from chance alone: where nothing differs, the difference of
+    each sample (of the means over seeds) might as well have had the other sign. That is about these trained policies;
+    where seeds differ p is at least that of a t test with the variance of the interval.
+
+    Args:
+        first: float [S, n, C].
+        second: float [T, n, C], of the same samples.
+        same_seeds: whether the seeds are the same, in the same order.
+        seed: of the draws.
+    """
+    sides = [first - second] if same_seeds else [first, -second]
+    columns = [list(np.moveaxis(side, 2, 0)) for side in sides]
+    drawn = np.sum([resampled_means(each, seed=seed, other_seeds=i > 0) for i, each in enumerate(columns)], 0)  # [D, C]
+    observed = np.sum([side.mean((0, 1)) for side in sides], 0)  # [C]
+    wider, p = _for_seeds(sides, drawn, observed)
+    bounds = observed + wider * (np.quantile(drawn, [0.025, 0.975], axis=0) - observed)
+    p = np.maximum(p, _sign_flips(first.mean(0) - second.mean(0), np.random.default_rng(seed)))
+    return [tuple(map(float, column)) for column in zip(observed, *bounds, p, strict=True)]
+
+
+def _for_seeds(sides: Sequence[np.ndarray], drawn: np.ndarray, observed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """By how much the interval is widened, and p of the t test, float [C] each; 1 and 0 where no seed differs.
+
+    `sides` are float [S, n, C], what is added up, each with seeds of its own; `drawn` is the bootstrap's, float [D, C].
+    """
+    from scipy.stats import norm, t
+
+    several = [side.mean(1) for side in sides if len(side) > 1]
+    variances = [means.var(0, ddof=1) / len(means) for means in several]  # of the mean over seeds
+    spread = drawn.var(0)
+    whole = spread + sum(variance / len(means) for variance, means in zip(variances, several, strict=True))
+    squares = np.zeros(1)
+    for variance, means in zip(variances, several, strict=True):
+        squares = squares + variance**2 / (len(means) - 1)
+    known = (whole > NOTHING) & (squares > NOTHING**2)
+    freedom = np.where(known, whole**2 / np.where(known, squares, 1.0), np.inf)
+    wider = np.sqrt(whole / np.where(known, spread, 1.0)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
+    p = 2 * t.sf(np.abs(observed) / np.sqrt(np.where(known, whole, 1.0)), freedom)
+    return np.where(known, wider, 1.0), np.where(known, p, 0.0)
+
+
+def _sign_flips(differences: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """p of the means of float [n, C], two-sided: how often random signs give a mean at least as large."""
+    n, observed = len(differences), differences.mean(0)
+    # scipy's permutation_test gives the same; here one set of signs serves all columns
+    as_large, left = np.zeros(len(observed)), FLIPS
+    while left:
+        count = min(left, max(1, BLOCK // n))
+        signs = 1.0 - 2.0 * generator.integers(0, 2, (count, n), dtype=np.int8)
+        as_large += (np.abs(signs @ differences / n) >= np.abs(observed) - 1e-12).sum(0)
+        left -= count
+    return (1 + as_large) / (1 + FLIPS)
+
+
+def holm(family: Sequence[Difference]) -> list[Difference]:
+    """The same tested differences, with p corrected for their number (Holm, 1979)."""
+    tested = [1.0 if difference.p is None else difference.p for difference in family]
+    order = sorted(range(len(family)), key=tested.__getitem__)
+    corrected, largest = list(family), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(family) - rank) * tested[i]))
+        corrected[i] = replace(family[i], p_holm=largest)
+    return corrected

@@ -1,0 +1,37 @@
+"""The state of each job of a sweep, as JSON files in its folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from knobwise.common.files import written_whole
+
+
+@dataclass
+class Outcome:
+    """The state of a job."""
+
+    state: str
+    """running, finished, failed or stopped."""
+    folder: str | None = None
+    """Of its run, once it has finished."""
+    seconds: float = 0.0
+    """How long it took, this time."""
+    error: str | None = None
+    """Why it failed, or how far it got before it was stopped, in a line."""
+    crashed: bool = False
+    """Whether it failed by an error of the program or a full disk, not by wrong input."""
+
+    def write(self, folder: Path, number: int) -> Outcome:
+        """Write it into the folder of the sweep."""
+        with written_whole(folder / f"{number}.json") as temporary:
+            temporary.write_text(json.dumps(asdict(self)))
+        return self
+
+
+def read_outcome(folder: Path, number: int) -> Outcome | None:
+    """The state of a job; None before it has begun."""
+    path = folder / f"{number}.json"
+    return Outcome(**json.loads(path.read_text())) if path.exists() else None

@@ -1,0 +1,51 @@
+"""Checks of settings. Each raises an InputError that names the key if its value cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from knobwise.common.errors import InputError
+
+
+def one_of(key: str, value: str, known: Collection[str]) -> None:
+    """Refuse a word that is not among the known ones."""
+    if value not in known:
+        raise InputError(f"{key}={value!r}: must be one of {', '.join(known)}")
+
+
+def positive(key: str, value: float) -> None:
+    """Refuse a number that is not above 0."""
+    if not value > 0:
+        raise InputError(f"{key}={value}: must be positive")
+
+
+def at_least(key: str, value: float, least: float) -> None:
+    """Refuse a number that is too small."""
+    if not value >= least:
+        raise InputError(f"{key}={value}: must be at least {least}")
+
+
+def a_seed(key: str, value: int) -> None:
+    """Refuse a seed that not all of NumPy, torch and scikit-learn take: from 0 to 2³² − 1."""
+    if not 0 <= value < 2**32:
+        raise InputError(f"{key}={value}: a seed is a whole number from 0 to {2**32 - 1}")
+
+
+def a_device(key: str, value: str) -> None:
+    """Refuse a device that is neither cpu nor cuda."""
+    if value.split(":")[0] not in ("cpu", "cuda"):
+        raise InputError(f"{key}={value}: must be cpu or cuda")
+
+
+def training_seeds(values: Collection[int]) -> None:
+    """Refuse an empty list of seeds, a seed twice, and a number that is no seed."""
+    if not values or len(set(values)) < len(values):
+        raise InputError(f"seeds={list(values)}: at least one seed is needed, and none twice; such as seeds=[0,1,2]")
+    for value in values:
+        a_seed("seeds", value)
+
+
+def band(key: str, value: tuple[float, float] | None) -> None:
+    """Refuse a band that is not (low, high)."""
+    if value is not None and not 0 <= value[0] <= value[1]:
+        raise InputError(f"{key}={list(value)}: must be [low, high] with 0 ≤ low ≤ high")

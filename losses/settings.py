@@ -1,0 +1,103 @@
+"""The settings of the losses, each with its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from knobwise.common.checks import at_least, band, one_of, positive
+
+ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
+
+
+@dataclass
+class GRPOConfig:
+    """What controller and selector share of what is minimised."""
+
+    group_size: int = 8
+    """G, draws for each context."""
+    advantage: str = "centred"
+    """`zscore`, `centred`, `rank` or `unnormalised`, inside the group."""
+    advantage_std_floor: float = 0.1
+    """Smallest standard deviation that `zscore` divides by, in units of reward."""
+    advantage_clip: float = 5.0
+    """Advantages are cut to ± this."""
+    clip_epsilon: float = 0.2
+    """ε of PPO's clip."""
+    entropy_coeff: float = 0.0
+    """η, weight of the entropy."""
+    kl_to_ref_coeff: float = 0.0
+    """β, weight of the k3 KL to the reference policy."""
+    kl_band: tuple[float, float] | None = None
+    """(low, high) in nats: β is raised above and lowered below this band; None keeps it fixed."""
+    temperature_start: float = 0.5
+    """τ of the RCE warm-up at its beginning, in units of reward."""
+    temperature_end: float = 0.1
+    """τ at its end; it falls linearly."""
+
+    def of_grpo(self) -> dict[str, Any]:
+        """Those that `GRPOLoss` takes."""
+        names = "clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_std_floor advantage_clip"
+        return {name: getattr(self, name) for name in names.split()}
+
+    def __post_init__(self) -> None:
+        one_of("loss.advantage", self.advantage, ADVANTAGES)
+        at_least("loss.group_size", self.group_size, 1)
+        for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
+            at_least(f"loss.{name}", getattr(self, name), 0)
+        for name in ("temperature_start", "temperature_end", "advantage_std_floor", "advantage_clip"):
+            positive(f"loss.{name}", getattr(self, name))
+        band("loss.kl_band", self.kl_band)
+
+
+@dataclass
+class LossConfig(GRPOConfig):
+    """What is minimised after the warm-up. The reference policy is that of the end of the warm-up."""
+
+    objective: str = "exact"
+    """`exact`: the expectation over all configurations; `sampled`: over `group_size` draws."""
+    regression_coeff: float = 0.2
+    """Weight of the regression on measured accuracy and latency beside GRPO, for a `utility` structure."""
+
+    def of_grpo(self) -> dict[str, Any]:
+        return super().of_grpo() | {"objective": self.objective}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("loss.objective", self.objective, ("exact", "sampled"))
+        at_least("loss.regression_coeff", self.regression_coeff, 0)
+
+
+@dataclass
+class SelectorLossConfig(GRPOConfig):
+    """What is minimised. The reference policy of the KL is the one after supervised fine-tuning."""
+
+    advantage: str = "zscore"
+    """`zscore`, `centred`, `rank` or `unnormalised`, inside the group."""
+    kl_to_ref_coeff: float = 0.02
+    """β, weight of the k3 KL to the SFT policy."""
+    temperature_start: float = 2.0
+    """τ of the RCE warm-up at its beginning, in units of the scores."""
+    temperature_end: float = 0.5
+    """τ at its end; it falls linearly."""
+    scores: str = "raw"
+    """What RCE weighs by: `raw` rewards, or `zscore`, `centred`, `rank`, compared inside the group first. `rank` gives
+    every query the same weights."""
+    curriculum: float = 0.0
+    """Share of GRPO in which only the best `curriculum_top` sequences of a group take part, after the advantages were
+    taken in the whole group."""
+    curriculum_top: int = 3
+    """How many these are."""
+    min_positive: float = 0.0
+    """Conditional training: GRPO leaves out queries of whose group a smaller share is right."""
+    temperature_band: tuple[float, float] | None = None
+    """(low, high) in nats: the policy is drawn from, and trained, at a temperature that falls while the KL to the SFT
+    policy is above this band and rises while it is below; None keeps it at 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("loss.scores", self.scores, ("raw", *ADVANTAGES))
+        at_least("loss.curriculum_top", self.curriculum_top, 1)
+        for name in ("curriculum", "min_positive"):
+            at_least(f"loss.{name}", getattr(self, name), 0)
+        band("loss.temperature_band", self.temperature_band)

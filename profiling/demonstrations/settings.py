@@ -1,0 +1,110 @@
+"""The settings of recorded beams, each with its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from knobwise.common.checks import at_least
+from knobwise.common.errors import InputError
+
+SAMPLERS = ("random", "text_similarity", "image_similarity", "mixed")
+
+
+_COUNTS = ("width", "retrieved", "sampled", "random")
+
+
+@dataclass
+class BeamProfileConfig:
+    """Which sequences of demonstrations are recorded."""
+
+    shots: int = 2
+    """Demonstrations in a sequence."""
+    width: int = 5
+    """Sequences found by beam search on information gain, which uses the answer."""
+    every_length: bool = False
+    """Record the sequences of beam search at every length up to `shots`, not only the longest."""
+    retrieved: int = 3
+    """Sequences of the most similar candidates: ranks 1 to `shots`, 2 to `shots` + 1, …"""
+    sampled: int = 0
+    """Sequences drawn with a preference for similar candidates."""
+    random: int = 4
+    """Sequences drawn uniformly."""
+    seed: int = 0
+    """Seed of everything that is drawn."""
+    chunk: int = 50
+    """Queries in a chunk; a finished chunk is safe on disk. Choose few for a large model."""
+    json: bool = True
+    """Whether to write RL data too, with its embeddings."""
+    draws: int = 8
+    """Sequences that each query gets from the policy of a checkpoint, as one more round."""
+    draw_seed: int = 0
+    """Seed of those draws. The same checkpoint with another seed adds another round."""
+
+    def __post_init__(self) -> None:
+        least = {"shots": 1, "chunk": 1, "draws": 1} | dict.fromkeys(_COUNTS, 0)
+        for name, minimum in least.items():
+            at_least(f"beams.{name}", getattr(self, name), minimum)
+        if not any(getattr(self, name) for name in _COUNTS):
+            raise InputError(f"beams: nothing to record: {', '.join(_COUNTS)} are all 0")
+
+
+@dataclass
+class LearnerTaskConfig:
+    """The built-in task: a small in-context learner answers questions about canvases."""
+
+    variant: str = "careless"
+    """careless: six of ten annotators often give wrong answers, on clean images; careful: none does."""
+    part: str = "train"
+    """train, or test: other digits and another bank."""
+    queries: int | None = None
+    """Number of queries; None for 3,300 (train) or 1,500 (test)."""
+    candidates: int | None = None
+    """Items of the bank; None for 12,000 or 4,000."""
+    seed: int = 0
+    """Seed of everything that is drawn; the data of knobwise have 0."""
+
+
+@dataclass
+class VLMTaskConfig:
+    """A Hugging Face vision-language model and the questions that it answers."""
+
+    data: str = ""
+    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers, optionally image_id and choices. Each is
+    a query, and without `bank` a possible demonstration of the others."""
+    bank: str = ""
+    """File of the possible demonstrations."""
+    embeddings: str = ""
+    """Embeddings of the bank (.safetensors, .npz, .npy, .pt), a row for each item; knobwise does not make them."""
+    query_embeddings: str = ""
+    """Embeddings of the queries by the same encoder; not needed without `bank`."""
+    image_columns: int | None = None
+    """The first columns that describe the image; the others describe the question. None where both are mixed, as in the
+    mean of CLIP's two: then whole embeddings are compared."""
+    queries: int | None = None
+    """Record the first so many queries; None for all."""
+    batch_size: int = 8
+    """Prompts computed at a time."""
+    max_choices: int = 16
+    """Answers that a model chooses among where the data name no choices."""
+    dtype: str = "auto"
+    """Of the weights: auto, bfloat16, float16 or float32."""
+    device: str | None = None
+    """cpu, cuda; None for the GPU where there is one."""
+
+
+@dataclass
+class PoolConfig:
+    """Which candidates a query's demonstrations are chosen from."""
+
+    sampler: str | None = None
+    """random, text_similarity, image_similarity, mixed (the mean of both similarities), or with model=learner covers:
+    some candidates that answer the question, others that look alike. None for covers there, else mixed."""
+    size: int = 48
+    """Candidates in a pool; the sampler covers always takes 48."""
+    seed: int = 0
+    """Seed of everything that is drawn."""
+
+    def __post_init__(self) -> None:
+        if self.sampler not in (None, "covers", *SAMPLERS):
+            raise InputError(f"pool.sampler={self.sampler}: known are covers, {', '.join(SAMPLERS)}")
+        at_least("pool.size", self.size, 1)

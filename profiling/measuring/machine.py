@@ -1,0 +1,89 @@
+"""The machine that measures: its processor and threads; and the folder that a run measures into, with its files."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from knobwise.common.errors import InputError
+from knobwise.common.files import written_whole
+
+
+def claim(path: Path, identity: Mapping[str, Any]) -> None:
+    """Note in ``path`` what is being measured.
+
+    Raises:
+        InputError: a run with other settings was begun there before.
+    """
+    wanted = json.loads(json.dumps(identity))
+    if not path.exists():
+        write_json(path, wanted)
+        return
+    noted = json.loads(path.read_text())
+    keys = [key for key in {**noted, **wanted} if noted.get(key) != wanted.get(key)]
+    if keys:
+        differences = "; ".join(f"{key}: {noted.get(key)} → {wanted.get(key)}" for key in keys)
+        raise InputError(f"{path.parent} holds a run with other settings ({differences}); choose another out folder")
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Only one process is inside for this folder; others wait. The folder is made when it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that people read too."""
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of files of a folder, by name."""
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: on products this small more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cpu_name() -> str:
+    """The model name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def machine() -> dict[str, Any]:
+    """What latencies depend on besides the model: processor, accelerator, versions, threads."""
+    return {
+        "cpu": cpu_name(),
+        "architecture": platform.machine(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }

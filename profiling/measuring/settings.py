@@ -1,0 +1,133 @@
+"""The settings of a profile of any model, each with its meaning."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Collection
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from knobwise.common.checks import at_least, one_of
+from knobwise.common.errors import InputError
+from knobwise.profiling.measuring.adaptive_model import CLOCKS, KNOBS
+from knobwise.profiling.measuring.answer_metrics import METRICS
+from knobwise.profiling.measuring.grid_sampling import STRATEGIES
+
+
+@dataclass
+class VLMProfileConfig:
+    """What `profile_vlm` measures of a model."""
+
+    name: str = ""
+    """Name of the data set, such as text_vqa; empty for the name of the file."""
+    split: str = "validation"
+    """Which split of the data set the file holds; noted in exp5/exp6 files."""
+    samples: int | None = None
+    """How many samples to draw and measure; more of them later include these. None for all."""
+    metric: str = "auto"
+    """vqa, exact, choice, anls, relaxed. auto: choice for a sample with choices, else vqa for one with three answers or
+    more, else exact."""
+    prompt: str = "{question}{choices}"
+    """How a question is put; {choices} stands for its options with their letters, a line each, or for nothing where
+    there are none. Leave it out where the questions contain them already."""
+    max_crops: tuple[int, ...] = ()
+    """Values of this knob to measure; empty for the model's default alone."""
+    top_k: tuple[int, ...] = ()
+    """Values to measure: experts for each token."""
+    num_active_blocks: tuple[int, ...] = ()
+    """Values to measure: decoder blocks that run."""
+    values: Any = None
+    """Values to measure of knobs with other names, such as {side: [4, 8], mode: [fast, exact]}."""
+    strategy: str = "full"
+    """Which configurations of the grid are measured: full, or of large grids stratified, boundary, balanced or
+    latin_hypercube."""
+    count: int = 0
+    """How many configurations, unless the grid is measured in full."""
+    repeats: int = 3
+    """Measurements of each sample with each configuration; the median is kept."""
+    clock: str = "wall"
+    """What times are: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a machine that
+    others use too and a model that runs on one thread."""
+    warm_up: int = 1
+    """Untimed answers with each configuration before anything is timed."""
+    block: int = 1
+    """Samples in a row under one configuration, after one untimed; more than 1 only for a model that is slow after a
+    change of its knobs, such as a compiled one."""
+    max_new_tokens: int = 32
+    """Length at which an answer is cut off."""
+    seed: int = 0
+    """Of the samples, the configurations, their parts and the order of measuring."""
+    shard: int = 0
+    """Which part of the configurations this process measures, from 0."""
+    shards: int = 1
+    """Number of parts that the configurations are divided into."""
+    features: bool = True
+    """Whether to keep what a decision sees: it comes with the first stage of every measurement."""
+    half: bool = False
+    """Keep features in half precision."""
+    features_from: str = ""
+    """Feature file of an earlier profile of the same model; samples with the same image and question keep theirs."""
+    force: bool = False
+    """Take all features anew, also those that are there already; nothing is measured again."""
+
+    def __post_init__(self) -> None:
+        for name, least in {"repeats": 1, "warm_up": 0, "block": 1, "max_new_tokens": 1, "shards": 1}.items():
+            at_least(f"knobs.{name}", getattr(self, name), least)
+        if self.samples is not None:
+            at_least("knobs.samples", self.samples, 1)
+        if not 0 <= self.shard < self.shards:
+            raise InputError(
+                f"knobs.shard must be 0 to {self.shards - 1}, since knobs.shards={self.shards}; not {self.shard}"
+            )
+        one_of("knobs.metric", self.metric, ("auto", *METRICS))
+        one_of("knobs.strategy", self.strategy, STRATEGIES)
+        one_of("knobs.clock", self.clock, CLOCKS)
+        if self.count and self.strategy == "full":
+            raise InputError(f"knobs.count={self.count}: give knobs.strategy too; full measures every configuration")
+        if "{question}" not in self.prompt:
+            raise InputError(f"knobs.prompt={self.prompt!r} must contain {{question}}")
+        for knob in KNOBS:
+            setattr(self, knob, tuple(int(value) for value in getattr(self, knob)))
+        if not isinstance(self.values or {}, dict):
+            raise InputError(f"knobs.values={self.values}: must be like {{side: [4, 8]}}")
+        for name, values in (self.values or {}).items():
+            if isinstance(values, str) or not isinstance(values, Collection):
+                raise InputError(f"knobs.values.{name}={values}: must be a list of values")
+            if name in KNOBS and getattr(self, name):
+                raise InputError(f"knobs.values.{name}: knobs.{name} is set too; give the values once")
+
+    def measured_values(self, knob: str) -> tuple[Any, ...]:
+        """The values of a knob to measure; empty for its default alone."""
+        values = (self.values or {}).get(knob) or (getattr(self, knob) if knob in KNOBS else ())
+        # a column of a table has one type
+        return tuple(map(float, values)) if any(isinstance(value, float) for value in values) else tuple(values)
+
+
+def changed_settings(prefix: str, settings: Any, leave_out: Collection[str] = ()) -> list[str]:
+    """Every setting that is not the default, as key=value on the command line; settings within settings too."""
+    usual, words = type(settings)(), []
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if f.name in leave_out or value == getattr(usual, f.name):
+            continue
+        if is_dataclass(value):
+            words += changed_settings(f"{prefix}{f.name}.", value)
+        else:
+            word = f"{prefix}{f.name}={_written(value)}"
+            words.append(shlex.quote(word) if isinstance(value, str | dict) else word)
+    return words
+
+
+def _written(value: Any) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_written(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str) and not re.fullmatch(r"[\w./:-]+", value):
+        return json.dumps(value, ensure_ascii=False)
+    return "null" if value is None else str(value)

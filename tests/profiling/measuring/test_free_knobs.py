@@ -1,0 +1,211 @@
+"""A model whose knobs have names of their own, measured by either clock and served by a controller."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.long_table import read_long_table
+from knobwise.profiling.measuring.adaptive_model import (
+    Answer,
+    FirstStage,
+    KnobSupport,
+    Request,
+    check_configuration,
+    clock_ms,
+    clocked_by,
+)
+from knobwise.profiling.measuring.profiler import command, profile_vlm
+from knobwise.profiling.measuring.questions import VQAData, VQAItem
+from knobwise.profiling.measuring.settings import VLMProfileConfig
+
+ARRAYS = [np.eye(4, dtype=np.float32) * n for n in (1, 2, 3)]
+ITEMS = tuple(VQAItem(f"id{n}", array, "How bright?", (str(n + 1),)) for n, array in enumerate(ARRAYS))
+CONFIG = VLMProfileConfig(
+    name="bright", values={"side": [4, 1], "mode": ["fast", "exact"], "share": [1, 0.5]}, repeats=1, warm_up=0
+)
+
+
+class Bright:
+    """Says how bright the corner of an array is; `exact` also sleeps or computes for 4 ms."""
+
+    name = "bright"
+    knobs = (
+        KnobSupport("side", 4, 1, 4, "pixels of a side"),
+        KnobSupport("mode", "exact", values=("fast", "exact"), sets="how it counts"),
+        KnobSupport("share", 1.0, values=(0.5, 1.0), sets="share of the rows"),
+    )
+
+    def __init__(self, spends: str = "nothing", clock=clock_ms):
+        self.spends, self.clock = spends, clock
+        self.settings: list[dict[str, object]] = []
+
+    @contextmanager
+    def set_knobs(self, configuration):
+        check_configuration(self.knobs, configuration)
+        yield
+
+    def first_stage(self, request):
+        return FirstStage(request, {"image_features": request.image.mean(0)}, request.image, 0.0, 0.0)
+
+    def answer(self, stages, configuration):
+        start, wall = self.clock(), time.perf_counter()
+        setting = check_configuration(self.knobs, configuration)
+        self.settings.append(setting)
+        if setting["mode"] == "exact" and self.spends == "sleep":
+            time.sleep(0.004)
+        while setting["mode"] == "exact" and self.spends == "spin" and time.perf_counter() - wall < 0.004:
+            pass
+        right = setting["mode"] == "exact" and setting["side"] == 4
+        took = self.clock() - start
+        return [Answer(str(int(stage.kept[0, 0])) if right else "0", took, took, took, 1, 1, 1) for stage in stages]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return profile_vlm(tmp_path_factory.mktemp("free"), Bright(), VQAData(ITEMS, ()), CONFIG)
+
+
+def test_knobs_of_any_name_are_columns_of_the_table(out):
+    frame = pl.read_parquet(out / "table.parquet")
+    assert frame.height == frame.select("sample_id", "side", "mode", "share").unique().height == 3 * 8
+    assert (frame.filter((pl.col("mode") == "exact") & (pl.col("side") == 4))["accuracy"] == 1).all()
+    table = read_long_table(out / "table.parquet", features=out / "features.safetensors")
+    assert {knob.name: knob.values for knob in table.knobs} == {
+        "side": (1, 4), "mode": ("exact", "fast"), "share": (0.5, 1)
+    }  # fmt: skip
+
+
+def test_what_the_knobs_do_is_reported_and_that_there_are_no_exp_files(out, capsys):
+    about = json.loads((out / "profile.json").read_text())
+    assert [(k["name"], k["measured"]) for k in about["knobs"]] == [
+        ("side", [1, 4]), ("mode", ["fast", "exact"]), ("share", [0.5, 1])
+    ]  # fmt: skip
+    assert about["figures"]["knobs"]["mode"]["accuracy"] == [0, 0.5]
+    assert {row["mode"] for row in about["by_configuration"]} == {"fast", "exact"}
+    assert not (out / "exp5").exists()
+    profile_vlm(out, model := Bright(), VQAData(ITEMS, ()), CONFIG)
+    printed = capsys.readouterr().out
+    assert "no exp5/exp6 files" in printed
+    assert "from exact down to fast" in printed
+    assert model.settings == []  # nothing is measured twice
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": [1]}, "unknown knob 'size'; known are side, mode, share"),
+        ({"mode": ["slow"]}, "mode=slow: this model takes fast, exact"),
+        ({"side": [5]}, "side=5: this model takes 1 to 4"),
+        ({"side": [1.5]}, "side=1.5: this model takes 1 to 4"),
+        ({"side": 4}, "knobs.values.side=4: must be a list"),
+    ],
+)
+def test_other_knobs_and_values_are_refused(tmp_path, values, message):
+    with pytest.raises(InputError, match=message):
+        profile_vlm(tmp_path / "out", Bright(), VQAData(ITEMS, ()), replace(CONFIG, values=values))
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_are_refused_that_a_profile_needs_and_values_that_are_set_twice(tmp_path):
+    class Odd(Bright):
+        knobs = (KnobSupport("dataset", 1, 1, 2),)
+
+    with pytest.raises(InputError, match="knob 'dataset': is the name of a measurement"):
+        profile_vlm(tmp_path, Odd(), VQAData(ITEMS, ()), VLMProfileConfig())
+    with pytest.raises(InputError, match="unknown knob 'top_k'"):
+        profile_vlm(tmp_path, Bright(), VQAData(ITEMS, ()), VLMProfileConfig(top_k=(1,)))
+    with pytest.raises(InputError, match=r"knobs.top_k is set too"):
+        VLMProfileConfig(top_k=(1,), values={"top_k": [2]})
+
+
+def test_the_command_repeats_free_knobs():
+    assert command("m", replace(CONFIG, warm_up=1, repeats=3, clock="cpu")) == (
+        "knobwise profile model=m data=FILE out=DIR knobs.name=bright "
+        "'knobs.values={side:[4,1],mode:[fast,exact],share:[1,0.5]}' knobs.clock=cpu"
+    )
+
+
+@pytest.mark.parametrize(("spends", "clock", "counted"), [
+    ("sleep", "wall", True), ("sleep", "cpu", False), ("spin", "wall", True), ("spin", "cpu", True),
+])  # fmt: skip
+def test_the_wall_clock_counts_sleep_and_the_cpu_clock_does_not(tmp_path, spends, clock, counted):
+    config = replace(CONFIG, values={"mode": ["exact"]}, clock=clock, repeats=2)
+    profile_vlm(tmp_path, Bright(spends), VQAData(ITEMS, ()), config)
+    latency = pl.read_parquet(tmp_path / "table.parquet")["latency_ms"]
+    # a thread that shares its core spins for less than 4 ms of CPU time
+    assert (latency.max() > (3.9 if clock == "wall" else 0.8)) == counted
+    about = json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"]
+    assert about.startswith("wall" if clock == "wall" else "thread CPU")
+    with pytest.raises(InputError, match="clock:"):
+        profile_vlm(tmp_path, Bright(), VQAData(ITEMS, ()), replace(config, clock="wall" if clock == "cpu" else "cpu"))
+
+
+def test_a_model_with_a_clock_of_its_own_is_refused_by_cpu_time(tmp_path):
+    model = Bright("sleep", clock=lambda: time.perf_counter() * 1e3)
+    with pytest.raises(InputError, match=r"takes its times from .*clock_ms"):
+        profile_vlm(tmp_path, model, VQAData(ITEMS, ()), replace(CONFIG, clock="cpu"))
+
+
+def test_clocks_are_nested_and_restored():
+    start = clock_ms()
+    with clocked_by("cpu"):
+        before = clock_ms()
+        with clocked_by("wall"):
+            assert clock_ms() >= start
+        time.sleep(0.01)
+        assert clock_ms() - before < 8
+    assert clock_ms() - start >= 10
+    for wrong in (lambda: clocked_by("sun"), lambda: VLMProfileConfig(clock="sun")):
+        with pytest.raises(InputError, match="wall"):
+            wrong()
+
+
+def controller_of(names):
+    """Chooses the configurations in turn."""
+    turns = iter(range(100))
+    return SimpleNamespace(
+        knobs=names,
+        configurations=np.array([[0, 0, 0], [1, 1, 1]]),
+        choose=lambda blocks, limits: np.array([next(turns) % 2 for _ in limits]),
+    )
+
+
+KNOBS = {"side": (1, 4), "mode": ("fast", "exact"), "share": (0.5, 1.0)}
+
+
+def test_a_controller_of_any_knobs_decides_for_the_model():
+    model = AdaptiveModel(Bright(), controller_of(KNOBS))
+    first, second = (model.answer(Request(ARRAYS[2], "How bright?"), 9.0) for _ in range(2))
+    assert first.configuration == {"side": 1, "mode": "fast", "share": 0.5}
+    assert (first.answer.text, second.answer.text) == ("0", "3")
+    with pytest.raises(InputError, match="mode=slow"):
+        AdaptiveModel(Bright(), controller_of(KNOBS | {"mode": ("slow", "exact")}))
+
+
+@pytest.mark.parametrize(("clock", "counted"), [("wall", True), ("cpu", False)])
+def test_requests_are_timed_by_the_clock_that_is_chosen(clock, counted):
+    model = AdaptiveModel(Bright("sleep"), controller_of(KNOBS), clock=clock)
+    requests = [Request(array, "How bright?") for array in ARRAYS]
+    results = [*(model.answer(requests[0], 3.5) for _ in range(2)), *model.generate(requests, 3.5)]
+    slow = [result for result in results if result.configuration["mode"] == "exact"]
+    assert slow
+    assert all((result.answer.total_ms > 3.9) == counted for result in slow)
+    assert all(result.met != counted for result in slow)
+    arrived = time.perf_counter()
+    if clock == "cpu":
+        with pytest.raises(InputError, match="arrivals"):
+            model.answer(requests[0], 9.0, arrived)
+        with pytest.raises(InputError, match="arrivals"):
+            model.generate(requests, 9.0, [arrived] * 3)
+    with pytest.raises(InputError, match="clock=sun"):
+        AdaptiveModel(Bright(), controller_of(KNOBS), clock="sun")
