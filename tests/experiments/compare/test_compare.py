@@ -18,8 +18,8 @@ from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import write_features, write_long_table
 from knobwise.experiments.compare.compare import write_comparison
-from knobwise.experiments.compare.comparison import comparison_of
-from knobwise.experiments.compare.words import cells, header, method, print_comparison, settings_cells, verdict
+from knobwise.experiments.compare.comparison import Comparison, comparison_of
+from knobwise.experiments.compare.words import method, print_comparison, results_cells, settings_cells, verdict
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 
@@ -42,6 +42,12 @@ def printed(comparison, terminal: bool = False, width: int = 80) -> str:  # type
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
+def rows_of(comparison: Comparison) -> list[dict[str, str]]:
+    """The table of runs, a row each, by head."""
+    head, lines = results_cells(comparison)
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
 def test_two_runs_and_what_differs(tmp_path: Path) -> None:
     first = write_run(tmp_path / "lean" / "default")
     second = write_run(tmp_path / "lean" / "loss.group_size-64", gain=0.3, settings={"loss": {"group_size": 64}})
@@ -59,7 +65,7 @@ def test_two_runs_and_what_differs(tmp_path: Path) -> None:
     assert against.startswith(f"group_size=64 is better than group_size=8: {gap} points [{low}, {high}], p ")
     assert "utility, mean over 2 budgets, on the same 60 test samples" in method(comparison)
     assert "one seed" not in method(comparison)
-    lines = [dict(zip(header(comparison), line, strict=True)) for line in cells(comparison)]
+    lines = rows_of(comparison)
     assert [line["run"] for line in lines] == [
         *("group_size=8", "group_size=64", "budget-aware static", "oracle (upper bound)")
     ]
@@ -124,7 +130,7 @@ def test_older_runs_are_shown_and_not_tested(tmp_path: Path) -> None:
         f"Left out, not finished: {stopped}.",
         "b has no decisions.parquet (an older run), so it is shown but not tested.",
     ]
-    assert cells(comparison)[1][4] == "not tested"
+    assert rows_of(comparison)[1]["shown"] == "not tested"
     assert method(comparison) == ""
     assert "Nothing could be tested against a." in printed(comparison)
 
@@ -148,7 +154,7 @@ def test_mean_budgets_are_compared_at_equal_mean_latency(tmp_path: Path) -> None
     cases: dict[str, dict[str, Any]] = {"a": {}, "b": {"gain": 0.3, "spent": 1.0}}
     comparison = comparison_of([str(write_run(tmp_path / n, sense="mean", **more)) for n, more in cases.items()])
     assert verdict(comparison)[0].startswith("The highest is b: over static mix +0.")
-    lines = [dict(zip(header(comparison), line, strict=True)) for line in cells(comparison)]
+    lines = rows_of(comparison)
     assert [line["run"] for line in lines] == ["a", "b", "static mix", "oracle (upper bound)"]
     assert lines[1]["over static mix"].startswith("+0.")
     accuracies = [run.row("controller", None)["accuracy"] for run in comparison.runs]
@@ -167,8 +173,8 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path: Path) ->
     assert " points [" in verdict(comparison)[1]
     assert [(one.policy, one.against_policy, one.difference) for one in comparison.by_policy] == [("sft", "sft", 0)]
     assert [one.place for one in comparison.by_place] == [1, 2]
-    assert "1 shot" in header(comparison)
-    assert [line[4] for line in cells(comparison)] == ["GRPO on recorded groups", "GRPO on live draws"]
+    assert "1 shot" in rows_of(comparison)[0]
+    assert [line["policy"] for line in rows_of(comparison)] == ["GRPO on recorded groups", "GRPO on live draws"]
     with pytest.raises(InputError, match="budgets_ms: selectors"):
         comparison_of(list(map(str, folders)), [1.0])
 
@@ -283,8 +289,8 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
     (runs[1] / "config.yaml").unlink()
     comparison = comparison_of(list(map(str, runs)))
     b, c = (run.label for run in comparison.runs[1:])
-    lines = {line[0]: line for line in cells(comparison)}
-    assert float(lines[c][1].split()[0]) > float(lines[b][1].split()[0])
+    utility = {line["run"]: line["utility"] for line in rows_of(comparison)}
+    assert float(utility[c].split()[0]) > float(utility[b].split()[0])
     assert verdict(comparison)[0].startswith(f"The highest is {b}:")
     assert f"{b}: without config.yaml the settings are unknown." in comparison.notes
     assert f"{c}: means are over budgets that {comparison.runs[0].label} was not judged at." in comparison.notes
