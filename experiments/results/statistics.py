@@ -111,15 +111,6 @@ def score_intervals(cases: Sequence[Sequence[ArrayLike]]) -> list[dict[str, Any]
     ]
 
 
-def mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each number over rows; None does not count, and nothing but None gives None."""
-    means = {}
-    for key in rows[0]:
-        known = [row[key] for row in rows if row[key] is not None]
-        means[key] = sum(known) / len(known) if known else None
-    return means
-
-
 # -- differences -------------------------------------------------------------------------------------------------------
 
 

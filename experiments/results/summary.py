@@ -5,8 +5,7 @@ The rows of a controller hold means over its seeds, and intervals over samples a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,12 @@ from knobwise.experiments.results.problem import (
     UPPER,
     Problem,
 )
-from knobwise.experiments.results.statistics import mean_intervals, mean_row, score_intervals
+from knobwise.experiments.results.statistics import mean_intervals, score_intervals
 
 Rows = list[dict[str, Any]]
+Outcome = tuple[str, dict[str, np.ndarray], list[np.ndarray]]
+"""A policy; its numbers at each budget, float [B] by key, NaN where unknown; and by sample, float [S, n, B] or [n, B],
+its score, the low and the high end of the oracle gap, and the scores that its own is compared with as `COMPARED`."""
 COMPARED = ("over_static_mix", "over_static_mix_at_budget", "over_best_single")
 """The differences in a row under mean budgets."""
 
@@ -52,9 +54,7 @@ def deadline_results(
         decisions: see `knobwise.experiments.results.judge`; with `budget_aware_static` and `oracle`.
         test: int64 [n], the judged samples, which nothing was fitted or chosen on.
     """
-    arrays = DecisionArrays(decisions)
-    facts = _facts(DEADLINE, arrays, table, test, seeds, partial(_deadline_rows, arrays))
-    return facts | {"knob_usage": _usage(DEADLINE, arrays, table)}
+    return _controller_results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays))
 
 
 def mean_results(
@@ -73,10 +73,17 @@ def mean_results(
         reference: of the judged samples.
         prices: float64 [S, B] by policy, for those that have prices.
     """
-    arrays, table = DecisionArrays(decisions), reference.table
-    facts = _facts(MEAN_BUDGET, arrays, table, reference.test, seeds, partial(_mean_rows, arrays, reference, prices))
-    usage = _usage(MEAN_BUDGET, arrays, table, reference)
-    return facts | {"sense": "mean", "knob_usage": usage, "static_hull": reference.hull()}
+    table, fitted, test = reference.table, reference.fitted, reference.test
+
+    def outcomes(arrays: DecisionArrays, rows: Tensor) -> Iterator[Outcome]:
+        return _under_mean_budgets(arrays, Reference(table, fitted, rows), prices)
+
+    results = _controller_results(MEAN_BUDGET, decisions, table, test, seeds, outcomes, reference)
+    for row in (*results["rows"], *results.get("by_dataset", [])):
+        row["accuracy_ci95"] = row["utility_ci95"]
+        if row["budget_ms"] is None:
+            row |= {"price": None, "worth_ms": None}
+    return results | {"sense": "mean", "static_hull": reference.hull()}
 
 
 def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
@@ -111,20 +118,24 @@ def held_out_choices(loaded: Sequence[Loaded]) -> dict[str, Any]:
     return {"guard": guards, "chosen": chosen, **level}
 
 
-def _facts(
+def _controller_results(
     problem: Problem,
-    arrays: DecisionArrays,
+    decisions: pl.DataFrame,
     table: ProfileTable,
     test: Tensor,
     seeds: Sequence[int],
-    rows_of: Callable[[np.ndarray, bool], Rows],
+    outcomes: Callable[[DecisionArrays, Tensor], Iterator[Outcome]],
+    reference: Reference | None = None,
 ) -> dict[str, Any]:
-    """What both kinds of controllers have; `rows_of` gives the rows for some samples, at every place or the means."""
-    rows = rows_of(np.arange(len(test)), True)
+    """What both kinds of controllers have; `outcomes` takes decisions and the rows of the table that they are about."""
+    arrays = DecisionArrays(decisions)
+    rows = _rows(outcomes(arrays, test), arrays.places)
     for row in rows:
         times = arrays.array(row["policy"], "decision_us")[0, 0]
         row["decision_us_p50"] = None if np.isnan(times[0]) else float(times.mean())
-    facts = {
+    accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))
+    profiled = table.mask[test].any(0).tolist()
+    results = {
         "profile": profile_of(table),
         "split": "test",
         "test_samples": len(test),
@@ -132,155 +143,138 @@ def _facts(
         "unit": table.unit,
         "budgets_ms": arrays.places,
         "rows": rows,
-        "configurations": _configurations(table, test),
+        "configurations": [
+            {"label": label, "knobs": table.configuration(c), "accuracy": accuracy[c], "latency_ms": latency[c]}
+            for c, label in enumerate(_labels(table))
+            if profiled[c]
+        ],
+        "knob_usage": _usage(problem, arrays, table, reference),
     }
-    by_dataset = _by_dataset(problem, arrays, rows_of)
-    return facts | ({"by_dataset": by_dataset} if by_dataset else {})
-
-
-def _by_dataset(problem: Problem, arrays: DecisionArrays, rows_of: Callable[[np.ndarray, bool], Rows]) -> Rows:
-    """For each data set the means of the policies of `problem.by_dataset` and of the best of all others; [] for one."""
     names = arrays.samples["dataset"]
-    rows: Rows = []
-    for dataset in sorted(names.unique()) if names.n_unique() > 1 else ():
-        samples = (names == dataset).to_numpy().nonzero()[0]
-        means = {row["policy"]: row for row in rows_of(samples, False)}
-        others = sorted(
-            means.keys() - set(problem.by_dataset), key=lambda policy: (-means[policy][problem.ranked_by], policy)
-        )
-        for policy in (*problem.by_dataset[:-1], *others[:1], problem.by_dataset[-1]):
-            if policy in means:
-                rows.append({"dataset": dataset, "samples": len(samples), **means[policy]})
+    if names.n_unique() > 1:
+        results["by_dataset"] = []
+        for dataset in sorted(names.unique()):
+            samples = test[torch.from_numpy((names == dataset).to_numpy())]
+            part = DecisionArrays(decisions.filter(pl.col("dataset") == dataset))
+            means = _most_important(problem, _rows(outcomes(part, samples)))
+            results["by_dataset"] += [{"dataset": dataset, "samples": len(samples), **row} for row in means]
+    return results
+
+
+def _most_important(problem: Problem, means: Rows) -> Rows:
+    """The rows of the policies of `problem.by_dataset`, and before the last that of the best of all others."""
+    rows = {row["policy"]: row for row in means}
+    others = rows.keys() - set(problem.by_dataset)
+    best = sorted(others, key=lambda policy: (-rows[policy][problem.ranked_by], policy))[:1]
+    names = (*problem.by_dataset[:-1], *best, problem.by_dataset[-1])
+    return [rows[policy] for policy in names if policy in rows]
+
+
+def _rows(outcomes: Iterable[Outcome], budgets: Sequence[float] = ()) -> Rows:
+    """For each policy the mean over all budgets, then a row for each of `budgets`, with the intervals of its score, of
+    the oracle gap that it closes and of `COMPARED`."""
+    parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
+    rows, cases = [], []
+    for policy, numbers, scores in outcomes:
+        for budget, part in parts.items():
+            score, low, high, *rivals = (values[..., part].mean(-1) for values in scores)
+            gains = [score - rival for rival in rivals]
+            between = float(high.mean() - low.mean())
+            row = {"policy": policy, "budget_ms": budget}
+            row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
+            row |= {key: float(gain.mean()) for key, gain in zip(COMPARED, gains, strict=False)}
+            row["utility"] = float(score.mean())
+            row["gap_closed"] = float(score.mean() - low.mean()) / between if between > 1e-9 else 0.0
+            if len(score) > 1:
+                row["utility_per_seed"] = score.mean(1).tolist()
+            rows.append(row)
+            cases.append([score, low, high, *gains])
+    for row, intervals in zip(rows, score_intervals(cases), strict=True):
+        row |= {"utility_ci95": intervals["score_ci95"], "gap_closed_ci95": intervals["gap_closed_ci95"]}
+        row |= {f"{key}_ci95": interval for key, interval in zip(COMPARED, intervals["differences_ci95"], strict=False)}
     return rows
 
 
-def _deadline_rows(arrays: DecisionArrays, samples: np.ndarray, every: bool) -> Rows:
-    """For each policy the mean over the budgets, then with `every` one row for each budget."""
-    low, high = (arrays.array(policy, "score")[0, samples] for policy in (DEADLINE.low, DEADLINE.high))
-    rows, cases = [], []
+def _known_mean(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
+    low, high = (arrays.array(policy, "score")[0] for policy in (DEADLINE.low, DEADLINE.high))
     for policy in arrays.policies:
         names = ("accuracy", "latency_ms", "in_time", "feasible", "score", "reward")
-        columns = {name: arrays.array(policy, name)[:, samples] for name in names}
-        numbers = [deadline_numbers(columns, place) for place in range(len(arrays.places))]
-        for places, row in _with_mean(arrays, numbers, every):
-            rows.append({"policy": policy, **row})
-            cases.append([columns["score"][..., places].mean(-1), *(end[:, places].mean(-1) for end in (low, high))])
-    return _with_intervals(rows, cases)
+        columns = {name: arrays.array(policy, name) for name in names}
+        yield policy, _deadline_numbers(columns), [columns["score"], low, high]
 
 
-def deadline_numbers(columns: Mapping[str, np.ndarray], place: int) -> dict[str, Any]:
-    """The numbers of a row at one budget, without intervals, from arrays [S, n, B] by column.
+def _deadline_numbers(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The numbers of a policy at each budget, float [B], from arrays [S, n, B] by column.
 
     `infeasible` is the share of samples that no profiled configuration serves in time; `satisfaction_feasible`, over
-    the others, is None if there are none.
+    the others, is NaN if there are none.
     """
-    values = {name: array[..., place] for name, array in columns.items()}
-    feasible = values["feasible"][0] > 0
+    feasible, in_time = columns["feasible"] > 0, columns["in_time"] > 0
+    served, servable = (values.sum((0, 1)) for values in (in_time & feasible, feasible))
     return {
-        "accuracy": float(values["accuracy"].mean()),
-        "latency_ms_mean": float(values["latency_ms"].mean()),
-        "latency_ms_p95": float(np.quantile(values["latency_ms"], 0.95, axis=1).mean()),
-        "satisfaction": float(values["in_time"].mean()),
-        "satisfaction_feasible": float(values["in_time"][:, feasible].mean()) if feasible.any() else None,
-        "infeasible": float(1 - feasible.mean()),
-        "utility": float(values["score"].mean()),
-        "reward": float(values["reward"].mean()),
+        "accuracy": columns["accuracy"].mean((0, 1)),
+        "latency_ms_mean": columns["latency_ms"].mean((0, 1)),
+        "latency_ms_p95": np.quantile(columns["latency_ms"], 0.95, axis=1).mean(0),
+        "satisfaction": in_time.mean((0, 1)),
+        "satisfaction_feasible": served / np.where(servable, servable, np.nan),
+        "infeasible": 1 - feasible.mean((0, 1)),
+        "reward": columns["reward"].mean((0, 1)),
     }
 
 
 def judged_means(judged: Judged) -> dict[str, Any]:
-    """The same numbers as means over the budgets, for one policy."""
+    """The same numbers and the utility as means over the budgets, for one policy."""
     assert judged.feasible is not None
     columns = {"accuracy": judged.accuracy, "latency_ms": judged.latency_ms, "in_time": judged.met}
-    columns |= {"feasible": judged.feasible, "score": judged.utility, "reward": judged.reward}
-    arrays = {name: values[None].double().numpy() for name, values in columns.items()}
-    return mean_row([deadline_numbers(arrays, place) for place in range(len(judged.budgets_ms))])
+    columns |= {"feasible": judged.feasible, "reward": judged.reward}
+    numbers = _deadline_numbers({name: values[None].double().numpy() for name, values in columns.items()})
+    means = {key: _known_mean(values) for key, values in numbers.items()}
+    return means | {"utility": float(judged.utility.double().mean())}
 
 
-def _mean_rows(
-    arrays: DecisionArrays, reference: Reference, prices: Mapping[str, Tensor], samples: np.ndarray, every: bool
-) -> Rows:
-    """The same under mean budgets; the oracle gap is that at equal mean latency."""
-    reference = Reference(reference.table, reference.fitted, reference.test[samples])
-    at_budget = arrays.array(MEAN_BUDGET.low, "accuracy")[0, samples]
-    rows, cases = [], []
+def _under_mean_budgets(
+    arrays: DecisionArrays, reference: Reference, prices: Mapping[str, Tensor]
+) -> Iterator[Outcome]:
+    """The low and the high end of the oracle gap are those at equal mean latency."""
+    at_budget = arrays.array(MEAN_BUDGET.low, "accuracy")[0]
     for policy in arrays.policies:
-        accuracy, latency = (arrays.array(policy, name)[:, samples] for name in ("accuracy", "latency_ms"))
+        accuracy, latency = (arrays.array(policy, name) for name in ("accuracy", "latency_ms"))
+        mixed = np.isnan(arrays.choices(policy, _labels(reference.table))).any((0, 1))
         spent = torch.from_numpy(latency.mean((0, 1)))
-        single, mix = reference.best_single(spent).numpy(), reference.static_mix(spent).numpy()
+        mix, single = reference.static_mix(spent).numpy(), reference.best_single(spent).numpy()
         best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
-        numbers = []
-        for place, mixed in enumerate(arrays.mixed(policy)):
-            price = float(prices[policy][:, place].mean()) if policy in prices else None
-            tail = None if mixed else float(np.quantile(latency[..., place], 0.95, axis=1).mean())
-            numbers.append({"latency_ms_mean": float(spent[place]), "latency_ms_p95": tail})
-            numbers[-1] |= {"price": price, "worth_ms": 1 / price if price else None}
-        for places, row in _with_mean(arrays, numbers, every):
-            score, low, high = (values[..., places].mean(-1) for values in (accuracy, mix, best))
-            rivals = (low, at_budget[:, places].mean(-1), single[:, places].mean(-1))
-            if row["budget_ms"] is None:
-                row |= {"price": None, "worth_ms": None}
-            row |= {"utility": float(score.mean()), "accuracy": float(score.mean())}
-            row["oracle_accuracy"] = float(high.mean())
-            row |= {key: float((score - rival).mean()) for key, rival in zip(COMPARED, rivals, strict=True)}
-            rows.append({"policy": policy, **row})
-            cases.append([score, low, high, *(score - rival for rival in rivals)])
-    return [row | {"accuracy_ci95": row["utility_ci95"]} for row in _with_intervals(rows, cases)]
-
-
-def _with_mean(
-    arrays: DecisionArrays, numbers: Sequence[Mapping[str, Any]], every: bool
-) -> list[tuple[slice, dict[str, Any]]]:
-    """The mean over the places, then with `every` each of them: which places, and their numbers."""
-    rows = [(slice(None), {"budget_ms": None, **mean_row(numbers)})]
-    if every:
-        for place, (budget, row) in enumerate(zip(arrays.places, numbers, strict=True)):
-            rows.append((slice(place, place + 1), {"budget_ms": budget, **row}))
-    return rows
-
-
-def _with_intervals(rows: Rows, cases: Sequence[Sequence[np.ndarray]]) -> Rows:
-    """The rows with `gap_closed`, intervals of the score, of the gap and of `COMPARED`, and scores by seed."""
-    for row, (score, low, high, *_), intervals in zip(rows, cases, score_intervals(cases), strict=True):
-        between = float(high.mean() - low.mean())
-        row["gap_closed"] = float(score.mean() - low.mean()) / between if between > 1e-9 else 0.0
-        row |= {"utility_ci95": intervals["score_ci95"], "gap_closed_ci95": intervals["gap_closed_ci95"]}
-        row |= {f"{key}_ci95": interval for key, interval in zip(COMPARED, intervals["differences_ci95"], strict=False)}
-        if len(score) > 1:
-            row["utility_per_seed"] = score.mean(1).tolist()
-    return rows
+        price = prices[policy].mean(0).numpy() if policy in prices else np.full(len(spent), np.nan)
+        numbers = {
+            "accuracy": accuracy.mean((0, 1)),
+            "latency_ms_mean": spent.numpy(),
+            "latency_ms_p95": np.where(mixed, np.nan, np.quantile(latency, 0.95, axis=1).mean(0)),
+            "price": price,
+            "worth_ms": 1 / np.where(price > 0, price, np.nan),
+            "oracle_accuracy": best.mean(0),
+        }
+        yield policy, numbers, [accuracy, mix, best, mix, at_budget, single]
 
 
 def _labels(table: ProfileTable) -> list[str]:
     return [table.label(c) for c in range(table.num_configurations)]
 
 
-def _configurations(table: ProfileTable, rows: Tensor) -> Rows:
-    """Mean accuracy and latency of each configuration over the samples that it was profiled for."""
-    accuracy, latency = table.accuracy[rows].nanmean(0).tolist(), table.latency_ms[rows].nanmean(0).tolist()
-    seen = table.mask[rows].any(0).tolist()
-    return [
-        {"label": label, "knobs": table.configuration(c), "accuracy": accuracy[c], "latency_ms": latency[c]}
-        for c, label in enumerate(_labels(table))
-        if seen[c]
-    ]
-
-
-def _usage(problem: Problem, arrays: DecisionArrays, table: ProfileTable, reference: Reference | None = None) -> Rows:
+def _usage(problem: Problem, arrays: DecisionArrays, table: ProfileTable, reference: Reference | None) -> Rows:
     """How often each policy of `problem.usage` set each knob to each value, under each budget; for a mixture how often
     it is expected to."""
     rows = []
     for policy in problem.usage:
         choices = arrays.choices(policy, _labels(table))
-        mixed = np.isnan(choices)
-        used = [
-            np.bincount(choices[..., b][~mixed[..., b]].astype(int), minlength=table.num_configurations)
-            for b in range(len(arrays.places))
-        ]
-        shares = np.stack(used, 1).astype(float)
+        used = np.stack([(choices == c).sum((0, 1), dtype=float) for c in range(table.num_configurations)])  # [C, B]
         if reference is not None:
-            shares += reference.mixture_use(torch.tensor(arrays.places, dtype=torch.float64), mixed).numpy()
-        shares /= shares.sum(0)
+            budgets = torch.tensor(arrays.places, dtype=torch.float64)
+            used += reference.mixture_use(budgets, np.isnan(choices)).numpy()
+        shares = used / used.sum(0)
         for k, knob in enumerate(table.knobs):
             values = table.configurations[:, k].numpy()
             for b, budget in enumerate(arrays.places):
