@@ -152,12 +152,6 @@ class DecisionArrays:
         column = choice.replace_strict(labels, numbers, default=None, return_dtype=pl.Float64)
         return self._spread(policy, column.fill_null(np.nan).to_numpy())
 
-    def mixed(self, policy: str) -> list[bool]:
-        """For each place whether a mixture decided anywhere."""
-        part = self._decisions["place", "choice"][self._rows[policy]]
-        mixed = set(part.filter(pl.col("choice").is_null())["place"])
-        return [place in mixed for place in self.places]
-
     def _spread(self, policy: str, values: np.ndarray) -> np.ndarray:
         cube = np.full((len(self.seeds[policy]), len(self.samples), len(self.places)), np.nan)
         cube.reshape(-1)[self._numbers[policy]] = values

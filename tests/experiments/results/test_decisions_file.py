@@ -27,7 +27,7 @@ from knobwise.experiments.results.decisions import (
     read_decisions,
     write_decisions,
 )
-from knobwise.experiments.results.judge import selector_decisions
+from knobwise.experiments.results.selectors import selector_decisions
 
 QUICK = ["optimiser.warmup_iterations=2", "optimiser.iterations=3", "optimiser.contexts=16", "policy.hidden=8"]
 LEAN = ["train", "tracking=disabled", *QUICK, "policy=utility", "seeds=[3,1]"]

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.experiments.results.judge import selector_decisions
 from knobwise.experiments.results.problem import shown_at
+from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.results.statistics import mean_interval
-from knobwise.experiments.results.summary import selector_results
 
 RCE = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 0], [0, 0, 1, 1]]).float()
 SFT = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0]]).float()
