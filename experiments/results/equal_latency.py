@@ -77,13 +77,12 @@ class Reference:
     def judged(
         self, budgets_ms: Tensor, controllers: Sequence[PricedChooser], baselines: Sequence[PricedChooser]
     ) -> dict[str, list[Judged]]:
-        """The outcomes of every policy by name, the references included; of `controller` one for each seed."""
-        accuracy, latency = StaticMix(self.table, self.fitted, budgets_ms).expected(self.table, self.test)
-        mixed = torch.full(accuracy.shape, -1)
+        """The outcomes of every policy by name, the references included; one for each controller."""
+        mix = StaticMix(self.table, self.fitted, budgets_ms).expected(self.table, self.test)
         single = best_single_at(*self.averages, budgets_ms, self.table.mask[self.test])
         return {
             "controller": [self._priced(controller) for controller in controllers],
-            "static_mix": [_judged(budgets_ms, mixed, accuracy, latency)],
+            "static_mix": [_judged(budgets_ms, torch.full(mix[0].shape, -1), *mix)],
             "best_single": [self._chosen(budgets_ms, single)],
             **{baseline.name: [self._priced(baseline)] for baseline in baselines},
             "oracle": [self.oracle(budgets_ms)],
@@ -91,15 +90,12 @@ class Reference:
 
     def _priced(self, policy: PricedChooser) -> Judged:
         chosen = policy.decided(self.table, self.test)
-        accuracy, latency = policy.expected(self.table, self.test, chosen)
-        if policy.mix is not None:
-            chosen = chosen.where(policy.deployed, -1)
-        return _judged(policy.budgets_ms, chosen, accuracy, latency)
+        expected = policy.expected(self.table, self.test, chosen)
+        return _judged(policy.budgets_ms, chosen.where(policy.deployed, -1), *expected)
 
     def _chosen(self, budgets_ms: Tensor, chosen: Tensor) -> Judged:
-        tables = (self.table.accuracy, self.table.latency_ms)
-        accuracy, latency = (values[self.test].double().gather(1, chosen) for values in tables)
-        return _judged(budgets_ms, chosen, accuracy, latency)
+        values = (self.table.accuracy[self.test].double(), self.table.latency_ms[self.test].double())
+        return _judged(budgets_ms, chosen, *(each.gather(1, chosen) for each in values))
 
 
 def _judged(budgets_ms: Tensor, chosen: Tensor, accuracy: Tensor, latency_ms: Tensor) -> Judged:

@@ -98,7 +98,7 @@ def judge_mean_budgets(
 
     results = _results(MEAN_BUDGET, decisions, table, test, seeds, outcomes, reference)
     for row in (*results["rows"], *results.get("by_dataset", [])):
-        row["accuracy_ci95"] = row["utility_ci95"]
+        row |= {"accuracy": row["utility"], "accuracy_ci95": row["utility_ci95"]}
         if row["budget_ms"] is None:
             row |= {"price": None, "worth_ms": None}
     return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
@@ -296,7 +296,6 @@ def _under_mean_budgets(
         best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
         price = prices[policy].mean(0).numpy() if policy in prices else np.full(len(spent), np.nan)
         numbers = {
-            "accuracy": accuracy.mean((0, 1)),
             "latency_ms_mean": spent.numpy(),
             "latency_ms_p95": np.where(mixed, np.nan, np.quantile(latency, 0.95, axis=1).mean(0)),
             "price": price,

@@ -220,10 +220,8 @@ def _sign_flips(differences: np.ndarray, generator: np.random.Generator) -> np.n
 
 def holm(family: Sequence[Difference]) -> list[Difference]:
     """The same tested differences, with p corrected for their number (Holm, 1979)."""
-    tested = [1.0 if difference.p is None else difference.p for difference in family]
-    order = sorted(range(len(family)), key=tested.__getitem__)
-    corrected, largest = list(family), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(family) - rank) * tested[i]))
-        corrected[i] = replace(family[i], p_holm=largest)
-    return corrected
+    p = np.array([difference.p for difference in family])
+    order = p.argsort(kind="stable")
+    corrected = np.empty_like(p)
+    corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
+    return [replace(difference, p_holm=float(each)) for difference, each in zip(family, corrected, strict=True)]
