@@ -30,10 +30,11 @@ def compare(config: CompareRun) -> Comparison:
 
     comparison = comparison_of(config.runs, config.budgets_ms)
     lines = []
-    for what, path in (("page", config.html), ("numbers", config.json)):  # the page first: it reads further files
+    writers = {"page": (config.html, write_comparison), "numbers": (config.json, write_numbers)}
+    for what, (path, write) in writers.items():  # the page first: it reads further files
         if path is not None:
             lines.append(f"{what}: {path}{' (the earlier one is replaced)' * Path(path).exists()}")
-            write_comparison(comparison, path) if what == "page" else write_numbers(comparison, path)
+            write(comparison, path)
     words.print_comparison(comparison, Console())
     for line in lines:
         print(line)

@@ -107,9 +107,7 @@ def _demonstration_rows(arrays: DecisionArrays, column: str) -> tuple[Rows, Rows
         shots = int(arrays.places[place])
         some = {policy: arrays.array(policy, column)[..., place] for policy in arrays.policies}
         some = {policy: right for policy, right in some.items() if not np.isnan(right).all()}
-        if not some:
-            continue
-        common = ~np.isnan(np.concatenate(list(some.values()))).any(0)
+        common = ~np.isnan(np.concatenate(list(some.values()))).any(0) if some else np.zeros(1, dtype=bool)
         if not common.any():
             continue
         known = {policy: right[:, common] for policy, right in some.items()}
