@@ -197,7 +197,7 @@ def _results(
         row["decision_us_p50"] = None if np.isnan(times[0]) else float(times.mean())
     accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))
     profiled = table.mask[test].any(0).tolist()
-    results = {
+    results: Results = {
         "profile": profile_of(table),
         "split": "test",
         "test_samples": len(test),
