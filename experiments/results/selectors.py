@@ -127,12 +127,9 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     """policy − against, query by query and seed by seed."""
     form = next((policy for policy in LEARNED if policy in known), None)
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
-    wanted = [
-        *PAIRS,
-        *((form, way) for way in SIMPLE if form is not None),
-        *((policy, other) for policy in variants for other in ("rce", "sft")),
-        *((policy, variants[0]) for policy in variants[1:]),
-    ]
+    wanted = [*PAIRS, *((form, way) for way in SIMPLE)]
+    wanted += [(policy, other) for policy in variants for other in ("rce", "sft")]
+    wanted += [(policy, variants[0]) for policy in variants[1:]]
     pairs = [pair for pair in dict.fromkeys(wanted) if set(pair) <= set(known)]
     gains = [_paired(known, *pair) for pair in pairs]
     return [
