@@ -125,9 +125,9 @@ def _demonstration_rows(arrays: DecisionArrays, column: str) -> tuple[Rows, Rows
 
 def _differences(known: Mapping[str, np.ndarray], shots: int) -> Rows:
     """policy − against, query by query and seed by seed."""
-    form = next((policy for policy in LEARNED if policy in known), None)
+    best = [policy for policy in LEARNED if policy in known][:1]
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
-    wanted = [*PAIRS, *((form, way) for way in SIMPLE)]
+    wanted = [*PAIRS, *((policy, way) for policy in best for way in SIMPLE)]
     wanted += [(policy, other) for policy in variants for other in ("rce", "sft")]
     wanted += [(policy, variants[0]) for policy in variants[1:]]
     pairs = [pair for pair in dict.fromkeys(wanted) if set(pair) <= set(known)]
