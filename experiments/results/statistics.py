@@ -66,7 +66,7 @@ def resampled_means(
         if seeds not in shares:
             generator.bit_generator.state = state
             shares[seeds] = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
-        means.append((part * shares[seeds]).sum(1))
+        means.append((part * shares[seeds]).sum(1).clip(array.min(), array.max()))  # a rounded mean may lie outside
     return np.stack(means, 1)
 
 
