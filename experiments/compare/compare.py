@@ -7,7 +7,7 @@ Every run is compared with the first one. Runs that were judged on the same samp
 from __future__ import annotations
 
 import json
-import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from knobwise.common.files import written_whole
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.report.words import SIGN_WORDS
+from knobwise.experiments.results.statistics import Difference
 from knobwise.experiments.settings.options import CompareRun
-
-LONGEST_LINE = 40
-"""Of a value in the page's table of settings, in characters."""
 
 
 def compare(config: CompareRun) -> Comparison:
@@ -32,15 +30,11 @@ def compare(config: CompareRun) -> Comparison:
 
     comparison = comparison_of(config.runs, config.budgets_ms)
     lines = []
-    for what, path in (("page", config.html), ("numbers", config.json)):  # the page first: it reads further files
-        if path is None:
-            continue
-        lines.append(f"{what}: {path}{' (the earlier one is replaced)' * Path(path).exists()}")
-        if what == "page":
-            write_comparison(comparison, path)
-            continue
-        with written_whole(path) as temporary:
-            temporary.write_text(json.dumps(numbers(comparison), indent=1), encoding="utf-8")
+    writers = {"page": (config.html, write_comparison), "numbers": (config.json, write_numbers)}
+    for what, (path, write) in writers.items():  # the page first: it reads further files
+        if path is not None:
+            lines.append(f"{what}: {path}{' (the earlier one is replaced)' * Path(path).exists()}")
+            write(comparison, path)
     words.print_comparison(comparison, Console())
     for line in lines:
         print(line)
@@ -52,11 +46,9 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     from knobwise.experiments.compare.charts import comparison_charts, forest  # they import altair, which is slow
     from knobwise.experiments.report.page import render_page
 
-    head, lines = words.settings_cells(comparison)
     return render_page(
         path,
         "compare.html.j2",
-        settings=(head, [list(map(_in_lines, line)) for line in lines]),
         forest=forest(comparison) if comparison.differences else None,
         charts=comparison_charts(comparison),
         comparison=comparison,
@@ -64,19 +56,14 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     )
 
 
-def _in_lines(value: str) -> str:
-    """A long list in several lines."""
-    return "\n".join(textwrap.wrap(value.replace(",", ", "), LONGEST_LINE)).replace(", ", ",") or value
+def write_numbers(comparison: Comparison, path: str | Path) -> None:
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(numbers(comparison), indent=1), encoding="utf-8")
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:
     """The content of the JSON file. Differences are `run` − `against`; `place` is a budget in ms or a number of shots,
     None for the mean over budgets."""
-    families = {
-        "differences": comparison.differences,
-        "differences_per_place": comparison.by_place,
-        "differences_of_policies": comparison.by_policy,
-    }
     return {
         "kind": comparison.problem.name,
         "reference": comparison.reference.label,
@@ -89,15 +76,18 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
                 "experiment": run.experiment,
                 "profile": run.results.get("profile"),
                 "seeds": run.results.get("seeds"),
-                "policy": policy,
+                "policy": run.policy,
                 "row": dict(row),
             }
-            for run, policy, row in zip(comparison.runs, comparison.policies, comparison.rows, strict=True)
+            for run, row in zip(comparison.runs, comparison.rows, strict=True)
         ],
         "settings": comparison.settings,
-        **{
-            name: [asdict(difference) | {"shown": SIGN_WORDS[difference.sign]} for difference in family]
-            for name, family in families.items()
-        },
+        "differences": _plain(comparison.differences),
+        "differences_per_place": _plain(comparison.by_place),
+        "differences_of_policies": _plain(comparison.by_policy),
         "notes": comparison.notes,
     }
+
+
+def _plain(family: Sequence[Difference]) -> list[dict[str, Any]]:
+    return [asdict(difference) | {"shown": SIGN_WORDS[difference.sign]} for difference in family]

@@ -20,7 +20,7 @@ from knobwise.experiments.results.statistics import Difference, holm
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, each compared with the first one."""
+    """Several runs, each compared with the first one. Each list of differences is corrected for their number."""
 
     runs: list[ComparedRun]
     settings: dict[str, list[str]]
@@ -29,22 +29,24 @@ class Comparison:
     """The budgets in ms, or the numbers of shots, that are compared."""
     main: float | None
     """Where the main numbers are taken: None for the mean over the budgets, or a number of shots."""
-    policies: list[str]
-    """The policy that stands for each run: the learned controller, or the selector that was best on validation."""
     rows: list[Mapping[str, Any]]
-    """The row of that policy at `main`, for each run."""
+    """The row at `main` of the policy that stands for the run, for each run."""
     differences: list[Difference]
-    """At `main`; corrected for their number."""
+    """At `main`."""
     by_place: list[Difference]
-    """At every place; corrected for their number."""
+    """At every place."""
     by_policy: list[Difference]
-    """At `main`, for every other policy that both runs trained (selectors); corrected for their number."""
+    """At `main`, for every other policy that both runs trained (selectors)."""
     notes: list[str]
     """What was left out or restricted, in sentences."""
 
     @property
     def reference(self) -> ComparedRun:
         return self.runs[0]
+
+    @property
+    def policies(self) -> list[str]:
+        return [run.policy for run in self.runs]
 
     @property
     def problem(self) -> Problem:
@@ -63,9 +65,7 @@ class Comparison:
 
     def reference_rows(self) -> list[Mapping[str, Any]]:
         """The rows of the policies that controllers are judged against, from the first run."""
-        if not self.problem.averaged:
-            return []
-        names = self.problem.low, self.problem.high
+        names = (self.problem.low, self.problem.high) if self.problem.averaged else ()
         return [row for name in names if (row := row_over(self.reference, name, self.places, None))]
 
     def difference(self, label: str) -> Difference | None:
@@ -84,23 +84,20 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         InputError: if folders hold no runs, fewer than two runs are finished, or runs are about different problems.
     """
     runs, notes = _read(folders)
-    reference = runs[0]
-    places = _places(reference, budgets_ms)
+    reference, places = runs[0], _places(runs[0], budgets_ms)
     main = place_of(reference.problem.main_place(reference.results))
-    policies = [_policy_of(run) for run in runs]
-    at_main: list[Difference] = []
-    by_place: list[Difference] = []
+    rows = [row_over(run, run.policy, places, main) for run in runs]
+    every: list[Difference] = []
     by_policy: list[Difference] = []
     restrictions: dict[str, list[str]] = {}
-    for run, policy in zip(runs[1:], policies[1:], strict=True):
-        tested, note = differences(reference, run, (policies[0], policy), places)
-        at_main += [difference for difference in tested if difference.place == main]
-        by_place += [difference for difference in tested if difference.place is not None]
+    for run in runs[1:]:
+        tested, note = differences(reference, run, (reference.policy, run.policy), places)
+        every += tested
         if note:
             restrictions.setdefault(note.removeprefix(run.label), []).append(run.label)
         if main is not None and tested:
-            for name in _trained(reference):
-                if name in _trained(run) and (name, name) != (policies[0], policy):
+            for name in reference.trained:
+                if name in run.trained and (name, name) != (reference.policy, run.policy):
                     by_policy += differences(reference, run, (name, name), [main])[0]
     notes += [_restriction(words, labels) for words, labels in restrictions.items()]
     elsewhere = [run.label for run in runs if not set(run.places) & set(places)]
@@ -111,10 +108,9 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         settings=differing([run.settings for run in runs]),
         places=places,
         main=main,
-        policies=policies,
-        rows=[row_over(run, policy, places, main) for run, policy in zip(runs, policies, strict=True)],
-        differences=holm(at_main),
-        by_place=holm(by_place),
+        rows=rows,
+        differences=holm([difference for difference in every if difference.place == main]),
+        by_place=holm([difference for difference in every if difference.place is not None]),
         by_policy=holm(by_policy),
         notes=notes + _before_grpo(runs),
     )
@@ -138,37 +134,17 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
 
 
 def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[float]:
-    places = reference.places
     if budgets_ms is None:
-        return places
+        return reference.places
     if not budgets_ms:
         raise InputError("budgets_ms=[]: give at least one budget, or leave it out for all")
     if not reference.problem.averaged:
         raise InputError(f"budgets_ms: {reference.problem.agents} are not judged at budgets; leave it out")
-    wanted = {place_of(budget) for budget in budgets_ms}
-    if missing := sorted(wanted - set(places)):
-        raise InputError(
-            f"budgets_ms: {reference.folder} was not judged at {', '.join(f'{b:g}' for b in missing)}, only at "
-            f"{', '.join(f'{b:g}' for b in places)}"
-        )
-    return sorted(wanted)
-
-
-def _policy_of(run: ComparedRun) -> str:
-    """The policy that stands for a run."""
-    policy = run.problem.main_policy(run.results)
-    if policy is None and run.problem.averaged:
-        return run.problem.trained[0]
-    if policy is None:
-        raise InputError(f"{run.folder}: no trained selector was judged in it; leave it out")
-    return policy
-
-
-def _trained(run: ComparedRun) -> list[str]:
-    """Every policy that was trained, in the order of the results."""
-    names = {*run.problem.trained, *run.problem.controls, *(run.results.get("variants") or ())}
-    judged = dict.fromkeys(row["policy"] for row in run.problem.rows(run.results))
-    return [name for name in judged if name in names]
+    wanted = sorted({place_of(budget) for budget in budgets_ms})
+    if missing := [budget for budget in wanted if budget not in reference.places]:
+        absent, judged = (", ".join(f"{budget:g}" for budget in budgets) for budgets in (missing, reference.places))
+        raise InputError(f"budgets_ms: {reference.folder} was not judged at {absent}, only at {judged}")
+    return wanted
 
 
 def _restriction(words: str, labels: Sequence[str]) -> str:
@@ -186,27 +162,26 @@ def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
         if early := kept_before_grpo(run.results):
             seeds = len(run.results["chosen"])
             labels.setdefault("" if seeds == 1 else f" in {early} of {seeds} seeds", []).append(run.label)
-    if not labels:
-        return []
     listed = "; ".join(f"{', '.join(names)}{where}" for where, names in labels.items())
-    return [f"GRPO does not improve the policy, and the best checkpoint is the one before it: {listed}."]
+    return [f"GRPO does not improve the policy, and the best checkpoint is the one before it: {listed}."] * bool(labels)
 
 
 def row_over(run: ComparedRun, policy: str, places: Sequence[float], main: float | None) -> Mapping[str, Any]:
     """The row of a policy at `main`; where that is the mean over the budgets, over those of `places` only, or over its
     own where the run was judged at none of them. Intervals are known for the run's own mean only."""
-    row = run.row(policy, main)
+    row, problem = run.row(policy, main), run.problem
     common = [place for place in places if place in run.places]
     if main is not None or not row or not common or set(run.places) <= set(places):
         return row
-    problem = run.problem
-    names = (policy, problem.low, problem.high)
-    frames = (pl.DataFrame([run.row(name, place) for place in common], infer_schema_length=None) for name in names)
     number = cs.numeric().cast(pl.Float64).fill_nan(None)
-    summary, low, high = (frame.select(number.mean()).row(0, named=True) for frame in frames)
+    summary, low, high = (
+        pl.DataFrame([run.row(name, place) for place in common], infer_schema_length=None)
+        .select(number.mean())
+        .row(0, named=True)
+        for name in (policy, problem.low, problem.high)
+    )
     if problem.score == problem.ranked_by:
-        between = value_of(high, problem.score) - value_of(low, problem.score)
-        gain = value_of(summary, problem.score) - value_of(low, problem.score)
-        if math.isfinite(between):
-            summary["gap_closed"] = gain / between if between > 0 else 0.0
+        value, worst, best = (value_of(means, problem.score) for means in (summary, low, high))
+        if math.isfinite(best - worst):
+            summary["gap_closed"] = (value - worst) / (best - worst) if best > worst else 0.0
     return {"policy": policy, **summary, problem.place: None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -12,42 +11,21 @@ import polars as pl
 from knobwise.experiments.compare.runs import ComparedRun, place_of
 from knobwise.experiments.results.statistics import FEWEST, Difference, paired
 
+KEYS = ("seed", "sample", "place")
 COLUMNS = ("score", "accuracy", "latency_ms")
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """The outcomes of one policy's decisions: S seeds, n samples, P places."""
-
-    seeds: tuple[int | None, ...]
-    samples: tuple[str, ...]
-    places: tuple[float, ...]
-    values: dict[str, np.ndarray]
-    """The `COLUMNS` of `decisions.parquet`: float64 [S, n, P], NaN where unknown."""
-
-    def part(self, samples: Sequence[str], places: Sequence[float]) -> Outcomes:
-        """The outcomes of these samples at these places."""
-        index = {name: i for i, name in enumerate(self.samples)}
-        rows, columns = [index[name] for name in samples], [self.places.index(place) for place in places]
-        values = {name: cube[:, rows][:, :, columns] for name, cube in self.values.items()}
-        return Outcomes(self.seeds, tuple(samples), tuple(places), values)
-
-
-def outcomes_of(run: ComparedRun, policy: str) -> Outcomes | None:
-    """The outcomes of a policy's decisions; None if the run has none, or not for every sample and place."""
+def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
+    """A policy's `COLUMNS` sorted by `KEYS`; None if the run has none, or not for every seed, sample and place."""
     if run.decisions is None:
         return None
-    part = run.decisions.filter(pl.col("policy") == policy).with_columns(pl.col("place").round_sig_figs(6))
+    part = run.decisions.filter(pl.col("policy") == policy)
     # only together are data set and sample unique
-    sample = pl.concat_str("dataset", "sample_id", separator="\t", ignore_nulls=True)
-    keys = ["seed", "sample_id", "place"]
-    part = part.with_columns(sample_id=sample).unique(keys, keep="first").sort(keys)
-    seeds, samples, places = (part[name].unique().sort().to_list() for name in keys)
-    shape = len(seeds), len(samples), len(places)
-    if not part.height or part.height != math.prod(shape):
-        return None
-    cubes = {name: part[name].cast(pl.Float64).fill_null(math.nan).to_numpy().reshape(shape) for name in COLUMNS}
-    return Outcomes(tuple(seeds), tuple(samples), tuple(map(place_of, places)), cubes)
+    sample = pl.concat_str("dataset", "sample_id", separator="\t", ignore_nulls=True).alias("sample")
+    place = pl.col("place").replace_strict({place: place_of(place) for place in part["place"].unique()})
+    part = part.select("seed", sample, place, *COLUMNS).unique(KEYS, keep="first").sort(KEYS)
+    complete = part.height == math.prod(part.select(pl.col(KEYS).n_unique()).row(0))
+    return part if part.height and complete else None
 
 
 def differences(
@@ -58,7 +36,7 @@ def differences(
     Args:
         reference, run: of the same problem.
         policies: of the reference, of the run.
-        places: only those that both runs were judged at count.
+        places: sorted; only those that both runs were judged at count.
 
     Returns:
         the differences, and in words what is restricted, or why there are none ("" where all is well).
@@ -66,56 +44,77 @@ def differences(
     for side in (reference, run):
         if side.decisions is None:
             return [], f"{side.label} {side.missing}, so it is shown but not tested"
-    old, new = outcomes_of(reference, policies[0]), outcomes_of(run, policies[1])
+    old, new = decisions_of(reference, policies[0]), decisions_of(run, policies[1])
     if old is None or new is None:
         label = reference.label if old is None else run.label
         return [], f"{label}: its decisions are incomplete, so it is not tested"
     if refusal := other_measurements(reference, run):
         return [], refusal
-    samples = sorted(set(old.samples) & set(new.samples))
-    common = [place for place in places if place in old.places and place in new.places]
+    samples, shared = (set(old[key].unique()) & set(new[key].unique()) for key in ("sample", "place"))
+    common, several = [place for place in places if place in shared], run.problem.place_words[1]
     if len(samples) < FEWEST:
         how_many = f"only {len(samples)} test samples" if samples else "no test sample"
         return [], f"{run.label} has {how_many} in common with {reference.label}, so it is not tested"
     if not common:
-        several = run.problem.place_words[1]
         return [], f"{run.label} was judged at none of the {several} of {reference.label}, so it is not tested"
-    pair = _scores(reference, old.part(samples, common), new.part(samples, common))
-    columns: list[float | None] = [*common]
-    if run.problem.averaged:
+
+    same_seeds = set(old["seed"].unique()) == set(new["seed"].unique())
+    restrictions = []
+    judged = [side["sample"].n_unique() for side in (old, new)]
+    if len(samples) < max(judged):
+        counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
+        restrictions.append(f"tested on the {len(samples):,} samples that both were judged on ({counts})")
+    if left_out := len(places) - len(common):
+        mean = ", so its mean is over the others" if run.problem.averaged else ""
+        restrictions.append(f"not judged at {left_out} of the {several}{mean}")
+    if not same_seeds:
+        restrictions.append("trained with other seeds, so seeds are not paired")
+
+    names = (run.label, reference.label, policies[1], policies[0])
+    pair = [side.filter(pl.col("sample").is_in(samples), pl.col("place").is_in(common)) for side in (old, new)]
+    tests = _tests(_scores(reference, pair, len(common)), same_seeds, run.problem.averaged)
+    columns = [None, *common] if run.problem.averaged else common
+    tested = [Difference(*names, columns[i], n, gap, (low, high), p) for i, n, (gap, low, high, p) in tests]
+    return tested, f"{run.label}: {'; '.join(restrictions)}" if restrictions else ""
+
+
+def _tests(pair: Sequence[np.ndarray], same_seeds: bool, averaged: bool) -> list[tuple[int, int, tuple[float, ...]]]:
+    """The second minus the first, float [S, n, P] each, where enough is known: column, number of samples, and the
+    results of `paired`. With `averaged` the mean over the places is the first column."""
+    if averaged:
         pair = [np.concatenate([scores.mean(2, keepdims=True), scores], 2) for scores in pair]
-        columns = [None, *common]
     # columns in which the same samples are known are tested together
     known, group = np.unique(~np.isnan(np.concatenate(pair)).any(0), axis=1, return_inverse=True)
-    tested: dict[int, Difference] = {}
+    tests = []
     for number, rows in enumerate(known.T):
-        if rows.sum() < FEWEST:
-            continue
-        together = np.flatnonzero(group == number)
-        against, scores = (values[:, rows][:, :, together] for values in pair)
-        tests = paired(scores, against, new.seeds == old.seeds)
-        for column, (gap, low, high, p) in zip(together.tolist(), tests, strict=True):
-            names = (run.label, reference.label, policies[1], policies[0])
-            tested[column] = Difference(*names, columns[column], int(rows.sum()), gap, (low, high), p)
-    left_out = len(places) - len(common)
-    return [tested[i] for i in sorted(tested)], _restrictions(reference, run, old, new, len(samples), left_out)
+        if rows.sum() >= FEWEST:
+            together = np.flatnonzero(group == number)
+            against, scores = (values[:, rows][:, :, together] for values in pair)
+            results = paired(scores, against, same_seeds)
+            tests += [(int(column), int(rows.sum()), result) for column, result in zip(together, results, strict=True)]
+    return sorted(tests)
 
 
-def _scores(reference: ComparedRun, old: Outcomes, new: Outcomes) -> list[np.ndarray]:
-    """What is compared, float [S, n, P] of both: the score, or under mean budgets accuracy less what the static mix of
-    the reference gains with the latency that was spent."""
+def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame], places: int) -> list[np.ndarray]:
+    """What is compared, float64 [S, n, P] of both, NaN where unknown: the score, or under mean budgets accuracy less
+    what the static mix of the reference gains with the latency that was spent."""
+
+    def cube(side: pl.DataFrame, column: str) -> np.ndarray:
+        values = side[column].cast(pl.Float64).fill_null(math.nan).to_numpy()
+        return values.reshape(side["seed"].n_unique(), -1, places)
+
     hull = reference.results.get("static_hull")
     if hull is None:
-        return [side.values["score"] for side in (old, new)]
+        return [cube(side, "score") for side in pair]
     costs, gains = (np.array([corner[key] for corner in hull]) for key in ("latency_ms", "accuracy"))
-    costs = np.maximum.accumulate(costs)
-    spent = [side.values["latency_ms"].mean((0, 1)) for side in (old, new)]
-    worth = [np.interp(cost, costs, gains) for cost in spent]
+    latency = [cube(side, "latency_ms") for side in pair]
+    spent = [cost.mean((0, 1)) for cost in latency]
+    worth = [np.interp(cost, np.maximum.accumulate(costs), gains) for cost in spent]
     further = spent[1] - spent[0]
     same = np.abs(further) < 1e-9
     # what a ms more brings the static mix, between what the two spent
     price = np.where(same, 0.0, (worth[1] - worth[0]) / np.where(same, 1.0, further))
-    return [side.values["accuracy"] - price * side.values["latency_ms"] for side in (old, new)]
+    return [cube(side, "accuracy") - price * cost for side, cost in zip(pair, latency, strict=True)]
 
 
 def other_measurements(reference: ComparedRun, run: ComparedRun) -> str:
@@ -128,28 +127,11 @@ def other_measurements(reference: ComparedRun, run: ComparedRun) -> str:
     digests = [side.get("test_digest") or (side.get("profile") or {}).get("digest") for side in sides]
     if digests[0] == digests[1]:
         return ""
-    old, new = outcomes_of(reference, "oracle"), outcomes_of(run, "oracle")
-    if old is not None and new is not None and old.samples == new.samples:
-        common = [place for place in old.places if place in new.places]
-        first, second = (side.part(old.samples, common).values for side in (old, new))
-        # without latencies (NaN) a right answer here and there is no proof
-        if common and all(np.array_equal(first[name], second[name]) for name in COLUMNS):
+    old, new = decisions_of(reference, "oracle"), decisions_of(run, "oracle")
+    if old is not None and new is not None:
+        common = set(old["place"].unique()) & set(new["place"].unique())
+        first, second = (side.filter(pl.col("place").is_in(common)).drop("seed") for side in (old, new))
+        # without latencies a right answer here and there is no proof
+        if common and first.equals(second, null_equal=False):
             return ""
     return f"{run.label} was judged on other measurements than {reference.label}, so it is shown but not tested"
-
-
-def _restrictions(
-    reference: ComparedRun, run: ComparedRun, old: Outcomes, new: Outcomes, samples: int, left_out: int
-) -> str:
-    notes = []
-    if samples < max(len(old.samples), len(new.samples)):
-        notes.append(
-            f"tested on the {samples:,} samples that both were judged on ({reference.label}: {len(old.samples):,}, "
-            f"{run.label}: {len(new.samples):,})"
-        )
-    if left_out:
-        mean = ", so its mean is over the others" if run.problem.averaged else ""
-        notes.append(f"not judged at {left_out} of the {run.problem.place_words[1]}{mean}")
-    if new.seeds != old.seeds:
-        notes.append("trained with other seeds, so seeds are not paired")
-    return f"{run.label}: {'; '.join(notes)}" if notes else ""

@@ -59,6 +59,25 @@ class ComparedRun:
         """The budgets in ms, or the numbers of shots, that it was judged at."""
         return sorted({place_of(place) for place in self.problem.judged_at(self.results)})
 
+    @property
+    def policy(self) -> str:
+        """The policy that stands for the run: the learned controller, or the selector that was best on validation.
+
+        Raises:
+            InputError: no trained selector was judged.
+        """
+        policy = self.problem.main_policy(self.results)
+        if policy is None and not self.problem.averaged:
+            raise InputError(f"{self.folder}: no trained selector was judged in it; leave it out")
+        return policy or self.problem.trained[0]
+
+    @property
+    def trained(self) -> list[str]:
+        """Every policy that was trained, in the order of the results."""
+        names = {*self.problem.trained, *self.problem.controls, *(self.results.get("variants") or ())}
+        judged = dict.fromkeys(row["policy"] for row in self.problem.rows(self.results))
+        return [name for name in judged if name in names]
+
     def row(self, policy: str, place: float | None) -> Mapping[str, Any]:
         """The row of a policy at a place, or its mean over the places (None); {} if there is none."""
         rows = (row for row in self.problem.rows(self.results) if row["policy"] == policy)
@@ -142,19 +161,16 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """
     results = [read_results(folder) for folder in folders]
     settings = [read_settings_of(folder) for folder in folders]
-    problems = [problem_of(content) for content in results]
-    for folder, problem in zip(folders, problems, strict=True):
-        if problem is not problems[0]:
+    kind, runs = problem_of(results[0]), []
+    for folder, label, content, values in zip(folders, labels_of(folders, settings), results, settings, strict=True):
+        if (problem := problem_of(content)) is not kind:
             raise InputError(
-                f"{folder}: is a run of {problem.agents}, {folders[0]} one of {problems[0].agents}; their numbers mean "
+                f"{folder}: is a run of {problem.agents}, {folders[0]} one of {kind.agents}; their numbers mean "
                 "different things, compare runs of one kind"
             )
-    runs = []
-    parts = zip(folders, labels_of(folders, settings), problems, results, settings, strict=True)
-    for folder, label, problem, content, values in parts:
+        stages = ("warmup_iterations", "iterations")
+        content.setdefault("training", {stage: values.get(f"optimiser.{stage}") for stage in stages})
         decisions, missing = None, ""
-        iterations = {name: values.get(f"optimiser.{name}") for name in ("warmup_iterations", "iterations")}
-        content.setdefault("training", iterations)
         try:
             decisions = read_decisions(folder)
         except InputError as error:

@@ -28,8 +28,8 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.verdicts import on_decisions
-from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets, selector_decisions
-from knobwise.experiments.results.summary import held_out_choices, selector_results
+from knobwise.experiments.results.judge import held_out_choices, judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
 from knobwise.experiments.settings.profiles import read_profile

@@ -1,8 +1,6 @@
-"""decisions.parquet: every decision of every policy on the held-out samples, and what it got; one schema for all runs.
+"""decisions.parquet: every decision of every policy on the held-out samples; `results.json` is a summary of these rows.
 
-`results.json` is a summary of these rows. Two runs that were judged on the same samples are compared pair by pair, and
-any other question can be answered from them later. A profile may be large: writing and summarising 10^7 decisions stays
-below 4 GiB of memory (`benchmarks/decisions.py`). This module imports no torch.
+Writing and summarising 10^7 decisions stays below 4 GiB of memory (`benchmarks/decisions.py`). No torch is imported.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 FILE = "decisions.parquet"
+SAMPLE = ("dataset", "sample_id")
 SCHEMA: dict[str, pl.DataType] = {
     "policy": pl.String(),
     "seed": pl.Int64(),
@@ -81,11 +80,7 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
 
 
 def decision_rows(
-    policy: str,
-    seed: int | None,
-    samples: pl.DataFrame,
-    places: Sequence[float],
-    columns: Mapping[str, Any],
+    policy: str, seed: int | None, samples: pl.DataFrame, places: Sequence[float], columns: Mapping[str, Any]
 ) -> pl.DataFrame:
     """The decisions of one policy with one seed, with the columns of `SCHEMA`.
 
@@ -93,17 +88,16 @@ def decision_rows(
         seed: None if no seed changes it.
         samples: n rows: `sample_id`, and `dataset` if there are several.
         places: P budgets or numbers of demonstrations.
-        columns: by name an array [n, P], NaN where unknown, or a series of n·P values, or one value for all rows.
+        columns: by name an array [n, P], NaN where unknown, or a series of n·P values, or one value for all
+            rows, or None.
     """
-    repeated = samples[np.repeat(np.arange(len(samples)), len(places))]
-    filled: list[pl.Expr | pl.Series] = []
-    for name, value in columns.items():
-        if value is None or isinstance(value, float):
-            filled.append(pl.lit(value, SCHEMA[name]).alias(name))
-        else:
-            filled.append(pl.Series(name, value if isinstance(value, pl.Series) else np.ravel(value)))
-    place = pl.Series("place", np.tile(np.asarray(places, dtype=np.float64), len(samples)))
-    return _complete(repeated.with_columns(place, *filled, policy=pl.lit(policy), seed=pl.lit(seed, pl.Int64)))
+    rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
+    known = [
+        pl.Series(name, value if isinstance(value, pl.Series) else np.broadcast_to(np.ravel(value), len(rows)))
+        for name, value in columns.items()
+        if value is not None
+    ]
+    return _complete(rows.with_columns(*known, policy=pl.lit(policy), seed=pl.lit(seed, pl.Int64)))
 
 
 def _complete(frame: pl.DataFrame) -> pl.DataFrame:
@@ -122,59 +116,37 @@ class DecisionArrays:
     """
 
     def __init__(self, decisions: pl.DataFrame) -> None:
-        policies, policy = _numbered(decisions["policy"])
-        places, place = _numbered(decisions["place"])
-        _, dataset = _numbered(decisions["dataset"])
-        _, sample = _numbered(decisions["sample_id"])
-        first_rows, sample = _distinct(dataset * decisions.height + sample)
-        self.policies: list[str] = policies
-        self.places: list[float] = places
-        self.samples = decisions.select("dataset", "sample_id")[first_rows]
+        self.policies: list[str] = decisions["policy"].unique(maintain_order=True).to_list()
+        self.places: list[float] = decisions["place"].unique(maintain_order=True).to_list()
+        self.samples = decisions.select(SAMPLE).unique(maintain_order=True)
         self.seeds: dict[str, list[int | None]] = {}
         self._decisions = decisions
         self._rows: dict[str, np.ndarray] = {}
-        self._numbers: dict[str, np.ndarray] = {}
-        for number, name in enumerate(policies):
-            rows = np.flatnonzero(policy == number)
-            self.seeds[name], seed = _numbered(decisions["seed"][rows])
-            self._rows[name] = rows
-            self._numbers[name] = (seed * len(first_rows) + sample[rows]) * len(places) + place[rows]
+        self._cells: dict[str, np.ndarray] = {}
+        cell = _number(*SAMPLE) * len(self.places) + _number("place")
+        cells = decisions.select("policy", *SAMPLE, "place", "seed").with_row_index().with_columns(cell=cell)
+        for policy in self.policies:
+            part = cells.filter(pl.col("policy") == policy)
+            self.seeds[policy] = part["seed"].unique(maintain_order=True).to_list()
+            seed = part.select(_number("seed")).to_series()
+            self._rows[policy] = part["index"].to_numpy()
+            self._cells[policy] = (seed * len(self.samples) * len(self.places) + part["cell"]).to_numpy()
 
     def array(self, policy: str, column: str) -> np.ndarray:
         """A column of numbers."""
-        values = self._decisions[column][self._rows[policy]].cast(pl.Float64).fill_null(np.nan)
-        return self._spread(policy, values.to_numpy())
+        return self._spread(policy, self._decisions[column][self._rows[policy]])
 
     def choices(self, policy: str, labels: Sequence[str]) -> np.ndarray:
         """The number of the chosen configuration among `labels`, NaN where a mixture decided."""
-        numbers = range(len(labels))
         choice = self._decisions["choice"][self._rows[policy]]
-        column = choice.replace_strict(labels, numbers, default=None, return_dtype=pl.Float64)
-        return self._spread(policy, column.fill_null(np.nan).to_numpy())
+        return self._spread(policy, choice.replace_strict(labels, range(len(labels)), default=None))
 
-    def mixed(self, policy: str) -> list[bool]:
-        """For each place whether a mixture decided anywhere."""
-        part = self._decisions["place", "choice"][self._rows[policy]]
-        mixed = set(part.filter(pl.col("choice").is_null())["place"])
-        return [place in mixed for place in self.places]
-
-    def _spread(self, policy: str, values: np.ndarray) -> np.ndarray:
+    def _spread(self, policy: str, values: pl.Series) -> np.ndarray:
         cube = np.full((len(self.seeds[policy]), len(self.samples), len(self.places)), np.nan)
-        cube.reshape(-1)[self._numbers[policy]] = values
+        cube.reshape(-1)[self._cells[policy]] = values.cast(pl.Float64).fill_null(np.nan).to_numpy()
         return cube
 
 
-def _numbered(column: pl.Series) -> tuple[list[Any], np.ndarray]:
-    """The values of a column in the order of their first rows, and the number of each row's value."""
-    numbers = column
-    if column.dtype == pl.String:  # interned, which takes far less memory than a join
-        numbers = column.cast(pl.Categorical).to_physical()
-    rows, numbered = _distinct(numbers.cast(pl.Float64).fill_null(-1.0).to_numpy())
-    return column[rows].to_list(), numbered
-
-
-def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of each distinct value, ascending, and which of them each row has."""
-    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-    order = first.argsort()
-    return first[order], order.argsort()[inverse]
+def _number(*keys: str) -> pl.Expr:
+    """Of each row the number of its value, counted from 0 in the order of their first rows."""
+    return pl.col("index").first().over(keys).rank("dense").cast(pl.Int64) - 1

@@ -26,12 +26,14 @@ class Reference:
 
     def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
         self.table, self.fitted, self.test = table, fitted, test
+        self.accuracy, self.latency_ms = table.accuracy[test].double(), table.latency_ms[test].double()
+        self.mask = table.mask[test]
         self.averages = averages(table, fitted)
         self.corners = static_hull(*self.averages)
         at_corners = StaticMix(table, fitted, self.averages[1][self.corners])
-        self._accuracy, self._latency = at_corners.expected(table, test)
+        self._accuracy, latency_ms = at_corners.expected(table, test)
         # a dearer corner may turn out cheaper on the test samples; from there on the mix costs what the dearest did
-        self._means = self._latency.mean(0).cummax(0).values
+        self._means = latency_ms.mean(0).cummax(0).values
 
     def hull(self) -> list[dict[str, Any]]:
         """The corners that the static mix lies between, from the cheapest to the most accurate."""
@@ -54,15 +56,12 @@ class Reference:
     def best_single(self, spent: Tensor) -> Tensor:
         """Accuracy of the single configuration that was the most accurate on `fitted` among those whose mean latency on
         the test samples is at most `spent`, or up to 1 % more, so that no hair decides: float64 [B] ms → [n, B]."""
-        accuracy, cost = self.averages[0], averages(self.table, self.test)[1]
-        chosen = best_single_at(accuracy, cost, 1.01 * spent, self.table.mask[self.test])
-        return self.table.accuracy[self.test].double().gather(1, chosen)
+        cost = averages(self.table, self.test)[1]
+        return self.accuracy.gather(1, best_single_at(self.averages[0], cost, 1.01 * spent, self.mask))
 
     def oracle(self, budgets_ms: Tensor) -> Judged:
         """The most accuracy possible at these mean latencies, in hindsight."""
-        accuracy, latency = self.table.accuracy[self.test].double(), self.table.latency_ms[self.test].double()
-        chosen = oracle_at_mean(accuracy, latency, self.table.mask[self.test], budgets_ms)
-        return self._chosen(budgets_ms, chosen)
+        return self._chosen(budgets_ms, oracle_at_mean(self.accuracy, self.latency_ms, self.mask, budgets_ms))
 
     def mixture_use(self, budgets_ms: Tensor, mixed: np.ndarray) -> Tensor:
         """How many requests each configuration is expected to get, float64 [C, B], where the static mix for a budget
@@ -70,20 +69,19 @@ class Reference:
         mix = StaticMix(self.table, self.fitted, budgets_ms)
         times = torch.from_numpy(mixed.sum(0)).double()  # [n, B]
         used = torch.zeros(self.table.num_configurations, len(budgets_ms), dtype=torch.float64)
-        for side, share in zip(mix.both(self.table.mask[self.test]), (1 - mix.share, mix.share), strict=True):
+        for side, share in zip(mix.both(self.mask), (1 - mix.share, mix.share), strict=True):
             used.scatter_add_(0, side, times * share)
         return used
 
     def judged(
         self, budgets_ms: Tensor, controllers: Sequence[PricedChooser], baselines: Sequence[PricedChooser]
     ) -> dict[str, list[Judged]]:
-        """The outcomes of every policy by name, the references included; of `controller` one for each seed."""
-        accuracy, latency = StaticMix(self.table, self.fitted, budgets_ms).expected(self.table, self.test)
-        mixed = torch.full(accuracy.shape, -1)
-        single = best_single_at(*self.averages, budgets_ms, self.table.mask[self.test])
+        """The outcomes of every policy by name, the references included; one for each controller."""
+        mix = StaticMix(self.table, self.fitted, budgets_ms).expected(self.table, self.test)
+        single = best_single_at(*self.averages, budgets_ms, self.mask)
         return {
             "controller": [self._priced(controller) for controller in controllers],
-            "static_mix": [_judged(budgets_ms, mixed, accuracy, latency)],
+            "static_mix": [_judged(budgets_ms, torch.full(mix[0].shape, -1), *mix)],
             "best_single": [self._chosen(budgets_ms, single)],
             **{baseline.name: [self._priced(baseline)] for baseline in baselines},
             "oracle": [self.oracle(budgets_ms)],
@@ -91,15 +89,11 @@ class Reference:
 
     def _priced(self, policy: PricedChooser) -> Judged:
         chosen = policy.decided(self.table, self.test)
-        accuracy, latency = policy.expected(self.table, self.test, chosen)
-        if policy.mix is not None:
-            chosen = chosen.where(policy.deployed, -1)
-        return _judged(policy.budgets_ms, chosen, accuracy, latency)
+        expected = policy.expected(self.table, self.test, chosen)
+        return _judged(policy.budgets_ms, chosen.where(policy.deployed, -1), *expected)
 
     def _chosen(self, budgets_ms: Tensor, chosen: Tensor) -> Judged:
-        tables = (self.table.accuracy, self.table.latency_ms)
-        accuracy, latency = (values[self.test].double().gather(1, chosen) for values in tables)
-        return _judged(budgets_ms, chosen, accuracy, latency)
+        return _judged(budgets_ms, chosen, self.accuracy.gather(1, chosen), self.latency_ms.gather(1, chosen))
 
 
 def _judged(budgets_ms: Tensor, chosen: Tensor, accuracy: Tensor, latency_ms: Tensor) -> Judged:

@@ -1,29 +1,40 @@
-"""Let every policy of a run decide on the held-out samples: decisions.parquet, and from it results.json."""
+"""Let controllers and baselines decide on the held-out samples: decisions.parquet, and its summary results.json.
+
+The rows of a controller hold means over its seeds, and intervals over samples and seeds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
+from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import Judged, decision_us, judge_all
 from knobwise.agents.judging.policy import Baseline, Policy
-from knobwise.agents.selector.baselines import SIMPLE
-from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.results.decisions import decision_rows
+from knobwise.experiments.results.decisions import DecisionArrays, decision_rows
 from knobwise.experiments.results.equal_latency import Reference
-from knobwise.experiments.results.problem import DEADLINE, UPPER
-from knobwise.experiments.results.summary import deadline_results, mean_results
+from knobwise.experiments.results.problem import DEADLINE, MEAN_BUDGET, Problem
+from knobwise.experiments.results.statistics import score_intervals
 
 KNOW_THE_ROWS = ("static_per_dataset", "oracle")
 """They look their choices up, which no request could; their decision times mean nothing."""
+COMPARED = ("over_static_mix", "over_static_mix_at_budget", "over_best_single")
+"""The differences in a row under mean budgets."""
+Results = dict[str, Any]
+Rows = list[dict[str, Any]]
+Outcome = tuple[str, dict[str, np.ndarray], list[np.ndarray]]
+"""A policy; its numbers at each budget, float [B] by key, NaN where unknown; and by sample, float [S, n, B] or [n, B],
+its score, the low and the high end of the oracle gap, and the scores that its own is compared with as `COMPARED`."""
 
 
 def judge_deadlines(
@@ -34,7 +45,7 @@ def judge_deadlines(
     controllers: Sequence[Policy[Tensor]],
     seeds: Sequence[int],
     baselines: Sequence[Baseline],
-) -> tuple[dict[str, Any], pl.DataFrame]:
+) -> tuple[Results, pl.DataFrame]:
     """The contents of `results.json` and of `decisions.parquet`: controllers, one for each of `seeds`, and baselines on
     the same samples under the same deadlines.
 
@@ -47,8 +58,8 @@ def judge_deadlines(
     judged = judge_all(table, test, budgets_ms, rewards, controllers, baselines)
     timed = {"controller": controllers[0], **{b.name: b for b in baselines if b.name not in KNOW_THE_ROWS}}
     times = {name: decision_us(policy, table, test, budgets_ms) for name, policy in timed.items()}
-    decisions = _controller_decisions(table, test, judged, seeds, times)
-    return deadline_results(decisions, table, test, seeds), decisions
+    decisions = _decisions(table, test, judged, seeds, times)
+    return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
 
 
 def judge_mean_budgets(
@@ -59,8 +70,14 @@ def judge_mean_budgets(
     controllers: Sequence[PricedChooser],
     seeds: Sequence[int],
     baselines: Sequence[PricedChooser],
-) -> tuple[dict[str, Any], pl.DataFrame]:
+) -> tuple[Results, pl.DataFrame]:
     """The same under mean budgets.
+
+    Besides the usual keys a row has `price` (λ) and `worth_ms` (1/λ, None at price 0), the differences in accuracy
+    `over_static_mix` and `over_best_single` at equal mean latency and `over_static_mix_at_budget`, each with its
+    `_ci95`, and `oracle_accuracy` at equal mean latency. `utility` is the accuracy; `gap_closed` is at equal mean
+    latency. A budget limits the mean over all data sets: what a policy spends on one of them is its own choice, and
+    `by_dataset` compares it with what the static mix of all data sets gets there at equal mean latency.
 
     Args:
         fitted: int64, the rows that static policies are chosen on.
@@ -74,11 +91,60 @@ def judge_mean_budgets(
     times = {name: decision_us(policy, table, test, budgets_ms) for name, policy in timed.items()}
     prices = {name: policy.prices.unsqueeze(0) for name, policy in timed.items()}
     prices["controller"] = torch.stack([controller.prices for controller in controllers])
-    decisions = _controller_decisions(table, test, judged, seeds, times)
-    return mean_results(decisions, reference, seeds, prices), decisions
+    decisions = _decisions(table, test, judged, seeds, times)
+
+    def outcomes(arrays: DecisionArrays, rows: Tensor) -> Iterator[Outcome]:
+        return _under_mean_budgets(arrays, Reference(table, fitted, rows), prices)
+
+    results = _results(MEAN_BUDGET, decisions, table, test, seeds, outcomes, reference)
+    for row in (*results["rows"], *results.get("by_dataset", [])):
+        row |= {"accuracy": row["utility"], "accuracy_ci95": row["utility_ci95"]}
+        if row["budget_ms"] is None:
+            row |= {"price": None, "worth_ms": None}
+    return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
 
 
-def _controller_decisions(
+def judged_means(judged: Judged) -> dict[str, float | None]:
+    """Means over the budgets for one policy: utility, accuracy, and the share of feasible requests on time."""
+    assert judged.feasible is not None
+    on_time = judged.met.double().masked_fill(~judged.feasible, torch.nan).nanmean(0)
+    accuracy, utility = (float(values.double().mean()) for values in (judged.accuracy, judged.utility))
+    return {"utility": utility, "accuracy": accuracy, "satisfaction_feasible": _known_mean(on_time.numpy())}
+
+
+def held_out_choices(loaded: Sequence[Loaded]) -> Results:
+    """Choices made on held-out samples in training; every list has one entry for each seed.
+
+    `guard`: rows of `Guard.rows`, or under mean budgets of `knobwise.agents.stack.priced_policy.compared`, [] without
+    a guard. `chosen`: the weights of the stack, the settings of its experts, the iteration of the network.
+    `satisfaction_level`: the level that the guard keeps, if any.
+    """
+    chosen, guards = [], []
+    for checkpoint in loaded:
+        controller: Any = checkpoint.controller
+        choice: dict[str, Any] = {"weights": {"network": 1.0}, "settings": {}}
+        if isinstance(controller, PricedChooser):
+            guards += [controller.guard] if controller.guard else []
+            controller = controller.chooser
+        if isinstance(controller, StackedController):
+            choice = controller.chosen()
+            if controller.guard is not None:
+                guards.append(controller.guard.rows())
+        chosen.append(choice | {"iteration": checkpoint.extra["iteration"]})
+    level = {"satisfaction_level": guards[0][0]["level"]} if guards and "level" in guards[0][0] else {}
+    return {"guard": guards, "chosen": chosen, **level}
+
+
+def profile_of(table: ProfileTable | BeamTable) -> dict[str, Any]:
+    """Name, digest and sizes of a profile or of beams."""
+    if isinstance(table, BeamTable):
+        sizes = {"samples": table.num_queries, "candidates": len(table.candidates)}
+    else:
+        sizes = {"samples": table.num_samples, "configurations": table.num_configurations}
+    return {"name": table.name, "digest": table.digest, **sizes}
+
+
+def _decisions(
     table: ProfileTable,
     test: Tensor,
     judged: Mapping[str, Sequence[Judged]],
@@ -89,8 +155,7 @@ def _controller_decisions(
     datasets = [table.datasets[i] for i in test.tolist()] if table.datasets else [None] * len(test)
     ids = [table.sample_ids[i] for i in test.tolist()]
     samples = pl.DataFrame({"sample_id": ids, "dataset": datasets}, schema_overrides={"dataset": pl.String})
-    # the last one stands for −1
-    labels = pl.Series([*(table.label(c) for c in range(table.num_configurations)), None], dtype=pl.String)
+    labels = pl.Series([*_labels(table), None], dtype=pl.String)  # the last one stands for −1
     frames = []
     for policy, outcomes in judged.items():
         for seed, outcome in zip(seeds if policy in DEADLINE.trained else [None], outcomes, strict=True):
@@ -108,36 +173,153 @@ def _controller_decisions(
     return pl.concat(frames)
 
 
-def selector_decisions(
-    decided: Mapping[str, Mapping[int, Decided]], test: BeamTable, rows: Tensor, seeds: Sequence[int]
-) -> pl.DataFrame:
-    """The content of `decisions.parquet`. A policy has no rows at a number of shots where nothing is known about it.
-
-    Args:
-        decided: by policy and number of shots.
-        rows: int64 [n], the judged queries of `test`.
-        seeds: of the selectors, and of `random`.
-    """
-    samples = pl.DataFrame({"sample_id": [test.query_ids[row] for row in rows.tolist()]})
-    frames = []
-    for policy, by_shots in decided.items():
-        for shots, outcome in by_shots.items():
-            if outcome.correct.isnan().all():
-                continue
-            drawn = policy == "random" or policy not in (*SIMPLE, *UPPER)
-            for number, seed in enumerate(seeds[: len(outcome.correct)] if drawn else [None]):
-                columns = {
-                    "accuracy": outcome.correct[number],
-                    "score": outcome.correct[number],
-                    "choice": None if outcome.demonstrations is None else _words(outcome.demonstrations[number]),
-                    "vote": None if outcome.vote is None else outcome.vote[number],
-                    "decision_us": outcome.decision_us,
-                }
-                frames.append(decision_rows(policy, seed, samples, [shots], columns))
-    return pl.concat(frames)
+def _labels(table: ProfileTable) -> list[str]:
+    return [table.label(c) for c in range(table.num_configurations)]
 
 
-def _words(demonstrations: Tensor) -> pl.Series:
-    """Rows of the bank, int64 [n, T], −1 after the end, joined by blanks; null where nothing is shown."""
-    words = [" ".join(str(row) for row in rows if row >= 0) or None for rows in demonstrations.tolist()]
-    return pl.Series(words, dtype=pl.String)
+# -- the summary -------------------------------------------------------------------------------------------------------
+
+
+def _results(
+    problem: Problem,
+    decisions: pl.DataFrame,
+    table: ProfileTable,
+    test: Tensor,
+    seeds: Sequence[int],
+    outcomes: Callable[[DecisionArrays, Tensor], Iterator[Outcome]],
+    reference: Reference | None = None,
+) -> Results:
+    """What both kinds have; `outcomes` takes decisions and the rows of the table that they are about."""
+    arrays = DecisionArrays(decisions)
+    rows = _rows(outcomes(arrays, test), arrays.places)
+    for row in rows:
+        times = arrays.array(row["policy"], "decision_us")[0, 0]
+        row["decision_us_p50"] = None if np.isnan(times[0]) else float(times.mean())
+    accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))
+    profiled = table.mask[test].any(0).tolist()
+    results: Results = {
+        "profile": profile_of(table),
+        "split": "test",
+        "test_samples": len(test),
+        "seeds": list(seeds),
+        "unit": table.unit,
+        "budgets_ms": arrays.places,
+        "rows": rows,
+        "configurations": [
+            {"label": label, "knobs": table.configuration(c), "accuracy": accuracy[c], "latency_ms": latency[c]}
+            for c, label in enumerate(_labels(table))
+            if profiled[c]
+        ],
+        "knob_usage": _usage(problem, arrays, table, reference),
+    }
+    names = arrays.samples["dataset"]
+    if names.n_unique() > 1:
+        results["by_dataset"] = []
+        for dataset in sorted(names.unique()):
+            part = DecisionArrays(decisions.filter(pl.col("dataset") == dataset))
+            samples = test[torch.from_numpy((names == dataset).to_numpy())]
+            means = _most_important(problem, _rows(outcomes(part, samples)))
+            results["by_dataset"] += [{"dataset": dataset, "samples": len(samples), **row} for row in means]
+    return results
+
+
+def _most_important(problem: Problem, means: Rows) -> Rows:
+    """The rows of the policies of `problem.by_dataset`, and before the last that of the best of all others."""
+    rows = {row["policy"]: row for row in means}
+    others = rows.keys() - set(problem.by_dataset)
+    best = sorted(others, key=lambda policy: (-rows[policy][problem.ranked_by], policy))[:1]
+    names = (*problem.by_dataset[:-1], *best, problem.by_dataset[-1])
+    return [rows[policy] for policy in names if policy in rows]
+
+
+def _rows(outcomes: Iterable[Outcome], budgets: Sequence[float] = ()) -> Rows:
+    """For each policy the mean over all budgets, then a row for each of `budgets`, with the intervals of its score, of
+    the oracle gap that it closes and of `COMPARED`."""
+    parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
+    rows, cases = [], []
+    for policy, numbers, scores in outcomes:
+        for budget, part in parts.items():
+            score, low, high, *rivals = (values[..., part].mean(-1) for values in scores)
+            gains = [score - rival for rival in rivals]
+            between = float(high.mean() - low.mean())
+            row = {"policy": policy, "budget_ms": budget}
+            row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
+            row |= {key: float(gain.mean()) for key, gain in zip(COMPARED, gains, strict=False)}
+            row["utility"] = float(score.mean())
+            row["gap_closed"] = float(score.mean() - low.mean()) / between if between > 1e-9 else 0.0
+            if len(score) > 1:
+                row["utility_per_seed"] = score.mean(1).tolist()
+            rows.append(row)
+            cases.append([score, low, high, *gains])
+    for row, intervals in zip(rows, score_intervals(cases), strict=True):
+        row |= {"utility_ci95": intervals["score_ci95"], "gap_closed_ci95": intervals["gap_closed_ci95"]}
+        row |= {f"{key}_ci95": interval for key, interval in zip(COMPARED, intervals["differences_ci95"], strict=False)}
+    return rows
+
+
+def _known_mean(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
+    """`infeasible` is the share of samples that no profiled configuration serves in time; `satisfaction_feasible`, over
+    the others, is NaN if there are none."""
+    low, high = (arrays.array(policy, "score")[0] for policy in (DEADLINE.low, DEADLINE.high))
+    for policy in arrays.policies:
+        accuracy, latency, in_time, feasible, reward, score = (
+            arrays.array(policy, name) for name in ("accuracy", "latency_ms", "in_time", "feasible", "reward", "score")
+        )
+        served, servable = (in_time * feasible).sum((0, 1)), feasible.sum((0, 1))
+        numbers = {
+            "accuracy": accuracy.mean((0, 1)),
+            "latency_ms_mean": latency.mean((0, 1)),
+            "latency_ms_p95": np.quantile(latency, 0.95, axis=1).mean(0),
+            "satisfaction": in_time.mean((0, 1)),
+            "satisfaction_feasible": served / np.where(servable, servable, np.nan),
+            "infeasible": 1 - feasible.mean((0, 1)),
+            "reward": reward.mean((0, 1)),
+        }
+        yield policy, numbers, [score, low, high]
+
+
+def _under_mean_budgets(
+    arrays: DecisionArrays, reference: Reference, prices: Mapping[str, Tensor]
+) -> Iterator[Outcome]:
+    """The ends of the oracle gap are those at equal mean latency; `prices` are float64 [S, B]."""
+    at_budget = arrays.array(MEAN_BUDGET.low, "accuracy")[0]
+    for policy in arrays.policies:
+        accuracy, latency = (arrays.array(policy, name) for name in ("accuracy", "latency_ms"))
+        mixed = np.isnan(arrays.choices(policy, _labels(reference.table))).any((0, 1))
+        spent = torch.from_numpy(latency.mean((0, 1)))
+        mix, single = reference.static_mix(spent).numpy(), reference.best_single(spent).numpy()
+        best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
+        price = prices[policy].mean(0).numpy() if policy in prices else np.full(len(spent), np.nan)
+        numbers = {
+            "latency_ms_mean": spent.numpy(),
+            "latency_ms_p95": np.where(mixed, np.nan, np.quantile(latency, 0.95, axis=1).mean(0)),
+            "price": price,
+            "worth_ms": 1 / np.where(price > 0, price, np.nan),
+            "oracle_accuracy": best.mean(0),
+        }
+        yield policy, numbers, [accuracy, mix, best, mix, at_budget, single]
+
+
+def _usage(problem: Problem, arrays: DecisionArrays, table: ProfileTable, reference: Reference | None) -> Rows:
+    """How often each policy of `problem.usage` set each knob to each value, under each budget; for a mixture how often
+    it is expected to."""
+    rows = []
+    for policy in problem.usage:
+        choices = arrays.choices(policy, _labels(table))
+        used = np.stack([(choices == c).sum((0, 1), dtype=float) for c in range(table.num_configurations)])  # [C, B]
+        if reference is not None:
+            budgets = torch.tensor(arrays.places, dtype=torch.float64)
+            used += reference.mixture_use(budgets, np.isnan(choices)).numpy()
+        shares = used / used.sum(0)
+        for k, knob in enumerate(table.knobs):
+            values = table.configurations[:, k].numpy()
+            for b, budget in enumerate(arrays.places):
+                for v, value in enumerate(knob.values):
+                    row = {"policy": policy, "budget_ms": budget, "knob": knob.name, "value": value}
+                    rows.append(row | {"share": float(shares[values == v, b].sum())})
+    return rows

@@ -1,7 +1,6 @@
-"""The three kinds of problem that a run can be about. Nothing else asks which kind it has before it.
+"""The three kinds of problem that a run can be about: everything that differs between them is a field of `Problem`.
 
-Everything that differs between them is a field of `Problem`: where a policy is judged (at budgets or at numbers of
-shots), what its score is, which policies stand for the run and which bound it. This module imports no torch.
+No torch is imported.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ class Problem:
     place_words: tuple[str, str]
     """A place and several, in words."""
     samples: str
-    """What policies are judged on, in words."""
-    count: str
-    """Key of their number in `results.json`."""
+    """What policies are judged on, in words; `test_{samples}` is the key of their number in `results.json`."""
     score: str
     """Key of the score in a row; `{score}_ci95` is its interval."""
     ranked_by: str
@@ -102,8 +99,8 @@ class Problem:
 
     def row(self, results: Mapping[str, Any], policy: str, place: float | None) -> Mapping[str, Any]:
         """The row of a policy at a place, or its mean over the places (None); {} if there is none."""
-        rows = (row for row in self.rows(results) if row["policy"] == policy)
-        return next((row for row in rows if row.get(self.place) == place), {})
+        wanted = (policy, place)
+        return next((row for row in self.rows(results) if (row["policy"], row.get(self.place)) == wanted), {})
 
     def judged_at(self, results: Mapping[str, Any]) -> list[float]:
         """The places that policies were judged at, sorted."""
@@ -127,7 +124,6 @@ DEADLINE = Problem(
     place="budget_ms",
     place_words=("budget", "budgets"),
     samples="samples",
-    count="test_samples",
     score="utility",
     ranked_by="utility",
     metrics=(UTILITY, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
@@ -143,7 +139,6 @@ MEAN_BUDGET = Problem(
     place="budget_ms",
     place_words=("mean budget", "mean budgets"),
     samples="samples",
-    count="test_samples",
     score="accuracy",
     ranked_by="over_static_mix",
     validation="Val/Reward_Mean",
@@ -161,7 +156,6 @@ DEMONSTRATIONS = Problem(
     place="shots",
     place_words=("number of shots", "numbers of shots"),
     samples="queries",
-    count="test_queries",
     score="accuracy",
     ranked_by="accuracy",
     metrics=(ACCURACY, DECISION),

@@ -1,7 +1,6 @@
 """Intervals and tests: the one bootstrap of the project, over samples and seeds, and differences between policies.
 
-All of it is paired: in a draw every policy is judged on the same samples. This module imports no torch; CPU tensors
-are accepted wherever arrays are.
+All of it is paired: in a draw every policy is judged on the same samples. Tensors may be given; no torch is imported.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def resampled_means(
         if seeds not in shares:
             generator.bit_generator.state = state
             shares[seeds] = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
-        means.append((part * shares[seeds]).sum(1))
+        means.append((part * shares[seeds]).sum(1).clip(array.min(), array.max()))  # a rounded mean may lie outside
     return np.stack(means, 1)
 
 
@@ -90,15 +89,12 @@ def mean_interval(values: ArrayLike) -> list[float]:
 
 
 def score_intervals(cases: Sequence[Sequence[ArrayLike]]) -> list[dict[str, Any]]:
-    """95 % intervals of scores, of the gaps closed between two references and of differences, from the same draws.
+    """For each policy the intervals `score_ci95`, `gap_closed_ci95` and the list `differences_ci95`, of the same draws.
+    A draw in which nothing could be gained says nothing about the gap.
 
     Args:
         cases: for each policy its score, float [S, n], those of the low and the high reference, float [n], and the same
             number of differences, float [S, n].
-
-    Returns:
-        for each policy `score_ci95`, `gap_closed_ci95` and the list `differences_ci95`. A draw in which nothing could
-        be gained says nothing about the gap.
     """
     width = len(cases[0])
     drawn = resampled_means([array for case in cases for array in case])
@@ -109,15 +105,6 @@ def score_intervals(cases: Sequence[Sequence[ArrayLike]]) -> list[dict[str, Any]
         {"score_ci95": score, "gap_closed_ci95": gap, "differences_ci95": list(differences)}
         for gap, score, *differences in zip(gaps, *others, strict=True)
     ]
-
-
-def mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each number over rows; None does not count, and nothing but None gives None."""
-    means = {}
-    for key in rows[0]:
-        known = [row[key] for row in rows if row[key] is not None]
-        means[key] = sum(known) / len(known) if known else None
-    return means
 
 
 # -- differences -------------------------------------------------------------------------------------------------------
@@ -202,11 +189,9 @@ def _for_seeds(sides: Sequence[np.ndarray], drawn: np.ndarray, observed: np.ndar
 
     several = [side.mean(1) for side in sides if len(side) > 1]
     variances = [means.var(0, ddof=1) / len(means) for means in several]  # of the mean over seeds
-    spread = drawn.var(0)
-    whole = spread + sum(variance / len(means) for variance, means in zip(variances, several, strict=True))
-    squares = np.zeros(1)
-    for variance, means in zip(variances, several, strict=True):
-        squares = squares + variance**2 / (len(means) - 1)
+    spread, zero = drawn.var(0), np.zeros(1)
+    whole = spread + sum((v / len(means) for v, means in zip(variances, several, strict=True)), zero)
+    squares = sum((v**2 / (len(means) - 1) for v, means in zip(variances, several, strict=True)), zero)
     known = (whole > NOTHING) & (squares > NOTHING**2)
     freedom = np.where(known, whole**2 / np.where(known, squares, 1.0), np.inf)
     wider = np.sqrt(whole / np.where(known, spread, 1.0)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
@@ -229,10 +214,8 @@ def _sign_flips(differences: np.ndarray, generator: np.random.Generator) -> np.n
 
 def holm(family: Sequence[Difference]) -> list[Difference]:
     """The same tested differences, with p corrected for their number (Holm, 1979)."""
-    tested = [1.0 if difference.p is None else difference.p for difference in family]
-    order = sorted(range(len(family)), key=tested.__getitem__)
-    corrected, largest = list(family), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(family) - rank) * tested[i]))
-        corrected[i] = replace(family[i], p_holm=largest)
-    return corrected
+    p = np.array([difference.p for difference in family])
+    order = p.argsort(kind="stable")
+    corrected = np.empty_like(p)
+    corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
+    return [replace(difference, p_holm=float(each)) for difference, each in zip(family, corrected, strict=True)]

@@ -27,8 +27,7 @@ from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import Split
 from knobwise.envs.tables.splits import budget_rows, divide
-from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets
-from knobwise.experiments.results.summary import held_out_choices, profile_of
+from knobwise.experiments.results.judge import held_out_choices, judge_deadlines, judge_mean_budgets, profile_of
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.tracking.tracker import Tracker

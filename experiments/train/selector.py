@@ -30,9 +30,8 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
-from knobwise.experiments.results.judge import selector_decisions
 from knobwise.experiments.results.problem import UPPER
-from knobwise.experiments.results.summary import selector_results
+from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker

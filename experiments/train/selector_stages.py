@@ -18,7 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.processes import in_processes
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import GroupConfig
-from knobwise.experiments.results.summary import profile_of
+from knobwise.experiments.results.judge import profile_of
 from knobwise.experiments.settings.beams import SelectorData, hide, read_data
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker

@@ -18,9 +18,12 @@ from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import write_features, write_long_table
 from knobwise.experiments.compare.compare import write_comparison
-from knobwise.experiments.compare.comparison import comparison_of
-from knobwise.experiments.compare.words import cells, header, method, print_comparison, settings_cells, verdict
+from knobwise.experiments.compare.comparison import Comparison, comparison_of
+from knobwise.experiments.compare.words import method, print_comparison, results_cells, settings_cells, verdict
 from knobwise.experiments.results.run_folder import UNFINISHED
+
+PAIR: dict[str, dict[str, Any]] = {"a": {}, "b": {"gain": 0.3}}
+"""Two runs of which the second has more."""
 
 
 def sweep(folder: Path, count: int) -> Path:
@@ -31,9 +34,14 @@ def sweep(folder: Path, count: int) -> Path:
     return folder
 
 
-def pair(folder: Path, gain: float = 0.3) -> list[str]:
-    """The folders of two runs of which the second has more."""
-    return [str(write_run(folder / "lean" / name, gain=more)) for name, more in (("a", 0.0), ("b", gain))]
+def compared(folder: Path, runs: dict[str, dict[str, Any]], write: Any = write_run) -> Comparison:
+    """Runs in folders of these names, written with these settings."""
+    return comparison_of([str(write(folder / name, **settings)) for name, settings in runs.items()])
+
+
+def change_results(run: Path, **changes: object) -> None:
+    results = json.loads((run / "results.json").read_text())
+    (run / "results.json").write_text(json.dumps(results | changes))
 
 
 def printed(comparison, terminal: bool = False, width: int = 80) -> str:  # type: ignore[no-untyped-def]
@@ -42,10 +50,15 @@ def printed(comparison, terminal: bool = False, width: int = 80) -> str:  # type
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
+def rows_of(comparison: Comparison) -> list[dict[str, str]]:
+    """The table of runs, a row each, by head."""
+    head, lines = results_cells(comparison)
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
 def test_two_runs_and_what_differs(tmp_path: Path) -> None:
-    first = write_run(tmp_path / "lean" / "default")
-    second = write_run(tmp_path / "lean" / "loss.group_size-64", gain=0.3, settings={"loss": {"group_size": 64}})
-    comparison = comparison_of([str(first), str(second)])
+    larger = {"gain": 0.3, "settings": {"loss": {"group_size": 64}}}
+    comparison = compared(tmp_path / "lean", {"default": {}, "loss.group_size-64": larger})
     assert settings_cells(comparison) == (
         ["setting", "group_size=8", "group_size=64"],
         [["loss.group_size", "8", "64"]],
@@ -59,7 +72,7 @@ def test_two_runs_and_what_differs(tmp_path: Path) -> None:
     assert against.startswith(f"group_size=64 is better than group_size=8: {gap} points [{low}, {high}], p ")
     assert "utility, mean over 2 budgets, on the same 60 test samples" in method(comparison)
     assert "one seed" not in method(comparison)
-    lines = [dict(zip(header(comparison), line, strict=True)) for line in cells(comparison)]
+    lines = rows_of(comparison)
     assert [line["run"] for line in lines] == [
         *("group_size=8", "group_size=64", "budget-aware static", "oracle (upper bound)")
     ]
@@ -74,8 +87,9 @@ def test_two_runs_and_what_differs(tmp_path: Path) -> None:
 
 
 def test_the_first_run_is_what_the_others_are_held_against(tmp_path: Path) -> None:
-    folders = pair(tmp_path)
-    there, back = comparison_of(folders).differences[0], comparison_of(folders[::-1]).differences[0]
+    comparison = compared(tmp_path, PAIR)
+    reverse = comparison_of([str(run.folder) for run in comparison.runs[::-1]])
+    there, back = comparison.differences[0], reverse.differences[0]
     assert (there.run, there.against) == (back.against, back.run) == ("b", "a")
     assert there.difference == pytest.approx(-back.difference)
     assert (there.sign, back.sign) == (1, -1)
@@ -106,7 +120,7 @@ def test_of_many_runs_it_is_said_how_many_are_better(tmp_path: Path) -> None:
 
 
 def test_the_same_run_twice_differs_in_nothing(tmp_path: Path) -> None:
-    comparison = comparison_of([str(write_run(tmp_path / "lean" / name)) for name in ("default", "default-2")])
+    comparison = compared(tmp_path, {"default": {}, "default-2": {}})
     assert comparison.settings == {}
     _, same, nothing = verdict(comparison)
     assert same == "default-2 got the same as default on every sample."
@@ -124,13 +138,13 @@ def test_older_runs_are_shown_and_not_tested(tmp_path: Path) -> None:
         f"Left out, not finished: {stopped}.",
         "b has no decisions.parquet (an older run), so it is shown but not tested.",
     ]
-    assert cells(comparison)[1][4] == "not tested"
+    assert rows_of(comparison)[1]["shown"] == "not tested"
     assert method(comparison) == ""
     assert "Nothing could be tested against a." in printed(comparison)
 
 
 def test_some_of_the_budgets(tmp_path: Path) -> None:
-    folders = pair(tmp_path)
+    folders = [str(run.folder) for run in compared(tmp_path, PAIR).runs]
     comparison = comparison_of(folders, [20.0])
     assert comparison.places == [20.0]
     for run, row in zip(comparison.runs, comparison.rows, strict=True):
@@ -145,10 +159,9 @@ def test_some_of_the_budgets(tmp_path: Path) -> None:
 
 
 def test_mean_budgets_are_compared_at_equal_mean_latency(tmp_path: Path) -> None:
-    cases: dict[str, dict[str, Any]] = {"a": {}, "b": {"gain": 0.3, "spent": 1.0}}
-    comparison = comparison_of([str(write_run(tmp_path / n, sense="mean", **more)) for n, more in cases.items()])
+    comparison = compared(tmp_path, {"a": {"sense": "mean"}, "b": {"sense": "mean", "gain": 0.3, "spent": 1.0}})
     assert verdict(comparison)[0].startswith("The highest is b: over static mix +0.")
-    lines = [dict(zip(header(comparison), line, strict=True)) for line in cells(comparison)]
+    lines = rows_of(comparison)
     assert [line["run"] for line in lines] == ["a", "b", "static mix", "oracle (upper bound)"]
     assert lines[1]["over static mix"].startswith("+0.")
     accuracies = [run.row("controller", None)["accuracy"] for run in comparison.runs]
@@ -156,9 +169,8 @@ def test_mean_budgets_are_compared_at_equal_mean_latency(tmp_path: Path) -> None
 
 
 def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path: Path) -> None:
-    folders = [write_selector_run(tmp_path / "s" / "a", wrong=0.6)]
-    folders.append(write_selector_run(tmp_path / "s" / "b", wrong=0.2, form="grpo_live"))
-    comparison = comparison_of(list(map(str, folders)))
+    runs = {"a": {"wrong": 0.6}, "b": {"wrong": 0.2, "form": "grpo_live"}}
+    comparison = compared(tmp_path, runs, write_selector_run)
     assert comparison.main == 2
     assert "A run with one seed" in method(comparison)
     assert comparison.policies == ["grpo_recorded", "grpo_live"]
@@ -167,10 +179,10 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path: Path) ->
     assert " points [" in verdict(comparison)[1]
     assert [(one.policy, one.against_policy, one.difference) for one in comparison.by_policy] == [("sft", "sft", 0)]
     assert [one.place for one in comparison.by_place] == [1, 2]
-    assert "1 shot" in header(comparison)
-    assert [line[4] for line in cells(comparison)] == ["GRPO on recorded groups", "GRPO on live draws"]
+    assert "1 shot" in rows_of(comparison)[0]
+    assert [line["policy"] for line in rows_of(comparison)] == ["GRPO on recorded groups", "GRPO on live draws"]
     with pytest.raises(InputError, match="budgets_ms: selectors"):
-        comparison_of(list(map(str, folders)), [1.0])
+        comparison_of([str(tmp_path)], [1.0])
 
 
 def test_a_narrow_terminal_has_fewer_columns(tmp_path: Path) -> None:
@@ -272,9 +284,8 @@ def test_steps_that_are_no_numbers_are_left_out(tmp_path: Path, step: str) -> No
     runs = [write_run(tmp_path / name) for name in "ab"]
     with (runs[1] / "metrics.csv").open("a") as file:
         file.write(f"0,{step},0.9,2.0,\n")
-    results = json.loads((runs[0] / "results.json").read_text()) | {"profile": None, "chosen": [{}, {}]}
-    (runs[0] / "results.json").write_text(json.dumps(results))
-    assert "Training" in write_comparison(comparison_of(list(map(str, runs))), tmp_path / "page.html").read_text()
+    change_results(runs[0], profile=None, chosen=[{}, {}])
+    assert "Training" in write_comparison(comparison_of([str(tmp_path)]), tmp_path / "page.html").read_text()
 
 
 def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_path: Path) -> None:
@@ -283,8 +294,8 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
     (runs[1] / "config.yaml").unlink()
     comparison = comparison_of(list(map(str, runs)))
     b, c = (run.label for run in comparison.runs[1:])
-    lines = {line[0]: line for line in cells(comparison)}
-    assert float(lines[c][1].split()[0]) > float(lines[b][1].split()[0])
+    utility = {line["run"]: line["utility"] for line in rows_of(comparison)}
+    assert float(utility[c].split()[0]) > float(utility[b].split()[0])
     assert verdict(comparison)[0].startswith(f"The highest is {b}:")
     assert f"{b}: without config.yaml the settings are unknown." in comparison.notes
     assert f"{c}: means are over budgets that {comparison.runs[0].label} was not judged at." in comparison.notes
@@ -293,20 +304,18 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
 
 @pytest.mark.parametrize("budgets", [(30.0, 40.0), (10.0,)])
 def test_a_run_under_other_budgets_is_not_the_highest(tmp_path: Path, budgets: tuple[float, ...]) -> None:
-    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.9, budgets=budgets)]
-    comparison = comparison_of(list(map(str, runs)))
+    comparison = compared(tmp_path, {"a": {}, "b": {"gain": 0.9, "budgets": budgets}})
     assert comparison.ranking() == [0]
     assert verdict(comparison)[0].startswith("The highest is a:")
-    alone = comparison_of(list(map(str, runs)), [10.0])
+    alone = comparison_of([str(tmp_path)], [10.0])
     assert alone.ranking() == ([1, 0] if 10.0 in budgets else [0])
 
 
 def test_what_is_best_on_validation_stands_for_a_selector(tmp_path: Path) -> None:
     runs = [write_selector_run(tmp_path / "a"), write_selector_run(tmp_path / "b", form="own_only", shots=(2,))]
-    results = json.loads((runs[1] / "results.json").read_text())
     for best, stands in (("own_only", "own_only"), (None, "sft"), ("gone", "sft")):
-        (runs[1] / "results.json").write_text(json.dumps(results | {"best_policy": best}))
-        comparison = comparison_of(list(map(str, runs)))
+        change_results(runs[1], best_policy=best)
+        comparison = comparison_of([str(tmp_path)])
         assert comparison.policies == ["grpo_recorded", stands]
     assert any(note.endswith("not judged at 1 of the numbers of shots.") for note in comparison.notes)
     other = write_selector_run(tmp_path / "c", wrong=0.1, digest="sha256:other")  # judged on other queries
@@ -314,15 +323,12 @@ def test_what_is_best_on_validation_stands_for_a_selector(tmp_path: Path) -> Non
 
 
 def test_where_grpo_added_nothing_is_said(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name) for name in "abcd"]
-    kept = {"a": [150, 140], "b": [150, 160], "c": [160, 200], "d": [150, 150]}
-    for run in runs:
-        results = json.loads((run / "results.json").read_text())
-        results["chosen"] = [{"iteration": i} for i in kept[run.name]]
-        if run.name != "d":  # one that has no GRPO
-            results["training"] = {"warmup_iterations": 150, "iterations": 300}
-        (run / "results.json").write_text(json.dumps(results))
-    assert comparison_of(list(map(str, runs))).notes == [
+    stages = {"training": {"warmup_iterations": 150, "iterations": 300}}
+    kept = {"a": (150, 140), "b": (150, 160), "c": (160, 200), "d": (150, 150)}
+    for name, iterations in kept.items():  # the last one has no GRPO
+        chosen = [{"iteration": iteration} for iteration in iterations]
+        change_results(write_run(tmp_path / name), chosen=chosen, **(stages if name != "d" else {}))
+    assert comparison_of([str(tmp_path)]).notes == [
         "GRPO does not improve the policy, and the best checkpoint is the one before it: a in 2 of 2 seeds; b in 1 of "
         "2 seeds."
     ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pytest
 from omegaconf import OmegaConf
 from run_folders import write_run, write_selector_run
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.paired import outcomes_of
+from knobwise.experiments.compare.paired import decisions_of
 from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
 from knobwise.experiments.results.run_folder import UNFINISHED
 
@@ -138,23 +137,23 @@ def test_labels_are_what_differs_or_the_folder(tmp_path: Path, runs: dict[str, d
     assert [run.label for run in read_runs(folders)] == wanted
 
 
-def test_outcomes_are_the_rows_of_the_file(tmp_path: Path) -> None:
+def test_decisions_are_the_rows_of_the_file(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", seeds=(3, 1))
     (run,) = read_runs([folder])
-    found = outcomes_of(run, "controller")
+    found = decisions_of(run, "controller")
     assert found is not None
-    assert (found.seeds, found.places, len(found.samples)) == ((1, 3), (10.0, 20.0), 60)
     assert run.decisions is not None
-    for s, seed in enumerate(found.seeds):
-        for b, budget in enumerate(found.places):
-            rows = run.decisions.filter(policy="controller", seed=seed, place=budget).sort("sample_id")
-            assert rows["sample_id"].to_list() == list(found.samples)
-            assert np.array_equal(found.values["score"][s, :, b], rows["score"].to_numpy())
-    mean = run.row("controller", None)["utility"]
-    assert found.values["score"].mean() == pytest.approx(mean)
+    rows = run.decisions.filter(policy="controller").sort("seed", "sample_id", "place")
+    assert found["seed"].unique().sort().to_list() == [1, 3]
+    assert found["place"].unique().sort().to_list() == [10, 20]
+    assert len(found) == 2 * 60 * 2
+    for name in ("seed", "place", "score", "accuracy", "latency_ms"):
+        assert found[name].equals(rows[name]), name
+    assert found["sample"].to_list() == rows["sample_id"].to_list()
+    assert found["score"].mean() == pytest.approx(run.row("controller", None)["utility"])
     assert run.row("controller", 20.0)["budget_ms"] == 20
     assert run.row("nothing", 20.0) == {}
-    assert outcomes_of(run, "nothing") is None
+    assert decisions_of(run, "nothing") is None
     whole = pl.read_parquet(folder / "decisions.parquet")
     whole.filter(~((pl.col("sample_id") == "s3") & (pl.col("place") == 10))).write_parquet(folder / "decisions.parquet")
-    assert outcomes_of(read_runs([folder])[0], "controller") is None
+    assert decisions_of(read_runs([folder])[0], "controller") is None

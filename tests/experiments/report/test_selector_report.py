@@ -22,9 +22,8 @@ from knobwise.experiments.report.report import facts, print_results, write_repor
 from knobwise.experiments.report.result_charts import result_charts, result_images
 from knobwise.experiments.report.tables import learned_name, policies
 from knobwise.experiments.report.verdicts import verdict
-from knobwise.experiments.results.judge import selector_decisions
 from knobwise.experiments.results.problem import CONTROLS, LEARNED
-from knobwise.experiments.results.summary import selector_results
+from knobwise.experiments.results.selectors import selector_decisions, selector_results
 
 SHOTS, SEEDS, QUERIES = (1, 2, 3, 4), (0, 1, 2), 600
 TWO = {

@@ -27,7 +27,7 @@ from knobwise.experiments.results.decisions import (
     read_decisions,
     write_decisions,
 )
-from knobwise.experiments.results.judge import selector_decisions
+from knobwise.experiments.results.selectors import selector_decisions
 
 QUICK = ["optimiser.warmup_iterations=2", "optimiser.iterations=3", "optimiser.contexts=16", "policy.hidden=8"]
 LEAN = ["train", "tracking=disabled", *QUICK, "policy=utility", "seeds=[3,1]"]
@@ -115,7 +115,6 @@ def test_arrays_do_not_depend_on_the_order_of_the_rows() -> None:
     assert arrays.array("controller", "accuracy").tolist() == [[[0, 1], [2, 3]]] * 2
     np.testing.assert_equal(arrays.choices("controller", ["k=1", "k=2"])[0], [[0, 1], [np.nan, 0]])
     np.testing.assert_equal(arrays.array("oracle", "score"), [[[np.nan, np.nan], [np.nan, 1]]])
-    assert arrays.mixed("controller") == [True, False]
     other = DecisionArrays(rows.reverse())
     np.testing.assert_equal(
         other.array("controller", "accuracy"), arrays.array("controller", "accuracy")[:, ::-1, ::-1]

@@ -112,15 +112,12 @@ def test_rows_by_hand() -> None:
     whole = rows["controller", None]
     assert (whole["accuracy"], whole["latency_ms_mean"], whole["price"]) == (0.625, 32, None)
     assert whole["utility_per_seed"] == [0.625, 0.625]
-    used = {(u["policy"], u["budget_ms"]): [] for u in results["knob_usage"]}
-    for use in results["knob_usage"]:
-        used[use["policy"], use["budget_ms"]].append((use["knob"], use["value"], use["share"]))
-    sizes = [("size", value) for value in (1, 2, 3)]
-    for policy, budget, shares in (
-        *(("controller", 20.0, (0, 1, 0)), ("controller", 50.0, (0, 0, 1))),
-        *(("static_mix", 20.0, (0, 1, 0)), ("static_mix", 50.0, (0, 0, 1)), ("oracle", 50.0, (0.5, 0, 0.5))),
-    ):
-        assert used[policy, budget] == [(*size, share) for size, share in zip(sizes, shares, strict=True)]
+    usage = pl.DataFrame(results["knob_usage"]).pivot("value", index=["policy", "knob", "budget_ms"], values="share")
+    used = {row[:3]: row[3:] for row in usage.rows()}
+    assert usage.columns[3:] == ["1", "2", "3"]
+    assert used["controller", "size", 20] == used["static_mix", "size", 20] == (0, 1, 0)
+    assert used["controller", "size", 50] == used["static_mix", "size", 50] == (0, 0, 1)
+    assert used["oracle", "size", 50] == (0.5, 0, 0.5)
     assert rows["oracle", 50.0]["gap_closed"] == 1
     assert rows["oracle", 50.0]["over_static_mix"] == pytest.approx(1 - (0.5 + 0.25 * 8 / 24))
 
@@ -139,12 +136,9 @@ def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them() -
 
 def results_of_words(**over: Any) -> dict[str, Any]:
     def row(policy: str, budget: float | None, gain: float, single: float, accuracy: float) -> dict[str, Any]:
-        ends = [gain - 0.01, gain + 0.01]
-        return {
-            **{"policy": policy, "budget_ms": budget, "latency_ms_mean": budget, "accuracy": accuracy},
-            **{"over_static_mix": gain, "over_static_mix_ci95": ends, "over_best_single": single},
-            **{"oracle_accuracy": 0.9, "gap_closed": 0.25},
-        }
+        numbers = {"latency_ms_mean": budget, "accuracy": accuracy, "oracle_accuracy": 0.9, "gap_closed": 0.25}
+        numbers |= {"over_static_mix": gain, "over_static_mix_ci95": [gain - 0.01, gain + 0.01]}
+        return {"policy": policy, "budget_ms": budget, "over_best_single": single} | numbers
 
     rows = [row("controller", b, 0.04, s, 0.6) for b, s in ((None, 0.05), (9.0, 0.03), (2.0, 0.12), (4.0, 0.06))]
     return {"sense": "mean", "rows": [*rows, row("knn", None, 0.02, 0.0, 0.5)], **over}

@@ -18,8 +18,7 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.results.judge import judge_deadlines
-from knobwise.experiments.results.summary import held_out_choices
+from knobwise.experiments.results.judge import held_out_choices, judge_deadlines
 
 EXTRA = {"iteration": 30}
 

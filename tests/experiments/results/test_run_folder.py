@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,23 @@ def test_a_finished_run_is_the_latest_and_is_left_alone(config: Any) -> None:
     assert latest(config).name == "seeds--0-2"
 
 
+def finished(config: Any) -> Path:
+    with claim(config, []) as folder:
+        return folder
+
+
+def at_once(count: int, run: Callable[[int], Any]) -> list[Any]:
+    """What `run` returns for 0, 1, …, each in a thread, all begun at the same time."""
+    start = threading.Barrier(count)
+
+    def begin(number: int) -> Any:
+        start.wait()
+        return run(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
 def stopped(config: Any, overrides: list[str] | None = None) -> Path:
     with pytest.raises(KeyboardInterrupt), claim(config, overrides or []) as folder:
         raise KeyboardInterrupt
@@ -58,18 +76,15 @@ def test_a_stopped_run_goes_on_with_the_same_settings_only(config: Any) -> None:
     assert not (Path(config.runs) / "latest").is_symlink()
     assert stopped(config) == first
     assert stopped(replace(config, seeds=[7])).name == "default-2"
-    with claim(config, []) as folder:
-        assert folder == first
-    with claim(replace(config, seeds=[7]), []) as folder:
-        assert folder.name == "default-2"
+    assert finished(config) == first
+    assert finished(replace(config, seeds=[7])).name == "default-2"
     assert sorted(path.name for path in first.parent.iterdir()) == ["default", "default-2"]
 
 
 def test_a_run_stopped_before_its_settings_were_written_goes_on(config: Any) -> None:
     first = stopped(config)
     (first / "config.yaml").unlink()
-    with claim(config, []) as folder:
-        assert folder == first
+    assert finished(config) == first
     assert (first / "config.yaml").exists()
 
 
@@ -90,8 +105,7 @@ def test_a_lock_that_nobody_holds_any_more_is_no_hindrance(config: Any) -> None:
     folder = stopped(config)
     with (folder / UNFINISHED).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-    with claim(config, []) as again:
-        assert again == folder
+    assert finished(config) == folder
 
 
 def test_what_is_called_latest_and_is_no_link_is_not_touched(config: Any) -> None:
@@ -107,15 +121,12 @@ def test_what_is_called_latest_and_is_no_link_is_not_touched(config: Any) -> Non
 def test_a_link_to_a_run_that_is_gone_is_replaced(config: Any) -> None:
     Path(config.runs).mkdir()
     (Path(config.runs) / "latest").symlink_to("controller/gone")
-    with claim(config, []) as folder:
-        pass
-    assert latest(config) == folder
+    assert finished(config) == latest(config)
 
 
 def test_runs_may_be_moved_as_a_whole(config: Any) -> None:
     """The link is relative."""
-    with claim(config, []) as folder:
-        pass
+    folder = finished(config)
     moved = Path(config.runs).rename(Path(config.runs).with_name("moved"))
     assert (moved / "latest" / "config.yaml").exists()
     assert not folder.exists()
@@ -147,42 +158,30 @@ def test_long_names_are_cut_and_stay_apart() -> None:
 
 def test_runs_that_end_at_the_same_time_all_point_at_themselves(config: Any) -> None:
     """The last one to point is the latest, whoever it is; nobody fails, and nothing is left over."""
-    start = threading.Barrier(8)
-
-    def run(number: int) -> None:
-        start.wait()
-        for again in range(5):
-            with claim(replace(config, name=f"{number}-{again}"), []):
-                pass
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(run, range(8)))
+    at_once(8, lambda number: [finished(replace(config, name=f"{number}-{again}")) for again in range(5)])
     assert (latest(config) / "config.yaml").exists()
     assert sorted(path.name for path in Path(config.runs).iterdir()) == sorted([config.experiment, "latest"])
     assert len(list(latest(config).parent.iterdir())) == 40
 
 
 def test_runs_with_one_name_that_begin_at_the_same_time_have_a_folder_each(config: Any) -> None:
-    start, all_in = threading.Barrier(8), threading.Barrier(8)
+    all_in = threading.Barrier(8)
 
     def run(seed: int) -> tuple[str, list[int]]:
-        start.wait()
         with claim(replace(config, name="x", seeds=[seed]), []) as folder:
             all_in.wait()
             return folder.name, list(OmegaConf.load(folder / "config.yaml").seeds)
 
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(run, range(8)))
+    found = at_once(8, run)
     assert sorted(name for name, _ in found) == ["x", *(f"x-{number}" for number in range(2, 9))]
     assert [seeds for _, seeds in found] == [[seed] for seed in range(8)]
     assert sorted(path.name for path in latest(config).parent.iterdir()) == sorted(name for name, _ in found)
 
 
 def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any) -> None:
-    start, ended = threading.Barrier(2), threading.Barrier(2)
+    ended = threading.Barrier(2)
 
     def run(_: int) -> str:
-        start.wait()
         try:
             with claim(config, []) as folder:
                 ended.wait()
@@ -191,17 +190,14 @@ def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any)
             ended.wait()
             return str(error)
 
-    with ThreadPoolExecutor(2) as pool:
-        found = sorted(pool.map(run, range(2)), key=len)
+    found = sorted(at_once(2, run), key=len)
     assert found[0] == "default"
     assert "another process is training this run" in found[1]
 
 
 def test_folders_are_as_readable_as_any_other(config: Any, tmp_path: Path) -> None:
     (tmp_path / "any other").mkdir()
-    with claim(config, []) as folder:
-        pass
-    assert folder.stat().st_mode == (tmp_path / "any other").stat().st_mode
+    assert finished(config).stat().st_mode == (tmp_path / "any other").stat().st_mode
 
 
 @pytest.mark.parametrize("changed", [{"name": "a/b"}, {"name": "../x"}, {"name": ".."}, {"experiment": "a/b"}])

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import small_beams
 from torch import Tensor
 
 from knobwise.agents.selector.evaluation import Decided
-from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.experiments.results.judge import selector_decisions
 from knobwise.experiments.results.problem import shown_at
+from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.results.statistics import mean_interval
-from knobwise.experiments.results.summary import selector_results
 
 RCE = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 0], [0, 0, 1, 1]]).float()
 SFT = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0]]).float()
@@ -25,18 +24,7 @@ LIVE = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).float()  # of the first two se
 TIMES = {("rce", 2): 12.5}
 
 
-def table(name: str = "beams", queries: int = 7) -> BeamTable:
-    return BeamTable(
-        name=name,
-        query_ids=tuple(map(str, range(queries))),
-        pool=torch.arange(6).expand(queries, 6),
-        sequences=torch.full((queries, 0, 2), -1),
-        fields={},
-        found_by=torch.full((queries, 0), -1),
-        round=torch.zeros(queries, 0, dtype=torch.int64),
-        queries=torch.zeros(queries, 3),
-        candidates=torch.zeros(6, 3),
-    )
+TABLE, _ = small_beams(7)
 
 
 def results(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, Any]:
@@ -45,8 +33,8 @@ def results(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, Any
         for name, by_shots in correct.items()
     }
     queries = next(right.shape[1] for by_shots in correct.values() for right in by_shots.values())
-    decisions = selector_decisions(decided, table(queries=queries), torch.arange(queries), (4, 5, 6))
-    return selector_results(decisions, table(), **{"seeds": (4, 5, 6), "trained_shots": 2} | more)
+    decisions = selector_decisions(decided, small_beams(queries)[0], torch.arange(queries), (4, 5, 6))
+    return selector_results(decisions, TABLE, **{"seeds": (4, 5, 6), "trained_shots": 2} | more)
 
 
 def difference(found: dict[str, Any], policy: str, against: str, shots: int = 2) -> tuple[float, list[float]]:
@@ -69,7 +57,8 @@ def test_rows_hold_means_over_queries_and_seeds() -> None:
     assert "accuracy_per_seed" not in near
     assert near["decision_us_p50"] is None
     assert {row["queries"] for row in found["rows"]} == {4}
-    assert found["profile"] == {"name": "beams", "digest": table().digest, "samples": 7, "candidates": 6}
+    sizes = {"samples": 7, "candidates": len(TABLE.candidates)}
+    assert found["profile"] == {"name": TABLE.name, "digest": TABLE.digest} | sizes
     head = {key: found[key] for key in ("system", "split", "test_queries", "seeds", "shots", "trained_shots", "hidden")}
     assert head == {
         **{"system": "selector", "split": "test", "test_queries": 4, "seeds": [4, 5, 6], "shots": [1, 2]},
@@ -144,9 +133,9 @@ def test_where_no_query_is_known_to_all_there_is_no_row() -> None:
 
 
 def test_the_held_out_bank_is_named() -> None:
-    test = table("held out", 9)
+    test, _ = small_beams(9)
     found = results({"sft": {2: SFT}}, test=test, judged_by="recorded")
-    assert (found["test_digest"], found["test_candidates"]) == (test.digest, 6)
+    assert (found["test_digest"], found["test_candidates"]) == (test.digest, len(test.candidates))
     assert found["judged_by"] == "recorded"
 
 

@@ -77,6 +77,10 @@ def test_the_interval_of_a_difference_is_paired() -> None:
     assert mean_interval(np.repeat([0.0, 1.0], 100)) == pytest.approx([0.43, 0.57], abs=0.01)
 
 
+def test_a_mean_lies_among_its_values_in_spite_of_rounding() -> None:
+    assert [mean_interval(np.ones((3, n))) for n in range(1, 60)] == [[1, 1]] * 59
+
+
 def test_where_nothing_can_be_gained_nothing_was_closed() -> None:
     static = np.random.default_rng(0).random(20)
     assert gap(np.tile(static, (2, 1)), static, static) == [0, 0]
