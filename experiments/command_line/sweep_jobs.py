@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +44,14 @@ ANSWERS_S = 5.0
 
 
 def train(config: Any, words: list[str]) -> Path:
-    """Train a controller or a selector; returns the run's folder.
-
-    Raises:
-        InputError: settings or files that cannot be used; nothing has been written then.
-    """
+    """Train a controller or a selector; returns the run's folder. Raises InputError: settings or files that cannot be
+    used; nothing has been written then."""
+    experiment: Any
     if isinstance(config, SelectorRun):
-        from knobwise.experiments.train import selector
-
-        return selector.run(config, words)
-    from knobwise.experiments.train import controller
-
-    return controller.run(config, words)
+        from knobwise.experiments.train.selector import SelectorExperiment as experiment
+    else:
+        from knobwise.experiments.train.controller import ControllerExperiment as experiment
+    return experiment(config).run(words)
 
 
 def result_line(run: Path) -> str:
@@ -71,36 +66,50 @@ def result_line(run: Path) -> str:
     return "accuracy " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in results["variants"] if name in accuracy)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a launcher calls in each job's process, with the job's number. It returns nothing and raises nothing but
-    KeyboardInterrupt: the result is in the folder."""
+class Crashed(Exception):
+    """A job or its launcher failed by an error of the program."""
 
-    folder: Path
-    """Of the sweep, absolute."""
-    jobs: list[list[str]]
-    """The words of every job."""
-    configs: list[Any]
-    """The settings of every job."""
-    start: str
-    """The folder in which the sweep was launched, which relative paths refer to."""
-    launcher: tuple[str, int]
-    """The machine and the process that launched it."""
-    show: Callable[[], None] | None = None
-    """Called when the state of a job changes in the launching process."""
+
+class Sweep:
+    """The jobs of a sweep, whose states stand in its folder. A launcher calls it in each job's process.
+
+    Args:
+        folder: of the sweep, absolute.
+        jobs: the words of every job.
+        configs: the settings of every job.
+        in_turn: whether the jobs run in this process, one after the other.
+    """
+
+    def __init__(self, folder: Path, jobs: list[list[str]], configs: list[Any], in_turn: bool) -> None:
+        self.folder, self.jobs, self.configs, self.in_turn = folder, jobs, configs, in_turn
+        self.start, self.launcher = os.getcwd(), this_process()
+        (folder / STOP).unlink(missing_ok=True)
+        for number, outcome in self.outcomes().items():
+            if not (outcome.folder and (Path(outcome.folder) / "results.json").exists()):
+                (folder / f"{number}.json").unlink()
+        self.done_before = set(self.outcomes("finished"))
+        self.announced: dict[int, str] = {}
+        self.begun: dict[int, float] = {}
+        self.tick: Callable[[int, str], None] = lambda done, note: None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "tick": None}  # only the launching process has a bar
+
+    # -- one job -------------------------------------------------------------------------------------------------------
 
     def __call__(self, config: DictConfig) -> None:
+        """Run the job `config.job`. Raises nothing but KeyboardInterrupt: the result is in the folder."""
         if this_process() == self.launcher:
             self.run(config.job)
         elif not (self.folder / STOP).exists():
-            os.chdir(self.start)
+            os.chdir(self.start)  # which relative paths refer to
             with _output_into(self.folder / f"{config.job}.log"), _stopped_by(self.folder / STOP):
                 self.run(config.job)
 
     def run(self, number: int) -> None:
         """Train, and write the outcome."""
         start = time.monotonic()
-        self._write(number, Outcome("running"))
+        self._note(number, Outcome("running"))
         try:
             run = train(self.configs[number - 1], self.jobs[number - 1])
             outcome = Outcome("finished", str(run.absolute()))
@@ -110,7 +119,7 @@ class Job:
             refused = refused_by_system(error) if isinstance(error, OSError) else None
             if refused is None:
                 traceback.print_exc()
-                refused = 1, f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+                refused = 1, described(error)
             outcome = Outcome("failed", error=refused[1], crashed=refused[0] == 1)
         except BaseException as stop:
             outcome = Outcome("stopped", error="; ".join(getattr(stop, "__notes__", ())) or None)
@@ -118,177 +127,64 @@ class Job:
                 raise
         finally:
             outcome.seconds = time.monotonic() - start
-            self._write(number, outcome)
+            self._note(number, outcome)
 
-    def _write(self, number: int, outcome: Outcome) -> None:
+    def _note(self, number: int, outcome: Outcome) -> None:
         outcome.write(self.folder, number)
-        if self.show is not None:
+        if self.in_turn:
             self.show()
 
+    # -- all jobs ------------------------------------------------------------------------------------------------------
 
-def check_launcher(launcher: DictConfig) -> None:
-    """Refuse a launcher that cannot launch, and join the Ray cluster that was named.
-
-    Hydra's launcher would tell Ray how much memory to take, which a running cluster refuses, so the cluster is joined
-    here. Without an address Ray is started anew (`local`), also where a cluster runs on this machine.
-
-    Raises:
-        InputError: no process is allowed, or no Ray cluster answers.
-    """
-    if launcher.get("n_jobs") == 0:
-        raise InputError("hydra.launcher.n_jobs=0: must be at least 1, or -1 for as many jobs as there are cores")
-    if not str(launcher._target_).endswith(".RayLauncher"):
-        return
-    setting = launcher.ray.init.get("address")
-    address = setting if setting not in (None, "auto") else os.environ.get("RAY_ADDRESS") or setting
-    if address in (None, "local"):
-        launcher.ray.init.address = "local"
-        return
-    address = str(address)  # Hydra reads a port alone as a number
-    key = "hydra.launcher.ray.init.address" if address == str(setting) else "RAY_ADDRESS"
-    no_answer = f"{key}={address}: no Ray cluster answers at {address}"
-    if place := re.fullmatch(r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address):  # Ray itself would try for long
-        try:
-            socket.create_connection((place[1], int(place[2])), ANSWERS_S).close()
-        except (OSError, OverflowError, UnicodeError) as error:
-            raise InputError(f"{no_answer} ({getattr(error, 'strerror', None) or error})") from error
-    import ray
-
-    if not ray.is_initialized():
-        try:
-            ray.init(**dict(OmegaConf.to_container(launcher.ray.init, resolve=True)))  # type: ignore[arg-type]
-        except Exception as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise InputError(f"{no_answer} as it should ({reason})") from error
-
-
-def this_process() -> tuple[str, int]:
-    """This machine and this process."""
-    return socket.gethostname(), os.getpid()
-
-
-@contextmanager
-def _output_into(path: Path) -> Iterator[None]:
-    """Write the output of this process and its children to a file: that of several jobs would garble a terminal."""
-    saved = [os.dup(1), os.dup(2)]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        with path.open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, descriptor in enumerate(saved, 1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-
-
-@contextmanager
-def _stopped_by(path: Path) -> Iterator[None]:
-    """Interrupt this process, once, when a file appears or the launching process is gone.
-
-    The process gets a group of its own: a Ctrl-C in the terminal reaches the launching process alone, which makes the
-    file, and does not break a process that waits for its next job."""
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    parent, ended, busy = os.getppid(), threading.Event(), threading.Lock()
-
-    def watch() -> None:
-        while not ended.wait(POLL_S):
-            with busy:
-                if not ended.is_set() and (path.exists() or os.getppid() != parent):
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        with stopped_by_signals():
-            yield
-    finally:
-        with busy:
-            ended.set()
-        thread.join()
-
-
-# -- all jobs ----------------------------------------------------------------------------------------------------------
-
-
-class Crashed(Exception):
-    """A job or its launcher failed by an error of the program."""
-
-
-class SweepStates:
-    """The jobs of a sweep, whose states stand in its folder.
-
-    Args:
-        folder: of the sweep, absolute.
-        jobs: the words of every job.
-        in_turn: whether the jobs run in this process, one after the other.
-    """
-
-    def __init__(self, folder: Path, jobs: list[list[str]], in_turn: bool) -> None:
-        self.folder, self.jobs, self.in_turn = folder, jobs, in_turn
-        (folder / STOP).unlink(missing_ok=True)
-        for number in range(1, len(jobs) + 1):
-            outcome = read_outcome(folder, number)
-            if outcome and not (outcome.folder and (Path(outcome.folder) / "results.json").exists()):
-                (folder / f"{number}.json").unlink()
-        self.done_before = set(self.outcomes("finished"))
-        self.announced: dict[int, str] = {}
-        self.begun: dict[int, float] = {}
-        self.tick: Callable[[int, str], None] = lambda done, note: None
-
-    def add_notes(self, stop: KeyboardInterrupt) -> None:
-        """Note how many jobs are finished and, of jobs in other processes, where each stands."""
-        note = f"{len(self.outcomes('finished'))} of {count(len(self.jobs), 'job')} are finished"
-        others = {state: len(self.outcomes(state)) for state in ("failed", "stopped")}
-        stop.add_note(", ".join([note, *(f"{number} {state}" for state, number in others.items() if number)]))
-        if not self.in_turn:
-            for number, outcome in self.outcomes("stopped").items():
-                stop.add_note(f"{self.name(number)}: {outcome.error or 'stopped'}")
-
-    def name(self, number: int) -> str:
-        settings = self.settings(number)
-        return f"job {number} of {len(self.jobs)}" + (f" ({settings})" if settings else "")
+    @property
+    def size(self) -> str:
+        """`1 job`, `2 jobs`."""
+        return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}"
 
     def settings(self, number: int) -> str:
         """The words of a job that not all jobs have."""
         return " ".join(word for word in self.jobs[number - 1] if not all(word in job for job in self.jobs))
 
+    def name(self, number: int) -> str:
+        settings = self.settings(number)
+        return f"job {number} of {len(self.jobs)}" + (f" ({settings})" if settings else "")
+
     def outcomes(self, *states: str) -> dict[int, Outcome]:
-        """The jobs that are in one of these states, by their numbers."""
+        """The jobs that are in one of these states, or in any, by their numbers."""
         every = {number: read_outcome(self.folder, number) for number in range(1, len(self.jobs) + 1)}
-        return {number: outcome for number, outcome in every.items() if outcome and outcome.state in states}
+        return {
+            number: outcome
+            for number, outcome in every.items()
+            if outcome and outcome.state in (states or [outcome.state])
+        }
+
+    def add_notes(self, stop: KeyboardInterrupt) -> None:
+        """Note how many jobs are finished and, of jobs in other processes, where each stands."""
+        counts = {state: len(self.outcomes(state)) for state in ("finished", "failed", "stopped")}
+        note = f"{counts.pop('finished')} of {self.size} are finished"
+        stop.add_note(", ".join([note, *(f"{number} {state}" for state, number in counts.items() if number)]))
+        for number, outcome in {} if self.in_turn else self.outcomes("stopped").items():
+            stop.add_note(f"{self.name(number)}: {outcome.error or 'stopped'}")
 
     @contextmanager
     def watched(self, held: Held) -> Iterator[None]:
         """Show the jobs in other processes, and tell them to stop after a signal."""
-        ended = threading.Event()
 
-        def watch() -> None:
-            while not ended.wait(POLL_S):
-                self.show()
-                if held.number is not None:
-                    (self.folder / STOP).touch()
+        def watch() -> bool:
+            self.show()
+            if held.number is not None:
+                (self.folder / STOP).touch()
+            return False
 
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
         try:
-            yield
+            with _repeated(watch):
+                yield
         finally:
-            ended.set()
-            thread.join()
             self.show()
 
     def show(self) -> None:
         """Say what has changed since the last call."""
-        for number, outcome in self.outcomes("running", "finished", "failed", "stopped").items():
+        for number, outcome in self.outcomes().items():
             if number in self.done_before or self.announced.get(number) == outcome.state:
                 continue
             self.announced[number] = outcome.state
@@ -307,9 +203,7 @@ class SweepStates:
         """The time that the other jobs take if each takes the mean of those finished now; nothing where all of them run
         and have taken longer already."""
         seconds = [done.seconds for number, done in self.outcomes("finished").items() if number not in self.done_before]
-        mean = sum(seconds) / len(seconds)
-        now = time.monotonic()
-        running = self.outcomes("running")
+        mean, now, running = sum(seconds) / len(seconds), time.monotonic(), self.outcomes("running")
         waiting = len(self.jobs) - len(self.outcomes("finished", "failed", "running"))
         total = waiting * mean + sum(max(0.0, mean - (now - self.begun.get(number, now))) for number in running)
         left = total / max(1, len(running))
@@ -357,11 +251,117 @@ def _together(folders: list[str]) -> list[str]:
     return [str(parents.pop())] if len(parents) == 1 and runs == set(folders) else folders
 
 
-def count(number: int, what: str) -> str:
-    """`1 job`, `2 jobs`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def relative(path: Path) -> str:
     """A path as a person in this folder would write it."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def described(error: Exception) -> str:
+    """An error of the program in a line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def check_launcher(launcher: DictConfig) -> None:
+    """Refuse a launcher that cannot launch, and join the Ray cluster that was named.
+
+    Hydra's launcher would tell Ray how much memory to take, which a running cluster refuses, so the cluster is joined
+    here. Without an address Ray is started anew (`local`), also where a cluster runs on this machine.
+
+    Raises:
+        InputError: no process is allowed, or no Ray cluster answers.
+    """
+    if launcher.get("n_jobs") == 0:
+        raise InputError("hydra.launcher.n_jobs=0: must be at least 1, or -1 for as many jobs as there are cores")
+    if not str(launcher._target_).endswith(".RayLauncher"):
+        return
+    setting = launcher.ray.init.get("address")
+    address = setting if setting not in (None, "auto") else os.environ.get("RAY_ADDRESS") or setting
+    if address in (None, "local"):
+        launcher.ray.init.address = "local"
+        return
+    address = str(address)  # Hydra reads a port alone as a number
+    key = "hydra.launcher.ray.init.address" if address == str(setting) else "RAY_ADDRESS"
+    no_answer = f"{key}={address}: no Ray cluster answers at {address}"
+    if place := re.fullmatch(r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address):  # Ray itself would try for long
+        try:
+            socket.create_connection((place[1], int(place[2])), ANSWERS_S).close()
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise InputError(f"{no_answer} ({getattr(error, 'strerror', None) or error})") from error
+    import ray
+
+    try:
+        if not ray.is_initialized():
+            ray.init(**dict(OmegaConf.to_container(launcher.ray.init, resolve=True)))  # type: ignore[arg-type]
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(f"{no_answer} as it should ({reason})") from error
+
+
+def this_process() -> tuple[str, int]:
+    """This machine and this process."""
+    return socket.gethostname(), os.getpid()
+
+
+@contextmanager
+def _repeated(work: Callable[[], bool]) -> Iterator[None]:
+    """Do some work every `POLL_S` in another thread, until it gives True or the block ends."""
+    ended, busy = threading.Event(), threading.Lock()
+
+    def repeat() -> None:
+        while not ended.wait(POLL_S):
+            with busy:
+                if ended.is_set() or work():
+                    return
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with busy:
+            ended.set()
+        thread.join()
+
+
+@contextmanager
+def _stopped_by(path: Path) -> Iterator[None]:
+    """Interrupt this process, once, when a file appears or the launching process is gone.
+
+    The process gets a group of its own: a Ctrl-C in the terminal reaches the launching process alone, which makes the
+    file, and does not break a process that waits for its next job."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    parent = os.getppid()
+
+    def interrupt() -> bool:
+        stop = path.exists() or os.getppid() != parent
+        if stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        return stop
+
+    with _repeated(interrupt), stopped_by_signals():
+        yield
+
+
+@contextmanager
+def _output_into(path: Path) -> Iterator[None]:
+    """Write the output of this process and its children to a file: that of several jobs would garble a terminal."""
+    saved = [os.dup(1), os.dup(2)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, descriptor in enumerate(saved, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)

@@ -36,11 +36,7 @@ class SelectorData(NamedTuple):
 
 
 def read_data(config: BuiltinBeams | BeamFiles) -> SelectorData:
-    """Read the beams that a config of group `beams` names.
-
-    Raises:
-        InputError: see the readers.
-    """
+    """Read the beams that a config of group `beams` names. Raises InputError: see the readers."""
     if isinstance(config, BuiltinBeams):
         return _builtin(config)
     table = _read_files(config)
@@ -94,11 +90,7 @@ def _best_beam(table: BeamTable) -> BeamTable:
 
 
 def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
-    """The table with columns of its embeddings set to 0.
-
-    Raises:
-        InputError: the table has no such block.
-    """
+    """The table with columns of its embeddings set to 0. Raises InputError: the table has no such block."""
     queries, candidates = table.queries.clone(), table.candidates.clone()
     for name in blocks:
         if name not in table.blocks:
@@ -110,11 +102,8 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
 
 
 def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
-    """Refuse numbers of shots that cannot be judged.
-
-    Raises:
-        InputError: an empty list, a number twice, a number below 1, or, without a scorer, no number that was recorded.
-    """
+    """Refuse numbers of shots that cannot be judged. Raises InputError: an empty list, a number twice, a number below
+    1, or, without a scorer, no number that was recorded."""
     if not judged_shots or len(set(judged_shots)) < len(judged_shots):
         raise InputError(f"judged_shots={judged_shots}: give at least one number, and none twice")
     for shots in judged_shots:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from knobwise.__main__ import main
-from knobwise.experiments.command_line.groups import GROUPS, schema_options
+from knobwise.experiments.command_line.compose import GROUPS, schema_options
 from knobwise.experiments.command_line.help import COMMON, SCRIPTS, completions
 from knobwise.experiments.settings.options import VERBS
 

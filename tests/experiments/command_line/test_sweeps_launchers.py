@@ -23,7 +23,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.command_line import sweep_jobs
 from knobwise.experiments.command_line.compose import composed
 from knobwise.experiments.command_line.sweep import _in_order
-from knobwise.experiments.command_line.sweep_jobs import Job, SweepStates, check_launcher, this_process
+from knobwise.experiments.command_line.sweep_jobs import Sweep, check_launcher
 from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 
 ADDRESS = "hydra.launcher.ray.init.address="
@@ -181,10 +181,10 @@ def test_the_same_words_in_another_order_are_the_same_sweep(
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
-def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) -> SweepStates:
+def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) -> Sweep:
     """A sweep whose jobs fare as it is said."""
     jobs = [["loss=exact", f"policy.hidden={number}"] for number in range(len(outcomes))]
-    sweep = SweepStates(folder, jobs, in_turn=not at_once)
+    sweep = Sweep(folder, jobs, [], in_turn=not at_once)
     for number, outcome in enumerate(outcomes, 1):
         if outcome is not None:
             outcome.write(folder, number)
@@ -214,7 +214,9 @@ def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(
         raise stop
 
     monkeypatch.setattr(sweep_jobs, "train", stopped)
-    Job(folder, [[]], [None], str(folder), ("elsewhere", 1)).run(1)
+    sweep = Sweep(folder, [[]], [None], in_turn=False)
+    sweep.launcher = ("elsewhere", 1)
+    sweep.run(1)
     outcome = read_outcome(folder, 1)
     assert outcome is not None
     assert (outcome.state, outcome.error) == ("stopped", "last.pt holds iteration 3 of 4; it is in runs/x")
@@ -228,7 +230,7 @@ def test_a_disk_that_refuses_a_job_is_a_line(
         raise OSError(number, os.strerror(number), "last.pt")
 
     monkeypatch.setattr(sweep_jobs, "train", refused)
-    Job(folder, [[]], [None], str(folder), this_process()).run(1)
+    Sweep(folder, [[]], [None], in_turn=False).run(1)
     outcome = read_outcome(folder, 1)
     assert outcome is not None
     assert (outcome.state, outcome.crashed) == ("failed", crashed)

@@ -300,7 +300,7 @@ def test_a_mistake_is_one_clear_line_and_leaves_nothing(
 def test_variants_that_cannot_be_trained(folder: Path, variants: dict[str, Any], said: str) -> None:
     config = replace(read_settings("train_selector", REPLAY[1:]), variants=variants)
     with pytest.raises(InputError, match=re.escape(said)):
-        selector.run(config, [])
+        selector.SelectorExperiment(config).run([])
     assert not Path("runs").exists()
 
 
@@ -329,7 +329,8 @@ def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folde
 
 def test_hidden_blocks_are_hidden_from_all_that_start_there(folder: Path) -> None:
     variants = {"plain": {"epochs": 1}, "blind": {"epochs": 1, "hidden": ["liar"]}}
-    selector.run(replace(read_settings("train_selector", REPLAY[1:]), variants=variants, name="x"), [])
+    config = replace(read_settings("train_selector", REPLAY[1:]), variants=variants, name="x")
+    selector.SelectorExperiment(config).run([])
     seed = RUN / "x" / "checkpoints" / "seed0"
     assert sorted(path.name for path in seed.iterdir()) == ["blind", "hidden_rce", "hidden_sft", "plain", "rce", "sft"]
     for name in ("blind", "hidden_rce", "hidden_sft", "plain", "sft"):
