@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import refused_by_system
@@ -103,8 +100,10 @@ class Sweep:
             self.run(config.job)
         elif not (self.folder / STOP).exists():
             os.chdir(self.start)  # which relative paths refer to
-            with _output_into(self.folder / f"{config.job}.log"), _stopped_by(self.folder / STOP):
+            _write_into(self.folder / f"{config.job}.log")
+            with _stopped_by(self.folder / STOP):
                 self.run(config.job)
+            sys.stdout.flush()
 
     def run(self, number: int) -> None:
         """Train, and write the outcome."""
@@ -218,23 +217,14 @@ class Sweep:
         """
         finished, failed = self.outcomes("finished"), self.outcomes("failed")
         folders = {number: relative(Path(str(outcome.folder))) for number, outcome in finished.items()}
-        table = Table(box=None, pad_edge=False)
-        for column in ("job", "settings", "result", "time", "run"):
-            table.add_column(column, overflow="fold")
+        rows = [("job", "settings", "result", "time", "run")]
         for number, folder in folders.items():
             time_taken = duration(finished[number].seconds)
-            cells = (str(number), self.settings(number) or "–", result_line(Path(folder)), time_taken, folder)
-            table.add_row(*map(escape, cells))
-        if finished:
-            console = Console()
-            width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-            # a broken path cannot be copied from a terminal, so it gets a line of its own
-            narrow = sys.stdout.isatty() and width > console.width
-            if narrow:
-                table.columns.pop()
-            Console(width=None if narrow else width).print(table)
-            for number, folder in folders.items() if narrow else ():
-                print(f"job {number}: {folder}")
+            rows.append((str(number), self.settings(number) or "–", result_line(Path(folder)), time_taken, folder))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows if finished else ():
+            # not a rich table: the terminal may wrap a path, but a broken one cannot be copied
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if len(folders) > 1:
             print(f"compare them: knobwise compare {shlex.join(_together(list(folders.values())))}")
         if failed:
@@ -348,20 +338,9 @@ def _stopped_by(path: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _output_into(path: Path) -> Iterator[None]:
+def _write_into(path: Path) -> None:
     """Write the output of this process and its children to a file: that of several jobs would garble a terminal."""
-    saved = [os.dup(1), os.dup(2)]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        with path.open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, descriptor in enumerate(saved, 1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+    with path.open("ab") as file:
+        for number, stream in enumerate((sys.stdout, sys.stderr), 1):
+            stream.flush()
+            os.dup2(file.fileno(), number)

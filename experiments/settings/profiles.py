@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from knobwise.common.checks import a_seed
 from knobwise.common.errors import InputError
+from knobwise.envs.simulated.settings import CalibratedConfig, SimulatedConfig
 
 if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
     from knobwise.envs.tables.profile_table import ProfileTable
@@ -118,50 +118,21 @@ class JointProfile(LongTables):
 
 
 @dataclass
-class SimulatedProfile:
+class SimulatedProfile(SimulatedConfig):
     """A profile that is simulated instead of measured, for comparing policies."""
 
     format: str = "simulated"
     """The reader."""
-    kind: str = "router"
-    """Which kind: router, encoder, portfolio, noisy_labels, heavy_tails, weak_features, few_samples, low_headroom,
-    no_headroom, unattainable or wide_knobs."""
-    samples: int | None = None
-    """Number of samples; None for the kind's default."""
-    seed: int = 0
-    """Seed of all draws."""
-
-    def __post_init__(self) -> None:
-        a_seed("profile.seed", self.seed)
 
 
 @dataclass
-class CalibratedProfile:
+class CalibratedProfile(CalibratedConfig):
     """Simulated data sets of a vision-language model, calibrated to published numbers."""
 
     format: str = "calibrated"
     """The reader."""
-    datasets: list[str] = field(default_factory=lambda: ["text_vqa", "coco_vqa", "okvqa"])
-    """Data sets, out of text_vqa, coco_vqa, okvqa."""
-    samples: int = 2276
-    """Number of samples of each data set."""
-    grid: str = "240"
-    """The configurations: 240, 27 or tiers."""
-    latency: str = "total"
-    """The time that the budget limits: total, prefill or vision_prefill."""
-    image_width: int = 768
-    """Width of the block image_features; 0 for none."""
-    language_width: int = 2048
-    """Width of the block language_features; 0 for none."""
-    signal: float = 0.5
-    """Share of the relevant differences between samples that features show."""
     dataset_input: bool = False
     """Add a feature block `dataset`: the data set that a sample is from."""
-    seed: int = 0
-    """Seed of all draws."""
-
-    def __post_init__(self) -> None:
-        a_seed("profile.seed", self.seed)
 
 
 def read_profile(config: Any) -> ProfileTable:
@@ -169,8 +140,8 @@ def read_profile(config: Any) -> ProfileTable:
     from knobwise.envs.readers.builtin import builtin_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
     from knobwise.envs.readers.joint import with_dataset_input
-    from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
-    from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
+    from knobwise.envs.simulated.calibrated import simulate_calibrated
+    from knobwise.envs.simulated.kinds import simulate
 
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
     if isinstance(config, JointProfile):
@@ -184,9 +155,9 @@ def read_profile(config: Any) -> ProfileTable:
         case CoreExpProfile():
             table = read_core_exp(**settings)
         case SimulatedProfile():
-            table = simulate(SimulatedConfig(**settings))
+            table = simulate(config)
         case CalibratedProfile():
-            table = simulate_calibrated(CalibratedConfig(**{**settings, "datasets": tuple(settings["datasets"])}))
+            table = simulate_calibrated(config)
         case _:
             table = _read_table(**settings)
     return with_dataset_input(table) if dataset_input else table

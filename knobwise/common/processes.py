@@ -29,7 +29,7 @@ class _Stopped(NamedTuple):
 def in_processes(
     title: str, work: Callable[..., str], pieces: Sequence[tuple[Any, ...]], jobs: int, done: int = 0
 ) -> list[str]:
-    """Call `work(*piece)` for every piece, `jobs` at the same time, each in a process of its own, and return the notes of
+    """Call `work(*piece)` for every piece, `jobs` at the same time, each in a process of its own; gives the notes of
     the calls, in the order in which they ended. The first error stops all.
 
     Args:
