@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import commands
 import polars as pl
 import pytest
 import torch
-from helpers import small_table
-from tensordict import TensorDictBase
+from commands import OPTIMISER, TABLE, same
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import EXPERTS
-from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.envs.readers.long_table import long_frame, read_long_table, write_features, write_long_table
+from knobwise.envs.readers.long_table import long_frame, read_long_table, write_features
 from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
-from knobwise.experiments.results.run_folder import run_name
 
 POLICIES = [
     *("controller", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
     *("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "random", "oracle"),
 ]
-QUICK = [
-    *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
-    *("policy.hidden=16", "tracking=disabled", "seeds=[0,1,2]"),
-]
+QUICK = [*OPTIMISER, "seeds=[0,1,2]"]
 CHECKPOINTS = ("checkpoints/best.pt", "checkpoints/last.pt")
-LEAN = [*QUICK, "policy=utility", "policy.hidden=16", "seeds=[0]"]
+LEAN = [*QUICK, "policy=utility", "seeds=[0]"]
 """Where it does not matter what is trained: one network, no experts."""
 
 
@@ -42,13 +32,8 @@ LEAN = [*QUICK, "policy=utility", "policy.hidden=16", "seeds=[0]"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with a long table and its features, holes in the grid."""
     monkeypatch.chdir(tmp_path)
-    table = small_table(90, holes=0.3)
-    write_long_table(table, "t.parquet")
-    write_features(table, "f.npz")
+    commands.write_table(90, holes=0.3)
     return tmp_path
-
-
-TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
 
 
 def test_train_leaves_what_the_contract_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,19 +135,8 @@ def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
 
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
     words = ["train", *TABLE, *LEAN, "optimiser.iterations=60", "optimiser.epochs=4", "optimiser.patience=0", "name=k"]
-    killed = subprocess.Popen(
-        [sys.executable, "-m", "knobwise", *words, "runs=killed"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
     last = folder / "killed" / "controller" / "k" / "checkpoints" / "seed0" / "last.pt"
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and killed.poll() is None:
-        if last.exists() and torch.load(last, weights_only=True)["extra"]["training"]["iteration"] >= 12:
-            break
-        time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    commands.kill_when(commands.started([*words, "runs=killed"]), lambda: commands.iteration_of(last) >= 12)
     for runs in ("killed", "whole"):
         assert main([*words, f"runs={runs}"]) == 0
     checkpoints = [
@@ -170,32 +144,14 @@ def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
         for runs in ("killed", "whole")
     ]
     assert len(list((folder / "killed" / "controller").iterdir())) == 1
-    states = [checkpoint["controller"]["state"] for checkpoint in checkpoints]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    assert same(*(checkpoint["controller"]["state"] for checkpoint in checkpoints))
     metrics = [pl.read_csv(folder / runs / "latest" / "metrics.csv") for runs in ("killed", "whole")]
     assert metrics[0].equals(metrics[1])
 
 
-def test_names_of_runs() -> None:
-    assert run_name([]) == "default"
-    assert run_name(["experiment=controller", "runs=x", "tracking.mode=offline"]) == "default"
-    assert run_name(["policy=joint", "loss.group_size=16"]) == run_name(["loss.group_size=16", "policy=joint"])
-    assert run_name(["profile.path=/a/b.csv"]) == "profile.path-b.csv"
-
-
-def test_ctrl_c_leaves_a_run_that_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_leaves_a_run_that_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
-    with monkeypatch.context() as patch:
-        learn = ControllerTrainer._learn
-
-        def pressed(self: ControllerTrainer, data: TensorDictBase) -> dict[str, float]:
-            if self.iteration == 9:
-                raise KeyboardInterrupt
-            return learn(self, data)
-
-        patch.setattr(ControllerTrainer, "_learn", pressed)
+    with commands.ctrl_c(lambda trainer: trainer.iteration == 9):
         assert main(words) == 130
     assert "repeat the command to resume" in capsys.readouterr().err
     assert main(words) == 0
@@ -204,16 +160,9 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
     assert steps == [0, 4, 8, 12]
 
 
-def test_a_run_stopped_while_reporting_is_finished_by_the_same_command(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stopped_while_reporting_is_finished_by_the_same_command(folder: Path) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
-    with monkeypatch.context() as patch:
-
-        def pressed(folder: Path) -> Path:
-            raise KeyboardInterrupt
-
-        patch.setattr("knobwise.experiments.train.run.write_report", pressed)
+    with commands.ctrl_c_in_report():
         assert main(words) == 130
     assert main(words) == 0
     assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]

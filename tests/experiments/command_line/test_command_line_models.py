@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from commands import OPTIMISER, kill_when, mistake, started
 from helpers import small_table
 from PIL import Image
 from tiny_models import tiny_model
@@ -24,8 +22,7 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
 
 QUICK = [
-    *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
-    *("policy=utility", "policy.hidden=16", "policy.members=2", "tracking=disabled", "seeds=[0]", "budgets_ms=[8,12]"),
+    *(*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "seeds=[0]", "budgets_ms=[8,12]"),
 ]
 LIVE = ["evaluate", "live=true", "stream.requests=25", "stream.calibration=10", "stream.warm_up=2"]
 KNOBS = ["knobs.top_k=[1,2]", "knobs.num_active_blocks=[2,4]", "knobs.max_new_tokens=2", "device=cpu"]
@@ -238,10 +235,7 @@ def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: pytes
     assert [facts["knobs"][name]["values"] for name in ("max_crops", "top_k")] == [[2, 12], [1, 4]]
 
 
-def started(*words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "knobwise", "profile", "model=files/model", "data=files/questions.jsonl", *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+PROFILE = ["profile", "model=files/model", "data=files/questions.jsonl"]
 
 
 def measured(out: str) -> list[tuple[object, ...]]:
@@ -255,20 +249,13 @@ def measured(out: str) -> list[tuple[object, ...]]:
 
 def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> None:
     words = [*KNOBS, "knobs.repeats=12", "out=out"]
-    killed = started(*words)
-    log, limit = Path("out/state/measured-0.jsonl"), time.monotonic() + 60
-    while time.monotonic() < limit and killed.poll() is None:
-        if log.exists() and log.read_bytes().count(b"\n") >= 20:
-            break
-        time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    log = Path("out/state/measured-0.jsonl")
+    kill_when(started([*PROFILE, *words]), lambda: log.exists() and log.read_bytes().count(b"\n") >= 20)
     before = log.read_bytes()
     count = before.count(b"\n")
     assert 20 <= count < 192
     assert not Path("out/table.parquet").exists()
-    assert main(["profile", "model=files/model", "data=files/questions.jsonl", *words]) == 0
+    assert main([*PROFILE, *words]) == 0
     assert log.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     result = measured("out")
     assert len(result) == len(set(result)) == 4 * 4 * 12
@@ -277,7 +264,7 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> No
 
 def test_two_processes_share_a_profile(folder: Path) -> None:
     words = [*KNOBS, "knobs.repeats=1", "knobs.shards=2", "out=out"]
-    both = [started(*words, f"knobs.shard={shard}") for shard in (0, 1)]
+    both = [started([*PROFILE, *words, f"knobs.shard={shard}"]) for shard in (0, 1)]
     facts = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], facts
     result = measured("out")
@@ -293,8 +280,8 @@ def test_two_processes_share_a_profile(folder: Path) -> None:
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-PROFILE = ["profile", "model=files/model", "device=cpu", "out=out"]
-ASKED = [*PROFILE, "data=files/questions.jsonl"]
+BAD = ["profile", "model=files/model", "device=cpu", "out=out"]
+ASKED = [*PROFILE, "device=cpu", "out=out"]
 TRAIN = ["train", *QUICK]
 
 
@@ -321,10 +308,10 @@ TRAIN = ["train", *QUICK]
         ([*LIVE, "BUILTIN", "stream.html=files/occupied/live.html"], "files/occupied is a file and no folder"),
         ([*LIVE, "BUILTIN", "json=files"], "json=files: is a folder"),
         (["evaluate", "BUILTIN", "stream.requests=5"], "stream: is for live=true"),
-        ([*PROFILE, "data=gone.jsonl"], "gone.jsonl: no such file"),
-        ([*PROFILE, "data=files/no_answer.jsonl"], "row 1: has no answers"),
-        ([*PROFILE, "data=files/no_image.jsonl"], "no image file"),
-        ([*PROFILE, "data=files/twice.jsonl"], "the id 'q0' occurs twice"),
+        ([*BAD, "data=gone.jsonl"], "gone.jsonl: no such file"),
+        ([*BAD, "data=files/no_answer.jsonl"], "row 1: has no answers"),
+        ([*BAD, "data=files/no_image.jsonl"], "no image file"),
+        ([*BAD, "data=files/twice.jsonl"], "the id 'q0' occurs twice"),
         (["profile", "data=files/questions.jsonl", "out=out"], "model=NAME_OR_FOLDER"),
         (["profile", "out=out", "knobs.top_k=[1]"], "the knobs of the elastic model are elastic.max_crops"),
         (["profile", "out=out", "importance=measure"], "importance: is for a Hugging Face model"),
@@ -366,11 +353,5 @@ def test_a_mistake_is_one_clear_line_and_leaves_nothing(
 ) -> None:
     named = {"FIRST": of_first, "BUILTIN": of_builtin}
     words = [named[word](train) if word in named else word for word in words]
-    capsys.readouterr()
-    assert main(words) == 2
-    printed = capsys.readouterr()
-    (line,) = [line for line in printed.err.rstrip("\n").split("\n") if "Loading weights" not in line]
-    assert line.startswith("knobwise: ")
-    assert message in line
-    assert not printed.out
+    assert message in mistake(words, capsys)
     assert sorted(path.name for path in folder.iterdir()) == ["files"]

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import polars as pl
 import pytest
 import torch
+from commands import mistake
 from helpers import small_beams
 from omegaconf import OmegaConf
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
-from tensordict import TensorDictBase
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -276,11 +272,7 @@ def test_a_mistake_is_one_clear_line_and_leaves_nothing(
     words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(folder.rglob("*"))
-    assert main(words) == 2
-    printed = capsys.readouterr().err
-    assert said in printed
-    assert printed.startswith("knobwise: ")
-    assert len(re.sub("\n`knobwise .* lists every key", "", printed).splitlines()) == 1
+    assert said in mistake(words, capsys)
     assert sorted(folder.rglob("*")) == before
 
 
@@ -308,8 +300,7 @@ def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: 
     table = BeamTable.load("b.safetensors")
     found_by = torch.full_like(table.found_by, METHODS.index("random"))
     replace(table, found_by=found_by).save("random.safetensors")
-    assert main([*REPLAY, "beams.path=random.safetensors"]) == 2
-    assert "found by random" in capsys.readouterr().err
+    assert "found by random" in mistake([*REPLAY, "beams.path=random.safetensors"], capsys)
     assert not Path("runs").exists()
 
 
@@ -349,23 +340,10 @@ def metrics_of(run: Path | str) -> pl.DataFrame:
 
 @pytest.mark.parametrize(("stage", "iteration"), [("sft", 3), ("rce", 2), ("grpo", 7)])
 def test_an_interrupted_run_ends_like_one_that_was_not(
-    folder: Path,
-    whole: Path,
-    stage: str,
-    iteration: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, whole: Path, stage: str, iteration: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*REPLAY, "name=x"]
-    with monkeypatch.context() as patch:
-        learn = SelectorTrainer._learn
-
-        def pressed(self: SelectorTrainer, data: TensorDictBase) -> Mapping[str, float]:
-            if (self.stage.name, self.iteration) == (stage, iteration):
-                raise KeyboardInterrupt
-            return learn(self, data)
-
-        patch.setattr(SelectorTrainer, "_learn", pressed)
+    with commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):
         assert main(words) == 130
     assert "repeat the command to resume" in capsys.readouterr().err
     assert main(words) == 0
@@ -374,16 +352,9 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
     assert_frame_equal(metrics_of("runs/latest"), metrics_of(whole))
 
 
-def test_a_run_interrupted_while_it_reports_is_finished_by_the_same_command(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_interrupted_while_it_reports_is_finished_by_the_same_command(folder: Path) -> None:
     words = [*REPLAY, "name=x"]
-    with monkeypatch.context() as patch:
-
-        def pressed(folder: Path) -> Path:
-            raise KeyboardInterrupt
-
-        patch.setattr("knobwise.experiments.train.run.write_report", pressed)
+    with commands.ctrl_c_in_report():
         assert main(words) == 130
     before = metrics_of(RUN / "x")
     assert main(words) == 0
@@ -392,33 +363,22 @@ def test_a_run_interrupted_while_it_reports_is_finished_by_the_same_command(
     assert_frame_equal(metrics_of("runs/latest"), before)
 
 
-def alive(process: int) -> bool:
-    """Whether a process is still at work; a dead one that nobody has asked after is not."""
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+@commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
     words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=10", "seeds=[0,1]", "name=x"]
-    killed = subprocess.Popen(
-        [sys.executable, "-m", "knobwise", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
+    killed = commands.started(words)
     seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and killed.poll() is None:
-        if all((seed / "rce" / "last.pt").exists() for seed in seeds):
-            break
-        time.sleep(0.02)
-    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    children: list[int] = []
+
+    def begun() -> bool:
+        children[:] = commands.children_of(killed.pid)
+        return all((seed / "rce" / "last.pt").exists() for seed in seeds)
+
+    commands.kill_when(killed, begun)
     assert len(children) >= 2
-    while any(alive(int(child)) for child in children):  # or they would go on writing beside the run that goes on
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    commands.wait_for(
+        lambda: not any(map(commands.alive, children))
+    )  # or they would go on writing beside the run that goes on
     assert not all((seed / "grpo_recorded" / "epoch10.pt").exists() for seed in seeds)
     assert main(words) == 0
     assert main([*words, "runs=whole", "jobs=1"]) == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import same as same_state
 from helpers import MatchScorer, small_beams
 
 from knobwise.agents.checkpoint import load_checkpoint
@@ -55,8 +56,7 @@ class Watched(selector.SelectorTrainer):
 
 
 def same(first: Selector, second: Selector) -> bool:
-    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return same_state(dict(first.state_dict()), dict(second.state_dict()))
 
 
 @pytest.fixture
