@@ -20,6 +20,8 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.training.loop import Trainer
 from knobwise.envs.readers.long_table import write_features, write_long_table
 
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 COMMAND = [sys.executable, "-m", "knobwise"]
 TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
 """Trains on what `write_table` writes."""
@@ -39,7 +41,7 @@ def write_table(samples: int = 60, seed: int = 0, holes: float = 0.0, prefix: st
     write_features(table, f"{prefix}f.npz")
 
 
-def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def mistake(words: list[str], capsys: Capture) -> str:
     """The one line that a command prints about a mistake."""
     capsys.readouterr()
     assert main(words) == 2

@@ -10,7 +10,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, same
+from commands import OPTIMISER, TABLE, Capture, Patch, same
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
@@ -29,14 +29,14 @@ LEAN = [*QUICK, "policy=utility", "seeds=[0]"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty folder with a long table and its features, holes in the grid."""
     monkeypatch.chdir(tmp_path)
     commands.write_table(90, holes=0.3)
     return tmp_path
 
 
-def test_train_leaves_what_the_contract_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> None:
     assert main(["train", *TABLE, *QUICK, "tracking=offline", "name=first"]) == 0
     run = folder / "runs" / "controller" / "first"
     assert (folder / "runs" / "latest").resolve() == run
@@ -149,7 +149,7 @@ def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
     assert metrics[0].equals(metrics[1])
 
 
-def test_ctrl_c_leaves_a_run_that_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_leaves_a_run_that_goes_on(folder: Path, capsys: Capture) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
     with commands.ctrl_c(lambda trainer: trainer.iteration == 9):
         assert main(words) == 130
@@ -169,7 +169,7 @@ def test_a_run_stopped_while_reporting_is_finished_by_the_same_command(folder: P
     assert Path("runs/latest/report.html").exists()
 
 
-def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: Capture) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
     assert main(words) == 0
     mark = Path("runs/controller/x/.unfinished")
@@ -182,9 +182,7 @@ def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: pytest.Ca
     assert sorted(path.name for path in Path("runs/controller").iterdir()) == ["x", "x-2"]
 
 
-def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(folder: Path, capsys: Capture) -> None:
     assert main(["train", *TABLE, *LEAN, "split.seed=3"]) == 0
     pl.read_parquet("t.parquet").with_columns(pl.col("latency_ms") * 2).write_parquet("slower.parquet")
     other = ["profile=table", "profile.path=slower.parquet", "profile.features=f.npz"]
@@ -199,7 +197,7 @@ def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
 SIMULATED = [*QUICK, "optimiser.warmup_iterations=10", "optimiser.iterations=4", "optimiser.contexts=64", "seeds=[0]"]
 
 
-def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: Capture) -> None:
     words = ["profile=simulated", "profile.kind=no_headroom", "profile.samples=150"]
     assert main(["train", *words, *SIMULATED]) == 0
     results = json.loads(Path("runs/latest/results.json").read_text())
@@ -220,7 +218,7 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys:
     assert "is not shown to be better" in printed
 
 
-def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capture) -> None:
     words = ["profile=simulated", "profile.kind=unattainable", "profile.samples=200"]
     assert main(["train", *words, *SIMULATED]) == 0
     assert ", 95% on time is unattainable, so it is not enforced." in capsys.readouterr().out

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, kill_when, mistake, started
+from commands import OPTIMISER, Capture, Patch, kill_when, mistake, started
 from helpers import small_table
 from PIL import Image
 from tiny_models import tiny_model
@@ -68,7 +68,7 @@ def train(files: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch, files: Path) -> Path:
     """An empty folder, where paths that begin with `files/` are those of `files`."""
     monkeypatch.chdir(tmp_path)
     Path("files").symlink_to(files)
@@ -108,7 +108,7 @@ print(json.dumps([controller.configuration(int(i)) for i in controller.choose(fe
 
 
 def test_an_exported_file_decides_alone_as_the_checkpoint(
-    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     checkpoint = of_first(train)
     assert main(["export", *FIRST, checkpoint, "int8=true", "student=true", "out=light"]) == 0
@@ -140,7 +140,7 @@ def test_an_exported_file_decides_alone_as_the_checkpoint(
 
 
 def test_export_compares_on_another_profile_but_fits_no_student_to_it(
-    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     checkpoint = of_first(train)
     assert main(["export", *SECOND, checkpoint, "onnx=false"]) == 0
@@ -155,9 +155,7 @@ def test_export_compares_on_another_profile_but_fits_no_student_to_it(
 # -- live --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_live_run_on_the_elastic_model(
-    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_live_run_on_the_elastic_model(folder: Path, train: Callable[..., Path], capsys: Capture) -> None:
     assert main([*LIVE, of_builtin(train), "json=live.json", "stream.html=live.html", "budgets_ms=[2,4]"]) == 0
     results = json.loads(Path("live.json").read_text())
     policies = ["controller", "budget_aware_static", "best_static", "cheapest", "most_accurate"]
@@ -183,7 +181,7 @@ def test_a_live_run_on_the_elastic_model(
 
 
 def test_two_files_as_one_profile_that_knows_the_data_set(
-    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     run = train("joint", *JOINT, "profile.dataset_input=true", "balance.by=dataset")
     results = json.loads((run / "results.json").read_text())
@@ -222,7 +220,7 @@ def test_a_calibrated_profile_in_folds(folder: Path, train: Callable[..., Path])
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: Capture) -> None:
     words = ["elastic.quick=true", "elastic.samples=6", "elastic.model=shipped", "elastic.max_crops=[2,12]"]
     words += ["elastic.top_k=[1,4]", "elastic.num_active_blocks=[6]"]
     assert main(["profile", "model=elastic", "out=measured", *words]) == 0
@@ -349,7 +347,7 @@ TRAIN = ["train", *QUICK]
     ],
 )
 def test_a_mistake_is_one_clear_line_and_leaves_nothing(
-    words: list[str], message: str, folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     named = {"FIRST": of_first, "BUILTIN": of_builtin}
     words = [named[word](train) if word in named else word for word in words]

@@ -15,7 +15,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from commands import OPTIMISER, TABLE, ctrl_c, mistake, started, wait_for, write_table
+from commands import OPTIMISER, TABLE, Capture, Patch, ctrl_c, mistake, started, wait_for, write_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +49,7 @@ OBJECTIVE = ["train", "-m", "experiment=objective", *TABLE, *QUICK]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty folder with a long table and its features."""
     monkeypatch.chdir(tmp_path)
     write_table()
@@ -174,12 +174,7 @@ def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], lo
 )
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
 def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
-    launcher: str,
-    words: list[str],
-    message: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    launcher: str, words: list[str], message: str, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(folder / "none"))
@@ -191,7 +186,7 @@ def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_is_not_installed_is_said(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"pip install 'knobwise\[ray\]'"):
         jobs_of("train", ["hydra/launcher=ray", "loss=exact,sampled"])
@@ -264,9 +259,7 @@ def test_a_finished_sweep_is_left_alone_and_run_anew(in_turn: tuple[str, str]) -
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again(folder: Path, capsys: Capture) -> None:
     """A budget of 0 ms shows when the run begins. The finished job is left out where its run and data are the same."""
     words = ["train", "-m", *TABLE, *QUICK, "budgets_ms=[0],[2]"]
     runs: list[list[str]] = []
@@ -292,9 +285,7 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again
     assert len(list(Path("runs").glob("multirun/controller/*"))) == 2
 
 
-def test_an_error_of_the_program_is_told_from_a_mistake(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_program_is_told_from_a_mistake(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     learn = ControllerTrainer._learn
 
     def broken(self: ControllerTrainer, data: Any) -> dict[str, float]:
@@ -311,7 +302,7 @@ def test_an_error_of_the_program_is_told_from_a_mistake(
 
 
 def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
-    folder: Path, swept: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
+    folder: Path, swept: tuple[Path, str, str], capsys: Capture
 ) -> None:
     with ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9)):
         assert main(OBJECTIVE) == 130
@@ -326,9 +317,7 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
     assert numbers("runs") == numbers(str(swept[0] / "runs"))
 
 
-def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """As behind `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -340,9 +329,7 @@ def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(
 
 
 @pytest.mark.usefixtures("_signals_arrive")
-def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """One job at a time needs no process of its own; a signal while one is judged does not let the next begin."""
 
     def pressed(results: Any, console: Any) -> None:
@@ -354,7 +341,7 @@ def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(
     assert "at the same time" not in capsys.readouterr().err
 
 
-def test_hydras_own_flags_show_what_is_composed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hydras_own_flags_show_what_is_composed(folder: Path, capsys: Capture) -> None:
     for words in (["--cfg", "job", "policy=joint"], ["policy=joint", "--cfg", "job"]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["knobwise"])

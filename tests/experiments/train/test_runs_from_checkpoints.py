@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from commands import TABLE, ctrl_c, mistake, same, write_table
+from commands import TABLE, Capture, Patch, ctrl_c, mistake, same, write_table
 from helpers import small_beams
 from polars.testing import assert_frame_equal
 
@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(made: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(made)
     return made
 
@@ -77,7 +77,7 @@ def test_grpo_alone_from_an_rce_checkpoint_also_after_an_interruption(folder: Pa
     assert results["training"] == {"warmup_iterations": 0, "iterations": 9}
 
 
-def test_fine_tuning_on_another_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuning_on_another_profile(folder: Path, capsys: Capture) -> None:
     words = [*TRAIN, START, "profile.path=other-t.parquet", "profile.features=other-f.npz", "name=other"]
     assert main(words) == 0
     assert "left out" not in capsys.readouterr().err
@@ -85,9 +85,7 @@ def test_fine_tuning_on_another_profile(folder: Path, capsys: pytest.CaptureFixt
     assert trained.profile_digest != load_checkpoint("runs/controller/warm/checkpoints/best.pt").profile_digest
 
 
-def test_test_samples_that_the_start_was_trained_on_are_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_test_samples_that_the_start_was_trained_on_are_left_out(folder: Path, capsys: Capture) -> None:
     assert main([*TRAIN, START, "split.seed=5", "name=split"]) == 0
     assert "of the 12 test samples, which are left out" in capsys.readouterr().err
     extra = load_checkpoint("runs/latest/checkpoints/best.pt").extra
@@ -119,7 +117,7 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder: 
     ],
 )
 def test_what_differs_is_one_line_and_nothing_is_written(
-    folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, words: list[str], message: str, capsys: Capture
 ) -> None:
     assert message in mistake([*words, "name=refused"], capsys)
     assert not list(folder.glob("runs/*/refused"))

@@ -15,7 +15,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import mistake
+from commands import Capture, Patch, mistake
 from helpers import small_beams
 from omegaconf import OmegaConf
 from polars.testing import assert_frame_equal
@@ -42,7 +42,7 @@ STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty folder with the same small beams as a table (b), in legacy JSON (e) and as RL data (f)."""
     monkeypatch.chdir(tmp_path)
     table, _ = small_beams(60)
@@ -86,7 +86,7 @@ def named(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
 # -- what a run leaves -------------------------------------------------------------------------------------------------
 
 
-def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: Capture) -> None:
     words = [*REPLAY, *EMBEDDINGS, "beams.path=f.json", "tracking=offline", "name=first"]
     assert main(words) == 0
     run = folder / RUN / "first"
@@ -133,7 +133,7 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: pytes
 
 
 def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")]
@@ -204,14 +204,14 @@ def test_rl_data_and_a_saved_table_are_the_same_beams(folder: Path, whole: Path)
     assert numbers(results_of()) == numbers(results_of(whole))
 
 
-def test_a_sweep_over_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_over_rewards(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "argv", ["knobwise"])
     assert main([*REPLAY, "-m", "reward.mode=hard_only,hybrid", "hydra.sweep.dir=sweep"]) == 0
     modes = {OmegaConf.load(run / "config.yaml").reward.mode for run in RUN.iterdir() if (run / "report.html").exists()}
     assert modes == {"hard_only", "hybrid"}
 
 
-def test_help_lists_the_selectors_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
     assert main(["train", "experiment=selector", "--help"]) == 0
     keys = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
     assert {"beams", "beams.path", "variants", "reward.mode", "sft.epochs", "judged_shots", "jobs", "seeds"} <= keys
@@ -269,7 +269,7 @@ def test_help_lists_the_selectors_settings(capsys: pytest.CaptureFixture[str]) -
     ids=lambda value: None if isinstance(value, str) else "_".join(value[-2:]),
 )
 def test_a_mistake_is_one_clear_line_and_leaves_nothing(
-    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, folder: Path, capsys: Capture
 ) -> None:
     before = sorted(folder.rglob("*"))
     assert said in mistake(words, capsys)
@@ -296,7 +296,7 @@ def test_variants_that_cannot_be_trained(folder: Path, variants: dict[str, Any],
     assert not Path("runs").exists()
 
 
-def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: Capture) -> None:
     table = BeamTable.load("b.safetensors")
     found_by = torch.full_like(table.found_by, METHODS.index("random"))
     replace(table, found_by=found_by).save("random.safetensors")
@@ -340,7 +340,7 @@ def metrics_of(run: Path | str) -> pl.DataFrame:
 
 @pytest.mark.parametrize(("stage", "iteration"), [("sft", 3), ("rce", 2), ("grpo", 7)])
 def test_an_interrupted_run_ends_like_one_that_was_not(
-    folder: Path, whole: Path, stage: str, iteration: int, capsys: pytest.CaptureFixture[str]
+    folder: Path, whole: Path, stage: str, iteration: int, capsys: Capture
 ) -> None:
     words = [*REPLAY, "name=x"]
     with commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Patch
 from commands import same as same_state
 from helpers import MatchScorer, small_beams
 
@@ -60,7 +61,7 @@ def same(first: Selector, second: Selector) -> bool:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[str, Any]]:
+def given(monkeypatch: Patch, tmp_path: Path) -> dict[str, dict[str, Any]]:
     variants = {
         "warm": {},
         "cold": {"warmup": False},

@@ -18,7 +18,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import COMMAND, TABLE, VARIABLES, same
+from commands import COMMAND, TABLE, VARIABLES, Capture, Patch, same
 from helpers import small_beams, small_table
 from polars.testing import assert_frame_equal
 
@@ -103,7 +103,7 @@ def test_what_is_still_held_back_at_the_end_is_raised_then() -> None:
     assert passed == [1]
 
 
-def test_the_same_signal_twice_at_once_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_signal_twice_at_once_is_one(capsys: Capture) -> None:
     numbers = []
 
     def work() -> None:
@@ -118,7 +118,7 @@ def test_the_same_signal_twice_at_once_is_one(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.split() == ["stopping"]
 
 
-def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     passed = []
 
@@ -236,9 +236,7 @@ def test_ctrl_c_saves_the_iteration_it_is_in_and_the_end_is_bit_for_bit_the_same
         assert same(*checkpoints), name
 
 
-def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     trainer = controller(tmp_path, "sampled")
     press(trainer, 9, times=2)
@@ -248,7 +246,7 @@ def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
     assert "holds iteration 6 of 20" in stopped.value.__notes__[0]
 
 
-def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     trainer = controller(tmp_path, "sampled")
     press(trainer, 9)
@@ -280,7 +278,7 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path)
 
 @pytest.mark.parametrize("what", ["elastic", "learner"])
 def test_ctrl_c_while_a_model_is_trained_for_profiling_saves_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: Patch, what: str
 ) -> None:
     calls, path = [], tmp_path / "state.pt"
     module: Any = training if what == "elastic" else learner
@@ -321,7 +319,7 @@ SFT = [Path(f"runs/selector_replay/x/checkpoints/seed{seed}/sft/last.pt") for se
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     commands.write_table(90, holes=0.3)
     small_beams(60)[0].save("b.safetensors")

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import wait_for
+from commands import Capture, wait_for
 
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import stopped_by_signals
@@ -35,7 +35,7 @@ def work(folder: Path, what: str) -> str:
     return f"{what} done"
 
 
-def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: Capture) -> None:
     in_processes("pieces", work, [(tmp_path, name) for name in ("a", "b", "c")], 2, done=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
     assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+from commands import Capture, Patch
 
 from knobwise.common import progress as module
 from knobwise.common.progress import progress
@@ -28,7 +29,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: Patch) -> Clock:
     output = Clock()
     monkeypatch.setattr(module, "time", output)
     return output
@@ -37,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Terminal:
     """A pseudo-terminal in the place of stderr."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: Patch) -> None:
         self.patch = patch
         self.reader, writer = pty.openpty()
         fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
@@ -60,7 +61,7 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def terminal(monkeypatch: Patch) -> Iterator[Terminal]:
     output = Terminal(monkeypatch)
     for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)
@@ -95,11 +96,7 @@ SILENT = float("inf")
     ids=["once in a while", "the end once", "no 0 s", "resumed work", "short work", "longer work", "hours"],
 )
 def test_without_a_terminal_it_says_a_plain_line_now_and_then(
-    settings: dict[str, Any],
-    ticks: list[tuple[float, int]],
-    lines: list[str],
-    capsys: pytest.CaptureFixture[str],
-    clock: Clock,
+    settings: dict[str, Any], ticks: list[tuple[float, int]], lines: list[str], capsys: Capture, clock: Clock
 ) -> None:
     with progress("work", **settings) as tick:
         for seconds, done in ticks:
@@ -108,7 +105,7 @@ def test_without_a_terminal_it_says_a_plain_line_now_and_then(
     assert capsys.readouterr().err.splitlines() == [f"work: {line}" for line in lines]
 
 
-def test_a_line_ends_with_the_note(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+def test_a_line_ends_with_the_note(capsys: Capture, clock: Clock) -> None:
     with progress("training", total=1000, every_s=0) as tick:
         tick(910, "loss 0.50")
     assert capsys.readouterr().err.endswith(" left · loss 0.50\n")
@@ -116,7 +113,7 @@ def test_a_line_ends_with_the_note(capsys: pytest.CaptureFixture[str], clock: Cl
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
 def test_that_colours_are_forced_makes_a_file_no_terminal(
-    variable: str, capsys: pytest.CaptureFixture[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    variable: str, capsys: Capture, clock: Clock, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv(variable, "1")
     with progress("training", total=2) as tick:
@@ -124,7 +121,7 @@ def test_that_colours_are_forced_makes_a_file_no_terminal(
     assert capsys.readouterr().err == "training: 2/2, done in 0 s\n"
 
 
-def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: Patch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     broken, closed = os.fdopen(writer, "w", buffering=1), open(os.devnull, "w")  # noqa: SIM115
@@ -208,7 +205,7 @@ def test_titles_and_notes_are_no_markup(terminal: Terminal, clock: Clock) -> Non
 
 
 def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(
-    terminal: Terminal, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    terminal: Terminal, clock: Clock, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     terminal.put_on()
     with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
@@ -220,7 +217,7 @@ def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(
     assert "found" not in terminal.visible()
 
 
-def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: Patch) -> None:
     gone = Terminal(monkeypatch)
     monkeypatch.setenv("TERM", "xterm")
     gone.put_on()
@@ -239,7 +236,7 @@ def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: pytest.MonkeyPat
         gone.stderr.close()
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, clock: Clock, monkeypatch: Patch) -> None:
     terminal.put_on()
     monkeypatch.setenv("TERM", "dumb")
     with progress("training", total=2) as tick:
@@ -257,7 +254,7 @@ def work(number: int) -> int:
     return number
 
 
-def test_another_process_writes_plain_lines(terminal: Terminal, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) -> None:
     terminal.put_on()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(work, 4).result() == 4
