@@ -46,10 +46,6 @@ def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
     A job is one choice for each `key=a,b` of the command line and of `hydra.sweeper.params` in the experiment's file;
     the command line holds for a key that both name. Flags and Hydra's own options are left out.
 
-    Args:
-        schema: of `VERBS`.
-        words: of the command line.
-
     Raises:
         InputError: words that cannot be read, an unknown experiment, experiments of both systems, the same job twice.
     """
@@ -101,13 +97,10 @@ def _about_hydra(words: Sequence[str]) -> list[str]:
 
 
 def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> int:
-    """Run every job of a sweep, show progress, and say how to compare the runs; gives the exit status.
-
-    Repeated after an interruption, it resumes the job that was interrupted and leaves out the finished ones.
+    """Run every job of a sweep, show progress, and say how to compare the runs; gives the exit status. After
+    an interruption, it resumes the job that was interrupted and leaves out the finished ones.
 
     Args:
-        schema: of `VERBS`.
-        words: of the command line.
         check: raises InputError when the settings of a job cannot be used.
 
     Raises:

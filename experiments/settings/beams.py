@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
@@ -12,7 +12,6 @@ from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBea
 if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
     from torch import Tensor
 
-    from knobwise.envs.demonstrations.beam_files import TrailingQuery
     from knobwise.envs.demonstrations.beam_table import BeamTable
     from knobwise.envs.tables.profile_table import Split
     from knobwise.profiling.demonstrations.scorers import Scorer
@@ -67,15 +66,9 @@ def _read_files(config: BeamFiles) -> BeamTable:
         return BeamTable.load(config.path)
     if config.embeddings is None:
         raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
-    return read_beam_data(
-        config.path,
-        config.embeddings,
-        config.query_embeddings,
-        trailing_query=cast("TrailingQuery", config.trailing_query),
-        candidate_images=config.candidate_images,
-        keep_fallback=config.keep_fallback,
-        name=config.name,
-    )
+    names = ("trailing_query", "candidate_images", "keep_fallback", "name")
+    how: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return read_beam_data(config.path, config.embeddings, config.query_embeddings, **how)
 
 
 def _best_beam(table: BeamTable) -> BeamTable:
