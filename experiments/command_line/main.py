@@ -79,7 +79,7 @@ class _Output:
 @contextmanager
 def _whoever_reads() -> Iterator[None]:
     """A block that prints to a terminal, to a pipe that its reader may leave, or nowhere (`>&-`)."""
-    with redirect_stdout(_Output(sys.stdout or open(os.devnull, "w"))):  # type: ignore[type-var]
+    with redirect_stdout(_Output(sys.stdout or open(os.devnull, "w"))):
         try:
             yield
         finally:

@@ -286,8 +286,8 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
         )
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome
-    hidden, facts = policies(config), {"epochs": {}, "validation": {}}
-    for name, blocks in hidden.items():
+    facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
+    for name, blocks in policies(config).items():
         loaded = [load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt") for seed in config.seeds]
         facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
@@ -300,7 +300,7 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
         trained_shots=config.shots,
         test=data.test if data.test is not data.table else None,
         judged_by=data.judged_by,
-        hidden=sorted({block for blocks in hidden.values() for block in blocks}),
+        hidden=sorted({block for blocks in policies(config).values() for block in blocks}),
     )
     return results | facts, decisions
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import RLock
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -123,7 +124,7 @@ class _Bar(_Pace):
     def tick(self, done: int, note: str = "") -> None:
         if self.task is None and self.is_short():
             return
-        values = {"rate": self.rate(done), "left": self.left(done), "note": note}
+        values: dict[str, Any] = {"rate": self.rate(done), "left": self.left(done), "note": note}
         with self.lock, suppress(OSError, ValueError):
             display = _Bar.display = _Bar.display or _display()
             now = time.monotonic()
