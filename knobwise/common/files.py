@@ -71,8 +71,8 @@ def written_whole(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one process is inside for this folder; others wait. The folder is made when it is missing. The lock is on the
-    folder, since files in it may be replaced."""
+    """Only one process is inside for this folder; others wait. It is made when it is missing. The lock is on the folder
+    itself, since files in it may be replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
