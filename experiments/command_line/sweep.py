@@ -14,8 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,7 +112,7 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
     configs = [read_settings(schema, job) for job in jobs]
     for config in configs:
         check(config)
-    described = [
+    content = [
         {"words": job, "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest(), "data": data}
         for job, config, data in zip(jobs, configs, _digests(configs), strict=True)
     ]
@@ -131,7 +130,7 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
     # joblib starts no process for one job at a time
     in_turn = "Basic" in str(launcher._target_) or effective_n_jobs(launcher.get("n_jobs", 2)) == 1
     try:
-        with claim_folder(first, "jobs.yaml", OmegaConf.to_yaml(described)) as folder:
+        with claim_folder(first, "jobs.yaml", OmegaConf.to_yaml(content)) as folder:
             sweep = Sweep(folder.absolute(), jobs, configs, in_turn)
             _run(sweep, [word for word in about_hydra if "hydra.sweeper" not in word])
             sweep.report()
@@ -184,15 +183,16 @@ def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
     if done:
         say(f"{done} of them finished before, not run again")
     waiting = [str(number) for number in range(1, total + 1) if number not in sweep.done_before]
-    arguments = ["-m", f"job={','.join(waiting)}", *about_hydra, f"hydra.sweep.dir={json.dumps(str(sweep.folder))}"]
+    arguments = ["-m", f"job={','.join(waiting)}", *about_hydra, *QUIET]
+    arguments.append(f"hydra.sweep.dir={json.dumps(str(sweep.folder))}")
     with progress("jobs", total, done, every_s=math.inf) as sweep.tick:
         try:
             if waiting and sweep.in_turn:
-                _launch(sweep, arguments)
+                _run_by_hydra(arguments, compose.SWEEP, sweep)
             elif waiting:
                 with held_back(say=STOPPING) as held, sweep.watched(held):
                     try:
-                        _launch(sweep, arguments)
+                        _run_by_hydra(arguments, compose.SWEEP, sweep)
                     except Exception:
                         held.check()  # a launcher misses a process that was stopped before it began its job
                         raise
@@ -204,31 +204,22 @@ def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
             raise Crashed(f"{lost}: {described(error)}; repeat the command to resume") from error
 
 
-def _launch(sweep: Sweep, arguments: list[str]) -> None:
-    """Have Hydra's multirun run jobs."""
-    compose.register()
-    with _command([*arguments, *QUIET]):
-        hydra.main(config_path=None, config_name=compose.SWEEP, version_base="1.3")(sweep)()
-
-
 def shown_by_hydra(schema: str, words: Sequence[str]) -> None:
     """What Hydra's own flags print, such as `--cfg job`: the composed settings, and where they come from."""
-    compose.register()
     flags = [word for word in words if word.startswith("-")]
     # Hydra wants its flags first, each followed by its own word
     values = [word for word in words if word not in flags and "=" not in word]
     settings = compose.with_variants([word for word in words if word not in flags and "=" in word])
-    with _command([*flags, *values, *settings]):
-        hydra.main(config_path=str(compose.CONF), config_name=schema, version_base="1.3")(lambda config: None)()
+    _run_by_hydra([*flags, *values, *settings], schema, lambda config: None, str(compose.CONF))
 
 
-@contextmanager
-def _command(words: list[str]) -> Iterator[None]:
-    """A block in which the command line is this, for Hydra, which reads it from there."""
+def _run_by_hydra(words: list[str], config: str, task: Callable[[Any], None], folder: str | None = None) -> None:
+    """Have Hydra run a task as if the command line were this."""
+    compose.register()
     before = sys.argv
     sys.argv = ["knobwise train", *words]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises errors instead of printing them
     try:
-        yield
+        hydra.main(config_path=folder, config_name=config, version_base="1.3")(task)()
     finally:
         sys.argv = before

@@ -31,17 +31,14 @@ from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 class Experiment(ABC):
     """What training controllers and training selectors share. Making one refuses what cannot be used.
 
-    Attributes:
-        config: the settings.
-        table: what is trained on, a `ProfileTable` or a `BeamTable`.
-        notes: what a person should know of the data.
-
     Raises:
         InputError: a device that is not there, tracking that cannot be used.
     """
 
     table: Any
+    """What is trained on, a `ProfileTable` or a `BeamTable`."""
     notes: list[str]
+    """What a person should know of the data."""
 
     def __init__(self, config: Any, threads: int = 1) -> None:
         self.config = config
@@ -59,13 +56,8 @@ class Experiment(ABC):
         """Judge all policies on held-out data: the contents of `results.json` and of `decisions.parquet`."""
 
     def run(self, overrides: list[str]) -> Path:
-        """Train, judge and report; returns the run's folder.
-
-        Repeat it with the same settings to resume an interrupted run. `overrides` are the words of the command line.
-
-        Raises:
-            InputError: the folder cannot be used.
-        """
+        """Train, judge and report; returns the run's folder. Repeat it with the same settings to resume an interrupted
+        run. `overrides` are the words of the command line. Raises InputError: the folder cannot be used."""
         for note in self.notes:
             say(note)
         with claim(self.config, overrides) as folder:
