@@ -81,31 +81,32 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> N
 
 def write_exp_files_by_hand(folder: Path) -> None:
     """Two crops × two top_k, one of the four never measured (a hole), 30 samples; sample 7 lacks one latency."""
-    crops_of, text = {(2, 4): 0.2, (2, 8): 0.4, (6, 4): 0.7}, "okvqa"
-    for (crops, top_k), share in crops_of.items():
+    for (crops, top_k), share in {(2, 4): 0.2, (2, 8): 0.4, (6, 4): 0.7}.items():
         setting = {"max_crops": crops, "top_k": top_k, "num_active_blocks": 12}
-        right = [1.0 if (7 * i) % 30 < 30 * share else 0.0 for i in range(30)]
-        times = [50.0 + 10 * crops + top_k + i for i in range(30)]
-        kept = [i for i in range(30) if (crops, top_k, i) != (6, 4, 7)]
-        accuracy = {
-            "summary": [{**setting, "num_total_blocks": 16, "accuracy": sum(right) / 30, "num_samples": 30}],
-            "all_samples": [{"sample_id": i, "score": right[i], "pred": "a", "answers": ["a"]} for i in range(30)],
-            "config": {"dataset_name": text, "split": "validation", "batch_size": 8},
-        }
-        per_sample = [
-            {"sample_id": i, **setting, "T_total_ms": times[i], "T_prefill_ms": 9.0, "accuracy": 0.0} for i in kept
+        scores = [{"sample_id": i, "score": float((7 * i) % 30 < 30 * share)} for i in range(30)]
+        times = [
+            {
+                "sample_id": i,
+                **setting,
+                "T_total_ms": 50.0 + 10 * crops + top_k + i,
+                "T_prefill_ms": 9.0,
+                "accuracy": 0.0,
+            }
+            for i in range(30)
+            if (crops, top_k, i) != (6, 4, 7)
         ]
-        mean = {"mean": sum(times) / 30, "P50": times[15]}
-        latency = {
-            "summary": [{**setting, "num_samples": 30, "latency_total_ms": mean}],
-            "per_sample_latencies": per_sample,
-            "config": {"dataset_name": text, "batch_size": 1},
+        accuracy = {
+            "summary": [{**setting, "num_total_blocks": 16}],
+            "all_samples": scores,
+            "config": {"split": "test"},
         }
+        latency = {"summary": [setting], "per_sample_latencies": times, "config": {"batch_size": 1}}
         name = f"crops{crops}_topk{top_k}_blocks12.json"
-        for kind, content in (("exp5_accuracy", accuracy), ("exp6_latency", latency)):
-            path = folder / kind[:4] / f"{kind}_{text}" / f"{kind}{'_results' if kind[3] == '5' else ''}_{name}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content))
+        files = {f"exp5/exp5_accuracy_okvqa/exp5_accuracy_results_{name}": accuracy}
+        files |= {f"exp6/exp6_latency_okvqa/exp6_latency_{name}": latency}
+        for file, content in files.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(json.dumps(content))
 
 
 def test_training_on_exp5_and_exp6_files_written_by_hand(folder: Path) -> None:
