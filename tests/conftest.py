@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import logging
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from knobwise.common import interruption
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_and_single_threaded() -> None:
     torch.set_num_threads(1)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
+
+
+@pytest.fixture
+def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also where the tests run in the background, where shells have Ctrl-C ignored."""
+    before = {number: signal.getsignal(number) for number in interruption.SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    monkeypatch.setattr(interruption, "_latest_s", -10.0)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from knobwise.common.errors import InputError
@@ -57,6 +58,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         if self.kind not in ("shaped", "utility", "priced"):
             raise InputError(f"reward.kind={self.kind!r}: must be shaped, utility or priced")
+        if not 0 <= self.miss < math.inf:
+            raise InputError(f"reward.miss={self.miss}: is what a missed budget costs; must be 0 or a positive number")
 
 
 @dataclass

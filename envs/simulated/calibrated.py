@@ -29,8 +29,8 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
 from knobwise.common.errors import InputError
+from knobwise.envs.simulated.settings import CalibratedConfig
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 Floats = NDArray[np.float64]
@@ -109,30 +110,6 @@ NEW_ANSWERS = 0.1
 """Share of records in which the length of the answer is drawn anew."""
 COLUMN_NOISE = 2.0
 """Standard deviation of the noise in a feature column; a latent has 1."""
-
-
-@dataclass
-class CalibratedConfig:
-    """Which calibrated profile to simulate."""
-
-    datasets: tuple[str, ...] = ("text_vqa", "coco_vqa", "okvqa")
-    """Data sets, out of text_vqa, coco_vqa, okvqa."""
-    samples: int = 2276
-    """Samples per data set. The default, with three data sets and 240 configurations, makes 1.64 million records, as
-    many as were published."""
-    grid: str = "240"
-    """240: max_crops 2–12 × top_k 4–32 × blocks 8–16; 27: max_crops 2, 6, 10 × top_k 4, 8, 12 × blocks 12, 14, 16;
-    tiers: low, medium, high × top_k 4–8 × blocks 12–16."""
-    latency: Literal["total", "prefill", "vision_prefill"] = "total"
-    """Which time the budget limits."""
-    image_width: int = 768
-    """Width of the block image_features; 0 for none."""
-    language_width: int = 2048
-    """Width of the block language_features; 0 for none."""
-    signal: float = 0.5
-    """Share of the variance of difficulty, answer length and usefulness of each knob that the features explain."""
-    seed: int = 0
-    """Random seed."""
 
 
 class Records(NamedTuple):
@@ -234,7 +211,7 @@ def _check(config: CalibratedConfig) -> None:
     for name, known in (("grid", tuple(GRIDS)), ("latency", ("total", "prefill", "vision_prefill"))):
         if (value := getattr(config, name)) not in known:
             raise InputError(f"profile.{name}={value!r}: must be one of {', '.join(known)}")
-    for name, least in (("samples", 1), ("image_width", 0), ("language_width", 0), ("seed", 0)):
+    for name, least in (("samples", 1), ("image_width", 0), ("language_width", 0)):
         if (value := getattr(config, name)) < least:
             raise InputError(f"profile.{name}={value}: must be at least {least}")
     if not 0 <= config.signal <= 1:

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
+from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 LATENTS = 6
@@ -107,30 +108,18 @@ KINDS = {name: _kind(**parameters) for name, parameters in _TABLES.items()}
 """The kinds by name."""
 
 
-@dataclass
-class SimulatedConfig:
-    """Which profile to simulate."""
-
-    kind: str = "router"
-    """Which kind; the keys of `KINDS`."""
-    samples: int | None = None
-    """Number of samples; None for the kind's own number."""
-    seed: int = 0
-    """Random seed."""
-
-
 def simulate(config: SimulatedConfig) -> ProfileTable:
     """Draw a profile of a kind; the same config gives the same table.
 
     Raises:
-        InputError: for an unknown kind, fewer than one sample, or a negative seed.
+        InputError: for an unknown kind, or fewer than one sample.
     """
     if config.kind not in KINDS:
         raise InputError(f"profile.kind={config.kind!r}: must be one of {', '.join(KINDS)}")
     kind = KINDS[config.kind]
     n = kind.samples if config.samples is None else config.samples
-    if n < 1 or config.seed < 0:
-        raise InputError(f"profile.samples={n}, profile.seed={config.seed}: at least one sample, and no negative seed")
+    if n < 1:
+        raise InputError(f"profile.samples={n}: must be at least 1")
     # a stream for each quantity that is drawn per sample, so that more samples leave the first ones unchanged
     streams = np.random.default_rng(config.seed).spawn(9)
     system, latents, unseen, for_accuracy, for_labels, for_latency, holes, *for_features = streams

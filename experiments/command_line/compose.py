@@ -1,21 +1,28 @@
-"""The settings that `key=value` words stand for. Hydra composes them; each mistake becomes one line that says what is
-wrong and what is probably meant."""
+"""The settings that `key=value` words stand for. Hydra composes them from config groups; each mistake becomes one line
+that says what is wrong and what is probably meant."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf
+from omegaconf import MISSING, BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -24,34 +31,112 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from knobwise.agents.controller.settings import EXPERTS, HEAD_NAMES, PolicyConfig
+from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.groups import (
-    CONF,
-    GROUPS,
-    GROUPS_OF,
-    experiments,
-    field_docs,
-    question_of,
-    register,
-    schema_of,
-    schema_options,
-)
+from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
+from knobwise.experiments.settings.profiles import PROFILES
+from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams
+from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.losses.settings import LossConfig
 
-__all__ = ["CONF", "GROUPS", "composed", "field_docs", "parsed", "question_of", "read_settings", "schema_of"]
-
+CONF = Path(__file__).resolve().parents[1] / "conf"
 ABOUT_HYDRA = r"[+~]*hydra[./]"
 """The start of a word that sets an option of Hydra itself, such as the launcher of a sweep."""
-READERS = {"profile": "table", "beams": "files"}
-"""The choice of each group that reads a file."""
-TYPES = {BooleanNode: "true or false", IntegerNode: "a whole number", FloatNode: "a number"}
+MULTIRUN = ("-m", "--multirun")
+
+_POLICY = PolicyConfig(structure="utility", members=5, hidden=96, layers=2, dropout=0.2)
+_OPTIMISER: dict[str, Any] = {"warmup_iterations": 150, "iterations": 50, "contexts": 512, "minibatch": 128}
+_OPTIMISER |= {"warmup_lr": 3e-3, "lr": 2e-4, "weight_decay": 0.05, "clip_grad": 5.0, "evaluate_every": 10}
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "profile": PROFILES,
+    "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
+    "budget": {
+        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
+        "mean": BudgetConfig(sense="mean"),
+    },
+    "reward": {"utility": RewardConfig(kind="utility", miss=0.2), "shaped": RewardConfig(kind="shaped")},
+    "policy": {
+        "auto": replace(_POLICY, experts=EXPERTS),
+        "utility": _POLICY,
+        **{name: PolicyConfig(structure=name) for name in HEAD_NAMES},
+    },
+    "loss": {name: LossConfig(objective=name) for name in ("exact", "sampled")},
+    # what suits each structure, under its name
+    "optimiser": {
+        **{name: OptimiserConfig(**_OPTIMISER) for name in ("auto", "utility")},
+        **{name: OptimiserConfig() for name in HEAD_NAMES},
+    },
+    "tracking": {name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")},
+}
+_DEFAULTS = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
+_DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin"}
+GROUPS_OF = {
+    "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
+    "train_selector": ("beams", "tracking"),
+    "inspect": ("profile",),
+    "evaluate": ("profile", "reward", "beams"),
+    "profile": (),
+    "export": ("profile",),
+    "compare": (),
+    "workspace": (),
+}
+"""The groups in the settings of each verb."""
+
+# a run has its own folder and config.yaml, so Hydra writes none
+HYDRA = {
+    "run": {"dir": "."},
+    "sweep": {"dir": "${runs}/multirun", "subdir": "."},
+    "sweeper": {"params": {}},
+    "output_subdir": None,
+    "job": {"chdir": False},
+}
+SWEEP = "sweep"
+"""The config that Hydra launches the jobs of a sweep by: each job is one value of `job`."""
+
+
+def schema_of(verb: str, words: Sequence[str]) -> str:
+    """The key in `VERBS`: `train` has one schema for controllers and one for selectors, by the experiment's name."""
+    selector = r"\+*experiment=(?:\w+\()?['\"]?selector"
+    return "train_selector" if verb == "train" and any(re.match(selector, word) for word in words) else verb
+
+
+@cache
+def register() -> None:
+    """Tell Hydra the groups and the verbs."""
+    store = ConfigStore.instance()
+    for group, options in GROUPS.items():
+        for name, node in options.items():
+            store.store(group=group, name=name, node=node)
+    for verb, node in VERBS.items():
+        defaults: list[Any] = [{group: _DEFAULTS[group]} for group in GROUPS_OF[verb]]
+        if verb in EXPERIMENTS:
+            defaults.append({"experiment": EXPERIMENTS[verb]})
+        store.store(name=f"{verb}_schema", node=node)
+        store.store(name=verb, node={"defaults": [f"{verb}_schema", *defaults, "_self_"], "hydra": HYDRA})
+    store.store(name=SWEEP, node={"runs": "runs", "job": 0, "hydra": HYDRA})
+
+
+def experiments() -> list[str]:
+    """The names of all experiment files."""
+    return sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+
+def question_of(experiment: str) -> str:
+    """The question that an experiment answers, from the comment below the first line of its file."""
+    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()[1:]
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.removeprefix("#").strip() for line in comment)
+
+
+# -- composing ---------------------------------------------------------------------------------------------------------
 
 
 def read_settings(verb: str, words: Sequence[str]) -> Any:
-    """The settings of a verb, as an instance of its dataclass.
-
-    Raises:
-        InputError: an unknown key or group, a value of the wrong type or a missing one, an option of sweeps.
-    """
+    """The settings of a verb, as an instance of its dataclass. Raises InputError: an unknown key or group, a value of
+    the wrong type or a missing one, an option of sweeps."""
     for word in words:
         if re.match(ABOUT_HYDRA, word):
             raise InputError(
@@ -69,21 +154,14 @@ def read_settings(verb: str, words: Sequence[str]) -> Any:
 
 
 def composed(verb: str, words: Sequence[str], with_hydra: bool = False) -> DictConfig:
-    """The config that Hydra composes, unchecked; with Hydra's own options if `with_hydra`.
-
-    Raises:
-        InputError: an unknown key or group, a value of the wrong type.
-    """
+    """The config that Hydra composes, unchecked; with Hydra's own options if `with_hydra`. Raises InputError: an
+    unknown key or group, a value of the wrong type."""
     with _explaining(verb, words):
         return compose(verb, with_variants(words), return_hydra_config=with_hydra)
 
 
 def parsed(words: Sequence[str]) -> list[Override]:
-    """`key=value` words as Hydra reads them.
-
-    Raises:
-        InputError: a word that cannot be read.
-    """
+    """`key=value` words as Hydra reads them. Raises InputError for a word that cannot be read."""
     with _explaining("train", words):
         loader = GlobalHydra.instance().config_loader()  # knows what `glob` stands for
         return list(OverridesParser.create(loader).parse_overrides(list(words)))
@@ -105,45 +183,76 @@ def with_variants(words: Sequence[str]) -> list[str]:
     return [f"++{word}" if re.match(r"variants[.=]", word) else word for word in words]
 
 
+# -- every option ------------------------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """One line of help."""
+
+    key: str
+    default: str
+    meaning: str
+    choice: str = ""
+    """`profile=table` for an option that only this choice of a group has."""
+
+
+def field_docs(node: type[Any]) -> dict[str, str]:
+    """The docstring below each field of a dataclass and of its bases, by the field's name."""
+    docs: dict[str, str] = {}
+    for part in reversed(node.__mro__[:-1]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+        for statement, text in itertools.pairwise(definition.body):  # type: ignore[attr-defined]
+            if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr):
+                docs[ast.unparse(statement.target)] = " ".join(ast.literal_eval(text.value).split())
+    return docs
+
+
+def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> Iterator[Option]:
+    """Every option in an instance of a settings dataclass, with its value there as the default."""
+    docs = field_docs(type(settings))
+    for f in fields(settings):
+        value, key = getattr(settings, f.name), f"{prefix}{f.name}"
+        if f.name in groups and f.name in ("profile", "beams"):  # each choice has options of its own
+            yield Option(key, _DEFAULTS[f.name], docs[f.name])
+            for name, node in GROUPS[f.name].items():
+                for option in options_in(node(), prefix=f"{key}."):
+                    if option.key != f"{key}.format":
+                        yield option._replace(choice=f"{key}={name}")
+        elif is_dataclass(value):
+            yield Option(key, _DEFAULTS[f.name] if f.name in groups else "", docs[f.name])
+            yield from options_in(value, prefix=f"{key}.")
+        else:
+            default = {MISSING: "must be given", "None": "none"}.get(str(value), str(value))
+            yield Option(key, default, docs[f.name])
+
+
+@cache
+def schema_options(verb: str) -> dict[str, Option]:
+    """Every option of a verb by its key, with the defaults before groups and experiments are applied."""
+    options: dict[str, Option] = {}
+    for option in options_in(VERBS[verb](), GROUPS_OF[verb]):
+        earlier = options.get(option.key)
+        choice = f"{earlier.choice} or {option.choice}" if earlier else option.choice
+        options[option.key] = option._replace(choice=choice)
+    return options
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def _listed_by(verb: str) -> str:
-    command = "train experiment=selector" if verb == "train_selector" else verb
-    return f"(`knobwise {command} --help` lists every option)"
-
-
-def _did_you_mean(suggestions: Iterable[str], end: str = "") -> str:
-    """`; did you mean a or b?`, or `end` where there is nothing to suggest."""
-    text = " or ".join(suggestions)
-    return f"; did you mean {text}?" if text else end
-
-
-def _nearest(key: str, keys: Sequence[str]) -> list[str]:
-    """Keys that a mistyped one may stand for: spelt almost alike, else with the same last part (`optimiser.lr` for
-    `lr`), else spelt somewhat alike."""
-    same_end = [name for name in keys if "." in name and name.split(".")[-1] == key.split(".")[-1]]
-    alike = get_close_matches(key, keys, n=1, cutoff=0.8)
-    return alike or same_end[:3] or get_close_matches(key, keys, n=1)
-
-
 def check_flags(verb: str, words: Sequence[str], allowed: Sequence[str] = ()) -> None:
-    """Refuse `--key value`, `+key=value` and the like.
-
-    Raises:
-        InputError: with the same as key=value, where the key is known.
-    """
-    for position, word in enumerate(words):
+    """Refuse `--key value`, `+key=value` and the like. Raises InputError: with the same as key=value, where the key is
+    known."""
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue="-"):
         if not word.startswith(("-", "+", "~")) or word in allowed or re.match(r"[+~]+(hydra|variants)[./]", word):
             continue
         key, equals, value = word.lstrip("-+~").partition("=")
-        following = words[position + 1] if position + 1 < len(words) else "-"
         if not equals:
             value = "true" if "=" in following or following.startswith("-") else following
         known = list(schema_options(verb)) if word.startswith("-") and len(key) > 1 else []
-        same = _nearest(key.replace("-", "_"), known)
-        hint = f": try {' or '.join(f'{name}={value}' for name in same)}" if same else f" {_listed_by(verb)}"
-        if word in ("-m", "--multirun"):
+        same = [f"{name}={value}" for name in _nearest(key.replace("-", "_"), known)]
+        hint = f": try {' or '.join(same)}" if same else f" {_listed_by(verb)}"
+        if word in MULTIRUN:
             hint = "; only knobwise train has sweeps"
         raise InputError(f"{word}: options are key=value, not --flags{hint}")
 
@@ -152,7 +261,7 @@ def _explained(verb: str, words: Sequence[str], error: Exception) -> str:
     """One line for what Hydra or OmegaConf refuse in the words of a command."""
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override).removeprefix("++"))
-    overrides = OverridesParser.create().parse_overrides(list(words))
+    overrides, options = OverridesParser.create().parse_overrides(list(words)), schema_options(verb)
     for override in overrides:
         word, key = str(override.input_line), override.key_or_group
         value = word.partition("=")[2]
@@ -163,8 +272,8 @@ def _explained(verb: str, words: Sequence[str], error: Exception) -> str:
             return _several_values(verb, key, value)
         if choices is not None and value.strip("'\"") not in choices:
             return _no_such_choice(key, value.strip("'\""), choices)
-        if choices is None and key not in schema_options(verb) and not re.match(r"hydra[./]|variants[.]", key):
-            suggestions = [f"{name}={value}" for name in _nearest(key, list(schema_options(verb)))]
+        if choices is None and key not in options and not re.match(r"hydra[./]|variants[.]", key):
+            suggestions = [f"{name}={value}" for name in _nearest(key, list(options))]
             return f"{word}: there is no such option{_did_you_mean(suggestions, f' {_listed_by(verb)}')}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -172,13 +281,32 @@ def _explained(verb: str, words: Sequence[str], error: Exception) -> str:
     cause = error.__cause__ or error
     full_key = str(getattr(cause, "full_key", "") or "").split("[")[0]
     word = next((str(o.input_line).lstrip("+") for o in reversed(overrides) if o.key_or_group == full_key), full_key)
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and full_key in schema_options(verb):
-        return f"{word}: is an option of {schema_options(verb)[full_key].choice}; give that too"
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and full_key in options:
+        return f"{word}: is an option of {options[full_key].choice}; give that too"
     return _wrong_type(word, cause) if isinstance(cause, ValidationError) else _first_line(cause)
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0]
+
+
+def _listed_by(verb: str) -> str:
+    command = "train experiment=selector" if verb == "train_selector" else verb
+    return f"(`knobwise {command} --help` lists every option)"
+
+
+def _nearest(key: str, keys: Sequence[str]) -> list[str]:
+    """Keys that a mistyped one may stand for: spelt almost alike, else with the same last part (`optimiser.lr` for
+    `lr`), else spelt somewhat alike."""
+    same_end = [name for name in keys if "." in name and name.split(".")[-1] == key.split(".")[-1]]
+    alike = get_close_matches(key, keys, n=1, cutoff=0.8)
+    return alike or same_end[:3] or get_close_matches(key, keys, n=1)
+
+
+def _did_you_mean(suggestions: Iterable[str], end: str) -> str:
+    """`; did you mean a or b?`, or `end` where there is nothing to suggest."""
+    text = " or ".join(suggestions)
+    return f"; did you mean {text}?" if text else end
 
 
 def _unreadable(word: str) -> str:
@@ -191,19 +319,19 @@ def _unreadable(word: str) -> str:
 def _several_values(verb: str, key: str, values: str) -> str:
     """What is wrong with `key=a,b` outside a sweep."""
     sweep = f"; -m makes a run for each: knobwise train -m {key}={values}" if verb.startswith("train") else ""
-    default = schema_options(verb)[key].default if key in schema_options(verb) else ""
-    if default.startswith(("[", "(")):
+    if key in schema_options(verb) and schema_options(verb)[key].default.startswith(("[", "(")):
         return f"{key}={values}: a list is {key}=[{values}]{sweep}"
     return f"{key}={values}: takes one value{sweep}; quote a comma inside a text twice: '{key}=\"a,b\"'"
 
 
 def _no_such_choice(group: str, choice: str, choices: Iterable[str]) -> str:
     """What is wrong with `group=choice`; a file may be meant to be read."""
-    if group in READERS and (Path(choice).suffix or "/" in choice):
-        return f"{group}={choice}: is a file; did you mean {group}={READERS[group]} {group}.path={choice}?"
+    reader = {"profile": "table", "beams": "files"}.get(group)
+    if reader is not None and (Path(choice).suffix or "/" in choice):
+        return f"{group}={choice}: is a file; did you mean {group}={reader} {group}.path={choice}?"
     names = list(choices)
     suggestions = [f"{group}={name}" for name in get_close_matches(choice, names, n=1)]
-    problem = f"does not exist{_did_you_mean(suggestions)}" if suggestions else f"must be one of {', '.join(names)}"
+    problem = f"does not exist{_did_you_mean(suggestions, '')}" if suggestions else f"must be one of {', '.join(names)}"
     return f"{group}={choice}: {problem}"
 
 
@@ -217,5 +345,6 @@ def _wrong_type(word: str, cause: ValidationError) -> str:
         return f"{word}: {key} is a section; its options are {key}.…"
     if isinstance(node, ListConfig) or "ListConfig" in _first_line(cause):  # a list that is null has no such node
         return f"{word}: must be a list, {key}=[{value or '…'}]"
-    kind = next((name for kind, name in TYPES.items() if isinstance(node, kind)), None)
+    kinds = {BooleanNode: "true or false", IntegerNode: "a whole number", FloatNode: "a number"}
+    kind = next((name for kind, name in kinds.items() if isinstance(node, kind)), None)
     return f"{word}: must be {kind}" if kind else f"{word}: {_first_line(cause)}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 
 from omegaconf import MISSING
 from rich.console import Console
@@ -12,37 +14,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.command_line.groups import (
+from knobwise.experiments.command_line.compose import (
     GROUPS,
     GROUPS_OF,
     Option,
     experiments,
     options_in,
     question_of,
+    read_settings,
     schema_of,
     schema_options,
 )
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 
-SWEEPS = """Sweeps: knobwise train -m key=a,b … runs every combination, one after the other; knobwise train -m
-experiment=NAME runs those that the experiment's file lists. To run several at the same time add
-  hydra/launcher=joblib   processes of this machine, hydra.launcher.n_jobs=N of them
-  hydra/launcher=ray      as many as Ray has cores; hydra.launcher.ray.init.address=HOST:PORT joins a running cluster"""
-
-COMMON = {
-    "train": "experiment profile profile.path profile.features budget budgets_ms policy loss optimiser.iterations "
-    "optimiser.lr seeds name runs tracking device",
-    "train_selector": "experiment beams beams.path shots judged_shots sft.epochs grpo.epochs grpo.lr seeds jobs name "
-    "runs tracking device",
-    "evaluate": "checkpoint profile profile.path profile.features beams budgets_ms baselines live stream.requests "
-    "stream.rate json",
-    "inspect": "profile profile.path profile.features json html",
-    "profile": "model data out elastic.samples elastic.repeats elastic.quick knobs importance device vlm.data "
-    "vlm.embeddings checkpoint",
-    "export": "checkpoint profile profile.path profile.features out onnx int8 student",
-}
-"""The options that people use, which help shows first."""
+TEXTS = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
+COMMON: dict[str, str] = TEXTS["common"]
+"""The options that people use, which help shows first, by verb."""
+SCRIPTS: dict[str, str] = TEXTS["completion"]
+"""The script of each shell, which calls `knobwise completion words LINE`."""
 
 
 def help_lines(verb: str) -> list[Option]:
@@ -72,7 +61,7 @@ def show_help(verb: str) -> None:
             print(f"\n{titles.get(section, section)}")
             _print_options(console, options)
     if verb in EXPERIMENTS:
-        print(f"\n{SWEEPS}\n\nExperiments and their questions\n")
+        print(f"\n{TEXTS['sweeps']}\n\nExperiments and their questions\n")
         table = Table(box=None, pad_edge=False, show_header=False)
         for name in experiments():
             table.add_row(f"experiment={name}", question_of(name).partition("?")[0] + "?")
@@ -90,39 +79,14 @@ def _print_options(console: Console, options: Iterable[Option]) -> None:
 
 # -- completion --------------------------------------------------------------------------------------------------------
 
-SCRIPTS = {
-    "bash": r"""# knobwise completion bash > ~/.local/share/bash-completion/completions/knobwise
-_knobwise() {
-    local line="${COMP_LINE:0:COMP_POINT}" word
-    word="${line##* }"
-    mapfile -t COMPREPLY < <(knobwise completion words "$line" 2>/dev/null)
-    COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*[=:]}"}"}")  # bash ends a word at = and :
-}
-complete -o default -o nospace -F _knobwise knobwise""",
-    "zsh": r"""#compdef knobwise
-# knobwise completion zsh > a folder of $fpath, as _knobwise
-_knobwise() {
-    local -a found
-    found=("${(@f)$(knobwise completion words "${BUFFER[1,CURSOR]}" 2>/dev/null)}")
-    [[ -n "$found" ]] && compadd -S '' -- $found || _files
-}
-compdef _knobwise knobwise""",
-    "fish": """# knobwise completion fish > ~/.config/fish/completions/knobwise.fish
-complete -c knobwise -a '(knobwise completion words (commandline -cp) 2>/dev/null)'""",
-}
-
 
 def complete(words: list[str]) -> None:
-    """`knobwise completion SHELL`: print its script. The script calls `knobwise completion words LINE`.
-
-    Raises:
-        InputError: an unknown shell.
-    """
+    """`knobwise completion SHELL`: print its script. Raises InputError for an unknown shell."""
     if len(words) == 2 and words[0] == "words":
         for name in completions(words[1]):
             print(name)
     elif len(words) == 1 and words[0] in SCRIPTS:
-        print(SCRIPTS[words[0]])
+        print(SCRIPTS[words[0]], end="")
     else:
         raise InputError(f"knobwise completion: give one of {', '.join(SCRIPTS)}")
 

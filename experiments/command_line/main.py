@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -19,23 +19,6 @@ from knobwise.common.files import refused_by_system
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
 
-USAGE = """knobwise: which setting of a model's knobs for which input, under a latency budget
-
-  knobwise train       learn a controller from a profile (or with experiment=selector a selector of demonstrations
-                       from beams), compare it with every simple way, report
-  knobwise evaluate    evaluate a trained controller again; with live=true in front of a model that really runs
-  knobwise compare     finished runs side by side: how their settings and their results differ
-  knobwise inspect     what a profile holds, and how much there is to gain
-  knobwise profile     measure a model at every configuration, or record which demonstrations help it
-  knobwise export      a trained controller as one file that decides by itself: ONNX, and NumPy alone
-  knobwise workspace   the view of all runs in Weights & Biases
-  knobwise completion  completion of verbs, options and their values in bash, zsh or fish
-
-  Options are key=value; knobwise VERB --help lists them. A sweep is -m key=a,b,c (train).
-  Profiles: profile=builtin | exp5_exp6 | core_exp | table | joint | calibrated | simulated, for example
-    knobwise train profile=table profile.path=measured.parquet profile.features=features.npz
-"""
-
 VERBS = {
     "train": "command_line.sweep_jobs:train",
     "evaluate": "deploy.evaluate:run",
@@ -46,8 +29,7 @@ VERBS = {
     "workspace": "tracking.workspace:workspace",
 }
 """The function of each verb. It is imported only when it runs: that takes longer than answering a mistake."""
-MULTIRUN = {"-m", "--multirun"}
-HYDRA_FLAGS = MULTIRUN | {"-c", "--cfg", "-i", "--info"}
+HYDRA_FLAGS = {"-m", "--multirun", "-c", "--cfg", "-i", "--info"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,21 +72,18 @@ class _Output:
         try:
             write(*text)
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextmanager
 def _whoever_reads() -> Iterator[None]:
     """A block that prints to a terminal, to a pipe that its reader may leave, or nowhere (`>&-`)."""
-    before = sys.stdout
-    sys.stdout = _Output(open(os.devnull, "w") if before is None else before)  # noqa: SIM115
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stdout = before
+    with redirect_stdout(_Output(sys.stdout or open(os.devnull, "w"))):
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
 
 
 def _how_to_resume(words: list[str]) -> list[str]:
@@ -120,7 +99,7 @@ def _how_to_resume(words: list[str]) -> list[str]:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(USAGE)
+        print(Path(__file__).with_name("usage.txt").read_text(encoding="utf-8"))
         return 0
     if words[0] in ("-V", "--version", "version"):
         print(f"knobwise {__version__}")
@@ -142,19 +121,21 @@ def _run(words: list[str]) -> int:
         show_help(schema)
         return 0
     if verb == "train" and not HYDRA_FLAGS.isdisjoint(words):
-        from knobwise.experiments.command_line.sweep import shown_by_hydra, sweep
+        from knobwise.experiments.command_line.sweep import run_sweep, shown_by_hydra
 
-        if not MULTIRUN.isdisjoint(words):
-            return sweep(schema, words, check_written)
+        if not {"-m", "--multirun"}.isdisjoint(words):
+            return run_sweep(schema, words, check_written)
         shown_by_hydra(schema, words)
         return 0
     config = read_settings(schema, _with_runs(words) if verb == "compare" else words)
     check_written(config)
-    if verb == "train" and any(word.startswith("experiment=") for word in words):
-        _mention_variants(schema, words)
     module, _, name = VERBS[verb].partition(":")
     run = getattr(import_module(f"knobwise.experiments.{module}"), name)
-    run(config, words) if verb == "train" else run(config)
+    if verb == "train":
+        _mention_variants(schema, words)
+        run(config, words)
+    else:
+        run(config)
     return 0
 
 
@@ -171,19 +152,17 @@ def _with_runs(words: list[str]) -> list[str]:
 
 def _mention_variants(schema: str, words: list[str]) -> None:
     """Say that an experiment's file lists several jobs, where a run without -m does one."""
-    from knobwise.experiments.command_line.sweep import jobs_of
+    experiment = next((word for word in reversed(words) if word.startswith("experiment=")), None)
+    if experiment is not None:
+        from knobwise.experiments.command_line.sweep import jobs_of
 
-    if (count := len(jobs_of(schema, words))) > 1:
-        experiment = next(word for word in reversed(words) if word.startswith("experiment="))
-        say(f"{experiment}: one run with the defaults of its file; -m runs its {count} variants")
+        if (count := len(jobs_of(schema, words))) > 1:
+            say(f"{experiment}: one run with the defaults of its file; -m runs its {count} variants")
 
 
 def check_written(config: Any) -> None:
-    """Refuse files and folders that cannot be written before anything takes time.
-
-    Raises:
-        InputError: a folder where a file is to be written, or the other way round, or no permission.
-    """
+    """Refuse files and folders that cannot be written before anything takes time. Raises InputError: a folder where a
+    file is to be written, or the other way round, or no permission."""
     for owner, prefix in ((config, ""), (getattr(config, "stream", None), "stream.")):
         for name in ("json", "html", "out", "runs"):
             value = getattr(owner, name, None)

@@ -19,11 +19,8 @@ from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 
 def profile(config: ProfileRun) -> None:
-    """Measure a model at its configurations, or record sequences of demonstrations.
-
-    Raises:
-        InputError: options for another kind of model, or see the profilers.
-    """
+    """Measure a model at its configurations, or record sequences of demonstrations. Raises InputError: options for
+    another kind of model, or see the profilers."""
     _check(config)
     try:
         if config.model == "elastic":

@@ -14,8 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,30 +28,13 @@ from omegaconf import OmegaConf
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import held_back
 from knobwise.common.progress import progress, say
-from knobwise.experiments.command_line.compose import (
-    ABOUT_HYDRA,
-    check_flags,
-    composed,
-    parsed,
-    read_settings,
-    with_variants,
-)
-from knobwise.experiments.command_line.groups import CONF, GROUPS, SWEEP, register, schema_of
-from knobwise.experiments.command_line.sweep_jobs import (
-    Crashed,
-    Job,
-    SweepStates,
-    check_launcher,
-    count,
-    relative,
-    this_process,
-)
+from knobwise.experiments.command_line import compose
+from knobwise.experiments.command_line.compose import GROUPS, composed, read_settings
+from knobwise.experiments.command_line.sweep_jobs import Crashed, Sweep, check_launcher, described, relative
 from knobwise.experiments.results.run_folder import claim_folder, run_name
 from knobwise.experiments.settings.options import EXPERIMENTS
 from knobwise.experiments.settings.selector_options import SelectorRun
 
-FULL_ERROR = "HYDRA_FULL_ERROR"
-"""A variable of Hydra's: with it errors are raised, without it Hydra prints them and exits."""
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
 STOPPING = "stopping the jobs, which save what they have; once more stops at once"
 
@@ -63,31 +45,26 @@ def jobs_of(schema: str, words: Sequence[str]) -> list[list[str]]:
     A job is one choice for each `key=a,b` of the command line and of `hydra.sweeper.params` in the experiment's file;
     the command line holds for a key that both name. Flags and Hydra's own options are left out.
 
-    Args:
-        schema: of `VERBS`.
-        words: of the command line.
-
     Raises:
         InputError: words that cannot be read, an unknown experiment, experiments of both systems, the same job twice.
     """
     about_hydra = _about_hydra(words)
-    overrides = parsed([word for word in words if not word.startswith("-") and word not in about_hydra])
+    overrides = compose.parsed([word for word in words if not word.startswith("-") and word not in about_hydra])
     for override in overrides:
         if override.is_sweep_override() and not override.is_discrete_sweep():
-            key = override.key_or_group
-            raise InputError(f"{override.input_line}: a sweep lists its values, {key}=a,b,…")
+            raise InputError(f"{override.input_line}: a sweep lists its values, {override.key_or_group}=a,b,…")
     choices = {override.get_key_element(): _choices(override) for override in overrides}
     named = "experiment" in choices
-    names = [word.partition("=")[2].strip("'\"") for word in choices.pop("experiment", [])]
-    names = names if named else [EXPERIMENTS[schema]]
-    if any(schema_of("train", [f"experiment={name}"]) != schema for name in names):
+    typed = choices.pop("experiment", [f"experiment={EXPERIMENTS[schema]}"])
+    names = [word.partition("=")[2].strip("'\"") for word in typed]
+    if any(compose.schema_of("train", [f"experiment={name}"]) != schema for name in names):
         raise InputError(f"experiment={','.join(names)}: selectors and controllers are trained by two commands")
     jobs: list[list[str]] = []
     for name in names:
         sweeper = composed(schema, [f"experiment={name}", *about_hydra], with_hydra=True).hydra.sweeper
         if not str(sweeper._target_).endswith("BasicSweeper"):
             raise InputError("hydra/sweeper: sweeps are over key=a,b alone; searching is done by W&B sweeps")
-        of_file = parsed([f"{key}={values}" for key, values in (sweeper.params or {}).items()])
+        of_file = compose.parsed([f"{key}={values}" for key, values in (sweeper.params or {}).items()])
         every = {override.get_key_element(): _choices(override) for override in of_file}
         every |= ({"experiment": [f"experiment={name}"]} if named else {}) | choices
         jobs += [list(job) for job in itertools.product(*every.values())]
@@ -107,12 +84,8 @@ def _choices(override: Override) -> list[str]:
 
 
 def _about_hydra(words: Sequence[str]) -> list[str]:
-    """The words that set options of Hydra itself.
-
-    Raises:
-        InputError: Ray is asked for and not installed.
-    """
-    about_hydra = [word for word in words if re.match(ABOUT_HYDRA, word)]
+    """The words that set options of Hydra itself. Raises InputError: Ray is asked for and not installed."""
+    about_hydra = [word for word in words if re.match(compose.ABOUT_HYDRA, word)]
     missing = find_spec("ray") is None or find_spec("hydra_plugins.hydra_ray_launcher") is None
     if missing and any(word.lstrip("+").startswith("hydra/launcher=ray") for word in about_hydra):
         raise InputError("hydra/launcher=ray: Ray is not installed; `pip install 'knobwise[ray]'` brings it")
@@ -122,49 +95,45 @@ def _about_hydra(words: Sequence[str]) -> list[str]:
 # -- running them ------------------------------------------------------------------------------------------------------
 
 
-def sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> int:
-    """Run every job of a sweep, show progress, and say how to compare the runs; gives the exit status.
-
-    Repeated after an interruption, it resumes the job that was interrupted and leaves out the finished ones.
+def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -> int:
+    """Run every job of a sweep, show progress, and say how to compare the runs; gives the exit status. After
+    an interruption, it resumes the job that was interrupted and leaves out the finished ones.
 
     Args:
-        schema: of `VERBS`.
-        words: of the command line.
         check: raises InputError when the settings of a job cannot be used.
 
     Raises:
         InputError: a mistake in any job or a launcher that cannot be used, before the first job starts; or, after all
             others are done, jobs that failed for such a mistake.
     """
-    check_flags(schema, words, allowed=("-m", "--multirun"))
+    compose.check_flags(schema, words, allowed=compose.MULTIRUN)
     words = _in_order(words)
     jobs = jobs_of(schema, words)
     configs = [read_settings(schema, job) for job in jobs]
     for config in configs:
         check(config)
-    digests = _digests(configs)
+    content = [
+        {"words": job, "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest(), "data": data}
+        for job, config, data in zip(jobs, configs, _digests(configs), strict=True)
+    ]
     about_hydra = _about_hydra(words)
     if not any("hydra/launcher" in word for word in about_hydra):
         about_hydra.append("hydra/launcher=basic")
     launched = composed(schema, [f"runs={json.dumps(configs[0].runs)}", *about_hydra], with_hydra=True).hydra
-    check_launcher(launched.launcher)
-    if OmegaConf.select(launched, "launcher.ray.init.address") == "local":
+    launcher = launched.launcher
+    check_launcher(launcher)
+    settings = [word for word in words if not word.startswith("-") and word not in about_hydra]
+    if OmegaConf.select(launcher, "ray.init.address") == "local":
         about_hydra.append("hydra.launcher.ray.init.address=local")
     experiments = ",".join(dict.fromkeys(config.experiment for config in configs))
-    settings = [word for word in words if not word.startswith("-") and word not in about_hydra]
     first = Path(launched.sweep.dir) / experiments / run_name(settings)
-    described = [
-        {"words": job, "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest(), "data": data}
-        for job, config, data in zip(jobs, configs, digests, strict=True)
-    ]
     # joblib starts no process for one job at a time
-    in_turn = "Basic" in str(launched.launcher._target_) or effective_n_jobs(launched.launcher.get("n_jobs", 2)) == 1
-    about_hydra = [word for word in about_hydra if "hydra.sweeper" not in word]
+    in_turn = "Basic" in str(launcher._target_) or effective_n_jobs(launcher.get("n_jobs", 2)) == 1
     try:
-        with claim_folder(first, "jobs.yaml", OmegaConf.to_yaml(described)) as folder:
-            states = SweepStates(folder.absolute(), jobs, in_turn)
-            _run(states, configs, about_hydra)
-            states.report()
+        with claim_folder(first, "jobs.yaml", OmegaConf.to_yaml(content)) as folder:
+            sweep = Sweep(folder.absolute(), jobs, configs, in_turn)
+            _run(sweep, [word for word in about_hydra if "hydra.sweeper" not in word])
+            sweep.report()
     except Crashed as error:
         say(f"knobwise: {error}")
         return 1
@@ -182,11 +151,8 @@ def _in_order(words: Sequence[str]) -> list[str]:
 
 
 def _digests(configs: Sequence[Any]) -> list[str]:
-    """The digest of the data that each job learns from, each file being read once.
-
-    Raises:
-        InputError: settings or files that would make a job fail in its first moments.
-    """
+    """The digest of the data that each job learns from, each file being read once. Raises InputError: settings or files
+    that would make a job fail in its first moments."""
     from knobwise.envs.tables.splits import divide
     from knobwise.experiments.settings.beams import read_data
     from knobwise.experiments.settings.profiles import read_profile
@@ -199,7 +165,8 @@ def _digests(configs: Sequence[Any]) -> list[str]:
         is_selector = isinstance(config, SelectorRun)
         key = repr(config.beams if is_selector else config.profile)
         if is_selector:
-            config.check_variants()
+            for name in config.variants:
+                config.plan(name)
         if key not in tables:
             tables[key] = read_data(config.beams).table if is_selector else read_profile(config.profile)
         if not is_selector:
@@ -208,69 +175,51 @@ def _digests(configs: Sequence[Any]) -> list[str]:
     return digests
 
 
-def _run(states: SweepStates, configs: list[Any], about_hydra: Sequence[str]) -> None:
-    """Launch the jobs that are not finished.
-
-    Raises:
-        Crashed: the launcher failed.
-    """
-    jobs, done = states.jobs, states.done_before
-    others = "" if states.in_turn else f" at the same time; their output is in {relative(states.folder)}/*.log"
-    say(f"sweep: {count(len(jobs), 'job')}{others}")
+def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
+    """Launch the jobs that are not finished. Raises Crashed: the launcher failed."""
+    done, total = len(sweep.done_before), len(sweep.jobs)
+    others = "" if sweep.in_turn else f" at the same time; their output is in {relative(sweep.folder)}/*.log"
+    say(f"sweep: {sweep.size}{others}")
     if done:
-        say(f"{len(done)} of them finished before, not run again")
-    job = Job(states.folder, jobs, configs, os.getcwd(), this_process(), states.show if states.in_turn else None)
-    waiting = [number for number in range(1, len(jobs) + 1) if number not in done]
-    with progress("jobs", len(jobs), len(done), every_s=math.inf) as states.tick:
+        say(f"{done} of them finished before, not run again")
+    waiting = [str(number) for number in range(1, total + 1) if number not in sweep.done_before]
+    arguments = ["-m", f"job={','.join(waiting)}", *about_hydra, *QUIET]
+    arguments.append(f"hydra.sweep.dir={json.dumps(str(sweep.folder))}")
+    with progress("jobs", total, done, every_s=math.inf) as sweep.tick:
         try:
-            if waiting and states.in_turn:
-                _launch(job, waiting, about_hydra)
+            if waiting and sweep.in_turn:
+                _run_by_hydra(arguments, compose.SWEEP, sweep)
             elif waiting:
-                with held_back(say=STOPPING) as held, states.watched(held):
+                with held_back(say=STOPPING) as held, sweep.watched(held):
                     try:
-                        _launch(job, waiting, about_hydra)
+                        _run_by_hydra(arguments, compose.SWEEP, sweep)
                     except Exception:
                         held.check()  # a launcher misses a process that was stopped before it began its job
                         raise
         except KeyboardInterrupt as stop:
-            states.add_notes(stop)
+            sweep.add_notes(stop)
             raise
         except Exception as error:  # of the launcher: jobs keep theirs to themselves
-            lost = ", ".join(states.name(number) for number in states.outcomes("running")) or "the launcher"
-            line = next(iter(str(error).splitlines()), "no message")
-            raise Crashed(f"{lost}: {type(error).__name__}: {line}; repeat the command to resume") from error
-
-
-def _launch(job: Job, numbers: Sequence[int], about_hydra: Sequence[str]) -> None:
-    """Have Hydra's multirun run the jobs with these numbers."""
-    register()
-    arguments = [f"job={','.join(map(str, numbers))}", *about_hydra, *QUIET]
-    folder = f"hydra.sweep.dir={json.dumps(str(job.folder))}"
-    with _command(["-m", *arguments, folder]):
-        hydra.main(config_path=None, config_name=SWEEP, version_base="1.3")(job)()
+            lost = ", ".join(sweep.name(number) for number in sweep.outcomes("running")) or "the launcher"
+            raise Crashed(f"{lost}: {described(error)}; repeat the command to resume") from error
 
 
 def shown_by_hydra(schema: str, words: Sequence[str]) -> None:
     """What Hydra's own flags print, such as `--cfg job`: the composed settings, and where they come from."""
-    register()
     flags = [word for word in words if word.startswith("-")]
     # Hydra wants its flags first, each followed by its own word
     values = [word for word in words if word not in flags and "=" not in word]
-    settings = with_variants([word for word in words if word not in flags and "=" in word])
-    with _command([*flags, *values, *settings]):
-        hydra.main(config_path=str(CONF), config_name=schema, version_base="1.3")(lambda config: None)()
+    settings = compose.with_variants([word for word in words if word not in flags and "=" in word])
+    _run_by_hydra([*flags, *values, *settings], schema, lambda config: None, str(compose.CONF))
 
 
-@contextmanager
-def _command(words: list[str]) -> Iterator[None]:
-    """A block in which the command line is this, for Hydra, which reads it from there."""
-    before, full = sys.argv, os.environ.get(FULL_ERROR)
+def _run_by_hydra(words: list[str], config: str, task: Callable[[Any], None], folder: str | None = None) -> None:
+    """Have Hydra run a task as if the command line were this."""
+    compose.register()
+    before = sys.argv
     sys.argv = ["knobwise train", *words]
-    os.environ[FULL_ERROR] = "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises errors instead of printing them
     try:
-        yield
+        hydra.main(config_path=folder, config_name=config, version_base="1.3")(task)()
     finally:
         sys.argv = before
-        os.environ.pop(FULL_ERROR)
-        if full is not None:
-            os.environ[FULL_ERROR] = full

@@ -20,14 +20,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import refused_by_system
@@ -45,18 +41,14 @@ ANSWERS_S = 5.0
 
 
 def train(config: Any, words: list[str]) -> Path:
-    """Train a controller or a selector; returns the run's folder.
-
-    Raises:
-        InputError: settings or files that cannot be used; nothing has been written then.
-    """
+    """Train a controller or a selector; returns the run's folder. Raises InputError: settings or files that cannot be
+    used; nothing has been written then."""
+    experiment: Any
     if isinstance(config, SelectorRun):
-        from knobwise.experiments.train import selector
-
-        return selector.run(config, words)
-    from knobwise.experiments.train import controller
-
-    return controller.run(config, words)
+        from knobwise.experiments.train.selector import SelectorExperiment as experiment
+    else:
+        from knobwise.experiments.train.controller import ControllerExperiment as experiment
+    return experiment(config).run(words)
 
 
 def result_line(run: Path) -> str:
@@ -71,36 +63,52 @@ def result_line(run: Path) -> str:
     return "accuracy " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in results["variants"] if name in accuracy)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a launcher calls in each job's process, with the job's number. It returns nothing and raises nothing but
-    KeyboardInterrupt: the result is in the folder."""
+class Crashed(Exception):
+    """A job or its launcher failed by an error of the program."""
 
-    folder: Path
-    """Of the sweep, absolute."""
-    jobs: list[list[str]]
-    """The words of every job."""
-    configs: list[Any]
-    """The settings of every job."""
-    start: str
-    """The folder in which the sweep was launched, which relative paths refer to."""
-    launcher: tuple[str, int]
-    """The machine and the process that launched it."""
-    show: Callable[[], None] | None = None
-    """Called when the state of a job changes in the launching process."""
+
+class Sweep:
+    """The jobs of a sweep, whose states stand in its folder. A launcher calls it in each job's process.
+
+    Args:
+        folder: of the sweep, absolute.
+        jobs: the words of every job.
+        configs: the settings of every job.
+        in_turn: whether the jobs run in this process, one after the other.
+    """
+
+    def __init__(self, folder: Path, jobs: list[list[str]], configs: list[Any], in_turn: bool) -> None:
+        self.folder, self.jobs, self.configs, self.in_turn = folder, jobs, configs, in_turn
+        self.start, self.launcher = os.getcwd(), this_process()
+        (folder / STOP).unlink(missing_ok=True)
+        for number, outcome in self.outcomes().items():
+            if not (outcome.folder and (Path(outcome.folder) / "results.json").exists()):
+                (folder / f"{number}.json").unlink()
+        self.done_before = set(self.outcomes("finished"))
+        self.announced: dict[int, str] = {}
+        self.begun: dict[int, float] = {}
+        self.tick: Callable[[int, str], None] = lambda done, note: None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "tick": None}  # only the launching process has a bar
+
+    # -- one job -------------------------------------------------------------------------------------------------------
 
     def __call__(self, config: DictConfig) -> None:
+        """Run the job `config.job`. Raises nothing but KeyboardInterrupt: the result is in the folder."""
         if this_process() == self.launcher:
             self.run(config.job)
         elif not (self.folder / STOP).exists():
-            os.chdir(self.start)
-            with _output_into(self.folder / f"{config.job}.log"), _stopped_by(self.folder / STOP):
+            os.chdir(self.start)  # which relative paths refer to
+            _write_into(self.folder / f"{config.job}.log")
+            with _stopped_by(self.folder / STOP):
                 self.run(config.job)
+            sys.stdout.flush()
 
     def run(self, number: int) -> None:
         """Train, and write the outcome."""
         start = time.monotonic()
-        self._write(number, Outcome("running"))
+        self._note(number, Outcome("running"))
         try:
             run = train(self.configs[number - 1], self.jobs[number - 1])
             outcome = Outcome("finished", str(run.absolute()))
@@ -110,7 +118,7 @@ class Job:
             refused = refused_by_system(error) if isinstance(error, OSError) else None
             if refused is None:
                 traceback.print_exc()
-                refused = 1, f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+                refused = 1, described(error)
             outcome = Outcome("failed", error=refused[1], crashed=refused[0] == 1)
         except BaseException as stop:
             outcome = Outcome("stopped", error="; ".join(getattr(stop, "__notes__", ())) or None)
@@ -118,12 +126,132 @@ class Job:
                 raise
         finally:
             outcome.seconds = time.monotonic() - start
-            self._write(number, outcome)
+            self._note(number, outcome)
 
-    def _write(self, number: int, outcome: Outcome) -> None:
+    def _note(self, number: int, outcome: Outcome) -> None:
         outcome.write(self.folder, number)
-        if self.show is not None:
+        if self.in_turn:
             self.show()
+
+    # -- all jobs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> str:
+        """`1 job`, `2 jobs`."""
+        return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}"
+
+    def settings(self, number: int) -> str:
+        """The words of a job that not all jobs have."""
+        return " ".join(word for word in self.jobs[number - 1] if not all(word in job for job in self.jobs))
+
+    def name(self, number: int) -> str:
+        settings = self.settings(number)
+        return f"job {number} of {len(self.jobs)}" + (f" ({settings})" if settings else "")
+
+    def outcomes(self, *states: str) -> dict[int, Outcome]:
+        """The jobs that are in one of these states, or in any, by their numbers."""
+        every = {number: read_outcome(self.folder, number) for number in range(1, len(self.jobs) + 1)}
+        return {
+            number: outcome
+            for number, outcome in every.items()
+            if outcome and outcome.state in (states or [outcome.state])
+        }
+
+    def add_notes(self, stop: KeyboardInterrupt) -> None:
+        """Note how many jobs are finished and, of jobs in other processes, where each stands."""
+        counts = {state: len(self.outcomes(state)) for state in ("finished", "failed", "stopped")}
+        note = f"{counts.pop('finished')} of {self.size} are finished"
+        stop.add_note(", ".join([note, *(f"{number} {state}" for state, number in counts.items() if number)]))
+        for number, outcome in {} if self.in_turn else self.outcomes("stopped").items():
+            stop.add_note(f"{self.name(number)}: {outcome.error or 'stopped'}")
+
+    @contextmanager
+    def watched(self, held: Held) -> Iterator[None]:
+        """Show the jobs in other processes, and tell them to stop after a signal."""
+
+        def watch() -> bool:
+            self.show()
+            if held.number is not None:
+                (self.folder / STOP).touch()
+            return False
+
+        try:
+            with _repeated(watch):
+                yield
+        finally:
+            self.show()
+
+    def show(self) -> None:
+        """Say what has changed since the last call."""
+        for number, outcome in self.outcomes().items():
+            if number in self.done_before or self.announced.get(number) == outcome.state:
+                continue
+            self.announced[number] = outcome.state
+            if outcome.state == "running":
+                self.begun[number] = time.monotonic()
+                say(f"{self.name(number)} …")
+            elif outcome.state == "failed":
+                say(f"{self.name(number)}: failed: {outcome.error}")
+            elif outcome.folder is not None:
+                result = result_line(Path(outcome.folder))
+                say(f"{self.name(number)}: {result}, {duration(outcome.seconds)}{self.time_left()}")
+        running = ", ".join(self.name(number) for number in self.outcomes("running"))
+        self.tick(len(self.outcomes("finished", "failed")), running)
+
+    def time_left(self) -> str:
+        """The time that the other jobs take if each takes the mean of those finished now; nothing where all of them run
+        and have taken longer already."""
+        seconds = [done.seconds for number, done in self.outcomes("finished").items() if number not in self.done_before]
+        mean, now, running = sum(seconds) / len(seconds), time.monotonic(), self.outcomes("running")
+        waiting = len(self.jobs) - len(self.outcomes("finished", "failed", "running"))
+        total = waiting * mean + sum(max(0.0, mean - (now - self.begun.get(number, now))) for number in running)
+        left = total / max(1, len(running))
+        return f"; {duration(max(1.0, left))} left" if waiting or left >= 1 else ""
+
+    def report(self) -> None:
+        """Print the jobs in a table, and the command that compares them.
+
+        Raises:
+            InputError: jobs failed for a mistake in what was given.
+            Crashed: jobs failed otherwise.
+        """
+        finished, failed = self.outcomes("finished"), self.outcomes("failed")
+        folders = {number: relative(Path(str(outcome.folder))) for number, outcome in finished.items()}
+        rows = [("job", "settings", "result", "time", "run")]
+        for number, folder in folders.items():
+            time_taken = duration(finished[number].seconds)
+            rows.append((str(number), self.settings(number) or "–", result_line(Path(folder)), time_taken, folder))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows if finished else ():
+            # not a rich table: the terminal may wrap a path, but a broken one cannot be copied
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if len(folders) > 1:
+            print(f"compare them: knobwise compare {shlex.join(_together(list(folders.values())))}")
+        if failed:
+            number, outcome = next(iter(failed.items()))
+            others = f" (and {len(failed) - 1} more of them)" if len(failed) > 1 else ""
+            line = f"{self.name(number)}{others}: {outcome.error}; repeat the command to run what failed again"
+            raise Crashed(line) if outcome.crashed else InputError(line)
+
+
+def _together(folders: list[str]) -> list[str]:
+    """The one folder that holds these runs and no others, where there is one."""
+    parents = {Path(folder).parent for folder in folders}
+    runs = {str(path.parent) for parent in parents for path in parent.glob("*/results.json")}
+    return [str(parents.pop())] if len(parents) == 1 and runs == set(folders) else folders
+
+
+def relative(path: Path) -> str:
+    """A path as a person in this folder would write it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def described(error: Exception) -> str:
+    """An error of the program in a line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def check_launcher(launcher: DictConfig) -> None:
@@ -154,12 +282,12 @@ def check_launcher(launcher: DictConfig) -> None:
             raise InputError(f"{no_answer} ({getattr(error, 'strerror', None) or error})") from error
     import ray
 
-    if not ray.is_initialized():
-        try:
+    try:
+        if not ray.is_initialized():
             ray.init(**dict(OmegaConf.to_container(launcher.ray.init, resolve=True)))  # type: ignore[arg-type]
-        except Exception as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise InputError(f"{no_answer} as it should ({reason})") from error
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(f"{no_answer} as it should ({reason})") from error
 
 
 def this_process() -> tuple[str, int]:
@@ -168,22 +296,24 @@ def this_process() -> tuple[str, int]:
 
 
 @contextmanager
-def _output_into(path: Path) -> Iterator[None]:
-    """Write the output of this process and its children to a file: that of several jobs would garble a terminal."""
-    saved = [os.dup(1), os.dup(2)]
-    sys.stdout.flush()
-    sys.stderr.flush()
+def _repeated(work: Callable[[], bool]) -> Iterator[None]:
+    """Do some work every `POLL_S` in another thread, until it gives True or the block ends."""
+    ended, busy = threading.Event(), threading.Lock()
+
+    def repeat() -> None:
+        while not ended.wait(POLL_S):
+            with busy:
+                if ended.is_set() or work():
+                    return
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
     try:
-        with path.open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, descriptor in enumerate(saved, 1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+        with busy:
+            ended.set()
+        thread.join()
 
 
 @contextmanager
@@ -196,172 +326,21 @@ def _stopped_by(path: Path) -> Iterator[None]:
         os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    parent, ended, busy = os.getppid(), threading.Event(), threading.Lock()
+    parent = os.getppid()
 
-    def watch() -> None:
-        while not ended.wait(POLL_S):
-            with busy:
-                if not ended.is_set() and (path.exists() or os.getppid() != parent):
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
+    def interrupt() -> bool:
+        stop = path.exists() or os.getppid() != parent
+        if stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        return stop
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        with stopped_by_signals():
-            yield
-    finally:
-        with busy:
-            ended.set()
-        thread.join()
+    with _repeated(interrupt), stopped_by_signals():
+        yield
 
 
-# -- all jobs ----------------------------------------------------------------------------------------------------------
-
-
-class Crashed(Exception):
-    """A job or its launcher failed by an error of the program."""
-
-
-class SweepStates:
-    """The jobs of a sweep, whose states stand in its folder.
-
-    Args:
-        folder: of the sweep, absolute.
-        jobs: the words of every job.
-        in_turn: whether the jobs run in this process, one after the other.
-    """
-
-    def __init__(self, folder: Path, jobs: list[list[str]], in_turn: bool) -> None:
-        self.folder, self.jobs, self.in_turn = folder, jobs, in_turn
-        (folder / STOP).unlink(missing_ok=True)
-        for number in range(1, len(jobs) + 1):
-            outcome = read_outcome(folder, number)
-            if outcome and not (outcome.folder and (Path(outcome.folder) / "results.json").exists()):
-                (folder / f"{number}.json").unlink()
-        self.done_before = set(self.outcomes("finished"))
-        self.announced: dict[int, str] = {}
-        self.begun: dict[int, float] = {}
-        self.tick: Callable[[int, str], None] = lambda done, note: None
-
-    def add_notes(self, stop: KeyboardInterrupt) -> None:
-        """Note how many jobs are finished and, of jobs in other processes, where each stands."""
-        note = f"{len(self.outcomes('finished'))} of {count(len(self.jobs), 'job')} are finished"
-        others = {state: len(self.outcomes(state)) for state in ("failed", "stopped")}
-        stop.add_note(", ".join([note, *(f"{number} {state}" for state, number in others.items() if number)]))
-        if not self.in_turn:
-            for number, outcome in self.outcomes("stopped").items():
-                stop.add_note(f"{self.name(number)}: {outcome.error or 'stopped'}")
-
-    def name(self, number: int) -> str:
-        settings = self.settings(number)
-        return f"job {number} of {len(self.jobs)}" + (f" ({settings})" if settings else "")
-
-    def settings(self, number: int) -> str:
-        """The words of a job that not all jobs have."""
-        return " ".join(word for word in self.jobs[number - 1] if not all(word in job for job in self.jobs))
-
-    def outcomes(self, *states: str) -> dict[int, Outcome]:
-        """The jobs that are in one of these states, by their numbers."""
-        every = {number: read_outcome(self.folder, number) for number in range(1, len(self.jobs) + 1)}
-        return {number: outcome for number, outcome in every.items() if outcome and outcome.state in states}
-
-    @contextmanager
-    def watched(self, held: Held) -> Iterator[None]:
-        """Show the jobs in other processes, and tell them to stop after a signal."""
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(POLL_S):
-                self.show()
-                if held.number is not None:
-                    (self.folder / STOP).touch()
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-            self.show()
-
-    def show(self) -> None:
-        """Say what has changed since the last call."""
-        for number, outcome in self.outcomes("running", "finished", "failed", "stopped").items():
-            if number in self.done_before or self.announced.get(number) == outcome.state:
-                continue
-            self.announced[number] = outcome.state
-            if outcome.state == "running":
-                self.begun[number] = time.monotonic()
-                say(f"{self.name(number)} …")
-            elif outcome.state == "failed":
-                say(f"{self.name(number)}: failed: {outcome.error}")
-            elif outcome.folder is not None:
-                result = result_line(Path(outcome.folder))
-                say(f"{self.name(number)}: {result}, {duration(outcome.seconds)}{self.time_left()}")
-        running = ", ".join(self.name(number) for number in self.outcomes("running"))
-        self.tick(len(self.outcomes("finished", "failed")), running)
-
-    def time_left(self) -> str:
-        """The time that the other jobs take if each takes the mean of those finished now; nothing where all of them run
-        and have taken longer already."""
-        seconds = [done.seconds for number, done in self.outcomes("finished").items() if number not in self.done_before]
-        mean = sum(seconds) / len(seconds)
-        now = time.monotonic()
-        running = self.outcomes("running")
-        waiting = len(self.jobs) - len(self.outcomes("finished", "failed", "running"))
-        total = waiting * mean + sum(max(0.0, mean - (now - self.begun.get(number, now))) for number in running)
-        left = total / max(1, len(running))
-        return f"; {duration(max(1.0, left))} left" if waiting or left >= 1 else ""
-
-    def report(self) -> None:
-        """Print the jobs in a table, and the command that compares them.
-
-        Raises:
-            InputError: jobs failed for a mistake in what was given.
-            Crashed: jobs failed otherwise.
-        """
-        finished, failed = self.outcomes("finished"), self.outcomes("failed")
-        folders = {number: relative(Path(str(outcome.folder))) for number, outcome in finished.items()}
-        table = Table(box=None, pad_edge=False)
-        for column in ("job", "settings", "result", "time", "run"):
-            table.add_column(column, overflow="fold")
-        for number, folder in folders.items():
-            time_taken = duration(finished[number].seconds)
-            cells = (str(number), self.settings(number) or "–", result_line(Path(folder)), time_taken, folder)
-            table.add_row(*map(escape, cells))
-        if finished:
-            console = Console()
-            width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-            # a broken path cannot be copied from a terminal, so it gets a line of its own
-            narrow = sys.stdout.isatty() and width > console.width
-            if narrow:
-                table.columns.pop()
-            Console(width=None if narrow else width).print(table)
-            for number, folder in folders.items() if narrow else ():
-                print(f"job {number}: {folder}")
-        if len(folders) > 1:
-            print(f"compare them: knobwise compare {shlex.join(_together(list(folders.values())))}")
-        if failed:
-            number, outcome = next(iter(failed.items()))
-            others = f" (and {len(failed) - 1} more of them)" if len(failed) > 1 else ""
-            line = f"{self.name(number)}{others}: {outcome.error}; repeat the command to run what failed again"
-            raise Crashed(line) if outcome.crashed else InputError(line)
-
-
-def _together(folders: list[str]) -> list[str]:
-    """The one folder that holds these runs and no others, where there is one."""
-    parents = {Path(folder).parent for folder in folders}
-    runs = {str(path.parent) for parent in parents for path in parent.glob("*/results.json")}
-    return [str(parents.pop())] if len(parents) == 1 and runs == set(folders) else folders
-
-
-def count(number: int, what: str) -> str:
-    """`1 job`, `2 jobs`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def relative(path: Path) -> str:
-    """A path as a person in this folder would write it."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+def _write_into(path: Path) -> None:
+    """Write the output of this process and its children to a file: that of several jobs would garble a terminal."""
+    with path.open("ab") as file:
+        for number, stream in enumerate((sys.stdout, sys.stderr), 1):
+            stream.flush()
+            os.dup2(file.fileno(), number)

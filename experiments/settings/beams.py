@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
@@ -12,7 +12,6 @@ from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBea
 if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
     from torch import Tensor
 
-    from knobwise.envs.demonstrations.beam_files import TrailingQuery
     from knobwise.envs.demonstrations.beam_table import BeamTable
     from knobwise.envs.tables.profile_table import Split
     from knobwise.profiling.demonstrations.scorers import Scorer
@@ -36,11 +35,7 @@ class SelectorData(NamedTuple):
 
 
 def read_data(config: BuiltinBeams | BeamFiles) -> SelectorData:
-    """Read the beams that a config of group `beams` names.
-
-    Raises:
-        InputError: see the readers.
-    """
+    """Read the beams that a config of group `beams` names. Raises InputError: see the readers."""
     if isinstance(config, BuiltinBeams):
         return _builtin(config)
     table = _read_files(config)
@@ -71,15 +66,9 @@ def _read_files(config: BeamFiles) -> BeamTable:
         return BeamTable.load(config.path)
     if config.embeddings is None:
         raise InputError("beams.embeddings: beams in JSON need the embeddings of their candidates")
-    return read_beam_data(
-        config.path,
-        config.embeddings,
-        config.query_embeddings,
-        trailing_query=cast("TrailingQuery", config.trailing_query),
-        candidate_images=config.candidate_images,
-        keep_fallback=config.keep_fallback,
-        name=config.name,
-    )
+    names = ("trailing_query", "candidate_images", "keep_fallback", "name")
+    how: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return read_beam_data(config.path, config.embeddings, config.query_embeddings, **how)
 
 
 def _best_beam(table: BeamTable) -> BeamTable:
@@ -94,11 +83,7 @@ def _best_beam(table: BeamTable) -> BeamTable:
 
 
 def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
-    """The table with columns of its embeddings set to 0.
-
-    Raises:
-        InputError: the table has no such block.
-    """
+    """The table with columns of its embeddings set to 0. Raises InputError: the table has no such block."""
     queries, candidates = table.queries.clone(), table.candidates.clone()
     for name in blocks:
         if name not in table.blocks:
@@ -110,11 +95,8 @@ def hide(table: BeamTable, blocks: list[str]) -> BeamTable:
 
 
 def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
-    """Refuse numbers of shots that cannot be judged.
-
-    Raises:
-        InputError: an empty list, a number twice, a number below 1, or, without a scorer, no number that was recorded.
-    """
+    """Refuse numbers of shots that cannot be judged. Raises InputError: an empty list, a number twice, a number below
+    1, or, without a scorer, no number that was recorded."""
     if not judged_shots or len(set(judged_shots)) < len(judged_shots):
         raise InputError(f"judged_shots={judged_shots}: give at least one number, and none twice")
     for shots in judged_shots:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,21 +9,15 @@ from omegaconf import MISSING
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.common.checks import a_device, a_seed, at_least, one_of, positive, training_seeds
+from knobwise.common.checks import a_seed, at_least, one_of, positive
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
-
-
-def _not_rewarded(reward: RewardConfig) -> None:
-    """Refuse a price of a missed budget that would reward a miss."""
-    if not 0 <= reward.miss < math.inf:
-        raise InputError(f"reward.miss={reward.miss}: is what a missed budget costs; must be 0 or a positive number")
 
 
 @dataclass
@@ -51,11 +44,10 @@ class SplitConfig:
 
 
 @dataclass
-class TrainRun:
+class TrainRun(Training):
     """knobwise train: train a controller with several seeds, compare it with every simple way, and report."""
 
     experiment: str = "controller"
-    """The experiment, a file in conf/experiment."""
     profile: Any = MISSING
     """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated."""
     split: SplitConfig = field(default_factory=SplitConfig)
@@ -76,29 +68,17 @@ class TrainRun:
     optimiser.warmup_iterations=0 to start GRPO from these weights at once."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
-    tracking: TrackingSettings = field(default_factory=TrackingSettings)
-    """Group: auto, offline, online, disabled."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """Training seeds; results are means over them."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
     configurations' mean latencies. Under budget=mean, prices are calibrated for these budgets only."""
     baselines: bool = True
     """Compare with every simple way; false keeps budget-aware static and the oracle only."""
-    name: str | None = None
-    """Name of the run; None makes one from the options on the command line."""
-    runs: str = "runs"
-    """Folder of all runs."""
     threads: int = 1
     """Threads of torch; the network is so small that one is fastest."""
-    device: str = "cpu"
-    """cpu or cuda."""
 
     def __post_init__(self) -> None:
-        training_seeds(self.seeds)
+        super().__post_init__()
         at_least("threads", self.threads, 1)
-        a_device("device", self.device)
-        _not_rewarded(self.reward)
 
 
 @dataclass
@@ -188,9 +168,6 @@ class EvaluateRun:
     """Write the results to this file."""
     threads: int = 1
     """Threads of torch."""
-
-    def __post_init__(self) -> None:
-        _not_rewarded(self.reward)
 
 
 @dataclass

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from knobwise.common.checks import a_seed
 from knobwise.common.errors import InputError
+from knobwise.envs.simulated.settings import CalibratedConfig, SimulatedConfig
 
 if TYPE_CHECKING:  # readers import torch, which the command line does without until there is something to read
     from knobwise.envs.tables.profile_table import ProfileTable
@@ -71,15 +71,11 @@ class CoreExpProfile:
 
 
 @dataclass
-class TableProfile:
-    """A long table of any system: one row for each sample and configuration."""
+class LongTables:
+    """What long tables of any system have in common: one row for each sample and configuration."""
 
-    format: str = "table"
+    format: str = MISSING
     """The reader."""
-    path: str = MISSING
-    """CSV, Parquet or JSON lines; or a complete `.safetensors` that `ProfileTable.save` wrote."""
-    features: str | None = None
-    """Feature file keyed by sample id; None for a policy that sees the budget only."""
     knobs: list[str] | None = None
     """Columns that are knobs; None for every column without another known meaning."""
     accuracy: str = "accuracy"
@@ -90,126 +86,100 @@ class TableProfile:
     """Unit of that column and of the budgets, for reports."""
     dataset_input: bool = False
     """Add a feature block `dataset`: the data set that a sample is from, by the column `dataset`."""
+
+
+@dataclass
+class TableProfile(LongTables):
+    """A long table of any system."""
+
+    format: str = "table"
+    path: str = MISSING
+    """CSV, Parquet or JSON lines; or a complete `.safetensors` that `ProfileTable.save` wrote."""
+    features: str | None = None
+    """Feature file keyed by sample id; None for a policy that sees the budget only."""
     name: str | None = None
     """Name of the profile; None for the file's name."""
 
 
 @dataclass
-class JointProfile:
+class JointProfile(LongTables):
     """Several profiles with the same knobs, joined into one."""
 
     format: str = "joint"
-    """The reader."""
     paths: list[str] = MISSING
     """Files as for profile=table: long tables, or `.safetensors` that `ProfileTable.save` wrote. A long table without a
     column `dataset` is one data set, named after the file."""
     features: list[str | None] | None = None
     """Feature files, one for each path (null for a path without one, or with features inside); None for none."""
-    dataset_input: bool = False
-    """Add a feature block `dataset`: the data set that a sample is from."""
     missing_blocks: bool = False
     """Fill in feature blocks that a profile lacks, instead of refusing it."""
-    knobs: list[str] | None = None
-    """Columns of the long tables that are knobs; None for every column without another known meaning."""
-    accuracy: str = "accuracy"
-    """Column of the accuracy, in 0..1."""
-    latency: str = "latency_ms"
-    """Column of the latency in ms, or of another non-negative cost."""
-    unit: str = "ms"
-    """Unit of that column and of the budgets, for reports."""
     name: str = "joint"
     """Name of the profile."""
 
 
 @dataclass
-class SimulatedProfile:
+class SimulatedProfile(SimulatedConfig):
     """A profile that is simulated instead of measured, for comparing policies."""
 
     format: str = "simulated"
     """The reader."""
-    kind: str = "router"
-    """Which kind: router, encoder, portfolio, noisy_labels, heavy_tails, weak_features, few_samples, low_headroom,
-    no_headroom, unattainable or wide_knobs."""
-    samples: int | None = None
-    """Number of samples; None for the kind's default."""
-    seed: int = 0
-    """Seed of all draws."""
-
-    def __post_init__(self) -> None:
-        a_seed("profile.seed", self.seed)
 
 
 @dataclass
-class CalibratedProfile:
+class CalibratedProfile(CalibratedConfig):
     """Simulated data sets of a vision-language model, calibrated to published numbers."""
 
     format: str = "calibrated"
     """The reader."""
-    datasets: list[str] = field(default_factory=lambda: ["text_vqa", "coco_vqa", "okvqa"])
-    """Data sets, out of text_vqa, coco_vqa, okvqa."""
-    samples: int = 2276
-    """Number of samples of each data set."""
-    grid: str = "240"
-    """The configurations: 240, 27 or tiers."""
-    latency: str = "total"
-    """The time that the budget limits: total, prefill or vision_prefill."""
-    image_width: int = 768
-    """Width of the block image_features; 0 for none."""
-    language_width: int = 2048
-    """Width of the block language_features; 0 for none."""
-    signal: float = 0.5
-    """Share of the relevant differences between samples that features show."""
     dataset_input: bool = False
     """Add a feature block `dataset`: the data set that a sample is from."""
-    seed: int = 0
-    """Seed of all draws."""
-
-    def __post_init__(self) -> None:
-        a_seed("profile.seed", self.seed)
 
 
 def read_profile(config: Any) -> ProfileTable:
-    """Read the profile that a config of group `profile` names.
-
-    Raises:
-        InputError: see the readers.
-    """
-    from knobwise.envs.readers.joint import join_tables, with_dataset_input
+    """Read the profile that a config of group `profile` names. Raises InputError: see the readers."""
+    from knobwise.envs.readers.builtin import builtin_profile
+    from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
+    from knobwise.envs.readers.joint import with_dataset_input
+    from knobwise.envs.simulated.calibrated import simulate_calibrated
+    from knobwise.envs.simulated.kinds import simulate
 
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
-    if not isinstance(config, JointProfile):
-        dataset_input = settings.pop("dataset_input", False)
-        table = _read(config, settings)
-        return with_dataset_input(table) if dataset_input else table
-    paths, name, features = (settings.pop(key) for key in ("paths", "name", "features"))
-    joining = {key: settings.pop(key) for key in ("dataset_input", "missing_blocks")}
+    if isinstance(config, JointProfile):
+        return _read_joint(**settings)
+    dataset_input = settings.pop("dataset_input", False)
+    match config:
+        case BuiltinProfile():
+            table = builtin_profile(**settings)
+        case Exp5Exp6Profile():
+            table = read_exp5_exp6(**settings)
+        case CoreExpProfile():
+            table = read_core_exp(**settings)
+        case SimulatedProfile():
+            table = simulate(config)
+        case CalibratedProfile():
+            table = simulate_calibrated(config)
+        case _:
+            table = _read_table(**settings)
+    return with_dataset_input(table) if dataset_input else table
+
+
+def _read_joint(
+    paths: list[str],
+    features: list[str | None] | None,
+    name: str,
+    dataset_input: bool,
+    missing_blocks: bool,
+    **how: Any,
+) -> ProfileTable:
+    from knobwise.envs.readers.joint import join_tables
+
     files = features or [None] * len(paths)
     if len(files) != len(paths):
         raise InputError(
             f"profile.features: {len(files)} files for {len(paths)} paths; give one for each, null where it has none"
         )
-    tables = [_read_table(path, features=file, name=None, **settings) for path, file in zip(paths, files, strict=True)]
-    return join_tables(tables, name, **joining)
-
-
-def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
-    from knobwise.envs.readers.builtin import builtin_profile
-    from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
-    from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
-    from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
-
-    match config:
-        case BuiltinProfile():
-            return builtin_profile(**settings)
-        case Exp5Exp6Profile():
-            return read_exp5_exp6(**settings)
-        case CoreExpProfile():
-            return read_core_exp(**settings)
-        case SimulatedProfile():
-            return simulate(SimulatedConfig(**settings))
-        case CalibratedProfile():
-            return simulate_calibrated(CalibratedConfig(**{**settings, "datasets": tuple(settings["datasets"])}))
-    return _read_table(**settings)
+    tables = [_read_table(path, features=file, name=None, **how) for path, file in zip(paths, files, strict=True)]
+    return join_tables(tables, name, dataset_input=dataset_input, missing_blocks=missing_blocks)
 
 
 def _read_table(path: str, **settings: Any) -> ProfileTable:
@@ -222,6 +192,13 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
     return table if settings["features"] is None else attach_features(table, settings["features"])
 
 
-_READERS = (BuiltinProfile, Exp5Exp6Profile, CoreExpProfile, TableProfile, JointProfile, SimulatedProfile)
-PROFILES: dict[str, type[Any]] = {node.format: node for node in (*_READERS, CalibratedProfile)}
+PROFILES: dict[str, type[Any]] = {
+    "builtin": BuiltinProfile,
+    "exp5_exp6": Exp5Exp6Profile,
+    "core_exp": CoreExpProfile,
+    "table": TableProfile,
+    "joint": JointProfile,
+    "simulated": SimulatedProfile,
+    "calibrated": CalibratedProfile,
+}
 """The options of the group."""

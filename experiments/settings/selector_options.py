@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.settings import StageConfig
-from knobwise.common.checks import a_device, a_seed, training_seeds
+from knobwise.common.checks import a_seed
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import GROUPS, DemonstrationRewardConfig
-from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import SelectorLossConfig
 
 T = TypeVar("T")
@@ -101,12 +101,11 @@ class Variant:
 
 
 @dataclass
-class SelectorRun:
+class SelectorRun(Training):
     """knobwise train experiment=selector: train selectors of demonstrations with several seeds, compare them with every
     simple way on unseen queries and candidates, and report."""
 
     experiment: str = "selector"
-    """The experiment, a file in conf/experiment."""
     beams: Any = MISSING
     """Group: builtin, files."""
     selector: SelectorConfig = field(default_factory=lambda: SelectorConfig(dropout=0.2))
@@ -134,59 +133,40 @@ class SelectorRun:
     """Demonstrations in a sequence, in judging."""
     decoding: str = "greedy"
     """How sequences are chosen in judging: greedy or beam."""
-    tracking: TrackingSettings = field(default_factory=TrackingSettings)
-    """Group: auto, offline, online, disabled."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """Training seeds; results are means over them."""
     jobs: int = 2
     """Seeds trained at the same time, each in a process with one thread."""
-    name: str | None = None
-    """Name of the run; None makes one from the options on the command line."""
-    runs: str = "runs"
-    """Folder of all runs."""
-    device: str = "cpu"
-    """cpu or cuda."""
 
     def __post_init__(self) -> None:
-        training_seeds(self.seeds)
-        a_device("device", self.device)
+        super().__post_init__()
         self.variants = {name: values for name, values in self.variants.items() if values is not None}
 
-    def variant(self, name: str) -> Variant:
-        """The variant of this name; see `changed` for what it refuses."""
-        return changed(Variant(), self.variants[name], f"variants.{name}")
-
-    def stage(self, variant: Variant, name: str) -> StageConfig:
-        """How a variant is trained: as the run's GRPO, except for what the variant sets."""
-        values = {key: getattr(variant, key) for key in ("epochs", "lr", "keep", "collected")}
-        known = {key: value for key, value in values.items() if value is not None}
-        return changed(self.grpo, known, f"variants.{name}")
-
-    def reward_and_loss(self, variant: Variant, name: str) -> tuple[DemonstrationRewardConfig, SelectorLossConfig]:
-        """Reward and loss of a variant: as in the run, except for what the variant sets."""
-        return (
-            changed(self.reward, variant.reward, f"variants.{name}.reward"),
-            changed(self.loss, variant.loss, f"variants.{name}.loss"),
+    def plan(self, name: str) -> Plan:
+        """How the variant of this name is trained: as the run's GRPO, except for what it sets. Raises InputError: an
+        unknown key or a value of the wrong type in it."""
+        place = f"variants.{name}"
+        variant = changed(Variant(), self.variants[name], place)
+        stage = {key: getattr(variant, key) for key in ("epochs", "lr", "keep", "collected")}
+        return Plan(
+            variant,
+            changed(self.grpo, {key: value for key, value in stage.items() if value is not None}, place),
+            changed(self.reward, variant.reward, f"{place}.reward"),
+            changed(self.loss, variant.loss, f"{place}.loss"),
         )
 
-    def check_variants(self) -> None:
-        """Refuse unknown keys and values of the wrong type in any variant, as `changed` does."""
-        for name in self.variants:
-            variant = self.variant(name)
-            self.stage(variant, name)
-            self.reward_and_loss(variant, name)
+
+class Plan(NamedTuple):
+    """A variant, with what it takes from the run filled in."""
+
+    variant: Variant
+    stage: StageConfig
+    reward: DemonstrationRewardConfig
+    loss: SelectorLossConfig
 
 
 def changed(base: T, values: Any, where: str) -> T:
-    """A dataclass with some values changed; a message about them names `where`.
-
-    Raises:
-        InputError: an unknown key, a value of the wrong type.
-    """
+    """A dataclass with some values changed; a message about them names `where`. Raises InputError: an unknown key, a
+    value of the wrong type."""
     try:
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), OmegaConf.create(values))))
     except (OmegaConfBaseException, InputError) as error:
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
-
-
-SELECTOR_GROUPS: dict[str, dict[str, Any]] = {"beams": {"builtin": BuiltinBeams, "files": BeamFiles}}

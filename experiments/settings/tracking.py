@@ -1,8 +1,11 @@
-"""The settings of tracking, each with its meaning."""
+"""The settings that every training has, tracking among them, each with its meaning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from knobwise.common.checks import a_device, a_seed
+from knobwise.common.errors import InputError
 
 
 @dataclass
@@ -19,3 +22,28 @@ class TrackingSettings:
     """Put on every W&B run of this experiment."""
     tensorboard: bool = True
     """Write event files into the run's `tensorboard/`."""
+
+
+@dataclass
+class Training:
+    """A training of either system."""
+
+    experiment: str
+    """The experiment, a file in conf/experiment."""
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    """Group: auto, offline, online, disabled."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Training seeds; results are means over them."""
+    name: str | None = None
+    """Name of the run; None makes one from the options on the command line."""
+    runs: str = "runs"
+    """Folder of all runs."""
+    device: str = "cpu"
+    """cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise InputError(f"seeds={self.seeds}: at least one seed is needed, and none twice; such as seeds=[0,1,2]")
+        for seed in self.seeds:
+            a_seed("seeds", seed)
+        a_device("device", self.device)

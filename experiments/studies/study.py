@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
+from knobwise.experiments.command_line import sweep_jobs
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.sweep import jobs_of
 from knobwise.experiments.compare.runs import read_settings_of
@@ -231,14 +232,7 @@ def train(run: Run) -> str:
     if saved.exists() and (jobs := OmegaConf.select(OmegaConf.load(saved), "jobs", default=1)) != 1:
         raise InputError(f"was begun with jobs={jobs}; finish it that way, or move it away")
     with quiet():
-        if run.verb == "train":
-            from knobwise.experiments.train import controller
-
-            folder = controller.run(settings, run.words)
-        else:
-            from knobwise.experiments.train import selector
-
-            folder = selector.run(settings, run.words)
+        folder = sweep_jobs.train(settings, run.words)
     if folder != run.folder:
         raise InputError(f"was begun with other settings; move it away (this run is {folder})")
     return f"{folder.parent.name}/{folder.name}: {time.monotonic() - start:.0f} s"

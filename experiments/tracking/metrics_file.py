@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import fcntl
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from knobwise.common.files import written_whole
+from knobwise.common.files import locked, written_whole
 
 
 class MetricsFile:
@@ -27,7 +24,7 @@ class MetricsFile:
         self.path, self.seed = path, "" if seed is None else str(seed)
         last = -1 if resume_step is None else resume_step
         self.earlier: list[tuple[int, dict[str, float]]] = []
-        with self._locked():
+        with locked(path.parent):
             if path.exists():
                 rows = self._read()
                 for row in (row for row in rows if row["seed"] == self.seed):
@@ -39,7 +36,7 @@ class MetricsFile:
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Write one row."""
         row = {"seed": self.seed, "step": str(step), **{name: repr(value) for name, value in values.items()}}
-        with self._locked():
+        with locked(self.path.parent):
             columns = self._columns()
             if set(row) <= set(columns):
                 with self.path.open("a", newline="", encoding="utf-8") as file:
@@ -48,16 +45,6 @@ class MetricsFile:
                     csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(row)
             else:
                 self._write([*self._read(), row])
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes out: the lock is on the folder, since the file may be replaced."""
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
     def _lines(self) -> Iterator[list[str]]:
         if self.path.exists():

@@ -1,7 +1,4 @@
-"""The controller experiment: train with several seeds, judge beside every simple way, report.
-
-Launch it as `knobwise train experiment=controller key=value …`.
-"""
+"""The controller experiment: train with several seeds, judge beside every simple way."""
 
 from __future__ import annotations
 
@@ -20,57 +17,38 @@ from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_basel
 from knobwise.agents.stack.prices import mean_budgets
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import Split
 from knobwise.envs.tables.splits import budget_rows, divide
-from knobwise.experiments.results.judge import held_out_choices, judge_deadlines, judge_mean_budgets, profile_of
+from knobwise.experiments.results.judge import held_out_choices, judge_deadlines, judge_mean_budgets
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile
-from knobwise.experiments.tracking.tracker import Tracker
-from knobwise.experiments.train.run import begin, keep_best, run_experiment, tracker_of
+from knobwise.experiments.train.run import Experiment, keep_best, tracker_of
 
 
-def run(config: TrainRun, overrides: list[str]) -> Path:
-    """From a profile to a report; returns the run's folder, see `knobwise.experiments.train.run`.
-
-    Raises:
-        InputError: settings or files that cannot be used; nothing has been written then.
-    """
-    return run_experiment(ControllerExperiment(config), overrides)
-
-
-class ControllerExperiment:
-    """The trainings of all seeds. All are set up before the first is run: what is wrong shows before anything is
-    written.
-
-    Raises:
-        InputError: settings or files that cannot be used.
-    """
+class ControllerExperiment(Experiment):
+    """The trainings of all seeds, all set up before the first is run: what is wrong shows before anything is
+    written."""
 
     def __init__(self, config: TrainRun) -> None:
-        at_least("threads", config.threads, 1)
-        begin(config, config.threads)
+        super().__init__(config, config.threads)
         self.table = table = read_profile(config.profile)
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.split = self._split_of(config)
+        self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean = config.budget.sense == "mean"
         if self.mean:
             config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
-            fitted = torch.cat([self.split.train, self.split.validation])
-            self.budgets_ms = mean_budgets(table, fitted, config.budgets_ms)
+            self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
         else:
             self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
-        self.config = config
         names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "init_from", "device")
         settings = {name: getattr(config, name) for name in names}
-        self.trainers = [
-            ControllerTrainer(table, self.split, budgets_ms=self.budgets_ms, seed=seed, **settings)
-            for seed in config.seeds
-        ]
+        settings["budgets_ms"] = self.budgets_ms
+        self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]
 
     def _split_of(self, config: TrainRun) -> Split:
         """The split, without the test samples that `init_from` was trained on."""
@@ -95,7 +73,8 @@ class ControllerExperiment:
             trainer.resume(trainer.folder / "last.pt")
             if not trainer.finished:
                 # the checkpoint was written before the rows of its own iteration were complete
-                with self.tracker(folder, "train", trainer.seed, trainer.iteration - 1) as trainer.log:
+                step = trainer.iteration - 1
+                with tracker_of(self.config, folder, self.table, "train", trainer.seed, step) as trainer.log:
                     trainer.run()
             with threadpool_limits(self.config.threads):
                 self._finish(trainer, trainer.folder / "best.pt")
@@ -103,25 +82,23 @@ class ControllerExperiment:
     def _finish(self, trainer: ControllerTrainer, path: Path) -> None:
         """What comes after training, unless it is done: experts and a guard around an ensemble that predicts outcomes,
         and under mean budgets the price of each."""
-        table, policy, budgets_ms, limits = self.table, self.config.policy, self.budgets_ms, trainer.limits
+        table, fitted, policy, budgets_ms = self.table, self.fitted, self.config.policy, self.budgets_ms
         network = load_checkpoint(path).agent
         stacked = policy.structure == "utility" and policy.members > 1
         if not isinstance(network, Controller) or not (stacked or trainer.priced):
             return
-        fitted, seed = torch.cat([self.split.train, self.split.validation]), trainer.fold_seed
-        extra = trainer.provenance()
+        limits, seed, extra = trainer.limits, trainer.fold_seed, trainer.provenance()
         done: StackedController | PricedChooser
-        if trainer.priced and stacked:
+        if not trainer.priced:
+            done = fit_stack(table, fitted, network, policy, limits, seed)
+        elif stacked:
             done = price_stack(table, fitted, network, policy, limits, budgets_ms, seed)
-        elif trainer.priced:
+        else:
             trainer.agent.load_state_dict(network.state_dict())
-            folds = list(zip(*trainer.divide(), strict=True))
-            mask = table.mask[trainer.judged_rows]
+            folds, mask = list(zip(*trainer.divide(), strict=True)), table.mask[trainer.judged_rows]
             done = price_controller(
                 table, network, lambda worth: trainer.choose({}, worth.reshape(1), mask), folds, policy, budgets_ms
             )
-        else:
-            done = fit_stack(table, fitted, network, policy, limits, seed)
         if isinstance(stack := getattr(done, "chooser", done), StackedController):
             extra["validation_utility"] = stack.held_out_worth
         save_checkpoint(path, done, table, extra)
@@ -143,7 +120,7 @@ class ControllerExperiment:
     def _judged(self, controllers: list[Any]) -> tuple[dict[str, Any], pl.DataFrame]:
         """The contents of `results.json` and of `decisions.parquet`."""
         config, table, split, budgets_ms = self.config, self.table, self.split, self.budgets_ms
-        fitted, test, seeds = torch.cat([split.train, split.validation]), split.test, config.seeds
+        fitted, test, seeds = self.fitted, split.test, config.seeds
         baselines: list[Any] = []
         if self.mean:
             if config.baselines:
@@ -157,9 +134,3 @@ class ControllerExperiment:
             baselines = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
         rewards = self.trainers[0].env.rewards
         return judge_deadlines(table, test, budgets_ms, rewards, controllers, seeds, baselines)
-
-    def tracker(self, folder: Path, job_type: str, seed: int | None = None, step: int | None = None) -> Tracker:
-        """Where numbers go."""
-        config = self.config
-        tags = [config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"]
-        return tracker_of(config, folder, job_type, tags, profile_of(self.table), seed, step)

@@ -7,10 +7,11 @@ import json
 import logging
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import polars as pl
 import torch
@@ -22,71 +23,66 @@ from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import claim
+from knobwise.experiments.results.summary import profile_of
+from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
 
-class Experiment(Protocol):
-    """What differs between training controllers and training selectors. Making one refuses what cannot be used."""
-
-    config: Any
-    notes: list[str]
-    """What a person should know of the data."""
-
-    def train(self, folder: Path) -> None:
-        """Train all seeds, from where they were stopped; checkpoints go into `checkpoints/seed<k>`."""
-
-    def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Judge all policies on held-out data: the contents of `results.json` and of `decisions.parquet`."""
-
-    def tracker(self, folder: Path, job_type: str, seed: int | None = None, step: int | None = None) -> Tracker:
-        """Where numbers go; `step` is where a resumed seed stands."""
-
-
-def begin(config: Any, threads: int = 1) -> None:
-    """Check the settings that every experiment has, and set up torch.
+class Experiment(ABC):
+    """What training controllers and training selectors share. Making one refuses what cannot be used.
 
     Raises:
         InputError: a device that is not there, tracking that cannot be used.
     """
-    set_up_torch(threads)
-    wandb_mode(config.tracking)
-    if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not torch.cuda.is_available()):
-        raise InputError(f"device={config.device}: must be cpu, or cuda where torch finds it")
+
+    table: Any
+    """What is trained on, a `ProfileTable` or a `BeamTable`."""
+    notes: list[str]
+    """What a person should know of the data."""
+
+    def __init__(self, config: Any, threads: int = 1) -> None:
+        self.config = config
+        set_up_torch(threads)
+        wandb_mode(config.tracking)
+        if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not torch.cuda.is_available()):
+            raise InputError(f"device={config.device}: must be cpu, or cuda where torch finds it")
+
+    @abstractmethod
+    def train(self, folder: Path) -> None:
+        """Train all seeds, from where they were stopped; checkpoints go into `checkpoints/seed<k>`."""
+
+    @abstractmethod
+    def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
+        """Judge all policies on held-out data: the contents of `results.json` and of `decisions.parquet`."""
+
+    def run(self, overrides: list[str]) -> Path:
+        """Train, judge and report; returns the run's folder. Repeat it with the same settings to resume an interrupted
+        run. `overrides` are the words of the command line. Raises InputError: the folder cannot be used."""
+        for note in self.notes:
+            say(note)
+        with claim(self.config, overrides) as folder:
+            say(f"run: {folder}")
+            self.train(folder)
+            say("judging every policy on held-out data …")
+            results, decisions = self.judge(folder)
+            results["experiment"] = self.config.experiment
+            results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
+            with written_whole(folder / "results.json") as temporary:
+                temporary.write_text(json.dumps(results, indent=1))
+            write_decisions(folder, decisions)
+            report = write_report(folder)
+            with tracker_of(self.config, folder, self.table, "evaluate") as tracker:
+                drawn = tracker.mode != "disabled"  # pictures take longer to draw than all else here
+                tracker.log_results(results, images=result_images(results) if drawn else None)
+        print_results(results, Console())
+        print(f"report: {report}")
+        return folder
 
 
 def set_up_torch(threads: int = 1) -> None:
     """The number of threads; and TorchRL does not announce what it allocates."""
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     torch.set_num_threads(threads)
-
-
-def run_experiment(experiment: Experiment, overrides: list[str]) -> Path:
-    """Train, judge and report; returns the run's folder.
-
-    Repeat it with the same settings to resume an interrupted run. `overrides` are the words of the command line.
-
-    Raises:
-        InputError: the folder cannot be used.
-    """
-    for note in experiment.notes:
-        say(note)
-    with claim(experiment.config, overrides) as folder:
-        say(f"run: {folder}")
-        experiment.train(folder)
-        say("judging every policy on held-out data …")
-        results, decisions = experiment.judge(folder)
-        results["experiment"] = experiment.config.experiment
-        results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
-        with written_whole(folder / "results.json") as temporary:
-            temporary.write_text(json.dumps(results, indent=1))
-        write_decisions(folder, decisions)
-        report = write_report(folder)
-        with experiment.tracker(folder, "evaluate") as tracker:
-            drawn = tracker.mode != "disabled"  # pictures take longer to draw than all else here
-            tracker.log_results(results, images=result_images(results) if drawn else None)
-    print_results(results, Console())
-    print(f"report: {report}")
-    return folder
 
 
 def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
@@ -99,15 +95,14 @@ def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
 
 
 def tracker_of(
-    config: Any,
-    folder: Path,
-    job_type: str,
-    tags: Sequence[str],
-    profile: Mapping[str, Any],
-    seed: int | None = None,
-    step: int | None = None,
+    config: Any, folder: Path, table: Any, job_type: str, seed: int | None = None, step: int | None = None
 ) -> Tracker:
-    """The tracker of a run; a negative `step` is the beginning."""
+    """Where the numbers of a run, or of one seed, go. A resumed seed stands at `step`; a negative one is the
+    beginning."""
+    if isinstance(config, SelectorRun):
+        tags = [config.selector.version, f"reward-{config.reward.mode}"]
+    else:
+        tags = [config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"]
     return Tracker(
         folder,
         name=folder.name,
@@ -116,8 +111,8 @@ def tracker_of(
         config=asdict(config),
         settings=config.tracking,
         seed=seed,
-        tags=list(tags),
-        profile_digest=profile["digest"],
-        profile=dict(profile),
+        tags=tags,
+        profile_digest=table.digest,
+        profile=profile_of(table),
         resume_step=step if step is not None and step >= 0 else None,
     )

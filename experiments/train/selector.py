@@ -1,32 +1,30 @@
 """The selector experiment: supervised fine-tuning on beams, RCE, GRPO in several forms, with several seeds; judge them
-on queries and candidates never seen beside every simple way; report.
-
-Launch it as `knobwise train experiment=selector key=value …`.
-"""
+on queries and candidates never seen beside every simple way."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import torch
+from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
-from knobwise.agents.selector.evaluation import (
-    Decided,
-    choose,
-    decide_selectors,
-    decide_simple,
-    decision_us,
-    judged_choices,
-)
+from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.networks import LONGEST
 from knobwise.agents.selector.selector import DECODINGS, Selector, StoredEmbeddings
+from knobwise.agents.training.init_from import selector_start
+from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
+from knobwise.common.processes import in_processes
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
@@ -35,8 +33,9 @@ from knobwise.experiments.results.selectors import selector_decisions, selector_
 from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker
-from knobwise.experiments.train.run import begin, keep_best, run_experiment
-from knobwise.experiments.train.selector_stages import SelectorStages, selector_tracker, train_all
+from knobwise.experiments.train.run import Experiment, keep_best, set_up_torch, tracker_of
+from knobwise.losses.settings import SelectorLossConfig
+from knobwise.profiling.demonstrations.beam_search import probability, score
 
 TAKEN = ("sft", "rce", "hidden_sft", "hidden_rce", *SIMPLE, *UPPER)
 """Names that no variant may have."""
@@ -46,50 +45,46 @@ def policies(config: SelectorRun) -> dict[str, list[str]]:
     """What is trained, by the name of its folder and row, and which blocks it does not see."""
     blocks: dict[str, list[str]] = {"sft": [], "rce": []}
     for name in config.variants:
-        hidden = config.variant(name).hidden
+        hidden = config.plan(name).variant.hidden
         if hidden:
             blocks |= {"hidden_sft": hidden, "hidden_rce": hidden}
         blocks[name] = hidden
     return blocks
 
 
-def run(config: SelectorRun, overrides: list[str]) -> Path:
-    """From beams to a report; returns the run's folder, see `knobwise.experiments.train.run`.
-
-    Raises:
-        InputError: settings or files that cannot be used; nothing has been written then.
-    """
-    return run_experiment(SelectorExperiment(config), overrides)
-
-
-class SelectorExperiment:
-    """The stages of all seeds, and what they are judged on.
-
-    Raises:
-        InputError: settings or files that cannot be used.
-    """
+class SelectorExperiment(Experiment):
+    """The stages of all seeds, and what they are judged on."""
 
     def __init__(self, config: SelectorRun) -> None:
-        begin(config)
-        self.config, self.data = config, _checked(config)
-        self.notes = [
-            f"{self.data.table.name}: {note}" for note in dict.fromkeys([*self.data.table.notes, *self.data.test.notes])
-        ]
+        super().__init__(config)
+        self.data = _checked(config)
+        self.table = self.data.table
+        self.notes = [f"{self.table.name}: {n}" for n in dict.fromkeys([*self.table.notes, *self.data.test.notes])]
 
     def train(self, folder: Path) -> None:
-        """Train every stage of every seed that is not finished."""
-        train_all(self.config, folder)
+        """Train every stage of every seed that is not finished, several seeds at the same time."""
+        config = self.config
+        pieces = [(config, seed, folder) for seed in config.seeds]
+        if config.jobs > 1 and len(pieces) > 1:
+            in_processes("seeds", train_seed, pieces, config.jobs)
+            return
+        for piece in pieces:
+            train_seed(*piece)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Every policy on the same held-out queries; the best on validation becomes the run's."""
-        policy, seed = _keep_best(self.config, folder)
-        results, decisions = judge_run(self.config, self.data, folder)
-        results["variants"], results["best_policy"], results["best_seed"] = list(self.config.variants), policy, seed
+        """Every policy on the same held-out queries; the best on validation becomes the run's. Controls do not
+        compete."""
+        config, seeds = self.config, [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
+        plans = {name: config.plan(name) for name in config.variants}
+        competing = [name for name, plan in plans.items() if not plan.variant.hidden and plan.stage.keep == "best"]
+        scores = {}
+        for name, seed in itertools.product(competing or ["rce"], seeds):
+            scores[seed / name] = float(load_checkpoint(seed / name / "best.pt").extra["validation"])
+        best = keep_best(folder, scores)
+        results, decisions = judge_run(config, self.data, folder)
+        results["variants"], results["best_policy"] = list(config.variants), best.name
+        results["best_seed"] = int(best.parent.name.removeprefix("seed"))
         return results, decisions
-
-    def tracker(self, folder: Path, job_type: str, seed: int | None = None, step: int | None = None) -> Tracker:
-        """Where numbers go."""
-        return selector_tracker(self.config, folder, self.data.table, job_type, seed, step)
 
 
 def _checked(config: SelectorRun) -> SelectorData:
@@ -97,8 +92,6 @@ def _checked(config: SelectorRun) -> SelectorData:
     one_of("decoding", config.decoding, DECODINGS)
     for key in ("jobs", "shots"):
         at_least(key, getattr(config, key), 1)
-    for seed in config.seeds:
-        at_least("seeds", seed, 0)
     if config.selector.version == "v0" and max([config.shots, *config.judged_shots]) > LONGEST:
         raise InputError(f"shots, judged_shots: selector.version=v0 has positions for {LONGEST} demonstrations")
     data = read_data(config.beams)
@@ -107,9 +100,7 @@ def _checked(config: SelectorRun) -> SelectorData:
     if data.scorer is None and config.shots not in lengths:
         raise InputError(f"shots={config.shots}: recorded sequences have {lengths} demonstrations only")
     for name in config.variants:  # what is wrong in itself, before what these beams do not have
-        variant = config.variant(name)
-        config.stage(variant, name)
-        config.reward_and_loss(variant, name)
+        variant = config.plan(name).variant
         if name in TAKEN:
             raise InputError(f"variants.{name}: the name is taken; choose another")
         if data.scorer is None and (variant.live or variant.rounds > 1):
@@ -123,9 +114,9 @@ def _checked(config: SelectorRun) -> SelectorData:
         stages.init_from(config.init_from)
     recorded_groups(data.table, GroupConfig("beams"))
     for name in config.variants:
-        variant = config.variant(name)
+        variant, _, reward, _ = config.plan(name)
         hide(data.table, variant.hidden)
-        stages.check(config.reward_and_loss(variant, name)[0])
+        stages.check(reward)
         if not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
@@ -136,38 +127,170 @@ def _checked(config: SelectorRun) -> SelectorData:
     return data
 
 
-def _keep_best(config: SelectorRun, folder: Path) -> tuple[str, int]:
-    """The policy and seed that were best on validation become the run's `best.pt`; controls do not compete."""
-    variants = {name: config.variant(name) for name in config.variants}
-    competing = [
-        name for name, variant in variants.items() if not variant.hidden and config.stage(variant, name).keep == "best"
-    ]
-    scores = {}
-    for name, seed in itertools.product(competing or ["rce"], config.seeds):
-        path = folder / "checkpoints" / f"seed{seed}" / name
-        scores[path] = float(load_checkpoint(path / "best.pt").extra["validation"])
-    best = keep_best(folder, scores)
-    return best.name, int(best.parent.name.removeprefix("seed"))
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def train_seed(config: SelectorRun, seed: int, folder: Path) -> str:
+    """All stages of one seed, but for those that are finished already; gives nothing to note."""
+    set_up_torch()
+    SelectorStages(config, read_data(config.beams), seed, folder).all()
+    return ""
+
+
+class SelectorStages:
+    """The stages of one seed: what each starts from, and what it learns from. The checkpoints of each policy go into
+    `checkpoints/seed<k>/<policy>` of the run's folder."""
+
+    def __init__(self, config: SelectorRun, data: SelectorData, seed: int, folder: Path | None) -> None:
+        self.config, self.data, self.seed, self.folder = config, data, seed, folder
+        self.step, self.after = 0, contextlib.ExitStack()
+        self.tracker: Tracker | None = None
+        self.rows = torch.arange(data.table.num_queries)
+        self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
+
+    def check(self, reward: Any) -> None:
+        """Refuse a reward that what was recorded does not hold. Raises InputError: naming what is missing."""
+        table, config = self.data.table, self.config
+        start = Selector.fitted(config.selector, table.queries, table.candidates)
+        SelectorTrainer("rce", table, self.data.split, start, shots=config.shots, config=config.rce, reward=reward)
+
+    def all(self) -> None:
+        """Train everything that the settings name."""
+        with self.after:
+            base = {"": self._base("", self.data.table)}
+            for name in self.config.variants:
+                hidden = self.config.plan(name).variant.hidden
+                key, table = ",".join(hidden), hide(self.data.table, hidden)
+                if key not in base:
+                    base[key] = self._base("hidden_", table)
+                self._variant(name, table, *base[key])
+
+    def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
+        """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
+        if prefix or self.config.init_from is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                start = Selector.fitted(self.config.selector, table.queries[self.data.split.train], table.candidates)
+        else:
+            start = self.init_from(self.config.init_from)
+        sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
+        return sft, self.stage(f"{prefix}rce", "rce", table, sft)
+
+    def init_from(self, path: str) -> Selector:
+        """The selector of a checkpoint. Raises InputError: another network, or it was trained on queries of these beams
+        that are not trained on here."""
+        table, split = self.data.table, self.data.split
+        selector, loaded = selector_start(path, self.config.selector, table.queries.shape[-1])
+        fitted = {table.query_ids[row] for part in split[:2] for row in part.tolist()}
+        # beams with draws of a policy added have another digest, and the same name
+        known = table.digest == loaded.profile_digest or table.name == loaded.profile_name
+        if known and not fitted.issuperset(loaded.extra.get("fitted", ())):
+            raise InputError(
+                f"init_from={path}: was trained on queries of {table.name!r} that this run holds out; use the same "
+                "beams.train, beams.validation and beams.split_seed"
+            )
+        return selector
+
+    def _variant(self, name: str, table: BeamTable, sft: Selector, rce: Selector) -> None:
+        variant, stage, reward, loss = self.config.plan(name)
+        settings = {"reward": reward, "loss": loss, "config": stage, "reference": sft}
+        start = sft
+        if variant.warmup:
+            usual = (self.config.reward, _rce_settings(self.config.loss))
+            # what only a control changes is left to it: its warm-up is the same
+            same = (replace(reward, shuffled=False), _rce_settings(loss)) == usual
+            start = rce if same else self.stage(f"{name}-rce", "rce", table, sft, reward=reward, loss=loss)
+        if variant.live:
+            self.stage(name, "grpo", table, start, live=True, **settings)
+            return
+        groups = GroupConfig(variant.groups, rounds=1)
+        for number in range(1, variant.rounds + 1):
+            if variant.own_draws and self.data.scorer is not None:
+                table = self.recorded(table, sft if number == 1 else start, variant.own_draws, number)
+            last = number == variant.rounds
+            start = self.stage(name if last else f"{name}-{number}", "grpo", table, start, groups=groups, **settings)
+
+    @torch.no_grad()
+    def recorded(self, table: BeamTable, selector: Selector, count: int, number: int) -> BeamTable:
+        """The table with draws of a selector for every query, scored once, as beams of round `number`."""
+        assert self.data.scorer is not None
+        assert self.zero_shot is not None
+        embeddings, draws = StoredEmbeddings(table.queries, table.candidates), []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed + 1000 * number)
+            for rows in self.rows.split(512):
+                query, pool = embeddings.both(rows, table.pool[rows])
+                dist = selector.distribution(query, pool, table.pool_mask[rows], self.config.shots, count)
+                draws.append(dist.sample())
+        scored = score(self.data.scorer, self.rows, table.pool, torch.cat(draws), "policy", self.zero_shot)
+        return table.with_beams(scored.sequences, scored.fields, scored.found_by, number)
+
+    def stage(self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any) -> Selector:
+        """One training, or what is left of it; gives its best epoch's selector."""
+        assert self.folder is not None
+        folder = self.folder / "checkpoints" / f"seed{self.seed}" / name
+        usual = {"config": getattr(self.config, stage), "loss": self.config.loss, "reward": self.config.reward}
+        trainer = SelectorTrainer(
+            stage,
+            table,
+            self.data.split,
+            start,
+            shots=self.config.shots,
+            scorer=self.data.scorer,
+            seed=self.seed,
+            folder=folder,
+            device=self.config.device,
+            **(usual | settings),
+        )
+        trainer.title = f"seed {self.seed} · {name}"
+        trainer.resume(folder / "last.pt")
+        if not trainer.finished:
+            # the checkpoint was written before the rows of its own iteration were complete
+            before = self.step + trainer.iteration - 1
+            if self.tracker is None:
+                opened = tracker_of(self.config, self.folder, self.data.table, "train", self.seed, before)
+                self.tracker = self.after.enter_context(opened)
+            trainer.log = _StageLog(self.tracker, name, self.step)
+            trainer.run()
+        self.step += trainer.total + 1
+        return load_checkpoint(folder / "best.pt").selector
+
+
+def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
+    """What RCE reads of the settings of the loss."""
+    return loss.scores, loss.temperature_start, loss.temperature_end
+
+
+class _StageLog:
+    """One stage's numbers in the log of its seed: under its own name, after the steps of the stages before it."""
+
+    def __init__(self, tracker: Tracker, name: str, first: int) -> None:
+        self.tracker, self.name, self.first = tracker, name, first
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        named = {key.replace("/", f"/{self.name}/", 1): value for key, value in metrics.items()}
+        self.tracker.log(named, self.first + step)
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
 
 
 def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
     """Every policy on the same held-out queries, at every number of shots; gives the contents of `results.json` and of
     `decisions.parquet`."""
     decided: dict[str, dict[int, Decided]] = {}
-    facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
     for shots in config.judged_shots:
-        simple = decide_simple(
+        simple = evaluation.decide_simple(
             data.test, data.test_scorer, shots, seeds=config.seeds, rows=data.test_rows, trusted=data.trusted
         )
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome
-    for name, hidden in policies(config).items():
-        test = hide(data.test, hidden)
-        embeddings = StoredEmbeddings(test.queries, test.candidates)
+    facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
+    for name, blocks in policies(config).items():
         loaded = [load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt") for seed in config.seeds]
         facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
-        decided[name] = _decided(config, data, test, embeddings, [checkpoint.selector for checkpoint in loaded])
+        decided[name] = _decided(config, data, blocks, [checkpoint.selector for checkpoint in loaded])
     decisions = selector_decisions(decided, data.test, data.test_rows, config.seeds)
     results = selector_results(
         decisions,
@@ -182,23 +305,29 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
 
 
 def _decided(
-    config: SelectorRun, data: SelectorData, test: BeamTable, embeddings: StoredEmbeddings, selectors: list[Selector]
+    config: SelectorRun, data: SelectorData, blocks: list[str], selectors: list[Selector]
 ) -> dict[int, Decided]:
-    """The choices of one policy with every seed, by the number of shots."""
-    rows, scorer, decided = data.test_rows, data.test_scorer, {}
-    greedy = scorer is not None and config.decoding == "greedy"
-    # a greedy choice begins as a shorter one does, a beam need not
-    longest = max(config.judged_shots)
-    whole = [choose(selector, embeddings, test, rows, longest) for selector in selectors if greedy]
+    """The choices of a policy that does not see `blocks`, with every seed, by the number of shots."""
+    test, rows, scorer = hide(data.test, blocks), data.test_rows, data.test_scorer
+    embeddings = StoredEmbeddings(test.queries, test.candidates)
+    if scorer is None:
+        ways = (selectors, embeddings, test, None)
+        return {
+            shots: evaluation.decide_selectors(*ways, shots, rows, config.decoding) for shots in config.judged_shots
+        }
+    whole: list[Tensor] = []
+    if config.decoding == "greedy":  # such a choice begins as a shorter one does, one of a beam need not
+        whole = [
+            evaluation.choose(selector, embeddings, test, rows, max(config.judged_shots)) for selector in selectors
+        ]
+    decided = {}
     for shots in config.judged_shots:
-        if scorer is not None and greedy:
-            outcome = judged_choices(test, scorer, [chosen[:, :shots] for chosen in whole], rows)
+        if whole:
+            outcome = evaluation.judged_choices(test, scorer, [chosen[:, :shots] for chosen in whole], rows)
         else:
-            outcome = decide_selectors(selectors, embeddings, test, scorer, shots, rows, config.decoding)
-        if scorer is not None:
-            assert outcome.demonstrations is not None
-            votes = [scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations]
-            times = decision_us(selectors[0], embeddings, test, rows, shots)
-            outcome = outcome._replace(vote=torch.stack(votes).float().cpu(), decision_us=times)
-        decided[shots] = outcome
+            outcome = evaluation.decide_selectors(selectors, embeddings, test, scorer, shots, rows, config.decoding)
+        assert outcome.demonstrations is not None
+        votes = torch.stack([scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations])
+        times = evaluation.decision_us(selectors[0], embeddings, test, rows, shots)
+        decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
     return decided

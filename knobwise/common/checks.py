@@ -37,14 +37,6 @@ def a_device(key: str, value: str) -> None:
         raise InputError(f"{key}={value}: must be cpu or cuda")
 
 
-def training_seeds(values: Collection[int]) -> None:
-    """Refuse an empty list of seeds, a seed twice, and a number that is no seed."""
-    if not values or len(set(values)) < len(values):
-        raise InputError(f"seeds={list(values)}: at least one seed is needed, and none twice; such as seeds=[0,1,2]")
-    for value in values:
-        a_seed("seeds", value)
-
-
 def band(key: str, value: tuple[float, float] | None) -> None:
     """Refuse a band that is not (low, high)."""
     if value is not None and not 0 <= value[0] <= value[1]:

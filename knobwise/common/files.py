@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -66,3 +67,16 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one process is inside for this folder; others wait. It is made when it is missing. The lock is on the folder
+    itself, since files in it may be replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

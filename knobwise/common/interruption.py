@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 from knobwise.common.progress import say as write
@@ -19,8 +19,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_S = 1.0
 """A signal within so many seconds of another one is the same wish: terminals, schedulers and `timeout` signal a whole
 group of processes, and the parent passes the signal on."""
-
-Handler = Callable[[int, FrameType | None], None]
 _latest_s = -SAME_S
 
 
@@ -32,41 +30,53 @@ def is_new() -> bool:
 
 
 @contextmanager
-def _handling(handler: Handler) -> Iterator[None]:
-    """Handle the signals by `handler` within the block. Only the main thread can; elsewhere nothing changes."""
+def _handling(react: Callable[[int], None]) -> Iterator[None]:
+    """Call `react` with each new signal within the block. Only the main thread can; elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if is_new():
+            react(number)
+
     # None: installed by something else than Python, which cannot be put back
     before = {number: signal.getsignal(number) for number in SIGNALS}
     taken = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
     try:
         for number in taken:
-            signal.signal(number, handler)
+            signal.signal(number, handle)
         yield
     finally:
         for number, old in taken.items():
             signal.signal(number, old)
 
 
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Within the block each of the signals raises `KeyboardInterrupt(number)` at once."""
+def _stop(number: int) -> None:
+    raise KeyboardInterrupt(number)
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        if is_new():
-            raise KeyboardInterrupt(number)
 
-    with _handling(stop):
-        yield
+def stopped_by_signals() -> AbstractContextManager[None]:
+    """A block within which each of the signals raises `KeyboardInterrupt(number)` at once."""
+    return _handling(_stop)
 
 
 class Held:
-    """The wish to stop, while it is held back."""
+    """The wish to stop, while it is held back. `say` is a line for stderr when the first signal comes."""
 
-    number: int | None = None
-    """The number of the signal that came; None as long as none did."""
-    _saving = False
+    def __init__(self, say: str = "") -> None:
+        self.number: int | None = None
+        """The number of the signal that came; None as long as none did."""
+        self._say, self._saving = say, False
+
+    def react(self, number: int) -> None:
+        """Keep the first signal; a second one stops at once, except while saving."""
+        if self.number is None:
+            self.number = number
+            if self._say:
+                write(f"\n{self._say}")
+        elif not self._saving:
+            _stop(number)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -80,36 +90,16 @@ class Held:
     def check(self) -> None:
         """Raise KeyboardInterrupt, with the number of the signal, if a signal came."""
         if self.number is not None:
-            raise KeyboardInterrupt(self.number)
+            _stop(self.number)
 
 
 @contextmanager
 def held_back(active: bool = True, say: str = "") -> Iterator[Held]:
-    """Hold signals back, so that the block stops where it can be resumed from: where it calls `check`.
-
-    A second signal, later than `SAME_S` after the first, stops the block at once. A signal that is still held back when
-    the block ends is raised then.
-
-    Args:
-        active: False holds nothing back.
-        say: a line for stderr when a signal comes.
-    """
-    held = Held()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if not is_new():
-            return
-        if held.number is None:
-            held.number = number
-            if say:
-                write(f"\n{say}")
-        elif not held._saving:
-            raise KeyboardInterrupt(number)
-
-    if not active:
-        yield held
-        return
-    with _handling(note):
+    """Hold signals back, unless not `active`, so that the block stops where it can be resumed from: where it calls
+    `check`. A second signal, later than `SAME_S` after the first, stops the block at once. A signal that is still held
+    back when the block ends is raised then."""
+    held = Held(say)
+    with _handling(held.react) if active else nullcontext():
         yield held
     held.check()
 

@@ -29,18 +29,12 @@ class _Stopped(NamedTuple):
 def in_processes(
     title: str, work: Callable[..., str], pieces: Sequence[tuple[Any, ...]], jobs: int, done: int = 0
 ) -> list[str]:
-    """Call `work(*piece)` for every piece, several at the same time, each in a process of its own. The first error
-    stops all.
+    """Call `work(*piece)` for every piece, `jobs` at the same time, each in a process of its own; gives the notes of
+    the calls, in the order in which they ended. The first error stops all.
 
     Args:
-        title: of the bar that counts the pieces.
+        title: of the bar that counts the pieces, of which `done` were finished before.
         work: a function of a module; returns a note for the bar.
-        pieces: the arguments, one tuple for each call.
-        jobs: processes at once.
-        done: pieces that were finished before, for the bar.
-
-    Returns:
-        the notes, in the order in which the pieces ended.
 
     Raises:
         KeyboardInterrupt: a signal came. The processes were stopped by it too; the notes of their work are here.
@@ -83,12 +77,11 @@ def _as_ended(futures: Sequence[Future[str | _Stopped]]) -> Iterator[Future[str 
 def _stop(started: Sequence[Future[str | _Stopped]]) -> list[str]:
     """Have the processes save their work, and wait; a second signal makes them stop at once. Gives their notes."""
     running = [future for future in started if not future.cancel()]
-    ended = False
-    while not ended:
+    while not all(future.done() for future in running):
         for process in multiprocessing.active_children():
             process.terminate()
         with suppress(KeyboardInterrupt):
-            ended = len(list(_as_ended(running))) == len(running)
+            list(_as_ended(running))
     results = [future.result() for future in running if future.exception() is None]
     return [note for result in results if isinstance(result, _Stopped) for note in result.notes]
 
@@ -108,17 +101,17 @@ def _start_worker() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _note(number: int, frame: Any = None) -> None:
-    global _stopped_by
-    _stopped_by = number
-    is_new()
-
-
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _note(number: int, frame: Any = None) -> None:
+    global _stopped_by
+    _stopped_by = number
+    is_new()
 
 
 def _work(work: Callable[..., str], piece: tuple[Any, ...]) -> str | _Stopped:

@@ -36,20 +36,13 @@ def progress(title: str, total: int, done: int = 0, every_s: float = 60.0, quiet
         every_s: seconds between plain lines.
         quiet_s: seconds before anything is shown, so that short work stays silent.
     """
-    pace = _Pace(title, total, done)
     if not _has_terminal():
-        yield _lines(pace, every_s, quiet_s)
+        yield _Lines(title, total, done, quiet_s, every_s).tick
         return
-    bar = _Bar(pace)
-    if not quiet_s:
-        bar.draw(done, "")
-
-    def tick(done: int, note: str = "") -> None:
-        if bar.task is not None or time.monotonic() - pace.start >= quiet_s:
-            bar.draw(done, note)
-
+    bar = _Bar(title, total, done, quiet_s)
+    bar.tick(done)
     try:
-        yield tick
+        yield bar.tick
     finally:
         bar.remove()
 
@@ -68,11 +61,25 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
 
 
+def _has_terminal() -> bool:
+    """Whether stderr is a terminal for bars. Forced colours do not make a file one, and a process that works for
+    another one leaves the terminal to that one."""
+    if multiprocessing.parent_process() is not None:
+        return False
+    with suppress(AttributeError, OSError, ValueError):  # stderr may be None, closed, or anything with `write`
+        console = Console(stderr=True)
+        return sys.stderr.isatty() and console.is_terminal and not console.is_dumb_terminal
+    return False
+
+
 class _Pace:
     """How fast the work goes; `first` steps were done before."""
 
-    def __init__(self, title: str, total: int, first: int) -> None:
-        self.title, self.total, self.first, self.start = title, total, first, time.monotonic()
+    def __init__(self, title: str, total: int, first: int, quiet_s: float) -> None:
+        self.title, self.total, self.first, self.quiet_s, self.start = title, total, first, quiet_s, time.monotonic()
+
+    def is_short(self) -> bool:
+        return time.monotonic() - self.start < self.quiet_s
 
     def left(self, done: int) -> str:
         seconds = time.monotonic() - self.start
@@ -90,55 +97,45 @@ class _Pace:
         return f"{steps / seconds:.1f} it/s" if steps >= seconds else f"{seconds / steps:.1f} s/it"
 
 
-def _has_terminal() -> bool:
-    """Whether stderr is a terminal for bars. Forced colours do not make a file one, and a process that works for
-    another one leaves the terminal to that one."""
-    if multiprocessing.parent_process() is not None:
-        return False
-    with suppress(AttributeError, OSError, ValueError):  # stderr may be None, closed, or anything with `write`
-        console = Console(stderr=True)
-        return sys.stderr.isatty() and console.is_terminal and not console.is_dumb_terminal
-    return False
+class _Lines(_Pace):
+    """A plain line now and then."""
 
+    def __init__(self, title: str, total: int, first: int, quiet_s: float, every_s: float) -> None:
+        super().__init__(title, total, first, quiet_s)
+        self.every_s, self.last, self.ended = every_s, self.start, False
 
-def _lines(pace: _Pace, every_s: float, quiet_s: float) -> Tick:
-    last, ended = pace.start, False
-
-    def tick(done: int, note: str = "") -> None:
-        nonlocal last, ended
+    def tick(self, done: int, note: str = "") -> None:
         now = time.monotonic()
-        at_end = done == pace.total and not ended  # a second tick at the end says nothing
-        if now - last >= every_s or (at_end and now - pace.start >= quiet_s):
-            last, ended = now, at_end or ended
-            line = f"{pace.title}: {done}/{pace.total}, {pace.left(done)}"
+        at_end = done == self.total and not self.ended  # a second tick at the end says nothing
+        if now - self.last >= self.every_s or (at_end and not self.is_short()):
+            self.last, self.ended = now, at_end or self.ended
+            line = f"{self.title}: {done}/{self.total}, {self.left(done)}"
             say(f"{line} · {note}" if note else line)
 
-    return tick
 
-
-class _Bar:
+class _Bar(_Pace):
     """A bar in the terminal; nested ones stand below each other, in one display."""
 
     display: Progress | None = None
     drawn_s = 0.0
     lock = RLock()
+    task: TaskID | None = None
 
-    def __init__(self, pace: _Pace) -> None:
-        self.pace = pace
-        self.task: TaskID | None = None
-
-    def draw(self, done: int, note: str) -> None:
-        values: dict[str, Any] = {"rate": self.pace.rate(done), "left": self.pace.left(done), "note": note}
+    def tick(self, done: int, note: str = "") -> None:
+        if self.task is None and self.is_short():
+            return
+        values: dict[str, Any] = {"rate": self.rate(done), "left": self.left(done), "note": note}
         with self.lock, suppress(OSError, ValueError):
             display = _Bar.display = _Bar.display or _display()
+            now = time.monotonic()
             if self.task is None:
-                self.task = display.add_task(self.pace.title, total=self.pace.total, completed=done, **values)
+                self.task = display.add_task(self.title, total=self.total, completed=done, **values)
                 display.start()
-                _Bar.drawn_s = time.monotonic()
+                _Bar.drawn_s = now
                 return
             display.update(self.task, completed=done, **values)
-            if time.monotonic() - self.drawn_s >= REDRAW_S:
-                _Bar.drawn_s = time.monotonic()
+            if now - self.drawn_s >= REDRAW_S:
+                _Bar.drawn_s = now
                 display.refresh()
 
     def remove(self) -> None:

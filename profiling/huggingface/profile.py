@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from knobwise.common.errors import InputError
+from knobwise.common.files import locked
 from knobwise.profiling.huggingface.block_importance import AnswerLikelihood, measure_importance, read_importance
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
 from knobwise.profiling.measuring.adaptive_model import Request
-from knobwise.profiling.measuring.machine import one_at_a_time, one_thread
+from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.profiler import chosen_configurations, profile_vlm, question_text
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 from knobwise.profiling.measuring.settings import VLMProfileConfig
@@ -93,7 +94,7 @@ def weights_digest(name_or_path: str | Path, commit: str | None = None) -> str:
 
 def _measured(path: Path, model: HuggingFaceVLM, data: VQAData, config: VLMProfileConfig) -> dict[int, float]:
     """Importance by the likelihood of the model's own answers to the first questions; measured once for a folder."""
-    with one_at_a_time(path.parent):  # processes that share a folder must leave out the same blocks
+    with locked(path.parent):  # processes that share a folder must leave out the same blocks
         if path.exists():
             return read_importance(path)
         requests = [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,18 +31,6 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
     if keys:
         differences = "; ".join(f"{key}: {noted.get(key)} → {wanted.get(key)}" for key in keys)
         raise InputError(f"{path.parent} holds a run with other settings ({differences}); choose another out folder")
-
-
-@contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Only one process is inside for this folder; others wait. The folder is made when it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 
 from knobwise.common.errors import InputError
+from knobwise.common.files import locked
 from knobwise.profiling.measuring.adaptive_model import KNOBS, AdaptiveVLM, KnobSupport, Request, check_configuration
 from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 from knobwise.profiling.measuring.feature_store import FeatureStore, collect_features, content_keys, image_digests
 from knobwise.profiling.measuring.grid_sampling import sample_grid
-from knobwise.profiling.measuring.machine import claim, machine, one_at_a_time
+from knobwise.profiling.measuring.machine import claim, machine
 from knobwise.profiling.measuring.measuring import COLUMNS, EXTRA, Plan, appended, measure, read_logs
 from knobwise.profiling.measuring.outputs import Judge, describe, describe_knobs, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
@@ -87,7 +88,7 @@ def profile_vlm(
     if missing := int((~plan.done(log)).sum()):
         print(f"shard {config.shard} of {config.shards} is done; {missing} measurements of the others are missing")
         return out
-    with one_at_a_time(state):  # two that finish at once write one after the other
+    with locked(state):  # two that finish at once write one after the other
         if store is not None:
             _merge_features(out, model, plan, config)
         written = {"command": command(model.name, config), "config": asdict(config), "split": config.split, **identity}

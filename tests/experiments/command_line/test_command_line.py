@@ -4,54 +4,39 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import commands
 import polars as pl
 import pytest
 import torch
-from helpers import small_table
-from tensordict import TensorDictBase
+from commands import OPTIMISER, TABLE, Capture, Patch, same
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.settings import EXPERTS
-from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.envs.readers.long_table import long_frame, read_long_table, write_features, write_long_table
+from knobwise.envs.readers.long_table import long_frame, read_long_table, write_features
 from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
-from knobwise.experiments.results.run_folder import run_name
 
 POLICIES = [
     *("controller", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
     *("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "random", "oracle"),
 ]
-QUICK = [
-    *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
-    *("policy.hidden=16", "tracking=disabled", "seeds=[0,1,2]"),
-]
+QUICK = [*OPTIMISER, "seeds=[0,1,2]"]
 CHECKPOINTS = ("checkpoints/best.pt", "checkpoints/last.pt")
-LEAN = [*QUICK, "policy=utility", "policy.hidden=16", "seeds=[0]"]
+LEAN = [*QUICK, "policy=utility", "seeds=[0]"]
 """Where it does not matter what is trained: one network, no experts."""
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty folder with a long table and its features, holes in the grid."""
     monkeypatch.chdir(tmp_path)
-    table = small_table(90, holes=0.3)
-    write_long_table(table, "t.parquet")
-    write_features(table, "f.npz")
+    commands.write_table(90, holes=0.3)
     return tmp_path
 
 
-TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
-
-
-def test_train_leaves_what_the_contract_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> None:
     assert main(["train", *TABLE, *QUICK, "tracking=offline", "name=first"]) == 0
     run = folder / "runs" / "controller" / "first"
     assert (folder / "runs" / "latest").resolve() == run
@@ -96,31 +81,32 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: pytest.Captur
 
 def write_exp_files_by_hand(folder: Path) -> None:
     """Two crops × two top_k, one of the four never measured (a hole), 30 samples; sample 7 lacks one latency."""
-    crops_of, text = {(2, 4): 0.2, (2, 8): 0.4, (6, 4): 0.7}, "okvqa"
-    for (crops, top_k), share in crops_of.items():
+    for (crops, top_k), share in {(2, 4): 0.2, (2, 8): 0.4, (6, 4): 0.7}.items():
         setting = {"max_crops": crops, "top_k": top_k, "num_active_blocks": 12}
-        right = [1.0 if (7 * i) % 30 < 30 * share else 0.0 for i in range(30)]
-        times = [50.0 + 10 * crops + top_k + i for i in range(30)]
-        kept = [i for i in range(30) if (crops, top_k, i) != (6, 4, 7)]
-        accuracy = {
-            "summary": [{**setting, "num_total_blocks": 16, "accuracy": sum(right) / 30, "num_samples": 30}],
-            "all_samples": [{"sample_id": i, "score": right[i], "pred": "a", "answers": ["a"]} for i in range(30)],
-            "config": {"dataset_name": text, "split": "validation", "batch_size": 8},
-        }
-        per_sample = [
-            {"sample_id": i, **setting, "T_total_ms": times[i], "T_prefill_ms": 9.0, "accuracy": 0.0} for i in kept
+        scores = [{"sample_id": i, "score": float((7 * i) % 30 < 30 * share)} for i in range(30)]
+        times = [
+            {
+                "sample_id": i,
+                **setting,
+                "T_total_ms": 50.0 + 10 * crops + top_k + i,
+                "T_prefill_ms": 9.0,
+                "accuracy": 0.0,
+            }
+            for i in range(30)
+            if (crops, top_k, i) != (6, 4, 7)
         ]
-        mean = {"mean": sum(times) / 30, "P50": times[15]}
-        latency = {
-            "summary": [{**setting, "num_samples": 30, "latency_total_ms": mean}],
-            "per_sample_latencies": per_sample,
-            "config": {"dataset_name": text, "batch_size": 1},
+        accuracy = {
+            "summary": [{**setting, "num_total_blocks": 16}],
+            "all_samples": scores,
+            "config": {"split": "test"},
         }
+        latency = {"summary": [setting], "per_sample_latencies": times, "config": {"batch_size": 1}}
         name = f"crops{crops}_topk{top_k}_blocks12.json"
-        for kind, content in (("exp5_accuracy", accuracy), ("exp6_latency", latency)):
-            path = folder / kind[:4] / f"{kind}_{text}" / f"{kind}{'_results' if kind[3] == '5' else ''}_{name}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content))
+        files = {f"exp5/exp5_accuracy_okvqa/exp5_accuracy_results_{name}": accuracy}
+        files |= {f"exp6/exp6_latency_okvqa/exp6_latency_{name}": latency}
+        for file, content in files.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(json.dumps(content))
 
 
 def test_training_on_exp5_and_exp6_files_written_by_hand(folder: Path) -> None:
@@ -150,19 +136,8 @@ def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
 
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
     words = ["train", *TABLE, *LEAN, "optimiser.iterations=60", "optimiser.epochs=4", "optimiser.patience=0", "name=k"]
-    killed = subprocess.Popen(
-        [sys.executable, "-m", "knobwise", *words, "runs=killed"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
     last = folder / "killed" / "controller" / "k" / "checkpoints" / "seed0" / "last.pt"
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and killed.poll() is None:
-        if last.exists() and torch.load(last, weights_only=True)["extra"]["training"]["iteration"] >= 12:
-            break
-        time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    commands.kill_when(commands.started([*words, "runs=killed"]), lambda: commands.iteration_of(last) >= 12)
     for runs in ("killed", "whole"):
         assert main([*words, f"runs={runs}"]) == 0
     checkpoints = [
@@ -170,32 +145,14 @@ def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
         for runs in ("killed", "whole")
     ]
     assert len(list((folder / "killed" / "controller").iterdir())) == 1
-    states = [checkpoint["controller"]["state"] for checkpoint in checkpoints]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    assert same(*(checkpoint["controller"]["state"] for checkpoint in checkpoints))
     metrics = [pl.read_csv(folder / runs / "latest" / "metrics.csv") for runs in ("killed", "whole")]
     assert metrics[0].equals(metrics[1])
 
 
-def test_names_of_runs() -> None:
-    assert run_name([]) == "default"
-    assert run_name(["experiment=controller", "runs=x", "tracking.mode=offline"]) == "default"
-    assert run_name(["policy=joint", "loss.group_size=16"]) == run_name(["loss.group_size=16", "policy=joint"])
-    assert run_name(["profile.path=/a/b.csv"]) == "profile.path-b.csv"
-
-
-def test_ctrl_c_leaves_a_run_that_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_leaves_a_run_that_goes_on(folder: Path, capsys: Capture) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
-    with monkeypatch.context() as patch:
-        learn = ControllerTrainer._learn
-
-        def pressed(self: ControllerTrainer, data: TensorDictBase) -> dict[str, float]:
-            if self.iteration == 9:
-                raise KeyboardInterrupt
-            return learn(self, data)
-
-        patch.setattr(ControllerTrainer, "_learn", pressed)
+    with commands.ctrl_c(lambda trainer: trainer.iteration == 9):
         assert main(words) == 130
     assert "repeat the command to resume" in capsys.readouterr().err
     assert main(words) == 0
@@ -204,23 +161,16 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
     assert steps == [0, 4, 8, 12]
 
 
-def test_a_run_stopped_while_reporting_is_finished_by_the_same_command(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stopped_while_reporting_is_finished_by_the_same_command(folder: Path) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
-    with monkeypatch.context() as patch:
-
-        def pressed(folder: Path) -> Path:
-            raise KeyboardInterrupt
-
-        patch.setattr("knobwise.experiments.train.run.write_report", pressed)
+    with commands.ctrl_c_in_report():
         assert main(words) == 130
     assert main(words) == 0
     assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
     assert Path("runs/latest/report.html").exists()
 
 
-def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: Capture) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
     assert main(words) == 0
     mark = Path("runs/controller/x/.unfinished")
@@ -233,9 +183,7 @@ def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: pytest.Ca
     assert sorted(path.name for path in Path("runs/controller").iterdir()) == ["x", "x-2"]
 
 
-def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(folder: Path, capsys: Capture) -> None:
     assert main(["train", *TABLE, *LEAN, "split.seed=3"]) == 0
     pl.read_parquet("t.parquet").with_columns(pl.col("latency_ms") * 2).write_parquet("slower.parquet")
     other = ["profile=table", "profile.path=slower.parquet", "profile.features=f.npz"]
@@ -250,7 +198,7 @@ def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(
 SIMULATED = [*QUICK, "optimiser.warmup_iterations=10", "optimiser.iterations=4", "optimiser.contexts=64", "seeds=[0]"]
 
 
-def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: Capture) -> None:
     words = ["profile=simulated", "profile.kind=no_headroom", "profile.samples=150"]
     assert main(["train", *words, *SIMULATED]) == 0
     results = json.loads(Path("runs/latest/results.json").read_text())
@@ -271,7 +219,7 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys:
     assert "is not shown to be better" in printed
 
 
-def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capture) -> None:
     words = ["profile=simulated", "profile.kind=unattainable", "profile.samples=200"]
     assert main(["train", *words, *SIMULATED]) == 0
     assert ", 95% on time is unattainable, so it is not enforced." in capsys.readouterr().out

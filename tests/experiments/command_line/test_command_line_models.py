@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from commands import OPTIMISER, Capture, Patch, kill_when, mistake, started
 from helpers import small_table
 from PIL import Image
 from tiny_models import tiny_model
@@ -24,8 +22,7 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
 
 QUICK = [
-    *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
-    *("policy=utility", "policy.hidden=16", "policy.members=2", "tracking=disabled", "seeds=[0]", "budgets_ms=[8,12]"),
+    *(*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "seeds=[0]", "budgets_ms=[8,12]"),
 ]
 LIVE = ["evaluate", "live=true", "stream.requests=25", "stream.calibration=10", "stream.warm_up=2"]
 KNOBS = ["knobs.top_k=[1,2]", "knobs.num_active_blocks=[2,4]", "knobs.max_new_tokens=2", "device=cpu"]
@@ -71,7 +68,7 @@ def train(files: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch, files: Path) -> Path:
     """An empty folder, where paths that begin with `files/` are those of `files`."""
     monkeypatch.chdir(tmp_path)
     Path("files").symlink_to(files)
@@ -111,7 +108,7 @@ print(json.dumps([controller.configuration(int(i)) for i in controller.choose(fe
 
 
 def test_an_exported_file_decides_alone_as_the_checkpoint(
-    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     checkpoint = of_first(train)
     assert main(["export", *FIRST, checkpoint, "int8=true", "student=true", "out=light"]) == 0
@@ -143,7 +140,7 @@ def test_an_exported_file_decides_alone_as_the_checkpoint(
 
 
 def test_export_compares_on_another_profile_but_fits_no_student_to_it(
-    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     checkpoint = of_first(train)
     assert main(["export", *SECOND, checkpoint, "onnx=false"]) == 0
@@ -158,9 +155,7 @@ def test_export_compares_on_another_profile_but_fits_no_student_to_it(
 # -- live --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_live_run_on_the_elastic_model(
-    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_live_run_on_the_elastic_model(folder: Path, train: Callable[..., Path], capsys: Capture) -> None:
     assert main([*LIVE, of_builtin(train), "json=live.json", "stream.html=live.html", "budgets_ms=[2,4]"]) == 0
     results = json.loads(Path("live.json").read_text())
     policies = ["controller", "budget_aware_static", "best_static", "cheapest", "most_accurate"]
@@ -186,7 +181,7 @@ def test_a_live_run_on_the_elastic_model(
 
 
 def test_two_files_as_one_profile_that_knows_the_data_set(
-    folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     run = train("joint", *JOINT, "profile.dataset_input=true", "balance.by=dataset")
     results = json.loads((run / "results.json").read_text())
@@ -225,7 +220,7 @@ def test_a_calibrated_profile_in_folds(folder: Path, train: Callable[..., Path])
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: Capture) -> None:
     words = ["elastic.quick=true", "elastic.samples=6", "elastic.model=shipped", "elastic.max_crops=[2,12]"]
     words += ["elastic.top_k=[1,4]", "elastic.num_active_blocks=[6]"]
     assert main(["profile", "model=elastic", "out=measured", *words]) == 0
@@ -238,10 +233,7 @@ def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: pytes
     assert [facts["knobs"][name]["values"] for name in ("max_crops", "top_k")] == [[2, 12], [1, 4]]
 
 
-def started(*words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "knobwise", "profile", "model=files/model", "data=files/questions.jsonl", *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+PROFILE = ["profile", "model=files/model", "data=files/questions.jsonl"]
 
 
 def measured(out: str) -> list[tuple[object, ...]]:
@@ -255,20 +247,13 @@ def measured(out: str) -> list[tuple[object, ...]]:
 
 def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> None:
     words = [*KNOBS, "knobs.repeats=12", "out=out"]
-    killed = started(*words)
-    log, limit = Path("out/state/measured-0.jsonl"), time.monotonic() + 60
-    while time.monotonic() < limit and killed.poll() is None:
-        if log.exists() and log.read_bytes().count(b"\n") >= 20:
-            break
-        time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    log = Path("out/state/measured-0.jsonl")
+    kill_when(started([*PROFILE, *words]), lambda: log.exists() and log.read_bytes().count(b"\n") >= 20)
     before = log.read_bytes()
     count = before.count(b"\n")
     assert 20 <= count < 192
     assert not Path("out/table.parquet").exists()
-    assert main(["profile", "model=files/model", "data=files/questions.jsonl", *words]) == 0
+    assert main([*PROFILE, *words]) == 0
     assert log.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     result = measured("out")
     assert len(result) == len(set(result)) == 4 * 4 * 12
@@ -277,7 +262,7 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> No
 
 def test_two_processes_share_a_profile(folder: Path) -> None:
     words = [*KNOBS, "knobs.repeats=1", "knobs.shards=2", "out=out"]
-    both = [started(*words, f"knobs.shard={shard}") for shard in (0, 1)]
+    both = [started([*PROFILE, *words, f"knobs.shard={shard}"]) for shard in (0, 1)]
     facts = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], facts
     result = measured("out")
@@ -293,8 +278,8 @@ def test_two_processes_share_a_profile(folder: Path) -> None:
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-PROFILE = ["profile", "model=files/model", "device=cpu", "out=out"]
-ASKED = [*PROFILE, "data=files/questions.jsonl"]
+BAD = ["profile", "model=files/model", "device=cpu", "out=out"]
+ASKED = [*PROFILE, "device=cpu", "out=out"]
 TRAIN = ["train", *QUICK]
 
 
@@ -321,10 +306,10 @@ TRAIN = ["train", *QUICK]
         ([*LIVE, "BUILTIN", "stream.html=files/occupied/live.html"], "files/occupied is a file and no folder"),
         ([*LIVE, "BUILTIN", "json=files"], "json=files: is a folder"),
         (["evaluate", "BUILTIN", "stream.requests=5"], "stream: is for live=true"),
-        ([*PROFILE, "data=gone.jsonl"], "gone.jsonl: no such file"),
-        ([*PROFILE, "data=files/no_answer.jsonl"], "row 1: has no answers"),
-        ([*PROFILE, "data=files/no_image.jsonl"], "no image file"),
-        ([*PROFILE, "data=files/twice.jsonl"], "the id 'q0' occurs twice"),
+        ([*BAD, "data=gone.jsonl"], "gone.jsonl: no such file"),
+        ([*BAD, "data=files/no_answer.jsonl"], "row 1: has no answers"),
+        ([*BAD, "data=files/no_image.jsonl"], "no image file"),
+        ([*BAD, "data=files/twice.jsonl"], "the id 'q0' occurs twice"),
         (["profile", "data=files/questions.jsonl", "out=out"], "model=NAME_OR_FOLDER"),
         (["profile", "out=out", "knobs.top_k=[1]"], "the knobs of the elastic model are elastic.max_crops"),
         (["profile", "out=out", "importance=measure"], "importance: is for a Hugging Face model"),
@@ -362,15 +347,9 @@ TRAIN = ["train", *QUICK]
     ],
 )
 def test_a_mistake_is_one_clear_line_and_leaves_nothing(
-    words: list[str], message: str, folder: Path, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     named = {"FIRST": of_first, "BUILTIN": of_builtin}
     words = [named[word](train) if word in named else word for word in words]
-    capsys.readouterr()
-    assert main(words) == 2
-    printed = capsys.readouterr()
-    (line,) = [line for line in printed.err.rstrip("\n").split("\n") if "Loading weights" not in line]
-    assert line.startswith("knobwise: ")
-    assert message in line
-    assert not printed.out
+    assert message in mistake(words, capsys)
     assert sorted(path.name for path in folder.iterdir()) == ["files"]

@@ -68,7 +68,7 @@ def test_the_settings_of_the_original_selector() -> None:
     assert (list(loss.kl_band), loss.temperature_start, loss.temperature_end) == ([0.01, 0.1], 2.0, 0.5)
     assert loss.curriculum_top == 3
     (name,) = settings.variants
-    variant = settings.variant(name)
+    variant = settings.plan(name).variant
     assert (variant.live, variant.groups, variant.own_draws, variant.warmup) == (False, "all", 0, True)
     assert settings.reward.mode == "hard_plus_soft_v2"
 

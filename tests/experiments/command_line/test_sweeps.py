@@ -7,9 +7,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -17,15 +15,13 @@ from typing import Any
 
 import polars as pl
 import pytest
-from helpers import small_table
+from commands import OPTIMISER, TABLE, Capture, Patch, ctrl_c, mistake, started, wait_for, write_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.__main__ import main
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.common import interruption
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.long_table import write_features, write_long_table
 from knobwise.experiments.command_line.compose import CONF, question_of, read_settings, schema_of
 from knobwise.experiments.command_line.sweep import jobs_of
 from knobwise.experiments.command_line.sweep_jobs import result_line
@@ -48,21 +44,15 @@ SWEPT = {
     "leave_one_out": [[f"split.leave_out={name}"] for name in ("text_vqa", "coco_vqa", "okvqa")],
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
-QUICK = [
-    *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
-    *("policy.hidden=16", "policy.members=2", "tracking=disabled", "seeds=[0]", "baselines=false"),
-]
+QUICK = [*OPTIMISER, "policy.members=2", "seeds=[0]", "baselines=false"]
 OBJECTIVE = ["train", "-m", "experiment=objective", *TABLE, *QUICK]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty folder with a long table and its features."""
     monkeypatch.chdir(tmp_path)
-    table = small_table(60)
-    write_long_table(table, "t.parquet")
-    write_features(table, "f.npz")
+    write_table()
     return tmp_path
 
 
@@ -184,12 +174,7 @@ def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], lo
 )
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
 def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
-    launcher: str,
-    words: list[str],
-    message: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    launcher: str, words: list[str], message: str, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(folder / "none"))
@@ -197,14 +182,11 @@ def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
     given_first = [
         word for word in TABLE + QUICK if word.split("=")[0] not in {config.split("=")[0] for config in words}
     ]
-    assert main(["train", "-m", *given_first, f"hydra/launcher={launcher}", *words]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
+    assert message in mistake(["train", "-m", *given_first, f"hydra/launcher={launcher}", *words], capsys)
     assert sorted(folder.rglob("*")) == before
 
 
-def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_is_not_installed_is_said(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"pip install 'knobwise\[ray\]'"):
         jobs_of("train", ["hydra/launcher=ray", "loss=exact,sampled"])
@@ -219,8 +201,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     place = tmp_path_factory.mktemp("swept")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         patch.chdir(place)
-        write_long_table(small_table(60), "t.parquet")
-        write_features(small_table(60), "f.npz")
+        write_table()
         assert main(OBJECTIVE) == 0
     return place, out.getvalue(), err.getvalue()
 
@@ -278,28 +259,33 @@ def test_a_finished_sweep_is_left_alone_and_run_anew(in_turn: tuple[str, str]) -
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_job_that_fails_does_not_keep_the_others_from_running(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A budget of 0 ms shows when the run begins."""
+def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again(folder: Path, capsys: Capture) -> None:
+    """A budget of 0 ms shows when the run begins. The finished job is left out where its run and data are the same."""
     words = ["train", "-m", *TABLE, *QUICK, "budgets_ms=[0],[2]"]
+    runs: list[list[str]] = []
+
+    def left_out() -> bool:
+        assert main(words) == 2
+        assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
+        printed = capsys.readouterr()
+        assert printed.err.splitlines()[-1].startswith("knobwise: job 1 of 2 (budgets_ms=[0]): budgets_ms")
+        assert "budgets_ms=[2]" in printed.out
+        assert "Traceback" not in printed.err
+        runs.append(sorted(path.name for path in Path("runs/controller").iterdir()))
+        return "1 of them finished before, not run again" in printed.err
+
+    assert not left_out()
+    assert left_out()
+    assert runs[0] == runs[1]
+    Path(str(outcomes()[1].folder), "results.json").unlink()
+    assert not left_out()
+    write_table(seed=1)
     assert main(words) == 2
-    printed = capsys.readouterr()
-    assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
-    line = printed.err.splitlines()[-1]
-    assert line.startswith("knobwise: job 1 of 2 (budgets_ms=[0]): budgets_ms")
-    assert "budgets_ms=[2]" in printed.out
-    assert "Traceback" not in printed.err
-    runs = sorted(path.name for path in Path("runs/controller").iterdir())
-    # the same command runs again what failed, and nothing else
-    assert main(words) == 2
-    assert "1 of them finished before, not run again" in capsys.readouterr().err
-    assert sorted(path.name for path in Path("runs/controller").iterdir()) == runs
+    assert "finished before" not in capsys.readouterr().err
+    assert len(list(Path("runs").glob("multirun/controller/*"))) == 2
 
 
-def test_an_error_of_the_program_is_told_from_a_mistake(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_program_is_told_from_a_mistake(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     learn = ControllerTrainer._learn
 
     def broken(self: ControllerTrainer, data: Any) -> dict[str, float]:
@@ -316,17 +302,9 @@ def test_an_error_of_the_program_is_told_from_a_mistake(
 
 
 def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
-    folder: Path, swept: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, swept: tuple[Path, str, str], capsys: Capture
 ) -> None:
-    with monkeypatch.context() as patch:
-        learn = ControllerTrainer._learn
-
-        def pressed(self: ControllerTrainer, data: Any) -> dict[str, float]:
-            if self.loss.objective == "sampled" and self.iteration == 9:
-                raise KeyboardInterrupt
-            return learn(self, data)
-
-        patch.setattr(ControllerTrainer, "_learn", pressed)
+    with ctrl_c(lambda trainer: (trainer.loss.objective, trainer.iteration) == ("sampled", 9)):
         assert main(OBJECTIVE) == 130
     printed = capsys.readouterr().err
     assert "1 of 2 jobs are finished" in printed
@@ -339,30 +317,7 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(
     assert numbers("runs") == numbers(str(swept[0] / "runs"))
 
 
-def test_finished_jobs_are_left_out_only_where_run_and_data_are_the_same(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first job fails: a budget of 0 ms shows when the run begins."""
-    words = ["train", "-m", *TABLE, *QUICK, "budgets_ms=[0],[2]"]
-
-    def left_out() -> bool:
-        assert main(words) == 2
-        assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
-        return "1 of them finished before, not run again" in capsys.readouterr().err
-
-    assert not left_out()
-    assert left_out()
-    Path(str(outcomes()[1].folder), "results.json").unlink()
-    assert not left_out()
-    write_long_table(small_table(60, seed=1), "t.parquet")
-    assert main(words) == 2
-    assert "finished before" not in capsys.readouterr().err
-    assert len(list(Path("runs").glob("multirun/controller/*"))) == 2
-
-
-def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """As behind `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -373,26 +328,20 @@ def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(
     assert [outcome.state for outcome in outcomes()] == ["finished", "finished"]
 
 
-def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("_signals_arrive")
+def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """One job at a time needs no process of its own; a signal while one is judged does not let the next begin."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(interruption, "_latest_s", -10.0)
 
     def pressed(results: Any, console: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(run, "print_results", pressed)
-    try:
-        assert main([*OBJECTIVE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert main([*OBJECTIVE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]) == 130
     assert [outcome.state for outcome in outcomes()] == ["stopped"]
     assert "at the same time" not in capsys.readouterr().err
 
 
-def test_hydras_own_flags_show_what_is_composed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hydras_own_flags_show_what_is_composed(folder: Path, capsys: Capture) -> None:
     for words in (["--cfg", "job", "policy=joint"], ["policy=joint", "--cfg", "job"]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["knobwise"])
@@ -413,53 +362,41 @@ def test_the_line_of_a_selectors_run(tmp_path: Path) -> None:
 
 # -- at the same time --------------------------------------------------------------------------------------------------
 
-COMMAND = [sys.executable, "-m", "knobwise", *OBJECTIVE]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
-
 
 @pytest.mark.parametrize("launcher", ["joblib", "ray"])
 def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) -> None:
     """joblib also runs jobs that fail, which leave the others alone."""
-    command = [*COMMAND, f"runs={launcher}", f"hydra/launcher={launcher}"]
+    words = [*OBJECTIVE, f"runs={launcher}", f"hydra/launcher={launcher}"]
     fails = launcher == "joblib"
     if fails:
-        command += ["hydra.launcher.n_jobs=2", "budgets_ms=[0],null"]
+        words += ["hydra.launcher.n_jobs=2", "budgets_ms=[0],null"]
     else:  # one process for both jobs, which is slow to start
-        command += ["+hydra.launcher.ray.init.num_cpus=1", "+hydra.launcher.ray.init.include_dashboard=false"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == (2 if fails else 0), done.stderr
+        words += ["+hydra.launcher.ray.init.num_cpus=1", "+hydra.launcher.ray.init.include_dashboard=false"]
+    command = started(words, RAY_AUTH_MODE="disabled")
+    printed, message = command.communicate()
+    assert command.returncode == (2 if fails else 0), message
     assert numbers(launcher) == numbers("runs")
-    assert "compare them: knobwise compare" in done.stdout
+    assert "compare them: knobwise compare" in printed
     name = r"job {} of 4 \(loss={} budgets_ms=null\)" if fails else r"job {} of 2 \(loss={}\)"
     for number, loss in zip((2, 4) if fails else (1, 2), ("exact", "sampled"), strict=True):
         line = rf"^{name.format(number, loss)}: utility 0\.\d+ \[.*\], \d+ (s|min)"
-        assert re.search(line, done.stderr, re.MULTILINE)
+        assert re.search(line, message, re.MULTILINE)
         (log,) = Path(launcher).glob(f"multirun/objective/*/{number}.log")
         assert "learned controller" in log.read_text()
-    assert "learned controller" not in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    assert "learned controller" not in printed + message
+    assert "Traceback" not in message
     if fails:
         assert [outcome.state for outcome in outcomes(launcher)] == ["failed", "finished"] * 2
-        last = done.stderr.splitlines()[-1]
+        last = message.splitlines()[-1]
         assert last.startswith("knobwise: job 1 of 4 (loss=exact budgets_ms=[0]) (and 1 more of them): budgets_ms")
 
 
+@pytest.mark.usefixtures("_signals_arrive")
 def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder: Path) -> None:
     # seconds: a job looks every 0.3 s whether to stop
     long = ["optimiser.iterations=600", "optimiser.evaluate_every=50", "optimiser.patience=0"]
-    sweep = subprocess.Popen(
-        [*COMMAND, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell has what it starts in the background ignore the signal, these tests perhaps
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    limit = time.monotonic() + 300
-    while time.monotonic() < limit and sweep.poll() is None:
-        if list(Path("runs/objective").glob("*/checkpoints/seed0/last.pt")):
-            break
-        time.sleep(0.05)
+    sweep = started([*OBJECTIVE, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
+    wait_for(lambda: list(Path("runs/objective").glob("*/checkpoints/seed0/last.pt")) or sweep.poll() is not None, 300)
     sweep.send_signal(signal.SIGINT)
     _, message = sweep.communicate()
     assert sweep.returncode == 130, message

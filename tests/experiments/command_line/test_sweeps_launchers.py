@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+from commands import Capture, Patch, mistake
 from omegaconf import DictConfig
 from test_sweeps import finished
 
@@ -23,7 +24,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.command_line import sweep_jobs
 from knobwise.experiments.command_line.compose import composed
 from knobwise.experiments.command_line.sweep import _in_order
-from knobwise.experiments.command_line.sweep_jobs import Job, SweepStates, check_launcher, this_process
+from knobwise.experiments.command_line.sweep_jobs import Sweep, check_launcher
 from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 
 ADDRESS = "hydra.launcher.ray.init.address="
@@ -38,7 +39,7 @@ def trained(config: Any, words: list[str]) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty folder, and no address of a cluster around."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -62,50 +63,49 @@ def free_port() -> int:
 @pytest.mark.parametrize("protocol", ["", "ray://"])
 @pytest.mark.parametrize("way", ["setting", "variable", "auto"])
 def test_a_cluster_that_does_not_answer_is_one_line_before_anything_is_made(
-    protocol: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    protocol: str, way: str, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     address = f"{protocol}127.0.0.1:{free_port()}"
     words = {"setting": [ADDRESS + address], "variable": [], "auto": [f"{ADDRESS}auto"]}[way]
     if way != "setting":
         monkeypatch.setenv("RAY_ADDRESS", address)
-    assert main([*SWEEP, "hydra/launcher=ray", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = mistake([*SWEEP, "hydra/launcher=ray", *words], capsys)
     key = ADDRESS if way == "setting" else "RAY_ADDRESS="
     assert line == f"knobwise: {key}{address}: no Ray cluster answers at {address} (Connection refused)"
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "error", [ConnectionError("Could not find any running Ray instance.\nPlease"), RuntimeError("Version mismatch")]
+    ("address", "error"),
+    [
+        ("auto", ConnectionError("Could not find any running Ray instance.\nPlease")),
+        ("auto", RuntimeError("Version mismatch")),
+        ("6379", ValueError("no such thing")),
+    ],
 )
 def test_what_ray_says_of_a_cluster_is_one_line(
-    error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    address: str, error: Exception, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     def init(**calls: Any) -> None:
         raise error
 
     monkeypatch.setattr(ray, "init", init)
-    assert main([*SWEEP, "hydra/launcher=ray", f"{ADDRESS}auto"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"knobwise: {ADDRESS}auto: no Ray cluster answers at auto as it should (")
+    line = mistake([*SWEEP, "hydra/launcher=ray", ADDRESS + address], capsys)
+    assert line.startswith(f"knobwise: {ADDRESS}{address}: no Ray cluster answers at {address} as it should (")
     assert str(error).splitlines()[0] in line
     assert list(folder.iterdir()) == []
 
 
-def test_no_process_at_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SWEEP, "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"]) == 2
-    assert "hydra.launcher.n_jobs=0: must be at least 1, or -1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0: must be at least 1, or -1"),
+        (["hydra/launcher=ray", f"{ADDRESS}a..b:6379"], f"{ADDRESS}a..b:6379: no Ray cluster answers"),
+    ],
+)
+def test_a_launcher_that_cannot_launch(words: list[str], message: str, folder: Path, capsys: Capture) -> None:
+    assert message in mistake([*SWEEP, *words], capsys)
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("address", ["6379", "a..b:6379"])
-def test_an_address_that_is_none(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(**calls: Any) -> None:
-        raise ValueError("no such thing")
-
-    monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(InputError, match=re.escape(f"{ADDRESS}{address}: no Ray cluster answers")):
-        check_launcher(launcher("hydra/launcher=ray", ADDRESS + address))
 
 
 # -- which Ray ---------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def listening() -> Iterator[str]:
 
 @pytest.mark.parametrize("way", ["setting", "variable"])
 def test_a_cluster_is_joined_without_a_word_on_its_memory(
-    way: str, folder: Path, listening: str, monkeypatch: pytest.MonkeyPatch
+    way: str, folder: Path, listening: str, monkeypatch: Patch
 ) -> None:
     """`ray.init` refuses `object_store_memory`, which Hydra's launcher sets where it is the one that calls it."""
     calls: list[dict[str, Any]] = []
@@ -168,9 +168,7 @@ def test_words_are_put_in_order_where_none_depends_on_it(words: list[str], order
     assert _in_order(words) == ordered
 
 
-def test_the_same_words_in_another_order_are_the_same_sweep(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_words_in_another_order_are_the_same_sweep(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(sweep_jobs, "train", trained)
     for words in (SWEEP[2:], SWEEP[:1:-1]):
         assert main(["train", *words, "-m"]) == 2
@@ -181,10 +179,10 @@ def test_the_same_words_in_another_order_are_the_same_sweep(
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
-def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) -> SweepStates:
+def swept(folder: Path, outcomes: list[Outcome | None], at_once: bool = True) -> Sweep:
     """A sweep whose jobs fare as it is said."""
     jobs = [["loss=exact", f"policy.hidden={number}"] for number in range(len(outcomes))]
-    sweep = SweepStates(folder, jobs, in_turn=not at_once)
+    sweep = Sweep(folder, jobs, [], in_turn=not at_once)
     for number, outcome in enumerate(outcomes, 1):
         if outcome is not None:
             outcome.write(folder, number)
@@ -204,33 +202,36 @@ def test_a_stopped_sweep_says_where_its_jobs_stand(at_once: bool, folder: Path) 
     )
 
 
-def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(config: Any, words: list[str]) -> None:
-        stop = KeyboardInterrupt()
-        stop.add_note("last.pt holds iteration 3 of 4")
-        stop.add_note("it is in runs/x")
-        raise stop
+def outcome_of(error: BaseException, folder: Path, monkeypatch: Patch, elsewhere: bool) -> Outcome:
+    """The outcome of a job whose training raises this."""
 
-    monkeypatch.setattr(sweep_jobs, "train", stopped)
-    Job(folder, [[]], [None], str(folder), ("elsewhere", 1)).run(1)
+    def train(config: Any, words: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(sweep_jobs, "train", train)
+    sweep = Sweep(folder, [[]], [None], in_turn=False)
+    if elsewhere:
+        sweep.launcher = ("elsewhere", 1)
+    sweep.run(1)
     outcome = read_outcome(folder, 1)
     assert outcome is not None
+    return outcome
+
+
+def test_a_job_that_is_stopped_elsewhere_keeps_what_it_had_to_say(folder: Path, monkeypatch: Patch) -> None:
+    stop = KeyboardInterrupt()
+    stop.add_note("last.pt holds iteration 3 of 4")
+    stop.add_note("it is in runs/x")
+    outcome = outcome_of(stop, folder, monkeypatch, elsewhere=True)
     assert (outcome.state, outcome.error) == ("stopped", "last.pt holds iteration 3 of 4; it is in runs/x")
 
 
 @pytest.mark.parametrize(("number", "crashed"), [(errno.ENOSPC, True), (errno.EACCES, False)])
 def test_a_disk_that_refuses_a_job_is_a_line(
-    number: int, crashed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, crashed: bool, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    def refused(config: Any, words: list[str]) -> None:
-        raise OSError(number, os.strerror(number), "last.pt")
-
-    monkeypatch.setattr(sweep_jobs, "train", refused)
-    Job(folder, [[]], [None], str(folder), this_process()).run(1)
-    outcome = read_outcome(folder, 1)
-    assert outcome is not None
+    error = OSError(number, os.strerror(number), "last.pt")
+    outcome = outcome_of(error, folder, monkeypatch, elsewhere=False)
     assert (outcome.state, outcome.crashed) == ("failed", crashed)
     assert str(outcome.error).startswith(f"last.pt: {os.strerror(number)}; ")
     assert capsys.readouterr().err == ""
@@ -256,22 +257,14 @@ def test_the_time_left_is_not_said_where_all_run_for_longer_than_others_took(
     assert sweep.time_left() == message
 
 
-@pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("columns", [80, 400])
 def test_paths_are_whole_however_narrow_the_terminal(
-    columns: int,
-    terminal: bool,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    columns: int, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     runs = [finished(folder / "runs" / ("a-long-name_" * 8 + str(number))) for number in range(2)]
     swept(folder, [Outcome("finished", str(run.absolute()), 3.0) for run in runs]).report()
-    printed = capsys.readouterr().out
-    for number, run in enumerate(runs, 1):
-        path = os.path.relpath(run)
-        alone = f"job {number}: {path}"
-        assert (alone in printed.splitlines()) == (terminal and columns == 80)
-        assert path in printed.partition("compare")[0]
+    _, *lines, _ = capsys.readouterr().out.splitlines()
+    for number, (run, line) in enumerate(zip(runs, lines, strict=True), 1):
+        assert re.fullmatch(rf"{number} +policy.hidden={number - 1} +utility .* +3 s +{os.path.relpath(run)}", line)

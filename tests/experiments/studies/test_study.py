@@ -10,9 +10,9 @@ import pytest
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.command_line.sweep_jobs import train as train_controller
 from knobwise.experiments.studies.study import ReferenceConfig, Run, check, main, plan, read_study, train, train_or_note
 from knobwise.experiments.studies.study import training_settings as settings_of
-from knobwise.experiments.train.controller import run as run_controller
 
 TINY = ["profile=simulated", "profile.kind=router", "profile.samples=60", "policy.members=2", "policy.hidden=8"]
 TINY += ["optimiser.warmup_iterations=2", "optimiser.iterations=1", "optimiser.contexts=16", "optimiser.minibatch=16"]
@@ -101,7 +101,7 @@ def test_the_default_variant_is_what_the_file_sets(few: str, tmp_path: Path) -> 
 def test_a_finished_run_is_checked_by_its_settings(tmp_path: Path) -> None:
     words = ["experiment=mean_budget", "policy=utility", *TINY, "seeds=[0]"]
     where = ["name=one", f"runs={tmp_path}", "tracking=disabled", "baselines=false"]
-    folder = run_controller(read_settings("train", [*words, *where]), words)
+    folder = train_controller(read_settings("train", [*words, *where]), words)
     made = Run("mean_budget", "builtin", "", True, folder, words, settings_of("train", words))
     check(made)  # the run has put its own reward into config.yaml
     other = made._replace(settings=settings_of("train", [*words, "optimiser.lr=0.5"]))

@@ -8,17 +8,15 @@ from typing import Any
 
 import polars as pl
 import pytest
-import torch
-from helpers import small_beams, small_table
+from commands import TABLE, Capture, Patch, ctrl_c, mistake, same, write_table
+from helpers import small_beams
 from polars.testing import assert_frame_equal
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.training.loop import Trainer
-from knobwise.envs.readers.long_table import write_features, write_long_table
 
 TRAIN = [
-    *("train", "profile=table", "profile.path=t.parquet", "profile.features=f.npz", "policy=additive", "seeds=[0]"),
+    *("train", *TABLE, "policy=additive", "seeds=[0]"),
     *("policy.hidden=16", "policy.dropout=0", "baselines=false", "tracking=disabled", "optimiser.contexts=32"),
     *("optimiser.evaluate_every=3", "optimiser.warmup_iterations=0", "optimiser.iterations=9"),
 ]
@@ -38,9 +36,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("starts")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for table, name in ((small_table(60), ""), (small_table(50, seed=1), "other-")):
-            write_long_table(table, f"{name}t.parquet")
-            write_features(table, f"{name}f.npz")
+        write_table()
+        write_table(50, seed=1, prefix="other-")
         small_beams(60)[0].save("b.safetensors")
         assert main(WARM) == 0
         assert main([*BEAMS, "sft.epochs=2", "name=warm"]) == 0
@@ -48,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(made: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(made)
     return made
 
@@ -58,30 +55,16 @@ def state(path: str, kind: str = "controller") -> dict[str, Any]:
     return dict(agent.state_dict())
 
 
-def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-
-
-def interrupted(words: list[str], iteration: int, stage: str, patch: pytest.MonkeyPatch) -> None:
+def interrupted(words: list[str], iteration: int, stage: str) -> None:
     """Run the command until Ctrl-C in this iteration of a stage."""
-    learn = Trainer._learn
-
-    def pressed(self: Trainer, data: Any) -> Any:
-        if (self.stage.name, self.iteration) == (stage, iteration):
-            raise KeyboardInterrupt
-        return learn(self, data)
-
-    with patch.context() as only_here:
-        only_here.setattr(Trainer, "_learn", pressed)
+    with ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):
         assert main(words) == 130
 
 
-def test_grpo_alone_from_an_rce_checkpoint_also_after_an_interruption(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grpo_alone_from_an_rce_checkpoint_also_after_an_interruption(folder: Path) -> None:
     words = [*TRAIN, START]
     assert main([*words, "name=whole"]) == 0
-    interrupted([*words, "name=killed"], 7, "GRPO", monkeypatch)
+    interrupted([*words, "name=killed"], 7, "GRPO")
     assert main([*words, "name=killed"]) == 0
     runs = [f"runs/controller/{name}" for name in ("whole", "killed")]
     for name in ("best.pt", "last.pt"):
@@ -94,7 +77,7 @@ def test_grpo_alone_from_an_rce_checkpoint_also_after_an_interruption(
     assert results["training"] == {"warmup_iterations": 0, "iterations": 9}
 
 
-def test_fine_tuning_on_another_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuning_on_another_profile(folder: Path, capsys: Capture) -> None:
     words = [*TRAIN, START, "profile.path=other-t.parquet", "profile.features=other-f.npz", "name=other"]
     assert main(words) == 0
     assert "left out" not in capsys.readouterr().err
@@ -102,21 +85,17 @@ def test_fine_tuning_on_another_profile(folder: Path, capsys: pytest.CaptureFixt
     assert trained.profile_digest != load_checkpoint("runs/controller/warm/checkpoints/best.pt").profile_digest
 
 
-def test_test_samples_that_the_start_was_trained_on_are_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_test_samples_that_the_start_was_trained_on_are_left_out(folder: Path, capsys: Capture) -> None:
     assert main([*TRAIN, START, "split.seed=5", "name=split"]) == 0
     assert "of the 12 test samples, which are left out" in capsys.readouterr().err
     extra = load_checkpoint("runs/latest/checkpoints/best.pt").extra
     assert 0 < len(extra["test_rows"]) < 12
 
 
-def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder: Path) -> None:
     words = [*BEAMS, SFT, "sft.epochs=0"]
     assert main([*words, "name=whole"]) == 0
-    interrupted([*words, "name=killed"], 3, "rce", monkeypatch)
+    interrupted([*words, "name=killed"], 3, "rce")
     assert main([*words, "name=killed"]) == 0
     seeds = [f"runs/selector_replay/{name}/checkpoints/seed0" for name in ("whole", "killed")]
     assert same(state(SFT.removeprefix("init_from="), "selector"), state(f"{seeds[0]}/sft/best.pt", "selector"))
@@ -138,10 +117,7 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(
     ],
 )
 def test_what_differs_is_one_line_and_nothing_is_written(
-    folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, words: list[str], message: str, capsys: Capture
 ) -> None:
-    assert main([*words, "name=refused"]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert len(printed.split("\n`knobwise")[0].strip().splitlines()) == 1
+    assert message in mistake([*words, "name=refused"], capsys)
     assert not list(folder.glob("runs/*/refused"))

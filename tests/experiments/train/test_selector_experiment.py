@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import polars as pl
 import pytest
 import torch
+from commands import Capture, Patch, mistake
 from helpers import small_beams
 from omegaconf import OmegaConf
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
-from tensordict import TensorDictBase
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -46,7 +42,7 @@ STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty folder with the same small beams as a table (b), in legacy JSON (e) and as RL data (f)."""
     monkeypatch.chdir(tmp_path)
     table, _ = small_beams(60)
@@ -90,7 +86,7 @@ def named(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
 # -- what a run leaves -------------------------------------------------------------------------------------------------
 
 
-def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: Capture) -> None:
     words = [*REPLAY, *EMBEDDINGS, "beams.path=f.json", "tracking=offline", "name=first"]
     assert main(words) == 0
     run = folder / RUN / "first"
@@ -137,7 +133,7 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: pytes
 
 
 def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")]
@@ -208,14 +204,14 @@ def test_rl_data_and_a_saved_table_are_the_same_beams(folder: Path, whole: Path)
     assert numbers(results_of()) == numbers(results_of(whole))
 
 
-def test_a_sweep_over_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_over_rewards(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "argv", ["knobwise"])
     assert main([*REPLAY, "-m", "reward.mode=hard_only,hybrid", "hydra.sweep.dir=sweep"]) == 0
     modes = {OmegaConf.load(run / "config.yaml").reward.mode for run in RUN.iterdir() if (run / "report.html").exists()}
     assert modes == {"hard_only", "hybrid"}
 
 
-def test_help_lists_the_selectors_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
     assert main(["train", "experiment=selector", "--help"]) == 0
     keys = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
     assert {"beams", "beams.path", "variants", "reward.mode", "sft.epochs", "judged_shots", "jobs", "seeds"} <= keys
@@ -273,14 +269,10 @@ def test_help_lists_the_selectors_settings(capsys: pytest.CaptureFixture[str]) -
     ids=lambda value: None if isinstance(value, str) else "_".join(value[-2:]),
 )
 def test_a_mistake_is_one_clear_line_and_leaves_nothing(
-    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, folder: Path, capsys: Capture
 ) -> None:
     before = sorted(folder.rglob("*"))
-    assert main(words) == 2
-    printed = capsys.readouterr().err
-    assert said in printed
-    assert printed.startswith("knobwise: ")
-    assert len(re.sub("\n`knobwise .* lists every key", "", printed).splitlines()) == 1
+    assert said in mistake(words, capsys)
     assert sorted(folder.rglob("*")) == before
 
 
@@ -300,16 +292,15 @@ def test_a_mistake_is_one_clear_line_and_leaves_nothing(
 def test_variants_that_cannot_be_trained(folder: Path, variants: dict[str, Any], said: str) -> None:
     config = replace(read_settings("train_selector", REPLAY[1:]), variants=variants)
     with pytest.raises(InputError, match=re.escape(said)):
-        selector.run(config, [])
+        selector.SelectorExperiment(config).run([])
     assert not Path("runs").exists()
 
 
-def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: Capture) -> None:
     table = BeamTable.load("b.safetensors")
     found_by = torch.full_like(table.found_by, METHODS.index("random"))
     replace(table, found_by=found_by).save("random.safetensors")
-    assert main([*REPLAY, "beams.path=random.safetensors"]) == 2
-    assert "found by random" in capsys.readouterr().err
+    assert "found by random" in mistake([*REPLAY, "beams.path=random.safetensors"], capsys)
     assert not Path("runs").exists()
 
 
@@ -329,7 +320,8 @@ def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folde
 
 def test_hidden_blocks_are_hidden_from_all_that_start_there(folder: Path) -> None:
     variants = {"plain": {"epochs": 1}, "blind": {"epochs": 1, "hidden": ["liar"]}}
-    selector.run(replace(read_settings("train_selector", REPLAY[1:]), variants=variants, name="x"), [])
+    config = replace(read_settings("train_selector", REPLAY[1:]), variants=variants, name="x")
+    selector.SelectorExperiment(config).run([])
     seed = RUN / "x" / "checkpoints" / "seed0"
     assert sorted(path.name for path in seed.iterdir()) == ["blind", "hidden_rce", "hidden_sft", "plain", "rce", "sft"]
     for name in ("blind", "hidden_rce", "hidden_sft", "plain", "sft"):
@@ -348,23 +340,10 @@ def metrics_of(run: Path | str) -> pl.DataFrame:
 
 @pytest.mark.parametrize(("stage", "iteration"), [("sft", 3), ("rce", 2), ("grpo", 7)])
 def test_an_interrupted_run_ends_like_one_that_was_not(
-    folder: Path,
-    whole: Path,
-    stage: str,
-    iteration: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, whole: Path, stage: str, iteration: int, capsys: Capture
 ) -> None:
     words = [*REPLAY, "name=x"]
-    with monkeypatch.context() as patch:
-        learn = SelectorTrainer._learn
-
-        def pressed(self: SelectorTrainer, data: TensorDictBase) -> Mapping[str, float]:
-            if (self.stage.name, self.iteration) == (stage, iteration):
-                raise KeyboardInterrupt
-            return learn(self, data)
-
-        patch.setattr(SelectorTrainer, "_learn", pressed)
+    with commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):
         assert main(words) == 130
     assert "repeat the command to resume" in capsys.readouterr().err
     assert main(words) == 0
@@ -373,16 +352,9 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
     assert_frame_equal(metrics_of("runs/latest"), metrics_of(whole))
 
 
-def test_a_run_interrupted_while_it_reports_is_finished_by_the_same_command(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_interrupted_while_it_reports_is_finished_by_the_same_command(folder: Path) -> None:
     words = [*REPLAY, "name=x"]
-    with monkeypatch.context() as patch:
-
-        def pressed(folder: Path) -> Path:
-            raise KeyboardInterrupt
-
-        patch.setattr("knobwise.experiments.train.run.write_report", pressed)
+    with commands.ctrl_c_in_report():
         assert main(words) == 130
     before = metrics_of(RUN / "x")
     assert main(words) == 0
@@ -391,33 +363,22 @@ def test_a_run_interrupted_while_it_reports_is_finished_by_the_same_command(
     assert_frame_equal(metrics_of("runs/latest"), before)
 
 
-def alive(process: int) -> bool:
-    """Whether a process is still at work; a dead one that nobody has asked after is not."""
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+@commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
     words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=10", "seeds=[0,1]", "name=x"]
-    killed = subprocess.Popen(
-        [sys.executable, "-m", "knobwise", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
+    killed = commands.started(words)
     seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and killed.poll() is None:
-        if all((seed / "rce" / "last.pt").exists() for seed in seeds):
-            break
-        time.sleep(0.02)
-    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    children: list[int] = []
+
+    def begun() -> bool:
+        children[:] = commands.children_of(killed.pid)
+        return all((seed / "rce" / "last.pt").exists() for seed in seeds)
+
+    commands.kill_when(killed, begun)
     assert len(children) >= 2
-    while any(alive(int(child)) for child in children):  # or they would go on writing beside the run that goes on
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    commands.wait_for(
+        lambda: not any(map(commands.alive, children))
+    )  # or they would go on writing beside the run that goes on
     assert not all((seed / "grpo_recorded" / "epoch10.pt").exists() for seed in seeds)
     assert main(words) == 0
     assert main([*words, "runs=whole", "jobs=1"]) == 0

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Patch
+from commands import same as same_state
 from helpers import MatchScorer, small_beams
 
 from knobwise.agents.checkpoint import load_checkpoint
@@ -17,8 +19,8 @@ from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
 from knobwise.experiments.settings.beams import SelectorData
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.train import selector, selector_stages
-from knobwise.experiments.train.selector_stages import SelectorStages
+from knobwise.experiments.train import selector
+from knobwise.experiments.train.selector import SelectorStages
 
 STAGE = StageConfig(epochs=1, lr=1e-2, queries=16, keep="last")
 
@@ -43,7 +45,7 @@ def run_of(variants: dict[str, Any], **settings: Any) -> SelectorRun:
     )
 
 
-class Watched(selector_stages.SelectorTrainer):
+class Watched(selector.SelectorTrainer):
     """Writes down what each stage was given."""
 
     given: dict[str, dict[str, Any]] = {}
@@ -55,12 +57,11 @@ class Watched(selector_stages.SelectorTrainer):
 
 
 def same(first: Selector, second: Selector) -> bool:
-    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return same_state(dict(first.state_dict()), dict(second.state_dict()))
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[str, Any]]:
+def given(monkeypatch: Patch, tmp_path: Path) -> dict[str, dict[str, Any]]:
     variants = {
         "warm": {},
         "cold": {"warmup": False},
@@ -70,7 +71,7 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[str
         "hot": {"loss": {"temperature_end": 1.0}},
         "shuffled": {"reward": {"shuffled": True}},
     }
-    monkeypatch.setattr(selector_stages, "SelectorTrainer", Watched)
+    monkeypatch.setattr(selector, "SelectorTrainer", Watched)
     Watched.given = {}
     SelectorStages(run_of(variants), data_of(*small_beams(60)), 0, tmp_path).all()
     return Watched.given

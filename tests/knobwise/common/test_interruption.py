@@ -10,14 +10,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import commands
 import polars as pl
 import pytest
 import torch
+from commands import COMMAND, TABLE, VARIABLES, Capture, Patch, same
 from helpers import small_beams, small_table
 from polars.testing import assert_frame_equal
 
@@ -33,7 +34,6 @@ from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.readers.long_table import write_features, write_long_table
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations import learner
 from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
@@ -41,18 +41,7 @@ from knobwise.profiling.elastic import training
 from knobwise.profiling.elastic.settings import ElasticSize, TrainingConfig
 from knobwise.profiling.elastic.training import train
 
-
-@pytest.fixture(autouse=True)
-def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also where the tests run in the background, where shells have Ctrl-C ignored."""
-    before = {number: signal.getsignal(number) for number in interruption.SIGNALS}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    monkeypatch.setattr(interruption, "_latest_s", -10.0)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("_signals_arrive")
 
 
 def send(number: int = signal.SIGINT) -> None:
@@ -114,7 +103,7 @@ def test_what_is_still_held_back_at_the_end_is_raised_then() -> None:
     assert passed == [1]
 
 
-def test_the_same_signal_twice_at_once_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_signal_twice_at_once_is_one(capsys: Capture) -> None:
     numbers = []
 
     def work() -> None:
@@ -129,7 +118,7 @@ def test_the_same_signal_twice_at_once_is_one(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.split() == ["stopping"]
 
 
-def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     passed = []
 
@@ -206,15 +195,6 @@ def press(trainer: Trainer, iteration: int, times: int = 1) -> None:
     trainer._learn = pressed  # type: ignore[method-assign]
 
 
-def same(first: Any, second: Any) -> bool:
-    """Whether two structures of tensors and plain values are equal to the bit."""
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
-    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
-
-
 @pytest.mark.parametrize(
     ("make", "how", "stops"),
     [
@@ -256,9 +236,7 @@ def test_ctrl_c_saves_the_iteration_it_is_in_and_the_end_is_bit_for_bit_the_same
         assert same(*checkpoints), name
 
 
-def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     trainer = controller(tmp_path, "sampled")
     press(trainer, 9, times=2)
@@ -268,7 +246,7 @@ def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(
     assert "holds iteration 6 of 20" in stopped.value.__notes__[0]
 
 
-def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     trainer = controller(tmp_path, "sampled")
     press(trainer, 9)
@@ -300,7 +278,7 @@ def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path)
 
 @pytest.mark.parametrize("what", ["elastic", "learner"])
 def test_ctrl_c_while_a_model_is_trained_for_profiling_saves_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: Patch, what: str
 ) -> None:
     calls, path = [], tmp_path / "state.pt"
     module: Any = training if what == "elastic" else learner
@@ -326,7 +304,7 @@ def test_ctrl_c_while_a_model_is_trained_for_profiling_saves_its_last_step(
 # -- the command -------------------------------------------------------------------------------------------------------
 
 TRAIN = [
-    *("train", "profile=table", "profile.path=t.parquet", "profile.features=f.npz", "policy=utility", "seeds=[0,1]"),
+    *("train", *TABLE, "policy=utility", "seeds=[0,1]"),
     *("policy.hidden=16", "baselines=false", "tracking=disabled", "optimiser.warmup_iterations=20", "name=x"),
     *("optimiser.iterations=180", "optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
 ]
@@ -336,44 +314,23 @@ BEAMS = [
     *("rce.queries=8", "grpo.queries=8", "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=1"),
     *("seeds=[0,1,2]", "jobs=2", "name=x"),
 ]
+TERMINAL = {"TERM": "xterm", "COLUMNS": "120"}
 SFT = [Path(f"runs/selector_replay/x/checkpoints/seed{seed}/sft/last.pt") for seed in (0, 1)]
-VARIABLES = {"TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-COMMAND = [sys.executable, "-m", "knobwise"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
-    table = small_table(90, holes=0.3)
-    write_long_table(table, "t.parquet")
-    write_features(table, "f.npz")
+    commands.write_table(90, holes=0.3)
     small_beams(60)[0].save("b.safetensors")
     return tmp_path
 
 
-def started(words: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, **VARIABLES}
-    return subprocess.Popen(
-        [*COMMAND, *words], env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
-def iteration_of(last: Path) -> int:
-    return int(load_checkpoint(last).extra["training"]["iteration"]) if last.exists() else -1
-
-
 def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -> None:
     """Stopped in the middle of the second seed; all that it prints is true. Ctrl-C is pressed in a terminal below."""
-    process = started(TRAIN)
+    process = commands.started(TRAIN)
     kept = Path("runs/controller/x/checkpoints/seed1")
-    wait_for(lambda: iteration_of(kept / "last.pt") >= 25 or process.poll() is not None)
+    commands.wait_for(lambda: commands.iteration_of(kept / "last.pt") >= 25 or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     _, message = process.communicate(timeout=120)
     assert process.returncode == 143, message
@@ -385,7 +342,7 @@ def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -
     )
     assert note is not None, message
     iteration, score, best = int(note[1]), float(note[2]), int(note[3])
-    assert 25 <= iteration_of(kept / "last.pt") == iteration < 200
+    assert 25 <= commands.iteration_of(kept / "last.pt") == iteration < 200
     extra = load_checkpoint(kept / "best.pt").extra
     assert (round(extra["validation_utility"], 4), extra["iteration"]) == (score, best)
     assert "what is finished is kept in runs/controller/x" in message
@@ -402,33 +359,23 @@ def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -
     assert_frame_equal(*(pl.read_csv(f"{runs}/controller/x/metrics.csv") for runs in ("runs", "whole")))
 
 
-def alive(process: int) -> bool:
-    """Whether a process is still at work; a dead one that nobody has asked after is not."""
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def children_of(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-
-
 def check_stopped(message: str, children: list[int]) -> None:
     """No process is left, and each says where what it did is."""
     assert "Traceback" not in message
     assert len(children) >= 2
-    wait_for(lambda: not any(map(alive, children)), 10)
+    commands.wait_for(lambda: not any(map(commands.alive, children)), 10)
     for seed in (0, 1):
         note = re.search(rf"seed {seed} · (\w+): (runs/\S+/seed{seed}/\1/last\.pt) holds iteration (\d+) of", message)
         assert note is not None, message
-        assert iteration_of(Path(note[2])) == int(note[3])
+        assert commands.iteration_of(Path(note[2])) == int(note[3])
     assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()  # that one was waiting
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+@commands.in_proc
 def test_several_processes_are_stopped_by_a_scheduler_that_signals_them_all(folder: Path) -> None:
-    process = started(BEAMS)
-    wait_for(lambda: all(iteration_of(path) >= 0 for path in SFT) or process.poll() is not None)
-    children = children_of(process.pid)
+    process = commands.started(BEAMS)
+    commands.wait_for(lambda: all(commands.iteration_of(path) >= 0 for path in SFT) or process.poll() is not None)
+    children = commands.children_of(process.pid)
     for each in (process.pid, *children):
         os.kill(each, signal.SIGTERM)
     _, message = process.communicate(timeout=120)
@@ -441,7 +388,7 @@ def in_terminal(words: list[str]) -> tuple[int, int]:
     process, terminal = pty.fork()
     if process == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.execve(sys.executable, [*COMMAND, *words], {**os.environ, **VARIABLES})
+        os.execve(sys.executable, [*COMMAND, *words], {**os.environ, **VARIABLES, **TERMINAL})
     return process, terminal
 
 
@@ -463,7 +410,7 @@ def visible(output: bytearray) -> str:
     return re.sub(r"\n+", "\n", text)
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+@commands.in_proc
 @pytest.mark.parametrize("system", ["controller", "selector"])
 def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Path, system: str) -> None:
     several = system == "selector"
@@ -478,10 +425,10 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
         bar = re.compile("seeds +[━╸╺]+ +0/3 +– it/s · time left unknown")
 
     def begun() -> bool:
-        return all(iteration_of(path) >= 10 for path in watched) and bar.search(visible(output)) is not None
+        return all(commands.iteration_of(path) >= 10 for path in watched) and bar.search(visible(output)) is not None
 
-    wait_for(lambda: begun() or not alive(process))
-    children = children_of(process)
+    commands.wait_for(lambda: begun() or not commands.alive(process))
+    children = commands.children_of(process)
     os.write(terminal, b"\x03")  # the key: the terminal makes a signal of it, for every process
     reader.join(120)
     _, status = os.waitpid(process, 0)
@@ -500,6 +447,6 @@ def test_a_stderr_that_is_gone_does_not_stop_training(folder: Path, gone: str) -
     words = [*TRAIN, "optimiser.iterations=2", "seeds=[0]"]
     kept = [word for word in words if word not in ("optimiser.iterations=180", "seeds=[0,1]")]
     command = ["bash", "-c", f"{shlex.join([*COMMAND, *kept])} {gone}"]
-    done = subprocess.run(command, env={**os.environ, **VARIABLES}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **VARIABLES, **TERMINAL}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path("runs/controller/x/report.html").exists()

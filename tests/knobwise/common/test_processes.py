@@ -6,12 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import Capture, wait_for
 
-from knobwise.common import interruption
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import stopped_by_signals
 from knobwise.common.processes import in_processes
@@ -19,13 +18,7 @@ from knobwise.common.processes import in_processes
 LONG_S = 60
 
 
-@pytest.fixture(autouse=True)
-def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also where the tests run in the background, where shells have Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(interruption, "_latest_s", -10.0)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("_signals_arrive")
 
 
 def work(folder: Path, what: str) -> str:
@@ -42,7 +35,7 @@ def work(folder: Path, what: str) -> str:
     return f"{what} done"
 
 
-def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: Capture) -> None:
     in_processes("pieces", work, [(tmp_path, name) for name in ("a", "b", "c")], 2, done=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
     assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}
@@ -55,8 +48,7 @@ def test_nothing_to_do_starts_no_process(tmp_path: Path) -> None:
 
 def test_a_signal_to_this_process_stops_all_and_what_waits_is_not_begun(tmp_path: Path) -> None:
     def press() -> None:
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.02)
+        wait_for(lambda: len(list(tmp_path.iterdir())) >= 2)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -75,8 +67,7 @@ def test_a_signal_to_this_process_stops_all_and_what_waits_is_not_begun(tmp_path
 
 def test_a_worker_that_a_scheduler_stops_stops_all(tmp_path: Path) -> None:
     def stop() -> None:
-        while not (tmp_path / "long 0").exists() or not (tmp_path / "long 0").read_text():
-            time.sleep(0.02)
+        wait_for(lambda: (tmp_path / "long 0").exists() and (tmp_path / "long 0").read_text())
         time.sleep(0.1)
         os.kill(int((tmp_path / "long 0").read_text()), signal.SIGTERM)
 

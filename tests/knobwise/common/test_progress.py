@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
+from commands import Capture, Patch
 
 from knobwise.common import progress as module
 from knobwise.common.progress import progress
@@ -28,7 +29,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: Patch) -> Clock:
     output = Clock()
     monkeypatch.setattr(module, "time", output)
     return output
@@ -37,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Terminal:
     """A pseudo-terminal in the place of stderr."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: Patch) -> None:
         self.patch = patch
         self.reader, writer = pty.openpty()
         fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
@@ -60,7 +61,7 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def terminal(monkeypatch: Patch) -> Iterator[Terminal]:
     output = Terminal(monkeypatch)
     for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)
@@ -74,65 +75,45 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 # -- without a terminal ------------------------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_it_says_a_plain_line_once_in_a_while(
-    capsys: pytest.CaptureFixture[str], clock: Clock
+SILENT = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ticks", "lines"),
+    [
+        (
+            {"total": 100, "every_s": 60},
+            [(2, done) for done in range(1, 101)],
+            ["30/100, 2 min left", "60/100, 80 s left", "90/100, 20 s left", "100/100, done in 3 min"],
+        ),
+        ({"total": 2, "every_s": SILENT}, [(1, 1), (1, 2), (1, 2)], ["2/2, done in 2 s"]),
+        ({"total": 4, "every_s": 0}, [(0.9, 3)], ["3/4, 1 s left"]),
+        ({"total": 1000, "done": 900, "every_s": 0}, [(10, 910)], ["910/1000, 90 s left"]),
+        ({"total": 4, "quiet_s": 2}, [(0.025, done) for done in range(1, 5)], []),
+        ({"total": 4, "quiet_s": 2}, [(0.75, done) for done in range(1, 5)], ["4/4, done in 3 s"]),
+        ({"total": 10}, [(3600, 1)], ["1/10, 9.0 h left"]),
+    ],
+    ids=["once in a while", "the end once", "no 0 s", "resumed work", "short work", "longer work", "hours"],
+)
+def test_without_a_terminal_it_says_a_plain_line_now_and_then(
+    settings: dict[str, Any], ticks: list[tuple[float, int]], lines: list[str], capsys: Capture, clock: Clock
 ) -> None:
-    with progress("measuring", total=100, every_s=60) as tick:
-        for done in range(1, 101):
-            clock.now += 2
+    with progress("work", **settings) as tick:
+        for seconds, done in ticks:
+            clock.now += seconds
             tick(done, "")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "measuring: 30/100, 2 min left",
-        "measuring: 60/100, 80 s left",
-        "measuring: 90/100, 20 s left",
-        "measuring: 100/100, done in 3 min",
-    ]
+    assert capsys.readouterr().err.splitlines() == [f"work: {line}" for line in lines]
 
 
-def test_the_end_is_said_once(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with progress("jobs", total=2, every_s=float("inf")) as tick:
-        for done in (1, 2, 2):
-            clock.now += 1
-            tick(done, "")
-    assert capsys.readouterr().err == "jobs: 2/2, done in 2 s\n"
-
-
-def test_no_second_is_left_only_at_the_end(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with progress("jobs", total=4, every_s=0) as tick:
-        clock.now += 0.9
-        tick(3, "")
-    assert capsys.readouterr().err == "jobs: 3/4, 1 s left\n"
-
-
-def test_work_from_an_earlier_session_does_not_flatter_the_time_left(
-    capsys: pytest.CaptureFixture[str], clock: Clock
-) -> None:
-    with progress("training", total=1000, done=900, every_s=0) as tick:
-        clock.now += 10
+def test_a_line_ends_with_the_note(capsys: Capture, clock: Clock) -> None:
+    with progress("training", total=1000, every_s=0) as tick:
         tick(910, "loss 0.50")
-    assert capsys.readouterr().err == "training: 910/1000, 90 s left · loss 0.50\n"
-
-
-def test_short_work_says_nothing_and_longer_work_does(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    for seconds, message in ((0.1, ""), (3.0, "reading: 4/4, done in 3 s\n")):
-        with progress("reading", total=4, quiet_s=2) as tick:
-            for done in range(1, 5):
-                clock.now += seconds / 4
-                tick(done, "")
-        assert capsys.readouterr().err == message
-
-
-def test_long_times_are_said_in_hours(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    with progress("training", total=10) as tick:
-        clock.now += 3600
-        tick(1, "")
-    assert capsys.readouterr().err == "training: 1/10, 9.0 h left\n"
+    assert capsys.readouterr().err.endswith(" left · loss 0.50\n")
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
 def test_that_colours_are_forced_makes_a_file_no_terminal(
-    variable: str, capsys: pytest.CaptureFixture[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    variable: str, capsys: Capture, clock: Clock, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv(variable, "1")
     with progress("training", total=2) as tick:
@@ -140,7 +121,7 @@ def test_that_colours_are_forced_makes_a_file_no_terminal(
     assert capsys.readouterr().err == "training: 2/2, done in 0 s\n"
 
 
-def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: Patch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     broken, closed = os.fdopen(writer, "w", buffering=1), open(os.devnull, "w")  # noqa: SIM115
@@ -224,7 +205,7 @@ def test_titles_and_notes_are_no_markup(terminal: Terminal, clock: Clock) -> Non
 
 
 def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(
-    terminal: Terminal, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    terminal: Terminal, clock: Clock, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     terminal.put_on()
     with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
@@ -236,7 +217,7 @@ def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(
     assert "found" not in terminal.visible()
 
 
-def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: Patch) -> None:
     gone = Terminal(monkeypatch)
     monkeypatch.setenv("TERM", "xterm")
     gone.put_on()
@@ -255,7 +236,7 @@ def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: pytest.MonkeyPat
         gone.stderr.close()
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, clock: Clock, monkeypatch: Patch) -> None:
     terminal.put_on()
     monkeypatch.setenv("TERM", "dumb")
     with progress("training", total=2) as tick:
@@ -273,7 +254,7 @@ def work(number: int) -> int:
     return number
 
 
-def test_another_process_writes_plain_lines(terminal: Terminal, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) -> None:
     terminal.put_on()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(work, 4).result() == 4

@@ -1,0 +1,50 @@
+"""Settings of simulated profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from knobwise.common.checks import a_seed
+
+
+@dataclass
+class SimulatedConfig:
+    """A profile that is simulated instead of measured, for comparing policies."""
+
+    kind: str = "router"
+    """Which kind: router, encoder, portfolio, noisy_labels, heavy_tails, weak_features, few_samples, low_headroom,
+    no_headroom, unattainable or wide_knobs."""
+    samples: int | None = None
+    """Number of samples; None for the kind's default."""
+    seed: int = 0
+    """Seed of all draws."""
+
+    def __post_init__(self) -> None:
+        a_seed("profile.seed", self.seed)
+
+
+@dataclass
+class CalibratedConfig:
+    """Simulated data sets of a vision-language model, calibrated to published numbers."""
+
+    datasets: tuple[str, ...] = ("text_vqa", "coco_vqa", "okvqa")
+    """Data sets, out of text_vqa, coco_vqa, okvqa."""
+    samples: int = 2276
+    """Number of samples of each data set. The default, with three data sets and 240 configurations, makes 1.64 million
+    records, as many as were published."""
+    grid: str = "240"
+    """The configurations. 240: max_crops 2–12 × top_k 4–32 × blocks 8–16; 27: max_crops 2, 6, 10 × top_k 4, 8, 12 ×
+    blocks 12, 14, 16; tiers: low, medium, high × top_k 4–8 × blocks 12–16."""
+    latency: str = "total"
+    """The time that the budget limits: total, prefill or vision_prefill."""
+    image_width: int = 768
+    """Width of the block image_features; 0 for none."""
+    language_width: int = 2048
+    """Width of the block language_features; 0 for none."""
+    signal: float = 0.5
+    """Share of the variance of difficulty, answer length and usefulness of each knob that the features explain."""
+    seed: int = 0
+    """Seed of all draws."""
+
+    def __post_init__(self) -> None:
+        a_seed("profile.seed", self.seed)

@@ -1,0 +1,128 @@
+"""The command line in tests: data to train on, mistakes, Ctrl-C, and commands in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import small_table
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.training.loop import Trainer
+from knobwise.envs.readers.long_table import write_features, write_long_table
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+COMMAND = [sys.executable, "-m", "knobwise"]
+TABLE = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz"]
+"""Trains on what `write_table` writes."""
+OPTIMISER = [
+    *("optimiser.warmup_iterations=4", "optimiser.iterations=8", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
+    *("policy.hidden=16", "tracking=disabled"),
+]
+"""Is quick."""
+VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+
+
+def write_table(samples: int = 60, seed: int = 0, holes: float = 0.0, prefix: str = "") -> None:
+    """Write a long table and its features into this folder."""
+    table = small_table(samples, seed, holes)
+    write_long_table(table, f"{prefix}t.parquet")
+    write_features(table, f"{prefix}f.npz")
+
+
+def mistake(words: list[str], capsys: Capture) -> str:
+    """The one line that a command prints about a mistake."""
+    capsys.readouterr()
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.rstrip("\n").split("\n") if "Loading weights" not in line]
+    assert line.startswith("knobwise: ")
+    assert not printed.out
+    return line
+
+
+@contextmanager
+def ctrl_c(when: Callable[[Any], bool]) -> Iterator[None]:
+    """A block in which Ctrl-C is pressed in the iteration of a training, of a `Trainer`, for which this holds."""
+    learn = Trainer._learn
+
+    def pressed(self: Trainer, data: Any) -> Any:
+        if when(self):
+            raise KeyboardInterrupt
+        return learn(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_learn", pressed)
+        yield
+
+
+@contextmanager
+def ctrl_c_in_report() -> Iterator[None]:
+    """A block in which Ctrl-C is pressed while a run writes its report."""
+
+    def pressed(folder: Path) -> Path:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("knobwise.experiments.train.run.write_report", pressed)
+        yield
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two structures of tensors and plain values are equal to the bit."""
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
+
+
+# -- in other processes ------------------------------------------------------------------------------------------------
+
+
+def started(words: list[str], **variables: str) -> subprocess.Popen[str]:
+    """A command at work."""
+    environment = {**os.environ, **VARIABLES, **variables}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*COMMAND, *words], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def kill_when(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
+    """Kill a command as soon as this holds."""
+    wait_for(lambda: condition() or process.poll() is not None)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -9, "it ended before it could be killed"
+
+
+def iteration_of(last: Path) -> int:
+    """Where the training of a `last.pt` stands; −1 before there is one."""
+    return int(load_checkpoint(last).extra["training"]["iteration"]) if last.exists() else -1
+
+
+def alive(process: int) -> bool:
+    """Whether a process is still at work; a dead one that nobody has asked after is not."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
