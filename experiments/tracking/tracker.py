@@ -133,11 +133,12 @@ class Tracker:
             if self.settings.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-                self._tensorboard = SummaryWriter(
-                    str(self.folder / "tensorboard" / (self.job_type if self.seed is None else f"seed{self.seed}")),
-                    purge_step=0,  # everything is written again: a killed process had not written its last rows
-                    flush_secs=10,
-                )
+                folder = self.folder / "tensorboard" / (self.job_type if self.seed is None else f"seed{self.seed}")
+                # everything is written again: a killed process had not written its last rows. TensorBoard reads the
+                # files by name, and two made in one second may have their names in the wrong order
+                for earlier in folder.glob("events.out.tfevents.*"):
+                    earlier.unlink()
+                self._tensorboard = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
                 stack.callback(self._tensorboard.close)
                 for step, values in self._csv.kept:
                     self._to_tensorboard(values, step)

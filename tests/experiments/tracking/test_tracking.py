@@ -8,10 +8,13 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import wandb
+from tensorboard.summary.writer import event_file_writer
 from wandb_stub import forget_wandb, offline_records
 
 from knobwise.common.errors import InputError
@@ -197,7 +200,11 @@ def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path: Path) -> None:
     assert found == {name: [status] for name, (_, status) in ends.items()}
 
 
-def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # two event files of one second are told apart by a number only, and `9` sorts after `10`
+    now = time.time()
+    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     for seed, mode in ((0, "offline"), (1, "disabled")):
         with tracker(tmp_path, mode, seed=seed) as log:
             for step in range(4):
