@@ -60,7 +60,7 @@ class Result:
     total_ms: float
     """waited_ms + overhead_ms + answer.total_ms."""
     waited_ms: float
-    """Time since its arrival without its own work; 0 where the arrival is unknown."""
+    """Time since its arrival without its own work; 0 if the arrival is unknown."""
     overhead_ms: float
     """What the controller adds: pooled features, decision, knobs set, and the calls between them."""
     decision_us: float
@@ -127,12 +127,10 @@ class AdaptiveModel:
         return self._decision_ms * 1e3
 
     def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
-        """Answer one request under its budget.
+        """Answer one request under its budget, a deadline in ms after arrival.
 
-        Args:
-            budget_ms: deadline in ms after arrival.
-            arrived: a reading of `time.perf_counter()`; waiting since then counts against the budget. None counts the
-                request's own work only.
+        `arrived` is a reading of `time.perf_counter()`, from which on waiting counts; None counts the request's own
+        work only.
 
         Raises:
             InputError: a budget that is not positive, an arrival with the CPU clock.
@@ -160,22 +158,21 @@ class AdaptiveModel:
     ) -> list[Result]:
         """Answer requests, each under its own budget.
 
+        Requests with the same configuration are answered as one group, the group with the least time left first; a
+        decision does not foresee how long other groups take.
+
         Args:
-            requests: n of them. Requests with the same configuration are answered as one group, the group with the
-                least time left first; a decision does not foresee how long other groups take.
+            requests: n of them.
             budgets_ms: n deadlines in ms after arrival, or one for all.
-            arrived: n readings of `time.perf_counter()`; waiting since then counts against the budget. None counts the
-                request's own work only.
+            arrived: n arrivals, as for `answer`.
 
         Returns: n results, in the order of the requests.
 
         Raises:
-            InputError: numbers of requests, budgets and arrivals that do not fit; a budget that is not positive;
-                arrivals with the CPU clock.
+            InputError: as for `answer`, and if the numbers of requests, budgets and arrivals differ.
         """
-        n = len(requests)
-        limits_ms = np.asarray(budgets_ms, np.float64)
-        budgets: list[float] = np.full(n, limits_ms).tolist() if limits_ms.ndim == 0 else limits_ms.tolist()
+        n, limits_ms = len(requests), np.asarray(budgets_ms, np.float64)
+        budgets: list[float] = (np.full(n, limits_ms) if limits_ms.ndim == 0 else limits_ms).tolist()
         if len(budgets) != n or (arrived is not None and len(arrived) != n):
             arrivals = "" if arrived is None else f" and {len(arrived)} arrivals"
             raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{arrivals}")
@@ -280,8 +277,7 @@ class AdaptiveModel:
         Args:
             table: the profile.
             samples: row of the table → the request that was measured there; about a hundred are enough.
-            cells: how many pairs of sample and configuration are timed, in random order; the median of the ratios
-                counts.
+            cells: pairs of sample and configuration that are timed; the median of their ratios counts.
             warm_up: how many are answered untimed before.
 
         Raises:

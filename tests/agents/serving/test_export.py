@@ -22,7 +22,6 @@ from knobwise.agents.serving.export import (
     agreement,
     arrays_of,
     arrays_of_static,
-    by_numpy,
     contexts_of,
     export_numpy,
     parity,
@@ -92,12 +91,12 @@ def test_what_a_file_cannot_repeat_is_refused() -> None:
 def test_a_form_that_decides_otherwise_is_refused() -> None:
     table, stack, light = stacked("small")
     budgets = contexts_of(stack, table)
-    result = parity(stack, by_numpy(light), table, budgets)
+    result = parity(stack, light.choose, table, budgets)
     assert (result["contexts"], result["different"]) == (90 * len(budgets), 0)
     assert result["same"] + result["rounding"] == result["contexts"]
     other = to_numpy(stack_of(table, hidden=12, experts=("ridge",)))
     with pytest.raises(InputError, match=r"x\.npz: decides differently from the controller in \d+ of 450 contexts"):
-        parity(stack, by_numpy(other), table, budgets, "x.npz")
+        parity(stack, other.choose, table, budgets, "x.npz")
 
 
 def test_equal_scores_are_rounding_and_others_are_not() -> None:
@@ -107,9 +106,9 @@ def test_equal_scores_are_rounding_and_others_are_not() -> None:
     head.weight.data[..., 1] = head.weight.data[..., 0]
     head.bias.data[..., :2] = 50.0  # the first two are always best, and equal
     budgets = default_budgets(table)[:2]
-    second = agreement(controller, lambda features, limits: torch.ones(60, dtype=torch.int64), table, budgets)
+    second = agreement(controller, lambda blocks, limits: np.ones(60, np.int64), table, budgets)
     assert (second["rounding"], second["different"], second["share"]) == (120, 0, 1.0)
-    third = agreement(controller, lambda features, limits: torch.full((60,), 2), table, budgets)
+    third = agreement(controller, lambda blocks, limits: np.full(60, 2), table, budgets)
     assert (third["rounding"], third["different"], third["share"]) == (0, 120, 0.0)
 
 
@@ -223,7 +222,7 @@ def test_a_run_leaves_files_that_decide(
     assert all(form["decision_us_p50"] > 0 for form in said["forms"].values())
     table, stack = trained()
     light = NumpyController.load(out / "controller.npz")
-    assert agreement(stack, by_numpy(light), table, default_budgets(table))["different"] == 0
+    assert agreement(stack, light.choose, table, default_budgets(table))["different"] == 0
     assert "ONNX int8" in capsys.readouterr().out
     (out / "notes.txt").write_text("mine")
     run(ExportRun(checkpoint=path, profile=profile, out=str(out), onnx=False))
@@ -247,7 +246,7 @@ def test_a_student_is_exported_with_its_checkpoint(
     table = trained()[0]
     student = load_checkpoint(out / "student.pt").controller
     light = NumpyController.load(out / "controller.npz")
-    assert agreement(student, by_numpy(light), table, default_budgets(table))["different"] == 0  # type: ignore[arg-type]
+    assert agreement(student, light.choose, table, default_budgets(table))["different"] == 0  # type: ignore[arg-type]
 
 
 def test_mistakes_are_named_before_anything_is_written(

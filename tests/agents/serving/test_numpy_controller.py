@@ -23,7 +23,7 @@ from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.serving import numpy_controller
-from knobwise.agents.serving.export import Agent, agreement, arrays_of, by_numpy, export_numpy, one_by_one, to_numpy
+from knobwise.agents.serving.export import Agent, agreement, arrays_of, export_numpy, one_by_one, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.priced_policy import price_controller, price_stack
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -90,7 +90,7 @@ def budgets_of(table: ProfileTable) -> Tensor:
 
 
 def assert_same(agent: Agent, table: ProfileTable, budgets_ms: Tensor | None = None) -> None:
-    result = agreement(agent, by_numpy(to_numpy(agent)), table, budgets_of(table) if budgets_ms is None else budgets_ms)
+    result = agreement(agent, to_numpy(agent).choose, table, budgets_of(table) if budgets_ms is None else budgets_ms)
     assert result["different"] == 0
     assert result["rounding"] <= 0.01 * result["contexts"]
 
@@ -273,10 +273,11 @@ def test_the_short_way_sees_what_is_missing_and_what_is_far_out(structure: str) 
     new.features["image_features"][5] = torch.nan
     light = to_numpy(controller)
     assert agreement(controller, one_by_one(light), new, budgets_of(table))["different"] == 0
-    decided = one_by_one(light)(new.features, torch.full((60,), 15.0))
+    blocks = {name: block.numpy() for name, block in new.features.items()}
+    decided = one_by_one(light)(blocks, np.full(60, 15.0))
     assert len(set(decided.tolist())) > 1
-    doubles = {name: block.double() for name, block in new.features.items()}
-    assert torch.equal(one_by_one(light)(doubles, torch.full((60,), 15.0)), decided)
+    doubles = {name: block.astype(np.float64) for name, block in blocks.items()}
+    assert one_by_one(light)(doubles, np.full(60, 15.0)).tolist() == decided.tolist()
 
 
 @pytest.mark.parametrize("name", ["gappy", "no features", "simulated"])
@@ -293,12 +294,13 @@ def test_what_is_not_plain_goes_the_long_way(structure: str, name: str) -> None:
 def test_threads_share_a_controller() -> None:
     table, _, stack = stacked("gappy")
     plain = to_numpy(driven_apart(small_table(90), PolicyConfig(structure="joint", hidden=12)))
-    for light, of in ((stack, table), (plain, small_table(90))):
-        decide, limits = one_by_one(light), torch.linspace(5, 40, 90)
-        alone = decide(of.features, limits).tolist()
+    for light, features in ((stack, table.features), (plain, small_table(90).features)):
+        blocks = {name: block.numpy() for name, block in features.items()}
+        request = blocks, np.linspace(5, 40, 90)
+        alone = one_by_one(light)(*request).tolist()
         with ThreadPoolExecutor(4) as pool:
-            result = list(pool.map(lambda _: decide(of.features, limits).tolist(), range(8)))  # noqa: B023
-        assert all(one == alone for one in result)
+            results = list(pool.map(one_by_one(light), [blocks] * 8, [request[1]] * 8))
+        assert all(result.tolist() == alone for result in results)
 
 
 def test_what_is_given_is_left_as_it_was() -> None:
