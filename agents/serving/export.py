@@ -194,12 +194,7 @@ def agreement(
 
 
 def parity(
-    agent: Agent,
-    decide: Decide,
-    table: ProfileTable,
-    budgets_ms: Tensor,
-    what: str = "export",
-    samples: int | None = None,
+    agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor, what: str, samples: int | None = None
 ) -> dict[str, Any]:
     """`agreement`, which must be complete except for rounding.
 

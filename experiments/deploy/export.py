@@ -153,7 +153,7 @@ def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tens
         made["ONNX int8"] = forms.agreement(agent, by_onnx(sessions["ONNX int8"]), table, budgets_ms)
     if config.onnx:
         sessions["ONNX float32"] = onnx_session(graph, config.threads)
-        made["ONNX float32"] = parity(agent, by_onnx(sessions["ONNX float32"]), table, budgets_ms)
+        made["ONNX float32"] = parity(agent, by_onnx(sessions["ONNX float32"]), table, budgets_ms, "controller.onnx")
     else:
         graph.unlink(missing_ok=True)
     for form, micros in _timed(controller, sessions, table, budgets_ms).items():

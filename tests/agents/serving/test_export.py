@@ -91,7 +91,7 @@ def test_what_a_file_cannot_repeat_is_refused() -> None:
 def test_a_form_that_decides_otherwise_is_refused() -> None:
     table, stack, light = stacked("small")
     budgets = contexts_of(stack, table)
-    result = parity(stack, light.choose, table, budgets)
+    result = parity(stack, light.choose, table, budgets, "c.npz")
     assert (result["contexts"], result["different"]) == (90 * len(budgets), 0)
     assert result["same"] + result["rounding"] == result["contexts"]
     other = to_numpy(stack_of(table, hidden=12, experts=("ridge",)))

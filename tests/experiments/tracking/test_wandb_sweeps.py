@@ -150,7 +150,7 @@ def test_no_job_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name, raising=False)
             if value is not None:
                 monkeypatch.setenv(name, value)
-        assert sweep_job() == (SweepJob("x", "x") if all(given) else None)
+        assert sweep_job() == (SweepJob("x", "x", {}) if all(given) else None)
 
 
 def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
