@@ -1,7 +1,5 @@
-"""Export: a controller as arrays that decide with NumPy alone, guard included, and comparisons with the controller.
-
-`arrays_of` returns what the NumPy form (`knobwise.agents.serving.numpy_controller`) reads; the other form is an ONNX
-graph (`knobwise.agents.serving.onnx_graph`). `parity` compares the decisions of either with the trained policy's.
+"""Export: a controller as arrays that decide with NumPy alone (`knobwise.agents.serving.numpy_controller`), guard
+included, and comparisons of the decisions of this and other forms with the trained policy's.
 """
 
 from __future__ import annotations
