@@ -70,10 +70,10 @@ TABLES = {
 }
 
 
-def stack_of(table: ProfileTable, **more: object) -> StackedController:
+def stack_of(table: ProfileTable, rows: Tensor | None = None, **more: object) -> StackedController:
     options = {"structure": "utility", "members": 3, "hidden": 8, "experts": EXPERTS, **more}
     config = PolicyConfig(**options)  # type: ignore[arg-type]
-    rows = torch.arange(table.num_samples)
+    rows = torch.arange(table.num_samples) if rows is None else rows
     return fit_stack(table, rows, driven_apart(table, config), config, default_budgets(table), seed=0)
 
 
