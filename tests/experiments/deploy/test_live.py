@@ -81,9 +81,8 @@ def served(table: ProfileTable, split: Split, controller: Controller) -> tuple[S
 
 def test_live_answers_are_those_that_the_profile_recorded(table: ProfileTable, served: tuple[Stream, Record]) -> None:
     stream, record = served
-    choice = torch.from_numpy(record.served["choice"]).long()
-    recorded = table.accuracy[torch.from_numpy(stream.rows)[:, None].expand(choice.shape), choice]
-    assert torch.equal(torch.from_numpy(record.served["score"]).float(), recorded)
+    recorded = table.accuracy.numpy()[stream.rows[:, None], record.served["choice"].astype(int)]
+    assert np.array_equal(record.served["score"].astype(np.float32), recorded)
 
 
 def test_live_decisions_are_those_that_a_replay_makes(
@@ -221,8 +220,9 @@ def small() -> tuple[ProfileTable, NumpyController]:
     return table, to_numpy(Controller.for_table(table, torch.arange(60), config))
 
 
-def by_hand(table: ProfileTable, slower: float) -> tuple[Stream, Record]:
+def by_hand(slower: float) -> tuple[Stream, Record]:
     """Two requests of the first two samples, served as the profile says on a machine that is `slower`."""
+    table, _ = small()
     rows, choices = np.array([0, 1]), {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
     shape = (len(choices), 2, 1)
     fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields}
@@ -235,9 +235,14 @@ def by_hand(table: ProfileTable, slower: float) -> tuple[Stream, Record]:
     return Stream(rows, np.array([1000.0, 1e-6]), None, {}), Record(list(choices), fields, [slower, slower])
 
 
-def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
+def judged(stream: Stream, record: Record, speed: float) -> dict[str, Any]:
     table, controller = small()
-    results = live_results(table, *by_hand(table, slower=3.0), controller, speed=3.0)
+    return live_results(table, stream, record, controller, speed)
+
+
+def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
+    table, _ = small()
+    results = judged(*by_hand(slower=3.0), speed=3.0)
     assert results["speed"]["during"] == pytest.approx(3.0)
     assert all(row["agrees"] for row in results["agreement"])
     assert all(abs(row["difference"]) < 1e-5 for row in results["agreement"])
@@ -252,34 +257,31 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
 
 def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine() -> None:
     table, controller = small()
-    stream, record = by_hand(table, slower=3.0)
+    stream, record = by_hand(slower=3.0)
     stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())  # enough where it was measured, too little here
-    assert live_results(table, stream, record, controller, speed=3.0)["infeasible"] == 1
+    assert judged(stream, record, speed=3.0)["infeasible"] == 1
     blocks = {name: block[:2].numpy() for name, block in table.features.items()}
     stream.budgets_ms[:] = 3 * table.latency_ms.median()
     chosen = controller.choose(blocks, stream.budgets_ms / 3)
     assert chosen.tolist() != controller.choose(blocks, stream.budgets_ms).tolist()
     record.served["choice"][0, :, 0] = chosen
-    whole = live_results(table, stream, record, controller, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"]
-    assert whole == 1
+    assert judged(stream, record, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"] == 1
 
 
 def test_the_speed_is_known_as_well_as_its_cells_say() -> None:
-    table, controller = small()
-    stream, record = by_hand(table, slower=1.0)
+    stream, record = by_hand(slower=1.0)
     record.ratios = [1.0, 1.2, 1.4, 1.6, 1.8]
-    speed = live_results(table, stream, record, controller, speed=1.0)["speed"]
+    speed = judged(stream, record, speed=1.0)["speed"]
     off = 1.96 * 1.25 * 0.4 / (1.35 * 5**0.5)
     assert speed["during"] == pytest.approx(1.4)
     assert speed["during_ci95"] == pytest.approx([1.4 - off, 1.4 + off])
 
 
 def test_a_replay_that_is_wrong_is_found_out() -> None:
-    table, controller = small()
-    stream, record = by_hand(table, slower=1.0)
+    stream, record = by_hand(slower=1.0)
     record.served["score"][0] = 1 - record.served["score"][0]
     record.served["inference_ms"][1] *= 2
-    results = live_results(table, stream, record, controller, speed=1.0)
+    results = judged(stream, record, speed=1.0)
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
     assert not any(policy == "cheapest" for policy, _ in away)
