@@ -54,7 +54,7 @@ def _check_names(project: str | None, tags: Sequence[str]) -> None:
     name = project or os.environ.get("WANDB_PROJECT") or ""
     try:
         wandb.Settings(project=name)
-    except wandb.UsageError as error:
+    except wandb.Error as error:
         source = "tracking.project" if project else "WANDB_PROJECT"
         hint = "; tracking.entity names the owner of the project" if "/" in name else ""
         raise InputError(f"{source}={name}: W&B says {reason(error)!r}{hint}") from error
@@ -96,21 +96,26 @@ class Tracker:
         settings: TrackingSettings,
         seed: int | None = None,
         tags: Sequence[str] = (),
-        profile_digest: str = "",
         profile: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
     ) -> None:
-        self.folder = Path(folder).absolute()
-        self.name = name if seed is None else f"{name}-seed{seed}"
-        self.experiment, self.job_type, self.settings = experiment, job_type, settings
+        self.folder, self.settings, self.job_type = Path(folder).absolute(), settings, job_type
         self.seed, self.resume_step, self.profile = seed, resume_step, profile
+        digest = (profile or {}).get("digest", "")
+        # `run` is the same for the W&B runs of all seeds
+        added = {"profile_digest": digest, "git_commit": git_commit(), "machine": machine(), "run": name}
+        whole = {**config, **added} | ({} if seed is None else {"seed": seed})
         from_environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]  # ours replace them
-        self.tags = list(dict.fromkeys([*settings.tags, *from_environment, *tags]))
-        added = {"profile_digest": profile_digest, "git_commit": git_commit(), "machine": machine()}
-        added["run"] = name  # the same for the W&B runs of all seeds
-        whole = dict(config) | added | ({} if seed is None else {"seed": seed})
         self.sweep = sweep_job() if job_type == "evaluate" else None
-        self.config = _without_infinity(whole if self.sweep is None else self.sweep.config(whole))
+        self.about = {
+            "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
+            "entity": settings.entity,
+            "name": name if seed is None else f"{name}-seed{seed}",
+            "group": experiment,
+            "job_type": job_type,
+            "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
+            "config": _without_infinity(whole if self.sweep is None else self.sweep.config(whole)),
+        }
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
         self._wandb: WandbRun | None = None
@@ -170,22 +175,13 @@ class Tracker:
         self._tensorboard.file_writer.add_summary(event, step)
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun | None:
-        about = {
-            "project": self.settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
-            "entity": self.settings.entity,
-            "name": self.name,
-            "group": self.experiment,
-            "job_type": self.job_type,
-            "tags": self.tags,
-            "config": self.config,
-        }
         begun = any((self.folder / "wandb").glob("*.id"))  # trained seeds must not be lost
         insist = self.settings.mode == "online" and not begun
-        wandb_run = stack.enter_context(WandbRun(self.folder, self.mode, about, self._csv, self.sweep, insist))
-        fell_back, self.mode = wandb_run.mode != self.mode, wandb_run.mode
+        wandb_run = stack.enter_context(WandbRun(self.folder, self.mode, self.about, self._csv, self.sweep, insist))
+        before, self.mode = self.mode, wandb_run.mode
         if self.mode == "disabled":
             return None
-        if fell_back:
+        if self.mode != before:
             self.settings.mode = self.mode  # the next seeds need not wait again
         if self.profile is not None and self.job_type == "train" and wandb_run.mode == "online":
             with wandb_run.reporting("the profile"):

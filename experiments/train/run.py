@@ -117,7 +117,6 @@ def tracker_of(
         settings=config.tracking,
         seed=seed,
         tags=list(tags),
-        profile_digest=profile["digest"],
         profile=dict(profile),
         resume_step=step if step is not None and step >= 0 else None,
     )

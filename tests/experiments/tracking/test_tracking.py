@@ -51,7 +51,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 def tracker(folder: Path, mode: str = "offline", **more: object) -> Tracker:
     arguments = {"name": "lr-0.003", "experiment": "controller", "job_type": "train", "config": CONFIG}
-    arguments |= {"settings": TrackingSettings(mode=mode, tags=["nightly"]), "profile_digest": DIGEST}
+    arguments |= {"settings": TrackingSettings(mode=mode, tags=["nightly"]), "profile": RESULTS["profile"]}
     return Tracker(folder, **arguments | more)  # type: ignore[arg-type]
 
 
