@@ -130,8 +130,7 @@ def _student(loaded: Loaded, teacher: StackedController, table: ProfileTable) ->
     judged = [judge(policy, table, test, budgets_ms, rewards) for policy in (teacher, student)]
     same = (judged[0].chosen == judged[1].chosen).double().mean()
     about = {"test_samples": len(test), "same_decision_on_test": float(same)}
-    for name, outcomes in zip(("teacher", "student"), judged, strict=True):
-        metrics = outcomes.metrics()
+    for name, metrics in zip(("teacher", "student"), (outcomes.metrics() for outcomes in judged), strict=True):
         about[f"utility_of_{name}"] = metrics["Utility"]
         about[f"satisfaction_feasible_of_{name}"] = metrics["Satisfaction_Feasible"]
     return student, about

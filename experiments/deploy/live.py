@@ -9,6 +9,7 @@ the same decisions are looked up in the profile: a replay that disagrees with th
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import sys
 import time
@@ -100,12 +101,9 @@ def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor
     """Name → configuration, by what they did on the rows fitted on (int64 [n])."""
     accuracy, latency = averages(table, fitted)
     everything = torch.ones(1, table.num_configurations, dtype=torch.bool)
-    chosen = {
-        "best_static": int(BestStatic(table, fitted, budgets_ms).choose({}, budgets_ms[:1], everything)),
-        "cheapest": int(latency.argmin()),
-        "most_accurate": int(accuracy.argmax()),
-    }
-    return dict(list(chosen.items())[:count])
+    best = BestStatic(table, fitted, budgets_ms).choose({}, budgets_ms[:1], everything)
+    chosen = {"best_static": best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
+    return {name: int(choice) for name, choice in list(chosen.items())[:count]}
 
 
 # -- the stream --------------------------------------------------------------------------------------------------------
@@ -131,7 +129,7 @@ class Stream:
 
 
 def draw_stream(table: ProfileTable, test: Tensor, fitted: Tensor, budgets_ms: Tensor, config: LiveConfig) -> Stream:
-    """Draw order, budgets and arrivals; budgets still in the profile's ms. The scenes are those of the profile."""
+    """Draw order, budgets (still in the profile's ms) and arrivals. The scenes are those of the profile."""
     rng, profile = np.random.default_rng(config.seed), ElasticProfileConfig()
     rounds = -(-config.requests // len(test))
     rows = np.concatenate([rng.permutation(test.numpy()) for _ in range(rounds)])[: config.requests]
@@ -237,9 +235,8 @@ class Server:
         """Serve the stream by every policy, with cells of the profile timed between them: `IN_A_ROW` requests by one of
         them, then the same by the next, in random order, so that the drift of the machine hits all alike."""
         n, repeats, rng = len(self.stream.rows), self.config.repeats, np.random.default_rng((self.config.seed, 1))
-        for i in range(self.config.warm_up):
-            for policy in self.policies.values():
-                policy(int(self.stream.rows[i % n]), float(self.stream.budgets_ms[i % n]), 0.0)
+        for i, policy in itertools.product(range(self.config.warm_up), self.policies.values()):
+            policy(int(self.stream.rows[i % n]), float(self.stream.budgets_ms[i % n]), 0.0)
         with progress("serving", n * repeats, 0) as tick:
             for repeat in range(repeats):
                 free = np.zeros(len(self.policies))  # when each policy has answered all requests before, in seconds
@@ -306,6 +303,7 @@ def live_results(
     live = _outcomes(served["score"], served["inference_ms"] + costs, budgets)
     replay = _outcomes(table.accuracy[at].double(), during * table.latency_ms[at].double() + costs, budgets)
     gained = live["utility"].mean(-1)
+    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, STATIC)]
     feasible = during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
     # the speed of this machine is known only as well as its cells allow
     unsure = half_width * table.latency_ms[at].double().mean((1, 2))
@@ -334,11 +332,7 @@ def live_results(
         "agreement": agreement,
         "overhead": _overhead({name: values[learned] for name, values in served.items()}),
         "decisions": _replayed_decisions(table, stream, controller, speed, record, learned),
-        "configurations": {
-            name: table.configuration(int(choice[p, 0, 0]))
-            for p, name in enumerate(record.policies)
-            if name not in (LEARNED, STATIC)
-        },
+        "configurations": {name: table.configuration(int(choice[p, 0, 0])) for p, name in fixed},
     }
 
 
