@@ -342,16 +342,15 @@ def test_a_trained_controller_and_its_exported_form_decide_alike(vlm: ElasticAda
 
 
 def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
-    priced = SimpleNamespace(priced=True, knobs=KNOBS, configurations=ByFeatures.configurations)
-    exported = SimpleNamespace(header={"priced": True}, knobs=KNOBS, configurations=ByFeatures.configurations)
-    for controller in (priced, exported):
-        with pytest.raises(InputError, match="mean over requests"):
-            AdaptiveModel(vlm, controller)
     too_many = SimpleNamespace(knobs=(Knob("top_k", (1, 4)),), configurations=torch.tensor([[0], [1]]))
-    with pytest.raises(InputError, match="top_k=4: this model takes 1 to 3"):
-        AdaptiveModel(vlm, too_many)
-    with pytest.raises(InputError, match="speed"):
-        AdaptiveModel(vlm, ByFeatures(), speed=0.0)
+    for message, controller, speed in (
+        ("mean over requests", SimpleNamespace(priced=True), 1.0),
+        ("mean over requests", SimpleNamespace(header={"priced": True}), 1.0),
+        ("top_k=4: this model takes 1 to 3", too_many, 1.0),
+        ("speed", ByFeatures(), 0.0),
+    ):
+        with pytest.raises(InputError, match=message):
+            AdaptiveModel(vlm, controller, speed=speed)
     model = AdaptiveModel(vlm, ByFeatures())
     for message, count, *wrong in (
         ("2 requests with 1 budgets", 2, [1.0]),
@@ -373,5 +372,4 @@ def test_configurations_are_read_from_either_form() -> None:
     by_name = SimpleNamespace(knobs={"a": (1, 2), "b": (5,)}, configurations=np.array([[0, 0], [1, 0]]))
     assert configurations_of(by_name) == [{"a": 1, "b": 5}, {"a": 2, "b": 5}]
     table = small_table(5)
-    like = SimpleNamespace(knobs=table.knobs, configurations=table.configurations)
-    assert configurations_of(like) == [table.configuration(c) for c in range(table.num_configurations)]
+    assert configurations_of(table) == [table.configuration(c) for c in range(table.num_configurations)]
