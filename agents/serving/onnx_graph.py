@@ -1,8 +1,5 @@
-"""A controller for deadlines as an ONNX graph that decides alone, guard included.
-
-`Decision` computes the policy as a module that can be traced: raw feature blocks and a budget in, a configuration and
-its knob values out. Networks and regressors are the policy's.
-"""
+"""A controller for deadlines as an ONNX graph that decides alone, guard included: `Decision` is the policy as a module
+that can be traced."""
 
 from __future__ import annotations
 

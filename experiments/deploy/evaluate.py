@@ -43,8 +43,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     controller has seen (the same features, or without features the same id).
 
     Raises:
-        InputError: no such checkpoint, or a profile with other configurations or features; of a selector, beams with
-            embeddings of another width, or without a query that it was not trained on.
+        InputError: no such checkpoint, or a profile or beams that it cannot decide on, or was trained on entirely.
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)

@@ -32,18 +32,15 @@ PATIENCE_S = 20
 """How long W&B may take to answer when it is online; its own limit is far longer."""
 UPLOAD_S = 600
 """How long W&B may go on uploading after the end; the rest stays in the run's folder, for `wandb sync`."""
-HIGHER_IS_BETTER = re.compile(
-    r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.IGNORECASE
-)
-LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.IGNORECASE)
+HIGHER_IS_BETTER = re.compile(r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I)
+LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.I)
 
 
 class SweepJob(NamedTuple):
     """A job that an agent of a W&B sweep started.
 
     The agent names one W&B run in the environment. A job of ours is several: the sweep gets the one of the results,
-    which holds the validation score as a mean over the seeds. The seeds are separate runs: otherwise `wandb.init` would
-    give them all the agent's id, and each would overwrite the one before.
+    which holds the validation score as a mean over the seeds. The runs of the seeds get ids of their own.
     """
 
     run_id: str
@@ -53,10 +50,10 @@ class SweepJob(NamedTuple):
     """The swept values, `optimiser.lr` and the like: the sweep looks for them in the run's config under these names."""
 
     def config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of the run: all settings, and the swept values under the names that the sweep knows.
+        """All settings, and the swept values under the names that the sweep knows.
 
-        Where an option of a group is swept (`policy: joint`), the option takes the place of the group, and the settings
-        of the group move to their full names (`policy.hidden`).
+        A swept option of a group (`policy: joint`) replaces the group, whose settings move to their full names
+        (`policy.hidden`).
         """
         config: dict[str, Any] = {}
         for name, value in settings.items():
