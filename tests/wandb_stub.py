@@ -62,6 +62,8 @@ class ReceivedRun:
     exit_code: int | None = None
     used: list[str] = field(default_factory=list)
     """Artifacts that it used, by id."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """What an offline run has written."""
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -94,7 +96,7 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
     """The offline W&B runs in a folder, as the server would have them."""
     runs = []
     for folder, records in offline_records(run_folder):
-        run = ReceivedRun(folder.name.split("-")[-1])
+        run = ReceivedRun(folder.name.split("-")[-1], records=records)
         for record in records:
             content = record.get(record["type"]) or {}
             if record["type"] == "run":

@@ -60,7 +60,7 @@ class Result:
     total_ms: float
     """waited_ms + overhead_ms + answer.total_ms."""
     waited_ms: float
-    """Time since its arrival without its own work; 0 where the arrival is unknown."""
+    """Time since its arrival without its own work; 0 if the arrival is unknown."""
     overhead_ms: float
     """What the controller adds: pooled features, decision, knobs set, and the calls between them."""
     decision_us: float
@@ -75,16 +75,14 @@ class Result:
 class AdaptiveModel:
     """A model that sets its own knobs, request by request.
 
-    One lock is held from the first stage to the last answer, so that threads may share it: knobs are never mixed, and
-    no other request comes between a decision and its answer.
+    Threads may share it: one lock is held from the first stage to the last answer.
 
     Args:
         model: its knobs may have any names.
         controller: a trained `Controller` or `StackedController` for deadlines, or the same in NumPy, which decides in
             either case.
         speed: latency here / latency in the controller's profile. Budgets are divided by it; `calibrate` measures it.
-        cache: how many first stages are kept by the content of image and question; 0 for none. Each also holds what the
-            model keeps of it.
+        cache: how many first stages are kept, with what the model keeps of them, by the content of image and question.
         clock: wall, or cpu for the CPU time of the thread, on a machine that others use too; then there are no arrivals
             (waiting takes no CPU time), and the model must run on one thread and take its times from `clock_ms`.
 
@@ -95,8 +93,8 @@ class AdaptiveModel:
     def __init__(
         self, model: AdaptiveVLM, controller: Any, *, speed: float = 1.0, cache: int = 0, clock: str = "wall"
     ) -> None:
-        about = getattr(controller, "header", {})  # of an exported one
-        if isinstance(controller, PricedChooser) or getattr(controller, "priced", about.get("priced", False)):
+        exported = getattr(controller, "header", {})
+        if isinstance(controller, PricedChooser) or getattr(controller, "priced", exported.get("priced", False)):
             raise InputError(
                 "runtime: the controller keeps a mean over requests (budget=mean), but every request here has a "
                 "deadline; train one with budget=quantiles"
@@ -127,12 +125,10 @@ class AdaptiveModel:
         return self._decision_ms * 1e3
 
     def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
-        """Answer one request under its budget.
+        """Answer one request under its budget, a deadline in ms after arrival.
 
-        Args:
-            budget_ms: deadline in ms after arrival.
-            arrived: a reading of `time.perf_counter()`; waiting since then counts against the budget. None counts the
-                request's own work only.
+        `arrived` is a reading of `time.perf_counter()`, from which on waiting counts; None counts the request's own
+        work only.
 
         Raises:
             InputError: a budget that is not positive, an arrival with the CPU clock.
@@ -153,39 +149,38 @@ class AdaptiveModel:
             decision_ms = (decided - start) * 1e3
             # what is neither in the answer nor counted yet: calls, clocks, setting knobs
             beyond_ms = max((done - begun) * 1e3 - answer.total_ms - stage.extra_ms - decision_ms, 0.0)
-            return self._result(stage, budget_ms, limit, arrived, choice, answer, decision_ms, beyond_ms, done)
+            return self._result((stage, budget_ms, limit, arrived), choice, answer, decision_ms, beyond_ms, done)
 
     def generate(
         self, requests: Sequence[Request], budgets_ms: float | Sequence[float], arrived: Sequence[float] | None = None
     ) -> list[Result]:
         """Answer requests, each under its own budget.
 
+        Requests with the same configuration are answered as one group, the group with the least time left first; a
+        decision does not foresee how long other groups take.
+
         Args:
-            requests: n of them. Requests with the same configuration are answered as one group, the group with the
-                least time left first; a decision does not foresee how long other groups take.
+            requests: n of them.
             budgets_ms: n deadlines in ms after arrival, or one for all.
-            arrived: n readings of `time.perf_counter()`; waiting since then counts against the budget. None counts the
-                request's own work only.
+            arrived: n arrivals, as for `answer`.
 
         Returns: n results, in the order of the requests.
 
         Raises:
-            InputError: numbers of requests, budgets and arrivals that do not fit; a budget that is not positive;
-                arrivals with the CPU clock.
+            InputError: as for `answer`, and if the numbers of requests, budgets and arrivals differ.
         """
-        n = len(requests)
-        limits_ms = np.asarray(budgets_ms, np.float64)
-        budgets: list[float] = np.full(n, limits_ms).tolist() if limits_ms.ndim == 0 else limits_ms.tolist()
+        n, limits_ms = len(requests), np.asarray(budgets_ms, np.float64)
+        budgets: list[float] = (np.full(n, limits_ms) if limits_ms.ndim == 0 else limits_ms).tolist()
         if len(budgets) != n or (arrived is not None and len(arrived) != n):
             arrivals = "" if arrived is None else f" and {len(arrived)} arrivals"
             raise InputError(f"runtime: {n} requests with {len(budgets)} budgets{arrivals}")
         moments = [None] * n if arrived is None else list(arrived)
-        if n == 1:
-            return [self.answer(requests[0], budgets[0], moments[0])]
+        if n <= 1:
+            return list(map(self.answer, requests, budgets, moments))
         if not all(0 < budget < math.inf for budget in budgets):
             raise InputError(f"runtime: budgets_ms={budgets}: all must be positive, in ms")
         with self._lock, self._clocked:
-            return self._generate(requests, budgets, moments) if n else []
+            return self._generate(requests, budgets, moments)
 
     def _generate(
         self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
@@ -212,25 +207,27 @@ class AdaptiveModel:
             beyond_ms = max((done - before) * 1e3 - sum(work), 0.0)
             for i, answer in zip(members, answers, strict=True):
                 about = stages[i], budgets[i], limits[i], moments[i]
-                results[i] = self._result(*about, choice, answer, decision_ms, beyond_ms, done)
+                results[i] = self._result(about, choice, answer, decision_ms, beyond_ms, done)
         return [results[i] for i in range(len(requests))]
 
     def _result(
         self,
-        stage: FirstStage,
-        budget: float,
-        limit: float,
-        arrived: float | None,
+        about: tuple[FirstStage, float, float, float | None],
         choice: int,
         answer: Answer,
         decision_ms: float,
         beyond_ms: float,
         done: float,
     ) -> Result:
+        """`about`: first stage, budget, limit, arrival."""
+        stage, budget, limit, arrived = about
         overhead = stage.extra_ms + decision_ms + beyond_ms
         total = overhead + answer.total_ms
         waited = 0.0 if arrived is None else max((done - arrived) * 1e3 - total, 0.0)
-        self._remember(decision_ms, beyond_ms)
+        self._latest.append((decision_ms, beyond_ms))
+        self._count += 1
+        if self._count < 8 or self._count % DECISIONS_KEPT == 0:  # the medians take time too
+            self._decision_ms, self._beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
         configuration = self.configurations[choice]
         return Result(answer, configuration, choice, budget, limit, waited + total, waited, overhead, decision_ms * 1e3)
 
@@ -265,13 +262,6 @@ class AdaptiveModel:
             self._stages.popitem(last=False)
         return replace(stage, total_ms=stage.total_ms + took, extra_ms=stage.extra_ms + took)
 
-    def _remember(self, decision_ms: float, beyond_ms: float) -> None:
-        """Update the running medians, often at first and then seldom, since that costs time too."""
-        self._latest.append((decision_ms, beyond_ms))
-        self._count += 1
-        if self._count < 8 or self._count % DECISIONS_KEPT == 0:
-            self._decision_ms, self._beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
-
     def calibrate(
         self, table: ProfileTable, samples: Mapping[int, Request], cells: int = 200, warm_up: int = 20, seed: int = 0
     ) -> float:
@@ -280,21 +270,19 @@ class AdaptiveModel:
         Args:
             table: the profile.
             samples: row of the table → the request that was measured there; about a hundred are enough.
-            cells: how many pairs of sample and configuration are timed, in random order; the median of the ratios
-                counts.
+            cells: pairs of sample and configuration that are timed; the median of their ratios counts.
             warm_up: how many are answered untimed before.
 
         Raises:
             InputError: a table with other configurations than the controller's, or without any of the samples.
         """
-        if [table.configuration(c) for c in range(table.num_configurations)] != self.configurations:
+        if configurations_of(table) != self.configurations:
             raise InputError(f"runtime: profile {table.name!r} has other configurations than the controller")
         rows = torch.tensor(sorted(samples), dtype=torch.int64)
         known = table.mask[rows].nonzero() if len(rows) else torch.zeros(0, 2)
         if not len(known):
             raise InputError(f"runtime: nothing to calibrate on, none of the samples is in profile {table.name!r}")
-        drawn = np.random.default_rng(seed).integers(len(known), size=warm_up + cells)
-        ratios = []
+        drawn, ratios = np.random.default_rng(seed).integers(len(known), size=warm_up + cells), []
         with self._lock, self._clocked, progress("timing this machine", len(drawn), quiet_s=5) as tick:
             for done, (place, column) in enumerate(known[drawn].tolist(), 1):
                 row = int(rows[place])
@@ -307,7 +295,7 @@ class AdaptiveModel:
 
 
 def configurations_of(controller: Any) -> list[dict[str, Any]]:
-    """The values that each of a controller's configurations gives the knobs, by name."""
+    """The values that each of a controller's or a table's configurations gives the knobs, by name."""
     knobs = controller.knobs
     values = knobs if isinstance(knobs, Mapping) else {knob.name: knob.values for knob in knobs}
     return [

@@ -46,15 +46,9 @@ class StudentConfig:
 
 
 def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
-    """Requests composed of samples: [n, width] → [count, width].
+    """Requests composed of samples, normalised features in blocks of these widths: [n, width] → [count, width].
 
     In half of them each block of columns comes from another sample; half of them are mixed with another request.
-
-    Args:
-        x: normalised features.
-        widths: of the blocks in `x`.
-        count: number of requests.
-        generator: of the draws.
     """
     n, both = len(x), []
     for _ in range(2):
@@ -72,14 +66,8 @@ def student_of(
 ) -> Controller:
     """Fit a student to a stack's decisions; it is saved, judged and exported like any other controller.
 
-    It imitates the teacher's guard but has no guard itself: measure how often it keeps a budget.
-
-    Args:
-        stack: for deadlines.
-        table: the profile that the stack was trained on.
-        rows: int64 [n], the rows that it was fitted on. No other row is read.
-        seed: of the network and of all draws.
-        config: how the student is fitted.
+    It imitates the teacher's guard but has no guard itself: measure how often it keeps a budget. `rows`, int64 [n], are
+    those of `table` that the stack was fitted on; no other row is read. The seed is that of the network and all draws.
 
     Raises:
         InputError: if the stack is for mean budgets.
@@ -90,9 +78,12 @@ def student_of(
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        student = _fresh(stack, config)
+        student = _fresh(stack.network, config)
     samples = student.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    more = composed(samples, _widths(student), max(config.requests - len(samples), 0), generator)
+    widths = list(student.normaliser.sizes.values())
+    if indicators := student.normaliser.width - sum(widths):  # of missing values
+        widths.append(indicators)
+    more = composed(samples, widths, max(config.requests - len(samples), 0), generator)
     x = torch.cat([samples, more])
     with torch.no_grad():
         predictions = stack.predictions(x)
@@ -122,17 +113,9 @@ def student_of(
     return student.requires_grad_(False).eval()
 
 
-def _fresh(stack: StackedController, config: StudentConfig) -> Controller:
+def _fresh(teacher: Controller, config: StudentConfig) -> Controller:
     """A student with the teacher's normaliser and encoding."""
-    teacher = stack.network
     of_budgets = {name: getattr(teacher.config, name) for name in ("budget_encoding", "budget_width")}
     policy = PolicyConfig(structure="joint", hidden=config.hidden, layers=config.layers, dropout=0.0, **of_budgets)
     encoding = copy.deepcopy(teacher.network.encoding)
     return Controller(teacher.knobs, teacher.configurations, copy.deepcopy(teacher.normaliser), encoding, policy)
-
-
-def _widths(controller: Controller) -> list[int]:
-    """Widths of the blocks of normalised features; the indicators of missing values are another block."""
-    widths = list(controller.normaliser.sizes.values())
-    indicators = controller.normaliser.width - sum(widths)
-    return [*widths, indicators] if indicators else widths

@@ -1,7 +1,5 @@
-"""Export: a controller as arrays that decide with NumPy alone, guard included, and comparisons with the controller.
-
-`arrays_of` returns what the NumPy form (`knobwise.agents.serving.numpy_controller`) reads; the other form is an ONNX
-graph (`knobwise.agents.serving.onnx_graph`). `parity` compares the decisions of either with the trained policy's.
+"""Export: a controller as arrays that decide with NumPy alone (`knobwise.agents.serving.numpy_controller`), guard
+included, and comparisons of the decisions of this and other forms with the trained policy's.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 Agent = Controller | StackedController | PricedChooser
 Arrays = dict[str, NDArray[Any]]
-Decide = Callable[[Mapping[str, Tensor], Tensor], Tensor]
-"""Blocks [n, d], budgets [n] in ms → configurations int64 [n]."""
+Decide = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], NDArray[np.int64]]
+"""Blocks [n, d], budgets [n] in ms → configurations int64 [n], as `NumpyController.choose`."""
 TOLERANCE = 1e-5
 """Configurations whose scores differ by at most this are equally good: rounding decides between them."""
 
@@ -53,8 +51,7 @@ def arrays_of(agent: Agent) -> Arrays:
         InputError: if prices for mean budgets are not calibrated, or if the controller falls back to a static mix but
             has no features to recognise the same request by.
     """
-    inner = agent.chooser if isinstance(agent, PricedChooser) else agent
-    network = network_of(agent)
+    network, inner = network_of(agent), agent.chooser if isinstance(agent, PricedChooser) else agent
     stack = inner if isinstance(inner, StackedController) else None
     if network.priced and not isinstance(agent, PricedChooser):
         raise InputError("export: the controller's prices are not calibrated yet; let its training finish")
@@ -106,33 +103,18 @@ def export_numpy(agent: Agent, path: str | Path) -> NumpyController:
 
 
 def arrays_of_static(static: BudgetAwareStatic) -> Arrays:
-    """Its tables, and its choices among all configurations as a step function of the budget."""
-    plain = {name.removeprefix("_"): values.numpy() for name, values in static.plain().items()}
-    starts, choices = static_steps(plain["latency_ms"], plain["sorted_ms"], plain["running"])
-    exact = plain["sorted_ms"].astype(np.float32)
-    plain["sorted_ms"] = exact if (exact == plain["sorted_ms"]).all() else plain["sorted_ms"]
-    return {**plain, "starts": starts, "choices": choices}
-
-
-def static_steps(
-    latency_ms: NDArray[Any], sorted_ms: NDArray[Any], running: NDArray[Any]
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Budget-aware static as a step function: from `starts[i]` ms on it chooses `choices[i]`, [s] each.
+    """Its tables (latency_ms [C], sorted_ms [C, n], running [C, n + 1]), and its choices among all configurations as a
+    step function of the budget: from `starts[i]` ms on it chooses `choices[i]`, [s] each.
 
     A configuration's mean utility never falls as the budget grows, so the best one is the running maximum over all
     cells in order of latency; among equals the one with the lower mean latency.
-
-    Args:
-        latency_ms: float [C], mean latencies.
-        sorted_ms: float [C, n], latencies in order, inf where not profiled.
-        running: float [C, n + 1], mean utility when the first 0 … n of them meet the budget.
     """
-    count, samples = sorted_ms.shape
-    order = np.argsort(latency_ms, kind="stable")
-    rank = np.argsort(order)
-    time = np.concatenate([[-np.inf], sorted_ms.reshape(-1)])
-    worth = np.concatenate([[0.0], running[:, 1:].reshape(-1)])
-    ranks = np.concatenate([[0], np.repeat(rank, samples)])
+    plain = {name.removeprefix("_"): values.numpy() for name, values in static.plain().items()}
+    count, samples = plain["sorted_ms"].shape
+    order = np.argsort(plain["latency_ms"], kind="stable")
+    ranks = np.concatenate([[0], np.repeat(np.argsort(order), samples)])
+    time = np.concatenate([[-np.inf], plain["sorted_ms"].reshape(-1)])
+    worth = np.concatenate([[0.0], plain["running"][:, 1:].reshape(-1)])
     measured = time < np.inf
     time, worth, ranks = time[measured], worth[measured], ranks[measured]
     place = np.unique(worth, return_inverse=True)[1].reshape(-1)
@@ -142,7 +124,9 @@ def static_steps(
     last = np.append(time[1:] != time[:-1], True)  # the last cell of each latency, which includes the others
     time, chosen = time[last], chosen[last]
     new = np.append(True, chosen[1:] != chosen[:-1])
-    return time[new], chosen[new]
+    exact = plain["sorted_ms"].astype(np.float32)
+    plain["sorted_ms"] = exact if (exact == plain["sorted_ms"]).all() else plain["sorted_ms"]
+    return {**plain, "starts": time[new], "choices": chosen[new]}
 
 
 def _mean_arrays(agent: PricedChooser, network: Controller) -> Arrays:
@@ -190,10 +174,11 @@ def agreement(
     """
     counts = {"contexts": 0, "same": 0, "rounding": 0, "different": 0}
     features = {name: block[:samples] for name, block in table.features.items()}
+    blocks = {name: block.numpy() for name, block in features.items()}
     with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
         for number, budget in enumerate(budgets_ms, 1):
             limits = budget.expand(min(table.num_samples, samples or table.num_samples))
-            wanted, other = agent.choose(features, limits), decide(features, limits)
+            wanted, other = agent.choose(features, limits), torch.from_numpy(decide(blocks, limits.numpy()))
             rows = (wanted != other).nonzero().squeeze(1)
             counts["contexts"] += len(wanted)
             counts["same"] += len(wanted) - len(rows)
@@ -207,12 +192,7 @@ def agreement(
 
 
 def parity(
-    agent: Agent,
-    decide: Decide,
-    table: ProfileTable,
-    budgets_ms: Tensor,
-    what: str = "export",
-    samples: int | None = None,
+    agent: Agent, decide: Decide, table: ProfileTable, budgets_ms: Tensor, what: str, samples: int | None = None
 ) -> dict[str, Any]:
     """`agreement`, which must be complete except for rounding.
 
@@ -252,22 +232,11 @@ def _equally_good(agent: Agent, features: Mapping[str, Tensor], limits: Tensor, 
     return rounds & (difference <= TOLERANCE * scale)
 
 
-def by_numpy(controller: NumpyController) -> Decide:
-    """Decisions of the NumPy form, for `parity`."""
-
-    def decide(features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
-        blocks = {name: block.numpy() for name, block in features.items()}
-        return torch.from_numpy(controller.choose(blocks, limits.numpy()))
-
-    return decide
-
-
 def one_by_one(controller: NumpyController) -> Decide:
-    """Decisions of the NumPy form for one request at a time, which runs other code than many together."""
+    """Decisions for one request at a time, which run other code than many together."""
 
-    def decide(features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
-        blocks = {name: block.numpy() for name, block in features.items()}
+    def decide(blocks: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[np.int64]:
         rows = ({name: block[row] for name, block in blocks.items()} for row in range(len(limits)))
-        return torch.tensor([controller.decide_index(*each) for each in zip(rows, limits.tolist(), strict=True)])
+        return np.array([controller.decide_index(*each) for each in zip(rows, limits.tolist(), strict=True)], np.int64)
 
     return decide

@@ -14,7 +14,8 @@ import bisect
 import json
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ Arrays = Mapping[str, Array]
 
 
 class NumpyController:
-    """Decides for requests by the arrays of an exported file.
-
-    Args:
-        arrays: the content of the file, by name; `header` is JSON.
+    """Decides for requests by the arrays of an exported file, by name; `header` is JSON.
 
     Raises:
         ValueError: if `knobwise export` did not write the arrays.
@@ -65,14 +63,14 @@ class NumpyController:
         network = _under(arrays, "network.")
         self._utility = _UtilityNetwork(network, head) if head["structure"] == "utility" else None
         self._heads = None if self._utility else _KnobNetwork(network, head, self.configurations)
-        self._experts = [
-            _Expert(_under(arrays, f"experts.{number}."), head["priced"], *kinds)
-            for number, (weight, kinds) in enumerate(zip(head["weights"][1:], head["experts"], strict=True))
-            if weight > 0
-        ]
-        self._weight = head["weights"][0]
-        self._guard = _Guard(_under(arrays, "guard.")) if head["guard"] else None
-        self._static = _Static(_under(arrays, "static.")) if head["guard"] else None
+        self._weights = [weight for weight in head["weights"] if weight > 0]
+        self._members: list[Callable[[Array, Array], tuple[Array, ...]]] = []
+        if self._utility and head["weights"][0] > 0:
+            self._members.append(self._utility)
+        for number, (weight, kinds) in enumerate(zip(head["weights"][1:], head["experts"], strict=True)):
+            if weight > 0:
+                self._members.append(_Expert(_under(arrays, f"experts.{number}."), head["priced"], *kinds))
+        self._guard = _Guard(_under(arrays, "guard."), _Static(_under(arrays, "static."))) if head["guard"] else None
         self._mean = _MeanBudgets(_under(arrays, "mean."), self._names) if head["mean_budgets"] else None
         self._fast: _Fast | None = None
         if self._heads and self._heads.plain and self._normal and self._normal.plain and not self._mean:
@@ -106,7 +104,7 @@ class NumpyController:
             ValueError: if a block is missing or has another shape, the budget is not positive and finite, or a mean
                 budget is not calibrated.
         """
-        return dict(self._named[self.decide_index(features, budget_ms)])
+        return self.configuration(self.decide_index(features, budget_ms))
 
     def decide_index(self, features: Mapping[str, Array], budget_ms: float) -> int:
         """The same as the index of a configuration."""
@@ -126,8 +124,7 @@ class NumpyController:
     def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None) -> NDArray[np.int64]:
         """Configurations int64 [n] for n requests: blocks [n, d], budgets [n] in ms, mask bool [n, C] of the choices.
 
-        Raises:
-            ValueError: see `decide`; if the mask has another shape, or leaves a request without any configuration.
+        Raises a ValueError as `decide` does, and if the mask has another shape or leaves a request no configuration.
         """
         limits = np.asarray(limits, np.float64)
         if limits.ndim != 1:
@@ -169,13 +166,13 @@ class NumpyController:
 
     def _under_limits(self, x: Array, limits: Array, mask: Array | None) -> Array:
         if self._heads is not None:
-            scores: Array = self._heads(x, limits, mask)
-            return _best(scores, mask)
-        assert self._utility is not None
+            return _best(self._heads(x, limits, mask), mask)
         if not self.header["stacked"]:
-            return self._of_members(x, limits, mask)
-        network = (self._utility(x, limits),) if self._weight > 0 else ()
-        joined = self._joined((*network, *(expert(x, limits) for expert in self._experts)))
+            return self._by_network(x, limits, mask)
+        members = [member(x, limits) for member in self._members]
+        joined = members[0]
+        if len(members) > 1:  # Σ_k w_k·part_k over the members k
+            joined = tuple(sum(map(operator.mul, self._weights, parts)) for parts in zip(*members, strict=True))
         if self.header["priced"]:
             accuracy, cost = joined
             cost = cost.astype(np.float64)
@@ -183,22 +180,20 @@ class NumpyController:
         score, meets, log_latency = joined
         if len(limits) == 1 and mask is None:
             return np.array([self._single(score[0], meets[0], log_latency[0], float(limits[0]))])
-        if self._guard is None or self._static is None:
-            chosen = _pick(score, log_latency, mask)
-        else:
-            chosen = self._guard(score, meets, limits, mask, self._static(limits, mask))
-        likely = meets if mask is None else np.where(mask, meets, 0.0)
-        return np.where(likely.max(1) < HOPELESS, _pick(-log_latency, log_latency, mask), chosen)
+        if mask is not None:
+            meets = np.where(mask, meets, 0.0)
+        chosen = self._guard(score, meets, limits, mask) if self._guard else _pick(score, log_latency, mask)
+        return np.where(meets.max(1) < HOPELESS, _pick(-log_latency, log_latency, mask), chosen)
 
     def _single(self, score: Array, meets: Array, log_latency: Array, limit: float) -> int:
         """The guarded decision for one request among all configurations, [C] each, with few calls."""
         if meets.max() < HOPELESS:
             return int(log_latency.argmin())
         tie = log_latency
-        if self._guard is not None and self._static is not None:
+        if self._guard is not None:
             price, deploy = self._guard.single(limit)
             if not deploy:
-                return self._static.single(limit)
+                return self._guard.static.single(limit)
             if price:
                 score = score + price * meets
             tie = -meets
@@ -206,22 +201,15 @@ class NumpyController:
         equal = np.flatnonzero(score == score[best])
         return best if len(equal) == 1 else int(equal[tie[equal].argmin()])
 
-    def _of_members(self, x: Array, limits: Array, mask: Array | None) -> Array:
+    def _by_network(self, x: Array, limits: Array, mask: Array | None) -> Array:
         """A network without guard; several members decide by the mean of their log-probs."""
         assert self._utility is not None
-        score, meets_or_cost, *_ = self._utility.of_members(x, limits)
+        score, cost, *_ = self._utility.of_members(x, limits)
         if self.header["priced"]:
-            score = score - meets_or_cost / limits[:, None]
+            score = score - cost / limits[:, None]
         if self._utility.members == 1:
             return _best(score, mask)
         return _best(_log_softmax(self._utility.sharpness * score, mask).mean(0), mask)
-
-    def _joined(self, members: tuple[tuple[Array, ...], ...]) -> Iterator[Array]:
-        """Σ_k w_k·part_k over the members k."""
-        if len(members) == 1:
-            return iter(members[0])
-        weights = [w for w in self.header["weights"] if w > 0]
-        return (sum(map(operator.mul, weights, parts)) for parts in zip(*members, strict=True))
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
@@ -237,21 +225,18 @@ _NORMAL = np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in _PLACES.tolist()
 
 def _ndtr(z: Array) -> Array:
     """Φ(z) by interpolation, with an error of at most 3e-8, below the rounding of float32."""
-    probability: Array = np.interp(z, _PLACES, _NORMAL, 0.0, 1.0)
-    return probability
+    return np.interp(z, _PLACES, _NORMAL, 0.0, 1.0)
 
 
 def _log_softmax(logits: Array, mask: Array | None = None) -> Array:
     if mask is not None:
         logits = np.where(mask, logits, -np.inf)
     shifted = logits - logits.max(-1, keepdims=True)
-    normal: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return normal
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def _best(scores: Array, mask: Array | None) -> Array:
-    chosen: Array = (scores if mask is None else np.where(mask, scores, -np.inf)).argmax(-1)
-    return chosen
+    return (scores if mask is None else np.where(mask, scores, -np.inf)).argmax(-1)
 
 
 def _pick(scores: Array, slow: Array, mask: Array | None) -> Array:
@@ -261,8 +246,7 @@ def _pick(scores: Array, slow: Array, mask: Array | None) -> Array:
     best = scores == scores.max(1, keepdims=True)
     if mask is not None:
         best &= mask
-    chosen: Array = np.where(best, slow, np.inf).argmin(1)
-    return chosen
+    return np.where(best, slow, np.inf).argmin(1)
 
 
 class _Linear:
@@ -276,14 +260,14 @@ class _Linear:
         if weight.ndim == 3 and len(weight) == 1:
             self.weight, self.bias = self.weight[0], self.bias[0, 0]
 
-    @classmethod
-    def read(cls, arrays: Arrays, name: str, halved: slice = slice(0)) -> _Linear:
-        return cls(arrays[f"{name}.weight"], arrays[f"{name}.bias"], halved)
-
     def __call__(self, x: Array) -> Array:
         out: Array = x @ self.weight
         out += self.bias
         return out
+
+
+def _linear(arrays: Arrays, name: str, halved: slice = slice(0)) -> _Linear:
+    return _Linear(arrays[f"{name}.weight"], arrays[f"{name}.bias"], halved)
 
 
 def _silu_of_half(half: Array) -> Array:
@@ -372,11 +356,11 @@ class _UtilityNetwork:
             np.concatenate([arrays[f"layers.0.{part}"], arrays[f"skip.{part}"]], -1) for part in ("weight", "bias")
         )
         self.first = _Linear(weight, bias, slice(hidden + count))
-        self.layers = [_Linear.read(arrays, f"layers.{n}", EVERYTHING) for n in range(1, head["layers"])]
-        self.outcome = _Linear.read(arrays, "outcome_head", slice(count))
+        self.layers = [_linear(arrays, f"layers.{n}", EVERYTHING) for n in range(1, head["layers"])]
+        self.outcome = _linear(arrays, "outcome_head", slice(count))
         if not self.priced:
             self.modulation = _Linear(arrays["modulation.weight"], arrays["modulation.bias"] + 1)
-            self.residual = _Linear.read(arrays, "residual")
+            self.residual = _linear(arrays, "residual")
 
     def _outcomes(self, x: Array) -> tuple[Array, Array, Array, Array]:
         """[n, d] → accuracy, log-latency, spread and hidden vector, [n, ·] or of several members [M, n, ·]."""
@@ -420,8 +404,7 @@ class _UtilityNetwork:
 def _log(limits: Array) -> Array:
     if len(limits) == 1:
         return np.array([math.log(max(float(limits[0]), LEAST_MS))], np.float32)
-    logs: Array = np.log(np.maximum(limits, np.float32(LEAST_MS)))
-    return logs
+    return np.log(np.maximum(limits, np.float32(LEAST_MS)))
 
 
 class _KnobNetwork:
@@ -433,8 +416,8 @@ class _KnobNetwork:
     def __init__(self, arrays: Arrays, head: Mapping[str, Any], configurations: Array) -> None:
         self.structure, self.members = head["structure"], head["members"]
         self.encoding = _Encoding(_under(arrays, "encoding."))
-        self.layers = [_Linear.read(arrays, f"layers.{n}", EVERYTHING) for n in range(head["layers"])]
-        self.logits = _Linear.read(arrays, "head.logits")
+        self.layers = [_linear(arrays, f"layers.{n}", EVERYTHING) for n in range(head["layers"])]
+        self.logits = _linear(arrays, "head.logits")
         self.places: Array | None = None
         sizes = configurations.max(0) + 1
         full_grid = len(configurations) == sizes.prod()
@@ -445,7 +428,7 @@ class _KnobNetwork:
         if self.structure in ("independent", "autoregressive"):
             self.tree = _PrefixTree(configurations)
             if self.structure == "autoregressive":
-                before = _Linear.read(arrays, "head.embedding", EVERYTHING)(self.tree.path)
+                before = _linear(arrays, "head.embedding", EVERYTHING)(self.tree.path)
                 self.before = before.reshape(self.members, 1, self.tree.prefixes, -1)
         # whether it is a single network whose scores are linear in its last hidden vector
         self.plain = self.members == 1 and (self.structure == "joint" or self.places is not None)
@@ -457,8 +440,7 @@ class _KnobNetwork:
         scores = self._scores(hidden, mask)
         if self.members == 1:
             return scores.reshape(len(limits), -1)
-        mean: Array = _log_softmax(scores, mask).mean(0)
-        return mean
+        return _log_softmax(scores, mask).mean(0)
 
     def _scores(self, hidden: Array, mask: Array | None) -> Array:
         if self.structure == "autoregressive":
@@ -474,8 +456,7 @@ class _KnobNetwork:
 
 
 class _Fast:
-    """One request through a plain network in as few calls as possible: each costs about a microsecond, or three if a
-    model has just run and the caches are cold. It takes 13 µs where the general way takes 21 µs."""
+    """One request through a plain network in as few calls as possible, in 13 µs where the general way takes 21 µs."""
 
     def __init__(self, normal: _Normaliser, network: _KnobNetwork) -> None:
         self.normal, self.encoding = normal, network.encoding
@@ -522,14 +503,12 @@ class _PrefixTree:
             value.append(level[:, -1] + first)
             node.append(node_of.reshape(-1) + nodes)
             prefix.append(prefix_of.reshape(-1) + prefixes)
-            before = np.zeros((len(above), sizes.sum()), np.float32)
-            for earlier in range(knob):
-                before[np.arange(len(above)), above[:, earlier + 1] + firsts[earlier]] = 1
-            path.append(before)
+            path.append(np.zeros((len(above), sizes.sum()), np.float32))
+            path[-1][np.arange(len(above))[:, None], above[:, 1:] + firsts[:knob]] = 1
             nodes, prefixes = nodes + len(level), prefixes + len(above)
-        self.value, self.prefix, self.prefixes = np.concatenate(value), np.concatenate(prefix), prefixes
-        self.node, self.path = np.stack(node), np.concatenate(path)
-        self.through = np.zeros((len(configurations), len(self.prefix)), np.float32)
+        self.value, self.prefix, self.path = map(np.concatenate, (value, prefix, path))
+        self.node, self.prefixes = np.stack(node), prefixes
+        self.through = np.zeros((len(configurations), nodes), np.float32)
         self.through[np.arange(len(configurations)), self.node] = 1
         self.starts = np.flatnonzero(np.diff(self.prefix, prepend=-1))  # nodes of the same prefix are adjacent
 
@@ -542,7 +521,7 @@ class _PrefixTree:
         top = np.where(np.isneginf(top), 0, top)
         total = np.add.reduceat(np.exp(logits - top[..., self.prefix]), self.starts, -1)
         normal = top + np.log(np.maximum(total, np.finfo(np.float32).tiny))
-        log_probs: Array = (logits - normal[..., self.prefix])[..., self.node].sum(-2)
+        log_probs = (logits - normal[..., self.prefix])[..., self.node].sum(-2)
         return log_probs if mask is None else np.where(mask, log_probs, -np.inf)
 
 
@@ -568,32 +547,22 @@ class _Expert:
         return np.clip(accuracy, 1e-3, 1.0) * meets, meets, log_latency
 
 
-class _Kernel:
+def _kernel(arrays: Arrays, x: Array) -> Array:
     """Σ_i exp(−‖x − points_i‖²/(2·width²))·coefficients_i + bias."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.points, self.squares = arrays["points"], arrays["squares"]
-        self.coefficients, self.bias = arrays["coefficients"], arrays["bias"]
-        self.factor = np.float32(-1 / (2 * float(arrays["width"]) ** 2))
-
-    def __call__(self, x: Array) -> Array:
-        out: Array = np.exp(_squared_distances(x, self.points, self.squares) * self.factor) @ self.coefficients
-        return out + self.bias
+    factor = np.float32(-1 / (2 * float(arrays["width"]) ** 2))
+    return np.exp(_squared_distances(x, arrays) * factor) @ arrays["coefficients"] + arrays["bias"]
 
 
-class _Neighbours:
+def _neighbours(arrays: Arrays, x: Array) -> Array:
     """The mean of the k nearest points."""
+    k = min(int(arrays["k"]), len(arrays["points"]))
+    nearest = np.argpartition(_squared_distances(x * arrays["weights"], arrays), k - 1, -1)[:, :k]
+    return arrays["values"][nearest].mean(1)
 
-    def __init__(self, arrays: Arrays) -> None:
-        self.points, self.squares = arrays["points"], arrays["squares"]
-        self.values, self.weights = arrays["values"], arrays["weights"]
-        self.k = min(int(arrays["k"]), len(self.points))
 
-    def __call__(self, x: Array) -> Array:
-        distance = _squared_distances(x * self.weights, self.points, self.squares)
-        nearest = np.argpartition(distance, self.k - 1, -1)[:, : self.k]
-        mean: Array = self.values[nearest].mean(1)
-        return mean
+def _squared_distances(x: Array, arrays: Arrays) -> Array:
+    distance = (x * x).sum(1, keepdims=True) + arrays["squares"] - 2 * (x @ arrays["points"].T)
+    return np.maximum(distance, 0)
 
 
 class _Trees:
@@ -614,19 +583,13 @@ class _Trees:
             goes_left = x[rows, self.feature[node]] <= self.threshold[node]
             node = self.children[2 * node + goes_left]
         sums = np.add.reduceat(self.value[node], self.starts, 1)
-        out: Array = sums.reshape(len(x), -1) @ self.components
-        return out + self.bias
-
-
-def _squared_distances(x: Array, points: Array, squares: Array) -> Array:
-    distance: Array = (x * x).sum(1, keepdims=True) + squares - 2 * (x @ points.T)
-    return np.maximum(distance, 0)
+        return sums.reshape(len(x), -1) @ self.components + self.bias
 
 
 _REGRESSORS: dict[str, Callable[[Arrays], Callable[[Array], Array]]] = {
     "Linear": lambda arrays: _Linear(arrays["weight"], arrays["bias"]),
-    "Kernel": _Kernel,
-    "Neighbours": _Neighbours,
+    "Kernel": lambda arrays: partial(_kernel, arrays),
+    "Neighbours": lambda arrays: partial(_neighbours, arrays),
     "Trees": _Trees,
 }
 
@@ -637,8 +600,8 @@ _REGRESSORS: dict[str, Callable[[Arrays], Callable[[Array], Array]]] = {
 class _Guard:
     """Prices of a miss and fall-backs for the calibrated budgets; a request uses the one nearest in log-ms."""
 
-    def __init__(self, arrays: Arrays) -> None:
-        self.logs = np.log(np.maximum(arrays["budgets_ms"], LEAST_MS))
+    def __init__(self, arrays: Arrays, static: _Static) -> None:
+        self.static, self.logs = static, np.log(np.maximum(arrays["budgets_ms"], LEAST_MS))
         self.miss, self.deploy = arrays["miss"], arrays["deploy"]
         self._few = list(zip(self.logs.tolist(), self.miss.tolist(), self.deploy.tolist(), strict=True))
 
@@ -647,11 +610,10 @@ class _Guard:
         _, miss, deploy = min(self._few, key=lambda group: abs(log - group[0]))
         return miss, deploy
 
-    def __call__(self, score: Array, meets: Array, limits: Array, mask: Array | None, static: Array) -> Array:
+    def __call__(self, score: Array, meets: Array, limits: Array, mask: Array | None) -> Array:
         group = np.abs(_log(limits)[:, None] - self.logs).argmin(1)
         chosen = _pick(score.astype(np.float64) + self.miss[group][:, None] * meets, -meets, mask)
-        likely = meets if mask is None else np.where(mask, meets, 0.0)
-        return np.where((likely > 0).any(1) & self.deploy[group], chosen, static)
+        return np.where((meets > 0).any(1) & self.deploy[group], chosen, self.static(limits, mask))
 
 
 class _Static:
@@ -660,16 +622,15 @@ class _Static:
     def __init__(self, arrays: Arrays) -> None:
         self.starts, self.choices = arrays["starts"], arrays["choices"]
         self.latency_ms, self.sorted_ms, self.running = (arrays[k] for k in ("latency_ms", "sorted_ms", "running"))
-        self._starts = self.starts.tolist()
+        self._few = self.starts.tolist()
 
     def single(self, limit: float) -> int:
-        return int(self.choices[bisect.bisect_right(self._starts, limit) - 1])
+        return int(self.choices[bisect.bisect_right(self._few, limit) - 1])
 
     def __call__(self, limits: Array, mask: Array | None) -> Array:
         limits = limits.astype(np.float64)
         if mask is None:
-            chosen: Array = self.choices[np.searchsorted(self.starts, limits, side="right") - 1]
-            return chosen
+            return self.choices[np.searchsorted(self.starts, limits, side="right") - 1]
         places = [np.searchsorted(column, limits, side="right") for column in self.sorted_ms]
         utility = np.stack([running[place] for running, place in zip(self.running, places, strict=True)], 1)
         return _pick(utility, self.latency_ms, mask)
@@ -683,11 +644,10 @@ class _MeanBudgets:
         with np.errstate(divide="ignore"):  # if time costs nothing, the worth of a right answer is infinite
             self.worths = (1 / arrays["prices"]).astype(np.float32)
         self.deployed, self.mix = arrays["deployed"], _under(arrays, "mix.")
-        self.order = arrays["hash_order"]
-        self.keys = arrays["hash_keys"]
+        self.order, self.keys = arrays["hash_order"], arrays["hash_keys"]
 
     def groups(self, budgets_ms: Array) -> Array:
-        group: Array = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
+        group = np.abs(budgets_ms[:, None] - self.budgets_ms).argmin(1)
         far = np.abs(budgets_ms - self.budgets_ms[group]) > 1e-3 * self.budgets_ms[group]
         if far.any():
             known = ", ".join(f"{budget:.4g}" for budget in self.budgets_ms.tolist())

@@ -1,8 +1,5 @@
-"""A controller for deadlines as an ONNX graph that decides alone, guard included.
-
-`Decision` computes the policy as a module that can be traced: raw feature blocks and a budget in, a configuration and
-its knob values out. Networks and regressors are the policy's.
-"""
+"""A controller for deadlines as an ONNX graph that decides alone, guard included: `Decision` is the policy as a module
+that can be traced."""
 
 from __future__ import annotations
 
@@ -14,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from knobwise.agents.serving.export import Agent, Decide, arrays_of_static, network_of
@@ -30,9 +29,6 @@ OPSET = 18
 class Decision(nn.Module):
     """A controller for deadlines as one graph: feature blocks [n, d] and budgets [n] in ms → configuration int64 [n],
     and for each knob its values [n] (names as their index among the knob's values).
-
-    Raises:
-        InputError: if the controller is for mean budgets, which only has a NumPy form.
     """
 
     starts: Tensor
@@ -48,18 +44,18 @@ class Decision(nn.Module):
         agent = copy.deepcopy(agent)
         self.network = network_of(agent)
         self.names = list(self.network.normaliser.sizes)
-        stack = agent if isinstance(agent, StackedController) else None
-        self.stacked, self.guarded = stack is not None, stack is not None and stack.guard is not None
-        if stack is not None:
-            self.weights, self.experts = stack.weights.tolist(), stack.experts
-            if stack.guard is not None and stack.static is not None:
-                steps = arrays_of_static(stack.static)
+        self.stacked = isinstance(agent, StackedController)
+        self.guarded = isinstance(agent, StackedController) and agent.guard is not None
+        if isinstance(agent, StackedController):
+            self.weights, self.experts = agent.weights.tolist(), agent.experts
+            if agent.guard is not None and agent.static is not None:
+                steps = arrays_of_static(agent.static)
                 # the first step begins at −inf, so no budget is below it
                 self.register_buffer("starts", torch.from_numpy(steps["starts"][1:]))
                 self.register_buffer("choices", torch.from_numpy(steps["choices"]))
-                self.register_buffer("logs", log_ms(stack.guard.budgets_ms).float())
-                self.register_buffer("miss", stack.guard.miss)
-                self.register_buffer("deploy", stack.guard.deploy)
+                self.register_buffer("logs", log_ms(agent.guard.budgets_ms).float())
+                self.register_buffer("miss", agent.guard.miss)
+                self.register_buffer("deploy", agent.guard.deploy)
         for number, knob in enumerate(self.network.knobs):
             values = knob.values if all(isinstance(v, (int, float)) for v in knob.values) else range(len(knob.values))
             of_configuration = torch.tensor([values[i] for i in self.network.configurations[:, number].tolist()])
@@ -97,10 +93,6 @@ def export_onnx(agent: Agent, path: str | Path) -> None:
     """Write an ONNX graph: inputs are the feature blocks by name (float32 [n, d]) and `budget_ms` (float32 [n]);
     outputs `configuration` (int64 [n]) and a value for each knob [n], by name.
 
-    Args:
-        agent: a controller for deadlines.
-        path: of the file.
-
     Raises:
         InputError: if the controller is for mean budgets, packages are missing, or the path cannot be written.
     """
@@ -128,11 +120,7 @@ def export_onnx(agent: Agent, path: str | Path) -> None:
 
 
 def check_packages() -> None:
-    """Check that the packages that ONNX files need are installed.
-
-    Raises:
-        InputError: if one is missing, saying how to install it.
-    """
+    """Raise an InputError, saying how to install it, if a package that ONNX files need is missing."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
@@ -164,10 +152,9 @@ def onnx_session(path: str | Path, threads: int = 1) -> Any:
 
 def by_onnx(session: Any) -> Decide:
     """Decisions of a session, for `parity`."""
-    names: list[str] = [value.name for value in session.get_inputs()]
 
-    def decide(features: Mapping[str, Tensor], limits: Tensor) -> Tensor:
-        blocks = {name: features[name].float().numpy() for name in names if name != "budget_ms"}
-        return torch.from_numpy(session.run(["configuration"], {**blocks, "budget_ms": limits.float().numpy()})[0])
+    def decide(blocks: Mapping[str, NDArray[Any]], limits: NDArray[Any]) -> NDArray[np.int64]:
+        feed = {name: block.astype(np.float32) for name, block in {**blocks, "budget_ms": limits}.items()}
+        return session.run(["configuration"], {value.name: feed[value.name] for value in session.get_inputs()})[0]
 
     return decide

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, make_ba
 from knobwise.agents.judging.policy import Baseline
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.serving.export import Agent, network_of
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
@@ -38,35 +38,31 @@ from knobwise.experiments.settings.profiles import read_profile
 def run(config: EvaluateRun) -> dict[str, Any]:
     """Judge an agent beside the baselines, print the results, write them to `json` if it is set, and return them.
 
-    On the profile that the controller was trained on (same digest) the test samples are those kept from it in training,
-    and the baselines are fitted on what it was fitted on. Another profile with the same configurations is split anew,
-    and test samples that the controller has seen in training (the same features, or without features the same id) are
-    left out. A controller for mean budgets is judged at those that it was calibrated for.
+    On the profile that the controller was trained on (same digest) it is judged on the test samples of that training,
+    and the baselines are fitted on what it was fitted on. Another profile is split anew, without test samples that the
+    controller has seen (the same features, or without features the same id).
 
     Raises:
-        InputError: no such checkpoint, or a profile with other configurations or features; of a selector, beams with
-            embeddings of another width, or without a query that it was not trained on.
+        InputError: no such checkpoint, or a profile or beams that it cannot decide on, or was trained on entirely.
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
     loaded = load_checkpoint(config.checkpoint)
-    if isinstance(loaded.agent, Selector):
-        results = evaluate_selector(loaded, config)
-    elif config.live:
+    selector = isinstance(loaded.agent, Selector)
+    if config.live and not selector:
         from knobwise.experiments.deploy.live import run_live
 
         shared = {name: getattr(config, name) for name in ("json", "budgets_ms")}
         missing = {name: value for name, value in shared.items() if getattr(config.stream, name) is None}
         return run_live(config.checkpoint, read_profile(config.profile), replace(config.stream, **missing))
-    elif config.stream != LiveConfig():
+    if config.stream != LiveConfig() and not selector:
         raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
-    else:
-        results = evaluate_controller(loaded, config)
+    results = (evaluate_selector if selector else evaluate_controller)(loaded, config)
     if config.json is not None:
-        with written_whole(Path(config.json)) as temporary:
+        with written_whole(config.json) as temporary:
             temporary.write_text(json.dumps(results, indent=1))
     print_results(results, Console())
-    if not isinstance(loaded.agent, Selector) and (sentence := on_decisions(results)):
+    if not selector and (sentence := on_decisions(results)):
         print(sentence)
     return results
 
@@ -74,7 +70,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """A controller beside the baselines at every budget."""
     table, policy = read_profile(config.profile), loaded.controller
-    _check_fits(loaded, table, config)
+    _check_trained(loaded, table, config)
     split = _split_for(loaded, table, config)
     fitted, test = torch.cat([split.train, split.validation]), split.test
     with threadpool_limits(config.threads):
@@ -94,25 +90,29 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     return results | held_out_choices([loaded])
 
 
-def _check_fits(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> None:
+def check_fits(checkpoint: str, agent: Agent, table: ProfileTable) -> None:
+    """Raises InputError if a controller was trained with other configurations or features than the profile has."""
+    network = network_of(agent)
+    if table.knobs != network.knobs or not torch.equal(table.configurations, network.configurations):
+        raise InputError(
+            f"{checkpoint}: was trained for {len(network.configurations)} configurations of "
+            f"{', '.join(knob.name for knob in network.knobs)}; profile {table.name!r} has others"
+        )
+    network.features(table.features, table.num_samples)
+
+
+def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> None:
     """Raises InputError if the controller cannot decide on this profile."""
     controller = loaded.controller
-    if isinstance(controller, PricedChooser):
-        controller = controller.chooser
-    elif controller.priced:
+    if not isinstance(controller, PricedChooser) and controller.priced:
         raise InputError(f"{config.checkpoint}: its prices were not calibrated yet; let its training end")
-    if table.knobs != controller.knobs or not torch.equal(table.configurations, controller.configurations):
-        raise InputError(
-            f"{config.checkpoint}: was trained for {len(controller.configurations)} configurations of "
-            f"{', '.join(k.name for k in controller.knobs)}; profile {table.name!r} has others"
-        )
     names = sorted(set(table.dataset_names))
     if DATASET in table.features and (trained := loaded.extra.get("told", names)) != names:
         raise InputError(
             f"{config.checkpoint}: was told which of the data sets {', '.join(trained)} a sample is from, and profile "
             f"{table.name!r} has {', '.join(names)}; train without dataset_input for data sets that are new"
         )
-    controller.features(table.features, table.num_samples)  # refuses other features than it was trained with
+    check_fits(config.checkpoint, controller, table)
     if "seen" not in loaded.extra:
         raise InputError(f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt")
 
@@ -142,10 +142,10 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
         rows = torch.tensor([row for row in range(data.test.num_queries) if data.test.query_ids[row] not in seen])
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
-    name = loaded.extra.get("policy", selector.stage)
-    decided: dict[str, dict[int, Decided]] = {name: {}}
+    decided: dict[str, dict[int, Decided]] = {}
     for shots in config.judged_shots:
-        decided[name][shots] = decide_selectors([selector], embeddings, data.test, data.test_scorer, shots, rows)
+        chosen = decide_selectors([selector], embeddings, data.test, data.test_scorer, shots, rows)
+        decided.setdefault(loaded.extra.get("policy", selector.stage), {})[shots] = chosen
         if config.baselines:
             simple = decide_simple(data.test, data.test_scorer, shots, rows=rows, trusted=data.trusted)
             for way, outcome in simple.items():

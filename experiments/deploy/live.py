@@ -1,21 +1,27 @@
-"""A controller in front of the real model: a stream of requests served live, compared with a replay from the profile.
+"""A controller in front of the real model: a simulated stream of requests served live, compared with a replay.
 
-Every request is served by the controller (`knobwise.agents.serving.adaptive_model`), by budget-aware static and by
-fixed configurations. The controller is charged everything that it takes beyond the model's own time, the
-others nothing. Then the same decisions are looked up in the profile: a replay that disagrees with the real model would
-be worth nothing.
+Arrivals, budgets and the order of the requests are drawn; the model, its answers and the clock are real. Every request
+is served by the controller (`knobwise.agents.serving.adaptive_model`), by budget-aware static and by fixed
+configurations. The controller is charged everything that it takes beyond the model's own time, the others nothing. Then
+the same decisions are looked up in the profile: a replay that disagrees with the real model would be worth nothing.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -24,32 +30,33 @@ from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.distillation import student_of
-from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.export import arrays_of_static, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
+from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.deploy.live_stream import Record, Stream, check_features, draw_stream, serve
-from knobwise.experiments.report.live import print_live, write_live_page
-from knobwise.experiments.report.words import LEARNED as CONTROLLER
-from knobwise.experiments.report.words import STATIC
+from knobwise.experiments.report.live import METRICS, print_live, write_live_page
+from knobwise.experiments.report.words import LEARNED, STATIC
 from knobwise.experiments.results.statistics import mean_interval
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
+from knobwise.profiling.elastic.scenes import END, TOKEN, WORDS, Scenes, draw_samples, soft_score
+from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
 from knobwise.profiling.measuring.machine import cpu_name, one_thread
 from knobwise.profiling.measuring.measuring import collected_between
 
+LATELY = 100
+"""The number of timed cells whose median ratio is the speed of the machine."""
+IN_A_ROW = 20
+"""Requests that one policy serves, as a server meets them with its caches, before the next serves the same."""
+
 
 def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | None = None) -> dict[str, Any]:
-    """Serve a simulated stream by the built-in elastic model, print the results and return them.
-
-    Args:
-        checkpoint: a controller for deadlines, trained on `table`.
-        table: the built-in profile.
-        config: the stream; also which files to write.
+    """Serve a simulated stream by the built-in elastic model, print the results, write and return them.
 
     Raises:
         InputError: the checkpoint is no controller for deadlines or of another profile, or the profile is of another
@@ -63,31 +70,27 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
         raise InputError(f"{checkpoint}: live needs the best.pt of a training on profile {table.name!r} as it is now")
     test, fitted = loaded.extra["test_rows"], torch.cat([loaded.extra[f"{p}_rows"] for p in ("train", "validation")])
-    vlm = ElasticAdaptive()
-    budgets_ms = judged_budgets(table, config.budgets_ms)
+    vlm, budgets_ms = ElasticAdaptive(), judged_budgets(table, config.budgets_ms)
     stream = draw_stream(table, test, fitted, budgets_ms, config)
     check_features(vlm, table, stream)
-    by_student = False
-    if config.student and isinstance(controller, StackedController) and controller.experts:
+    by_student = config.student and isinstance(controller, StackedController) and bool(controller.experts)
+    if by_student:
         print("fitting a light student to the controller …", file=sys.stderr, flush=True)
         with one_thread():
-            controller, by_student = student_of(controller, table, fitted, seed=0), True
+            controller = student_of(controller, table, fitted, seed=0)  # type: ignore[arg-type]
     exported = to_numpy(controller)
     with one_thread(), threadpool_limits(1), collected_between():
-        model = AdaptiveModel(vlm, exported)
-        others = set(stream.scenes) - set(stream.rows.tolist())
-        model.calibrate(table, {row: request_of(stream.scenes[row]) for row in others}, config.calibration)
-        if config.clock == "cpu":
-            model.speed = _cpu_speed(vlm, table, stream, sorted(others), config)
-        speed = model.speed
-        stream = Stream(stream.rows, stream.budgets_ms * speed, stream.arrivals_s, stream.scenes)
+        model = AdaptiveModel(vlm, exported, clock=config.clock)
+        samples = {row: request_of(stream.scenes[row]) for row in stream.others}
+        speed = model.calibrate(table, samples, config.calibration)
+        stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
-        record = serve(model, table, BudgetAwareStatic(table, fitted), fixed, stream, config)
+        record = Server(model, table, BudgetAwareStatic(table, fitted), fixed, stream, config).serve()
     results = live_results(table, stream, record, exported, speed)
     results |= {"student": by_student, "repeats": config.repeats, "rate": config.rate, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
-        with written_whole(Path(config.json)) as temporary:
+        with written_whole(config.json) as temporary:
             temporary.write_text(json.dumps(results, indent=1))
     if config.html is not None:
         write_live_page(config.html, results)
@@ -98,30 +101,188 @@ def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor
     """Name → configuration, by what they did on the rows fitted on (int64 [n])."""
     accuracy, latency = averages(table, fitted)
     everything = torch.ones(1, table.num_configurations, dtype=torch.bool)
-    chosen = {
-        "best_static": int(BestStatic(table, fitted, budgets_ms).choose({}, budgets_ms[:1], everything)),
-        "cheapest": int(latency.argmin()),
-        "most_accurate": int(accuracy.argmax()),
-    }
-    return dict(list(chosen.items())[:count])
+    best = BestStatic(table, fitted, budgets_ms).choose({}, budgets_ms[:1], everything)
+    chosen = {"best_static": best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
+    return {name: int(choice) for name, choice in list(chosen.items())[:count]}
 
 
-def _cpu_speed(
-    vlm: ElasticAdaptive, table: ProfileTable, stream: Stream, rows: Sequence[int], config: LiveConfig
-) -> float:
-    """CPU time here / latency in the profile, the median over random cells."""
-    rng, ratios = np.random.default_rng((config.seed, 2)), []
-    for _ in range(config.calibration):
-        row, column = int(rng.choice(rows)), int(rng.integers(table.num_configurations))
-        stage = vlm.first_stage(request_of(stream.scenes[row]))
-        (answer,) = vlm.answer([stage], table.configuration(column))  # type: ignore[arg-type]
-        ratios.append(answer.extra["cpu_ms"] / float(table.latency_ms[row, column]))
-    return float(np.median(ratios))
+# -- the stream --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stream:
+    """n requests: which sample, under which budget, when."""
+
+    rows: NDArray[np.int64]
+    """[n], rows of the table."""
+    budgets_ms: NDArray[np.float64]
+    """[n]."""
+    arrivals_s: NDArray[np.float64] | None
+    """[n], seconds after the start; None if each arrives when the previous one is answered."""
+    scenes: Mapping[int, Scenes]
+    """By row, also of the cells that are timed to find the speed."""
+
+    @property
+    def others(self) -> list[int]:
+        """The rows of those cells."""
+        return sorted(set(self.scenes) - set(self.rows.tolist()))
+
+
+def draw_stream(table: ProfileTable, test: Tensor, fitted: Tensor, budgets_ms: Tensor, config: LiveConfig) -> Stream:
+    """Draw order, budgets (still in the profile's ms) and arrivals. The scenes are those of the profile."""
+    rng, profile = np.random.default_rng(config.seed), ElasticProfileConfig()
+    rounds = -(-config.requests // len(test))
+    rows = np.concatenate([rng.permutation(test.numpy()) for _ in range(rounds)])[: config.requests]
+    drawn = rng.choice(budgets_ms.double().numpy(), config.requests)
+    arrivals = None if config.rate is None else rng.exponential(1 / config.rate, config.requests).cumsum()
+    needed = {*rows.tolist(), *rng.permutation(fitted.numpy())[: config.calibration].tolist()}
+    if max(needed) >= profile.samples:
+        raise InputError(f"profile {table.name!r}: live needs the built-in profile of {profile.samples} samples")
+    scenes = draw_samples(max(needed) + 1, profile.seed)
+    return Stream(rows, drawn, arrivals, {row: scenes[row] for row in needed})
+
+
+def check_features(vlm: ElasticAdaptive, table: ProfileTable, stream: Stream) -> None:
+    """Raise an InputError if samples of the stream are not those of the table, by their features."""
+    for row in set(stream.rows.tolist()):
+        for name, block in vlm.first_stage(request_of(stream.scenes[row])).features.items():
+            known = table.features[name][row].numpy() if name in table.features else block[:0]
+            # other processors may round the last bit of a half otherwise
+            if known.shape != block.shape or not np.allclose(block, known, atol=4e-3, rtol=4e-3):
+                raise InputError(
+                    f"profile {table.name!r}: sample {table.sample_ids[row]} is not what the built-in model was "
+                    "measured on; live needs profile=builtin"
+                )
+
+
+# -- serving -----------------------------------------------------------------------------------------------------------
+
+
+class Served(NamedTuple):
+    """What one policy did with one request. Times in ms."""
+
+    choice: int
+    score: float
+    inference_ms: float
+    overhead_ms: float
+    """Time beyond the model's own; static and fixed configurations are charged nothing."""
+    waited_ms: float
+    limit_ms: float
+    """The limit that the decision had to meet, in the profile's ms; NaN for a fixed configuration."""
+    decision_us: float
+
+
+@dataclass
+class Record:
+    """What was served: P policies, n requests, R repeats."""
+
+    policies: list[str]
+    served: dict[str, NDArray[Any]]
+    """The fields of `Served`, [P, n, R] each."""
+    ratios: list[float] = field(default_factory=list)
+    """Latency here / latency in the profile, of cells that the model alone ran between the requests."""
+
+
+class Server:
+    """The policies in front of the model; each serves one request at a time: row, budget, ms it waited → `Served`."""
+
+    def __init__(
+        self,
+        model: AdaptiveModel,
+        table: ProfileTable,
+        static: BudgetAwareStatic,
+        fixed: Mapping[str, int],
+        stream: Stream,
+        config: LiveConfig,
+    ) -> None:
+        assert isinstance(model.model, ElasticAdaptive)
+        self.model, self.vlm, self.table, self.stream, self.config = model, model.model.model, table, stream, config
+        self.clock = time.thread_time if model.clock == "cpu" else time.perf_counter
+        self.requests = {row: request_of(scene) for row, scene in stream.scenes.items()}
+        self.configurations = [Configuration(**chosen) for chosen in model.configurations]
+        self.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
+        # its choices as a step function of the budget: decided in torch they would slow down the answers that follow
+        steps = arrays_of_static(static)
+        self.starts, self.choices = steps["starts"].tolist(), steps["choices"].tolist()
+        self.policies: dict[str, Callable[[int, float, float], Served]]
+        self.policies = {LEARNED: self.by_controller, STATIC: self.by_static}
+        self.policies |= {name: partial(self.by_configuration, choice) for name, choice in fixed.items()}
+        shape = (len(self.policies), len(stream.rows), config.repeats)
+        self.record = Record(list(self.policies), {name: np.zeros(shape) for name in Served._fields})
+
+    def by_controller(self, row: int, budget: float, waited: float) -> Served:
+        start = self.clock()
+        result = self.model.answer(self.requests[row], max(budget - waited, LEAST_LATENCY_MS))
+        took_ms, inference_ms = (self.clock() - start) * 1e3, result.answer.total_ms
+        score = score_of(result.answer.text.split(), self.stream.scenes[row], self.soft)
+        overhead_ms = max(took_ms - inference_ms, 0.0)
+        return Served(result.choice, score, inference_ms, overhead_ms, waited, result.limit_ms, result.decision_us)
+
+    def by_static(self, row: int, budget: float, waited: float) -> Served:
+        limit = float(np.float32(max(budget - waited, LEAST_LATENCY_MS) / self.model.speed))
+        choice = self.choices[bisect.bisect_right(self.starts, limit) - 1]
+        return self.by_configuration(choice, row, budget, waited)._replace(limit_ms=limit)
+
+    def by_configuration(self, choice: int, row: int, budget: float, waited: float) -> Served:
+        request = self.requests[row]
+        start = self.clock()
+        run = self.vlm.generate(request.image, request.question, self.configurations[choice])
+        took_ms = (self.clock() - start) * 1e3
+        answer = [WORDS[token] for token in run.tokens if token != END]
+        return Served(choice, score_of(answer, self.stream.scenes[row], self.soft), took_ms, 0.0, waited, np.nan, 0.0)
+
+    def serve(self) -> Record:
+        """Serve the stream by every policy, with cells of the profile timed between them: `IN_A_ROW` requests by one of
+        them, then the same by the next, in random order, so that the drift of the machine hits all alike."""
+        n, repeats, rng = len(self.stream.rows), self.config.repeats, np.random.default_rng((self.config.seed, 1))
+        for i, policy in itertools.product(range(self.config.warm_up), self.policies.values()):
+            policy(int(self.stream.rows[i % n]), float(self.stream.budgets_ms[i % n]), 0.0)
+        with progress("serving", n * repeats, 0) as tick:
+            for repeat in range(repeats):
+                free = np.zeros(len(self.policies))  # when each policy has answered all requests before, in seconds
+                for first in range(0, n, IN_A_ROW):
+                    block = range(first, min(first + IN_A_ROW, n))
+                    for p in rng.permutation(len(self.policies) + 1).tolist():
+                        if p == len(self.policies):
+                            self._time_cells(len(block), rng)
+                        else:
+                            free[p] = self._serve_block(block, p, repeat, float(free[p]))
+                    # the machine may be shared and change its speed; who reads the profile must know
+                    if len(self.record.ratios) >= LATELY:
+                        self.model.speed = float(np.median(self.record.ratios[-LATELY:]))
+                    tick(repeat * n + block[-1] + 1, "")
+        return self.record
+
+    def _time_cells(self, count: int, rng: np.random.Generator) -> None:
+        others = np.array(self.stream.others)
+        for _ in range(count):
+            row, choice = int(rng.choice(others)), int(rng.integers(len(self.configurations)))
+            took_ms = self.by_configuration(choice, row, np.inf, 0.0).inference_ms
+            self.record.ratios.append(took_ms / max(float(self.table.latency_ms[row, choice]), LEAST_LATENCY_MS))
+
+    def _serve_block(self, block: range, p: int, repeat: int, free: float) -> float:
+        """Serve some requests by policy p, which is free after so many seconds, and return when it is free again."""
+        policy, arrivals = self.policies[self.record.policies[p]], self.stream.arrivals_s
+        for i in block:
+            arrival = 0.0 if arrivals is None else float(arrivals[i])
+            waited = 0.0 if arrivals is None else max(free - arrival, 0.0) * 1e3
+            served = policy(int(self.stream.rows[i]), float(self.stream.budgets_ms[i]), waited)
+            free = arrival + (served.waited_ms + served.overhead_ms + served.inference_ms) / 1e3
+            for name, value in served._asdict().items():
+                self.record.served[name][p, i, repeat] = value
+        return free
+
+
+def score_of(words: Sequence[str], scene: Scenes, soft: bool) -> float:
+    """Exact match, or the share of right words, of an answer."""
+    right = scene.answers[0]
+    answer = np.array([*(TOKEN[word] for word in words), END])
+    if soft:
+        return round(soft_score(answer, right), 4)
+    return float(answer.tolist() == right[: right.tolist().index(END) + 1].tolist())
 
 
 # -- the results -------------------------------------------------------------------------------------------------------
-
-METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
 
 
 def live_results(
@@ -130,32 +291,35 @@ def live_results(
     """What is printed and written: a row for each policy, the replay of the same decisions, and the overhead.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if every answer is the
-    same; differences and their intervals are paired. Only the model's part is replayed: overhead and waiting stay as
-    they were. All intervals are 95 % bootstrap intervals over requests; with a `rate` they ignore that requests which
-    wait for one another are not independent.
+    same. Only the model's part is replayed: overhead and waiting stay as they were. Intervals are 95 % bootstrap
+    intervals over requests, and ignore that requests which wait for one another are not independent.
     """
     served = {name: torch.from_numpy(values) for name, values in record.served.items()}
     choice, rows = served["choice"].long(), torch.from_numpy(stream.rows)
     budgets = torch.from_numpy(stream.budgets_ms)[:, None]
     at = rows[:, None].expand(choice.shape), choice
-    during, half_width = _speed(table, record)
+    during, half_width = _speed(record.ratios)
     costs = served["overhead_ms"] + served["waited_ms"]
     live = _outcomes(served["score"], served["inference_ms"] + costs, budgets)
     replay = _outcomes(table.accuracy[at].double(), during * table.latency_ms[at].double() + costs, budgets)
+    gained = live["utility"].mean(-1)
+    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, STATIC)]
     feasible = during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
     # the speed of this machine is known only as well as its cells allow
     unsure = half_width * table.latency_ms[at].double().mean((1, 2))
-    learned = record.policies.index(CONTROLLER)
-    limits = served["limit_ms"][learned]
+    learned = record.policies.index(LEARNED)
     policies, agreement = [], []
     for p, name in enumerate(record.policies):
-        row = {"policy": name, **_policy_row(live, p, feasible), "waited_ms": float(served["waited_ms"][p].mean())}
-        behind = (live["utility"][learned] - live["utility"][p]).mean(-1)
-        policies.append(row | {"behind": float(behind.mean()), "behind_ci95": _interval(behind)})
-        agreement += [
-            {"policy": name, "what": what, **_agreement(live[what][p], replay[what][p], row[f"{what}_ci95"], what, off)}
-            for what, off in zip(METRICS, (0.0, float(unsure[p]), 0.0, 0.0), strict=True)
-        ]
+        row: dict[str, Any] = {"policy": name}
+        for what in METRICS:
+            row |= _mean(what, live[what][p].mean(-1))
+            width = float(unsure[p]) if what == "latency_ms" else 0.0
+            compared = _agreement(live[what][p], replay[what][p], row[f"{what}_ci95"], what, width)
+            agreement.append({"policy": name, "what": what, **compared})
+        row["latency_ms_p95"] = float(live["latency_ms"][p].quantile(0.95))
+        row |= _mean("satisfaction_feasible", live["satisfaction"][p].mean(-1)[feasible])
+        row["waited_ms"] = float(served["waited_ms"][p].mean())
+        policies.append(row | _mean("behind", gained[learned] - gained[p]))
     return {
         "kind": "simulated request stream, served live",
         "profile": {"name": table.name, "digest": table.digest},
@@ -167,25 +331,18 @@ def live_results(
         "rows": policies,
         "agreement": agreement,
         "overhead": _overhead({name: values[learned] for name, values in served.items()}),
-        "decisions": _replayed_decisions(table, stream, controller, speed, choice[learned], limits),
-        "configurations": {
-            name: table.configuration(int(choice[p, 0, 0]))
-            for p, name in enumerate(record.policies)
-            if name not in (CONTROLLER, STATIC)
-        },
+        "decisions": _replayed_decisions(table, stream, controller, speed, record, learned),
+        "configurations": {name: table.configuration(int(choice[p, 0, 0])) for p, name in fixed},
     }
 
 
-def _speed(table: ProfileTable, record: Record) -> tuple[float, float]:
+def _speed(ratios: Sequence[float]) -> tuple[float, float]:
     """Latency here / latency in the profile, and half the width of its 95 % interval.
 
     Medians, since a single stall of the machine is longer than many answers. The standard error of a median is
     1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978, "Variations of Box Plots").
     """
-    cells = torch.tensor(record.cells, dtype=torch.float64)
-    profiled = table.latency_ms[cells[:, 0].long(), cells[:, 1].long()].double()
-    ratios = cells[:, 2] / profiled.clamp_min(LEAST_LATENCY_MS)
-    low, median, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
     return median, 1.96 * 1.25 / 1.35 * (high - low) / len(ratios) ** 0.5
 
 
@@ -195,24 +352,10 @@ def _outcomes(accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor) -> dict[
     return dict(zip(METRICS, (accuracy, latency_ms, met, accuracy * met), strict=True))
 
 
-def _policy_row(live: Mapping[str, Tensor], p: int, feasible: Tensor) -> dict[str, Any]:
-    """The means of one policy over the requests, with intervals."""
-    row: dict[str, Any] = {}
-    means = {what: values[p].mean(-1) for what, values in live.items()}
-    for what, values in means.items():
-        row |= {what: float(values.mean()), f"{what}_ci95": _interval(values)}
-    few = means["satisfaction"][feasible]
-    return row | {
-        "latency_ms_p95": float(live["latency_ms"][p].quantile(0.95)),
-        "satisfaction_feasible": float(few.mean()) if len(few) else None,
-        "satisfaction_feasible_ci95": _interval(few) if len(few) else None,
-    }
-
-
 def _agreement(live: Tensor, replay: Tensor, ci95: Sequence[float], what: str, unsure: float) -> dict[str, Any]:
     """One metric of one policy, float [n, R], live and replayed; `unsure` widens the interval of their difference."""
-    gap, mean = (live - replay).mean(-1), float(replay.mean(-1).mean())
-    (low, high), centre = _interval(gap), float(gap.mean())
+    mean, gap = float(replay.mean(-1).mean()), _mean("gap", (live - replay).mean(-1))
+    centre, (low, high) = gap["gap"], gap["gap_ci95"]
     agrees = torch.equal(live, replay) if what == "accuracy" else ci95[0] <= mean <= ci95[1]
     interval = [centre - float(np.hypot(centre - low, unsure)), centre + float(np.hypot(high - centre, unsure))]
     live_mean = float(live.mean(-1).mean())
@@ -220,8 +363,7 @@ def _agreement(live: Tensor, replay: Tensor, ci95: Sequence[float], what: str, u
 
 
 def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
-    """What the controller adds to the model's time. Of the parts medians: the clock of a decision is always the wall's,
-    and a stall would count in one of them only."""
+    """What the controller adds to the model's time. Of the parts medians: a stall would count in one of them only."""
     inference, overhead = float(served["inference_ms"].mean()), served["overhead_ms"]
     decision_us, overhead_us = float(served["decision_us"].median()), float((overhead * 1e3).median())
     return {
@@ -236,19 +378,20 @@ def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _replayed_decisions(
-    table: ProfileTable, stream: Stream, controller: NumpyController, speed: float, choice: Tensor, limits_ms: Tensor
+    table: ProfileTable, stream: Stream, controller: NumpyController, speed: float, record: Record, learned: int
 ) -> dict[str, float]:
-    """How often a replay decides as the controller did, int64 and float [n, R]: at its limits, at whole budgets."""
+    """How often a replay decides as the controller did: at its limits, and at whole budgets."""
     blocks = {name: block[stream.rows].numpy() for name, block in table.features.items()}
-    limits, chosen = limits_ms.float().numpy(), choice.numpy()
-    whole = controller.choose(blocks, (stream.budgets_ms / speed).astype(np.float32))
-    same = [controller.choose(blocks, limits[:, r]) == chosen[:, r] for r in range(limits.shape[1])]
+    limits, chosen = (record.served[name][learned] for name in ("limit_ms", "choice"))
+    whole = controller.choose(blocks, stream.budgets_ms / speed)
+    same = np.stack([controller.choose(blocks, column) for column in limits.T], 1) == chosen
     return {
-        "as_replayed_at_the_same_limit": float(np.mean(same)),
+        "as_replayed_at_the_same_limit": float(same.mean()),
         "as_replayed_at_the_whole_budget": float((whole[:, None] == chosen).mean()),
     }
 
 
-def _interval(values: Tensor) -> list[float]:
-    """Of the mean; without the rounding that would make a share greater than 1."""
-    return [round(end, 12) for end in mean_interval(values)]
+def _mean(name: str, values: Tensor) -> dict[str, Any]:
+    """A mean over requests, and its interval without the rounding that would make a share greater than 1."""
+    interval = [round(end, 12) for end in mean_interval(values)] if len(values) else None
+    return {name: float(values.mean()) if len(values) else None, f"{name}_ci95": interval}

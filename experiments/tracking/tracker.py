@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.csv, TensorBoard and Weights & Biases, the same in all three.
 
-Each seed is one W&B run (group: the experiment, job type: train); one more (job type: evaluate) holds the results.
-Everything lies inside the run's folder, and nothing needs an account or a network.
+Each seed is one W&B run (job type: train); one more (job type: evaluate) holds the results. Everything lies inside the
+run's folder, and nothing needs an account or a network.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,13 +21,9 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
 from knobwise.experiments.tracking.metrics_file import MetricsFile
-from knobwise.experiments.tracking.wandb_run import WandbRun, sweep_job
+from knobwise.experiments.tracking.wandb_run import WandbRun, reason, sweep_job
 
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
-REFUSED = "/\\#?%:"
-"""Characters that W&B refuses in the name of a project."""
-LONGEST_NAME, LONGEST_TAG = 128, 64
-"""How many characters W&B takes."""
 
 
 def wandb_mode(settings: TrackingSettings) -> str:
@@ -53,29 +48,27 @@ def wandb_mode(settings: TrackingSettings) -> str:
 
 
 def _check_names(project: str | None, tags: Sequence[str]) -> None:
-    """Refuse early what W&B refuses only when a run begins; without a project the one of the environment counts.
+    """Refuse early what W&B refuses only when a run begins; without a project the one of the environment counts."""
+    import wandb  # slow to import
 
-    Raises:
-        InputError: naming the setting or the variable.
-    """
     name = project or os.environ.get("WANDB_PROJECT") or ""
-    if len(name) > LONGEST_NAME or any(sign in name for sign in REFUSED):
+    try:
+        wandb.Settings(project=name)
+    except wandb.Error as error:
         source = "tracking.project" if project else "WANDB_PROJECT"
-        hint = " (tracking.entity names the owner of the project)" if "/" in name else ""
-        raise InputError(
-            f"{source}={name}: W&B takes at most {LONGEST_NAME} characters, and none of {' '.join(REFUSED)}{hint}"
-        )
-    for tag in tags:
-        if not 1 <= len(tag) <= LONGEST_TAG:
-            raise InputError(f"tracking.tags: {tag!r} must have between 1 and {LONGEST_TAG} characters for W&B")
+        hint = "; tracking.entity names the owner of the project" if "/" in name else ""
+        raise InputError(f"{source}={name}: W&B says {reason(error)!r}{hint}") from error
+    try:
+        wandb.Settings(run_tags=tuple(tags))
+    except ValueError as error:
+        raise InputError(f"tracking.tags={list(tags)}: W&B says {reason(error)!r}") from error
 
 
 class Tracker:
     """Writes one run's numbers to every place at once; used as a context manager.
 
-    An exception that leaves the block marks the W&B run as failed. A disabled tracker still writes `metrics.csv`, so
-    that no caller has to ask whether tracking is on. If W&B fails after it has started, a line reports it, and the rest
-    continues.
+    An exception that leaves the block marks the W&B run as failed. A disabled tracker still writes `metrics.csv`. If
+    W&B fails after it has started, a line reports it, and the rest continues.
 
     Args:
         folder: the run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it.
@@ -84,7 +77,6 @@ class Tracker:
         config: the resolved configuration; seed, profile digest, git commit and machine are added to it.
         seed: None for the results of all seeds.
         tags: in addition to those of the settings.
-        profile_digest: `ProfileTable.digest`.
         profile: as in `results.json`; online it becomes an input of the W&B run of a seed.
         resume_step: the step of the checkpoint that training resumes from. Later rows of this seed are dropped; None
             starts from the beginning and drops every earlier row of this seed.
@@ -104,23 +96,26 @@ class Tracker:
         settings: TrackingSettings,
         seed: int | None = None,
         tags: Sequence[str] = (),
-        profile_digest: str = "",
         profile: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
     ) -> None:
-        self.folder = Path(folder).absolute()
-        self.name = name if seed is None else f"{name}-seed{seed}"
-        self.experiment, self.job_type, self.settings = experiment, job_type, settings
+        self.folder, self.settings, self.job_type = Path(folder).absolute(), settings, job_type
         self.seed, self.resume_step, self.profile = seed, resume_step, profile
+        digest = (profile or {}).get("digest", "")
+        # `run` is the same for the W&B runs of all seeds
+        added = {"profile_digest": digest, "git_commit": git_commit(), "machine": machine(), "run": name}
+        whole = {**config, **added} | ({} if seed is None else {"seed": seed})
         from_environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]  # ours replace them
-        self.tags = list(dict.fromkeys([*settings.tags, *from_environment, *tags]))
-        added = {"profile_digest": profile_digest, "git_commit": git_commit(), "machine": machine()}
-        added["run"] = name  # the same for the W&B runs of all seeds
-        self.config = dict(config) | added | ({} if seed is None else {"seed": seed})
         self.sweep = sweep_job() if job_type == "evaluate" else None
-        if self.sweep is not None:
-            self.config = self.sweep.config(self.config)
-        self.config = _without_infinity(self.config)
+        self.about = {
+            "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
+            "entity": settings.entity,
+            "name": name if seed is None else f"{name}-seed{seed}",
+            "group": experiment,
+            "job_type": job_type,
+            "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
+            "config": _without_infinity(whole if self.sweep is None else self.sweep.config(whole)),
+        }
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
         self._wandb: WandbRun | None = None
@@ -133,11 +128,12 @@ class Tracker:
             if self.settings.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-                self._tensorboard = SummaryWriter(
-                    str(self.folder / "tensorboard" / (self.job_type if self.seed is None else f"seed{self.seed}")),
-                    purge_step=0,  # everything is written again: a killed process had not written its last rows
-                    flush_secs=10,
-                )
+                folder = self.folder / "tensorboard" / (self.job_type if self.seed is None else f"seed{self.seed}")
+                # everything is written again: a killed process had not written its last rows. TensorBoard reads the
+                # files by name, and two made in one second may have their names in the wrong order
+                for earlier in folder.glob("events.out.tfevents.*"):
+                    earlier.unlink()
+                self._tensorboard = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
                 stack.callback(self._tensorboard.close)
                 for step, values in self._csv.kept:
                     self._to_tensorboard(values, step)
@@ -146,10 +142,8 @@ class Tracker:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     @property
     def url(self) -> str | None:
@@ -181,22 +175,13 @@ class Tracker:
         self._tensorboard.file_writer.add_summary(event, step)
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun | None:
-        about = {
-            "project": self.settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
-            "entity": self.settings.entity,
-            "name": self.name,
-            "group": self.experiment,
-            "job_type": self.job_type,
-            "tags": self.tags,
-            "config": self.config,
-        }
         begun = any((self.folder / "wandb").glob("*.id"))  # trained seeds must not be lost
         insist = self.settings.mode == "online" and not begun
-        wandb_run = stack.enter_context(WandbRun(self.folder, self.mode, about, self._csv, self.sweep, insist))
-        fell_back, self.mode = wandb_run.mode != self.mode, wandb_run.mode
+        wandb_run = stack.enter_context(WandbRun(self.folder, self.mode, self.about, self._csv, self.sweep, insist))
+        before, self.mode = self.mode, wandb_run.mode
         if self.mode == "disabled":
             return None
-        if fell_back:
+        if self.mode != before:
             self.settings.mode = self.mode  # the next seeds need not wait again
         if self.profile is not None and self.job_type == "train" and wandb_run.mode == "online":
             with wandb_run.reporting("the profile"):

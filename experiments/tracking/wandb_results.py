@@ -33,19 +33,19 @@ def summaries_of(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def log_results(run: Any, results: Mapping[str, Any], folder: Path, images: Mapping[str, bytes] | None = None) -> None:
-    """Log the results to their W&B run of job type evaluate; docs/metrics.md explains every name.
+    """Log the content of `results.json` to a W&B run of job type evaluate; docs/metrics.md explains every name.
 
-    Args:
-        run: a `wandb.Run`.
-        results: the content of `results.json`.
-        folder: of our run; `report.html`, `decisions.parquet` and checkpoints are taken from it where they exist.
-        images: name → PNG.
+    `report.html`, `decisions.parquet` and checkpoints come from the folder of our run, if they exist; images are PNG.
     """
     import wandb
     from PIL import Image
 
     summaries = summaries_of(results)
-    run.summary.update(summaries | _best_seed(results, folder, run.name))
+    run.summary.update(summaries)
+    if "best_seed" in results:  # whose checkpoint was kept
+        run.summary["best_seed"] = results["best_seed"]
+        if (id_file := folder / "wandb" / f"{run.name}-seed{results['best_seed']}.id").exists():
+            run.summary["best_seed_run"] = id_file.read_text().strip()
     tables = {
         "Test/policies": _rows(results),
         "Test/differences": list(map(_flat, results.get("differences", []))),
@@ -80,8 +80,7 @@ def _log_curves(run: Any, results: Mapping[str, Any]) -> None:
     place_key = problem.place
     head = place_key.removesuffix("_ms").capitalize()
     run.define_metric(place_key, hidden=True, summary="none")
-    for part in (head, "Knobs"):
-        # W&B's own summary would be the number at the last budget, in a column of the table of runs
+    for part in (head, "Knobs"):  # W&B's own summary would be the number at the last budget
         run.define_metric(f"{part}/*", step_metric=place_key, summary="none")
     for place in problem.judged_at(results):
         curves = _numbers(head, [row for row in _rows(results) if row.get(place_key) == place])
@@ -94,8 +93,7 @@ def _log_curves(run: Any, results: Mapping[str, Any]) -> None:
 def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
     """Log the profile of a run as an artifact of type dataset: its name, digest and sizes, not its files.
 
-    Online it becomes an input of the run, so that lineage leads from it to the checkpoint; offline wandb cannot note
-    that, and the run logs it.
+    Online it becomes an input of the run; offline wandb cannot note that, and the run logs it.
     """
     import wandb
 
@@ -126,15 +124,6 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     if fits < count:
         print(f"W&B: Test/decisions has {fits:,} of {count:,} samples, decisions.parquet all", file=sys.stderr)
     return frame.filter(sample <= fits).select(names).to_dicts()
-
-
-def _best_seed(results: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """The seed whose checkpoint was kept, and the id of the W&B run of its training."""
-    if "best_seed" not in results:
-        return {}
-    seed = results["best_seed"]
-    id_file = folder / "wandb" / f"{name}-seed{seed}.id"
-    return {"best_seed": seed} | ({"best_seed_run": id_file.read_text().strip()} if id_file.exists() else {})
 
 
 def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """One run in Weights & Biases: started or resumed, and never the reason that training ends.
 
-Online or offline, an interrupted run resumes as the same W&B run, which holds every step once and in order. Online the
-server knows the last step; offline the files of earlier sessions do (`wandb sync` joins them). Rows that W&B never
-received are sent again from `metrics.csv`.
+An interrupted run resumes as the same W&B run, which holds every step once and in order. Online the server knows the
+last step; offline the files of earlier sessions do (`wandb sync` joins them). Rows that W&B never received are sent
+again from `metrics.csv`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.tracking.metrics_file import MetricsFile
@@ -31,38 +32,34 @@ PATIENCE_S = 20
 """How long W&B may take to answer when it is online; its own limit is far longer."""
 UPLOAD_S = 600
 """How long W&B may go on uploading after the end; the rest stays in the run's folder, for `wandb sync`."""
-HIGHER_IS_BETTER = re.compile(
-    r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.IGNORECASE
-)
-LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.IGNORECASE)
+HIGHER_IS_BETTER = re.compile(r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I)
+LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.I)
 
 
-@dataclass(frozen=True)
-class SweepJob:
+class SweepJob(NamedTuple):
     """A job that an agent of a W&B sweep started.
 
     The agent names one W&B run in the environment. A job of ours is several: the sweep gets the one of the results,
-    which holds the validation score as a mean over the seeds. The seeds are separate runs: otherwise `wandb.init` would
-    give them all the agent's id, and each would overwrite the one before.
+    which holds the validation score as a mean over the seeds. The runs of the seeds get ids of their own.
     """
 
     run_id: str
     """The id under which the sweep expects the results."""
     sweep_id: str
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any]
     """The swept values, `optimiser.lr` and the like: the sweep looks for them in the run's config under these names."""
 
     def config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of the run: all settings, and the swept values under the names that the sweep knows.
+        """All settings, and the swept values under the names that the sweep knows.
 
-        Where an option of a group is swept (`policy: joint`), the option takes the place of the group, and the settings
-        of the group move to their full names (`policy.hidden`).
+        A swept option of a group (`policy: joint`) replaces the group, whose settings move to their full names
+        (`policy.hidden`).
         """
         config: dict[str, Any] = {}
         for name, value in settings.items():
             moved = name in self.parameters and isinstance(value, Mapping)
             config |= {f"{name}.{key}": setting for key, setting in value.items()} if moved else {name: value}
-        return config | self.parameters
+        return {**config, **self.parameters}
 
 
 def sweep_job() -> SweepJob | None:
@@ -70,13 +67,8 @@ def sweep_job() -> SweepJob | None:
     run_id, sweep_id, path = (os.environ.get(name) for name in VARIABLES)
     if not run_id or not sweep_id:
         return None
-    parameters: dict[str, Any] = {}
-    if path and Path(path).is_file():
-        from omegaconf import OmegaConf
-
-        content = OmegaConf.to_container(OmegaConf.load(path))
-        parameters = {str(key): item["value"] for key, item in dict(content).items() if isinstance(item, dict)}  # type: ignore[arg-type]
-    return SweepJob(run_id, sweep_id, parameters)
+    content: Any = OmegaConf.to_container(OmegaConf.load(path)) if path and Path(path).is_file() else {}
+    return SweepJob(run_id, sweep_id, {key: item["value"] for key, item in content.items() if isinstance(item, dict)})
 
 
 @dataclass
@@ -94,20 +86,17 @@ class WandbRun:
     about: Mapping[str, Any]
     """For `wandb.init`: project, entity, name, group, job_type, tags, config."""
     metrics: MetricsFile
-    """What the run logged before it was interrupted."""
-    sweep: SweepJob | None = None
+    sweep: SweepJob | None
     """The job of a W&B sweep whose results this run holds."""
-    insist: bool = False
-    """Raise where W&B cannot be reached, instead of logging offline."""
+    insist: bool
+    """Raise if W&B cannot be reached, instead of logging offline."""
     run: Any = None
-    """The `wandb.Run` once it has started."""
-
-    def __post_init__(self) -> None:
-        self._resumed = self._broken = False
-        self._sent: dict[int, set[str]] = {}
-        self._waiting: tuple[int, dict[str, float]] = (0, {})
-        self._summaries: dict[str, dict[str, float]] = {}
-        self._environment = contextlib.ExitStack()
+    _resumed: bool = False
+    _broken: bool = False
+    _sent: dict[int, set[str]] = field(default_factory=dict)
+    _waiting: tuple[int, dict[str, float]] = (0, {})
+    _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
+    _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def url(self) -> str | None:
@@ -116,21 +105,19 @@ class WandbRun:
 
     def __enter__(self) -> WandbRun:
         # quiet, artifact bodies inside the run's folder, and no empty WANDB_… variable (an empty WANDB_SILENT crashes)
-        wanted: dict[str, str | None]
-        wanted = {name: None for name, value in os.environ.items() if name.startswith("WANDB_") and not value}
-        wanted |= dict.fromkeys(NOT_FOR_WANDB)
+        empty = [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]
         folder = self.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
-        wanted |= {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
+        wanted = {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(environment(wanted))
+            stack.enter_context(environment({**dict.fromkeys([*empty, *NOT_FOR_WANDB]), **wanted}))
             try:
                 self.run = self._start()
             except InputError:
                 raise
             except Exception as error:  # also without a network: its own service may not start on a busy machine
                 name = self.about["name"]
-                print(f"W&B does not start ({_reason(error)}), so {name} is not logged there", file=sys.stderr)
+                print(f"W&B does not start ({reason(error)}), so {name} is not logged there", file=sys.stderr)
                 self.mode = "disabled"
                 return self
             self._environment = stack.pop_all()
@@ -138,9 +125,7 @@ class WandbRun:
             self.log(values, step)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self.mode == "disabled":
             return
         done = kind is None or (isinstance(error, SystemExit) and not error.code)
@@ -173,7 +158,7 @@ class WandbRun:
             yield
         except Exception as error:
             name = self.about["name"]
-            print(f"W&B did not take {what} of {name} ({_reason(error)}); {self.folder} holds it", file=sys.stderr)
+            print(f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it", file=sys.stderr)
 
     def _send(self) -> None:
         step, values = self._waiting
@@ -182,14 +167,13 @@ class WandbRun:
             self.run.log({**values, "step": step})
 
     def _summarise(self, name: str, value: float) -> None:
-        bests: dict[str, tuple[re.Pattern[str], Any]]
-        bests = {"max": (HIGHER_IS_BETTER, max), "min": (LOWER_IS_BETTER, min)}
-        best = next((key for key, (pattern, _) in bests.items() if pattern.search(name)), None)
-        if name not in self._summaries:
-            self.run.define_metric(name, step_metric="step", summary=f"{best},last" if best else "last")
         summary = self._summaries.setdefault(name, {})
-        if best is not None:
-            summary[best] = bests[best][1](summary.get(best, value), value)
+        if HIGHER_IS_BETTER.search(name):
+            summary["max"] = max(summary.get("max", value), value)
+        elif LOWER_IS_BETTER.search(name):
+            summary["min"] = min(summary.get("min", value), value)
+        if "last" not in summary:
+            self.run.define_metric(name, step_metric="step", summary=",".join([*summary, "last"]))
         summary["last"] = value
 
     # -- starting ------------------------------------------------------------------------------------------------------
@@ -198,9 +182,9 @@ class WandbRun:
         """Call `wandb.init`; `fresh` starts a new W&B run even where an earlier one could be resumed."""
         import wandb
 
-        id_file = self.folder / "wandb" / f"{self.about['name']}.id"
+        id_file, training = self.folder / "wandb" / f"{self.about['name']}.id", self.about["job_type"] == "train"
         # results are logged once, at the end: a run interrupted there has logged none
-        again = not fresh and self.about["job_type"] == "train" and id_file.exists()
+        again = not fresh and training and id_file.exists()
         identity = id_file.read_text().strip() if again else os.urandom(4).hex()
         if self.sweep is not None:
             identity = self.sweep.run_id
@@ -238,14 +222,16 @@ class WandbRun:
             for step, values in self.metrics.earlier:
                 if step <= last_step:
                     self._sent.setdefault(step, set()).update(values)
-        if self.about["job_type"] == "train":
+        if training:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")
         return run
 
 
-def _reason(error: Exception) -> str:
-    """The first line of an error's message."""
+def reason(error: Exception) -> str:
+    """The first line of an error's message; of pydantic's errors the sentence."""
+    if hasattr(error, "errors"):
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -254,32 +240,24 @@ def records(folder: Path) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     # wandb writes a log of its own into the wandb/ of the folder it is started in
     lines = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent.parent).stdout
-    yield from map(json.loads, lines.splitlines())
+    return map(json.loads, lines.splitlines())
 
 
 def _last_step(folder: Path, identity: str) -> int | None:
     """The last step in the files that earlier sessions of this W&B run left; None where there are none."""
-    steps = [
-        record["history"]["item"].get("step")
-        for session in folder.glob(f"*run-*-{identity}")
-        for record in records(session)
-        if record["type"] == "history"
-    ]
-    return max((int(step) for step in steps if step is not None), default=None)
+    content = [record for session in folder.glob(f"*run-*-{identity}") for record in records(session)]
+    rows = [record["history"]["item"] for record in content if record["type"] == "history"]
+    return max((int(row["step"]) for row in rows if row.get("step") is not None), default=None)
 
 
 @contextlib.contextmanager
 def environment(wanted: Mapping[str, str | None]) -> Iterator[None]:
     """Set environment variables for the length of the block; None removes one."""
-
-    def set_all(values: Mapping[str, str | None]) -> None:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in values.items() if value is not None})
-
-    before = {name: os.environ.get(name) for name in wanted}
-    set_all(wanted)
+    before = {name: os.environ.pop(name) for name in wanted if name in os.environ}
+    os.environ.update({name: value for name, value in wanted.items() if value is not None})
     try:
         yield
     finally:
-        set_all(before)
+        for name in wanted:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -1,6 +1,4 @@
-"""`knobwise workspace`: the view of all runs of a project in Weights & Biases, saved where there is a key.
-
-Its sections and panels are in workspace.yaml.
+"""`knobwise workspace`: the view of all runs of a project in Weights & Biases, with the sections of workspace.yaml.
 
 Results come from the W&B runs of job type evaluate, training curves from those of job type train, one for each seed.
 The view groups runs by experiment, then by run; every panel follows that grouping.
@@ -22,9 +20,8 @@ from knobwise.common.files import written_whole
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import wandb_mode
-from knobwise.experiments.tracking.wandb_run import environment
+from knobwise.experiments.tracking.wandb_run import environment, reason
 
-LOGARITHMIC = ("optimiser.lr", "grpo.lr")
 AXES = {"step": "iteration", "budget_ms": "budget, ms", "shots": "demonstrations"}
 """The key that a curve runs over → title of the axis."""
 PINNED = ("utility", "gap_closed", "satisfaction_feasible", "accuracy", "latency_ms_mean")
@@ -32,9 +29,8 @@ PINNED = ("utility", "gap_closed", "satisfaction_feasible", "accuracy", "latency
 
 
 def workspace(config: WorkspaceRun) -> None:
-    """Build and check the view, write it to `config.json`, and save it to W&B where there is a key.
-
-    A view of the same name that this command saved before is replaced.
+    """Build and check the view, write it to `config.json`, and save it to W&B where there is a key, in place of an
+    earlier view of this name.
 
     Raises:
         InputError: if wandb-workspaces is not installed, W&B cannot be reached or refuses the view, or the project does
@@ -93,21 +89,18 @@ def view_of(config: WorkspaceRun) -> Any:
                 runset_settings=ws.RunsetSettings(groupby=[Metric("Group"), Config("run")], pinned_columns=pinned),
             )
         except ValueError as error:
-            reason = str(error).splitlines()[2].split("[type")[0].strip().removeprefix("Value error, ")
-            raise InputError(f"workspace: name={config.name!r}: W&B says {reason!r}; choose another") from error
+            raise InputError(f"workspace: name={config.name!r}: W&B says {reason(error)!r}; choose another") from error
 
 
 def _panels(wr: Any, panels: Sequence[dict[str, Any]], knobs: Sequence[str]) -> list[Any]:
     """The panels of a section of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
     made = []
     for fields in panels:
-        if "{knob}" not in fields.get("title", ""):
-            made.append(_panel(wr, **fields))
-            continue
-        for knob in knobs:
-            title, pattern = fields["title"], fields["metric_regex"]
-            names = {"title": title.replace("{knob}", knob), "metric_regex": pattern.replace("{knob}", re.escape(knob))}
-            made.append(_panel(wr, **fields | names))
+        for knob in knobs if "{knob}" in fields.get("title", "") else [""]:
+            words = {key: text.replace("{knob}", knob) for key, text in fields.items() if isinstance(text, str)}
+            if "metric_regex" in words:
+                words["metric_regex"] = words["metric_regex"].replace("{pattern}", re.escape(knob))
+            made.append(_panel(wr, **fields | words))
     return made
 
 
@@ -119,11 +112,11 @@ def _panel(wr: Any, kind: str, **fields: Any) -> Any:
         fields["title_x"] = AXES[fields["x"]]
     elif kind == "ParallelCoordinatesPlot":
         column = wr.ParallelCoordinatesPlotColumn
+        settings, metrics = fields.pop("settings"), fields.pop("metrics")
         fields["columns"] = [
-            column(wr.Config(key), display_name=label, log=key in LOGARITHMIC or None)
-            for key, label in fields.pop("settings").items()
+            column(wr.Config(key), display_name=name, log=key.endswith(".lr") or None) for key, name in settings.items()
         ]
-        fields["columns"] += [column(wr.SummaryMetric(name)) for name in fields.pop("metrics")]
+        fields["columns"] += [column(wr.SummaryMetric(name)) for name in metrics]
     elif kind == "RunComparer":
         fields["layout"] = wr.Layout(**fields["layout"])
     return getattr(wr, kind)(**fields)
@@ -149,10 +142,8 @@ def _save(view: Any) -> str:
             view._internal_id = _saved_id(view, name)
             return str(view.save().url)
         except (wandb.Error, WandbApiFailedError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(
-                f"workspace: W&B did not take the view ({reason}); its project is {view.project}"
-            ) from error
+            why = f"W&B did not take the view ({reason(error)}); its project is {view.project}"
+            raise InputError(f"workspace: {why}") from error
 
 
 def _saved_id(view: Any, name: str) -> str:

@@ -23,7 +23,7 @@ from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.results.decisions import write_decisions
 from knobwise.experiments.results.run_folder import claim
-from knobwise.experiments.results.summary import profile_of
+from knobwise.experiments.results.judge import profile_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
@@ -111,8 +111,7 @@ def tracker_of(
         config=asdict(config),
         settings=config.tracking,
         seed=seed,
-        tags=tags,
-        profile_digest=table.digest,
+        tags=list(tags),
         profile=profile_of(table),
         resume_step=step if step is not None and step >= 0 else None,
     )

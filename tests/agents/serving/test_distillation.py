@@ -7,13 +7,14 @@ import pytest
 import torch
 from helpers import small_table, two_kinds
 from test_numpy_controller import driven_apart, gappy, slowest_first
+from test_numpy_controller import stack_of as numpy_stack_of
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.serving.distillation import StudentConfig, composed, student_of
-from knobwise.agents.serving.export import agreement, by_numpy, to_numpy
-from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.agents.serving.export import agreement, to_numpy
+from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import utility
@@ -22,16 +23,15 @@ from knobwise.envs.tables.profile_table import ProfileTable
 SHORT = StudentConfig(hidden=16, requests=600, steps=200, minibatch=64)
 
 
-def stack_of(table: ProfileTable, rows: torch.Tensor, *experts: str) -> StackedController:
-    config = PolicyConfig(structure="utility", members=3, hidden=8, experts=experts, dropout=0.0)
-    return fit_stack(table, rows, driven_apart(table, config), config, default_budgets(table), seed=0)
+FEW = StudentConfig(hidden=8, requests=60, steps=5)
+stack_of = functools.partial(numpy_stack_of, dropout=0.0)
 
 
 @functools.cache
 def taught() -> tuple[ProfileTable, StackedController, Controller]:
     """Two kinds of samples: what is best depends on which it is, and the features show it."""
     table, rows = two_kinds(240, shown=True), torch.arange(160)
-    teacher = stack_of(table, rows, "ridge")
+    teacher = stack_of(table, rows, experts=("ridge",))
     teacher.weights.copy_(torch.tensor([0.0, 1.0]))  # the network beside it was not trained
     return table, teacher, student_of(teacher, table, rows, seed=0, config=SHORT)
 
@@ -53,37 +53,33 @@ def test_a_student_is_one_light_network_that_saves_loads_and_exports(tmp_path: P
     loaded = load_checkpoint(tmp_path / "student.pt").controller
     limits = default_budgets(table)[1].expand(240)
     assert torch.equal(loaded.choose(table.features, limits), student.choose(table.features, limits))
-    assert agreement(student, by_numpy(to_numpy(student)), table, default_budgets(table))["different"] == 0
+    assert agreement(student, to_numpy(student).choose, table, default_budgets(table))["different"] == 0
 
 
 def test_the_same_seed_gives_the_same_student_whatever_was_drawn_before() -> None:
     table, rows = small_table(60), torch.arange(40)
-    teacher = stack_of(table, rows, "ridge")
-    few = StudentConfig(hidden=8, requests=60, steps=5)
+    teacher = stack_of(table, rows, experts=("ridge",))
     states = []
-    for _ in range(2):
+    for seed in (3, 3, 4):
         torch.rand(3)
-        states.append(student_of(teacher, table, rows, seed=3, config=few).state_dict())
+        states.append(student_of(teacher, table, rows, seed, FEW).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    other = student_of(teacher, table, rows, seed=4, config=few).state_dict()
-    name = "network.layers.0.weight"
-    assert not torch.equal(states[0][name], other[name])
+    assert not torch.equal(states[0]["network.layers.0.weight"], states[2]["network.layers.0.weight"])
 
 
 def test_rows_that_are_not_given_are_not_looked_at() -> None:
     table, rows = small_table(60), torch.arange(40)
-    teacher = stack_of(table, rows, "ridge")
-    few = StudentConfig(hidden=8, requests=60, steps=5)
-    first = student_of(teacher, table, rows, 0, few).state_dict()
+    teacher = stack_of(table, rows, experts=("ridge",))
+    first = student_of(teacher, table, rows, 0, FEW).state_dict()
     for values in (table.accuracy, table.latency_ms, *table.features.values()):
         values[40:] = 0.5
-    second = student_of(teacher, table, rows, 0, few).state_dict()
+    second = student_of(teacher, table, rows, 0, FEW).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_predictions_of_some_requests_are_those_of_the_stack() -> None:
     for table in (gappy(), small_table(90, features=False)):
-        stack = stack_of(table, torch.arange(90), *EXPERTS)
+        stack = stack_of(table, torch.arange(90), experts=EXPERTS)
         stack.weights.copy_(torch.ones(len(stack.weights)) / len(stack.weights))
         x = stack.features(table.features, 90)
         rows, limits = torch.tensor([5, 3, 80]), torch.tensor([9.0, 15.0, 30.0])
@@ -96,7 +92,7 @@ def test_predictions_of_some_requests_are_those_of_the_stack() -> None:
 @pytest.mark.parametrize("price", [0.0, 0.3, 1e6])
 def test_what_a_teacher_prefers_most_is_what_the_stack_chooses(deploy: bool, price: float) -> None:
     table = slowest_first()
-    stack = stack_of(table, torch.arange(90), "ridge", "knn")
+    stack = stack_of(table, torch.arange(90), experts=("ridge", "knn"))
     assert stack.guard is not None
     stack.guard.deploy[1:] = deploy
     stack.guard.miss[:] = price
@@ -121,7 +117,7 @@ def test_composed_requests_are_between_samples_block_by_block() -> None:
 @pytest.mark.parametrize("features", [True, False])
 def test_whatever_the_table(features: bool) -> None:
     table = small_table(60, holes=0.3, features=features)
-    teacher = stack_of(table, torch.arange(45), "ridge")
+    teacher = stack_of(table, torch.arange(45), experts=("ridge",))
     student = student_of(teacher, table, torch.arange(45), 0, StudentConfig(hidden=8, requests=80, steps=5))
     chosen = student.choose(table.features, torch.full((60,), 15.0), table.mask)
     assert bool(table.mask[torch.arange(60), chosen].all())

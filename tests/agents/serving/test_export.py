@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,11 @@ from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.serving import distillation
 from knobwise.agents.serving.export import (
     agreement,
     arrays_of,
     arrays_of_static,
-    by_numpy,
     contexts_of,
     export_numpy,
     parity,
@@ -92,12 +93,12 @@ def test_what_a_file_cannot_repeat_is_refused() -> None:
 def test_a_form_that_decides_otherwise_is_refused() -> None:
     table, stack, light = stacked("small")
     budgets = contexts_of(stack, table)
-    result = parity(stack, by_numpy(light), table, budgets)
+    result = parity(stack, light.choose, table, budgets, "c.npz")
     assert (result["contexts"], result["different"]) == (90 * len(budgets), 0)
     assert result["same"] + result["rounding"] == result["contexts"]
     other = to_numpy(stack_of(table, hidden=12, experts=("ridge",)))
     with pytest.raises(InputError, match=r"x\.npz: decides differently from the controller in \d+ of 450 contexts"):
-        parity(stack, by_numpy(other), table, budgets, "x.npz")
+        parity(stack, other.choose, table, budgets, "x.npz")
 
 
 def test_equal_scores_are_rounding_and_others_are_not() -> None:
@@ -107,9 +108,9 @@ def test_equal_scores_are_rounding_and_others_are_not() -> None:
     head.weight.data[..., 1] = head.weight.data[..., 0]
     head.bias.data[..., :2] = 50.0  # the first two are always best, and equal
     budgets = default_budgets(table)[:2]
-    second = agreement(controller, lambda features, limits: torch.ones(60, dtype=torch.int64), table, budgets)
+    second = agreement(controller, lambda blocks, limits: np.ones(60, np.int64), table, budgets)
     assert (second["rounding"], second["different"], second["share"]) == (120, 0, 1.0)
-    third = agreement(controller, lambda features, limits: torch.full((60,), 2), table, budgets)
+    third = agreement(controller, lambda blocks, limits: np.full(60, 2), table, budgets)
     assert (third["rounding"], third["different"], third["share"]) == (0, 120, 0.0)
 
 
@@ -133,11 +134,8 @@ def named_knobs() -> ProfileTable:
 
 @functools.cache
 def graph_case(name: str) -> tuple[Controller | StackedController, ProfileTable]:
-    if name == "stack":
-        table, stack, _ = stacked("gappy")
-        return stack, table
-    if name == "stack without features":
-        table, stack, _ = stacked("no features")
+    if name.startswith("stack"):
+        table, stack, _ = stacked("no features" if name == "stack without features" else "gappy")
         return stack, table
     if name == "no guard":
         table = gappy()
@@ -186,28 +184,23 @@ def test_eight_bits_decide_nearly_the_same(tmp_path: Path) -> None:
 @functools.cache
 def trained() -> tuple[ProfileTable, StackedController]:
     table = small_table(80)
-    rows = torch.arange(64)
-    config = PolicyConfig(structure="utility", members=2, hidden=8, experts=("ridge", "knn"))
-    from knobwise.agents.stack.stacked_controller import fit_stack
-
-    return table, fit_stack(table, rows, driven_apart(table, config), config, default_budgets(table), seed=0)
+    return table, stack_of(table, rows=torch.arange(64), members=2, experts=("ridge", "knn"))
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> tuple[str, TableProfile]:
+def order(tmp_path: Path) -> ExportRun:
+    """To export a checkpoint to the folder `out`."""
     table, stack = trained()
     table.save(tmp_path / "table.safetensors")
-    rows = {"train_rows": torch.arange(48), "validation_rows": torch.arange(48, 64), "test_rows": torch.arange(64, 80)}
+    rows = dict(zip(("train_rows", "validation_rows", "test_rows"), torch.arange(80).split([48, 16, 16]), strict=True))
     saved = ProfileTable.load(tmp_path / "table.safetensors")
     save_checkpoint(tmp_path / "best.pt", stack, saved, {"seen": [], **rows})
-    return str(tmp_path / "best.pt"), TableProfile(path=str(tmp_path / "table.safetensors"))
+    profile = TableProfile(path=str(tmp_path / "table.safetensors"))
+    return ExportRun(str(tmp_path / "best.pt"), profile, out=str(tmp_path / "out"))
 
 
-def test_a_run_leaves_files_that_decide(
-    checkpoint: tuple[str, TableProfile], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, profile = checkpoint
-    out = run(ExportRun(checkpoint=path, profile=profile, out=str(tmp_path / "out"), int8=True))
+def test_a_run_leaves_files_that_decide(order: ExportRun, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(dataclasses.replace(order, int8=True))
     said = json.loads((out / "export.json").read_text())
     names = {"controller.npz", "controller.onnx", "controller.int8.onnx", "numpy_controller.py"}
     assert set(said["files"]) == names
@@ -223,23 +216,18 @@ def test_a_run_leaves_files_that_decide(
     assert all(form["decision_us_p50"] > 0 for form in said["forms"].values())
     table, stack = trained()
     light = NumpyController.load(out / "controller.npz")
-    assert agreement(stack, by_numpy(light), table, default_budgets(table))["different"] == 0
+    assert agreement(stack, light.choose, table, default_budgets(table))["different"] == 0
     assert "ONNX int8" in capsys.readouterr().out
     (out / "notes.txt").write_text("mine")
-    run(ExportRun(checkpoint=path, profile=profile, out=str(out), onnx=False))
+    run(dataclasses.replace(order, onnx=False))
     left = {file.name for file in out.iterdir()}  # no graph of another controller beside this one
     assert left == {"controller.npz", "numpy_controller.py", "export.json", "notes.txt"}
 
 
-def test_a_student_is_exported_with_its_checkpoint(
-    checkpoint: tuple[str, TableProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from knobwise.agents.serving import distillation
-
-    path, profile = checkpoint
+def test_a_student_is_exported_with_its_checkpoint(order: ExportRun, monkeypatch: pytest.MonkeyPatch) -> None:
     short = distillation.StudentConfig(hidden=8, requests=100, steps=20)
     monkeypatch.setattr(distillation, "StudentConfig", lambda: short)
-    out = run(ExportRun(checkpoint=path, profile=profile, out=str(tmp_path / "out"), onnx=False, student=True))
+    out = run(dataclasses.replace(order, onnx=False, student=True))
     said = json.loads((out / "export.json").read_text())
     assert set(said["files"]) == {"controller.npz", "numpy_controller.py", "student.pt"}
     assert said["student"]["test_samples"] == 16
@@ -247,48 +235,43 @@ def test_a_student_is_exported_with_its_checkpoint(
     table = trained()[0]
     student = load_checkpoint(out / "student.pt").controller
     light = NumpyController.load(out / "controller.npz")
-    assert agreement(student, by_numpy(light), table, default_budgets(table))["different"] == 0  # type: ignore[arg-type]
+    assert agreement(student, light.choose, table, default_budgets(table))["different"] == 0  # type: ignore[arg-type]
 
 
 def test_mistakes_are_named_before_anything_is_written(
-    checkpoint: tuple[str, TableProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: ExportRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, profile = checkpoint
-    out = tmp_path / "out"
     other = small_table(80, seed=1)
-    other.save(tmp_path / "other.safetensors")
-    elsewhere = TableProfile(path=str(tmp_path / "other.safetensors"))
-    dataclasses.replace(other, knobs=(Knob("crops", (1, 2, 3)), *other.knobs[1:])).save(tmp_path / "knobs.safetensors")
-    without = TableProfile(path=str(tmp_path / "knobs.safetensors"))
+    knobs = dataclasses.replace(other, knobs=(Knob("crops", (1, 2, 3)), *other.knobs[1:]))
+    elsewhere, without = (TableProfile(path=str(tmp_path / f"{name}.safetensors")) for name in ("other", "knobs"))
+    other.save(elsewhere.path)
+    knobs.save(without.path)
     light = str(tmp_path / "light.pt")
     save_checkpoint(light, driven_apart(other, PolicyConfig(hidden=8)), other, {})
-    cases = {
-        "no such checkpoint": ExportRun(checkpoint="nothing.pt", profile=profile),
-        "profile .* has others": ExportRun(checkpoint=path, profile=without),
-        "needs the profile that the controller was trained on": ExportRun(path, elsewhere, onnx=False, student=True),
-        "student=true needs a controller of several members": ExportRun(light, profile, student=True),
-        "threads=0": ExportRun(path, profile, threads=0),
+    cases: dict[str, dict[str, Any]] = {
+        "no such checkpoint": {"checkpoint": "nothing.pt"},
+        "profile .* has others": {"profile": without},
+        "needs the profile that the controller was trained on": {"profile": elsewhere, "onnx": False, "student": True},
+        "student=true needs a controller of several members": {"checkpoint": light, "student": True},
+        "threads=0": {"threads": 0},
     }
-    for message, config in cases.items():
+    for message, changes in cases.items():
         with pytest.raises(InputError, match=message):
-            run(dataclasses.replace(config, out=str(out)))
+            run(dataclasses.replace(order, **changes))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
     with pytest.raises(InputError, match=r"onnxscript not installed; pip install 'knobwise\[export\]'"):
-        run(ExportRun(path, profile, out=str(out)))
-    assert not out.exists()
+        run(order)
+    assert not Path(order.out).exists()
 
 
 @pytest.mark.parametrize("form", ["choose", "decide_index"])
-def test_nothing_is_written_when_a_form_disagrees(
-    form: str, checkpoint: tuple[str, TableProfile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, profile = checkpoint
+def test_nothing_is_written_when_a_form_disagrees(form: str, order: ExportRun, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(NumpyController, form)
     monkeypatch.setattr(NumpyController, form, lambda *given: (right(*given) + 1) % 12)
     with pytest.raises(InputError, match=r"controller\.npz.*: decides differently .* nothing was written"):
-        run(ExportRun(path, profile, out=str(tmp_path / "out")))
-    assert not (tmp_path / "out").exists()
+        run(order)
+    assert not Path(order.out).exists()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

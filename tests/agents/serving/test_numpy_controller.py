@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.serving import numpy_controller
-from knobwise.agents.serving.export import Agent, agreement, arrays_of, by_numpy, export_numpy, one_by_one, to_numpy
+from knobwise.agents.serving.export import Agent, Decide, agreement, arrays_of, export_numpy, one_by_one, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.priced_policy import price_controller, price_stack
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -67,10 +70,10 @@ TABLES = {
 }
 
 
-def stack_of(table: ProfileTable, **more: object) -> StackedController:
+def stack_of(table: ProfileTable, rows: Tensor | None = None, **more: object) -> StackedController:
     options = {"structure": "utility", "members": 3, "hidden": 8, "experts": EXPERTS, **more}
     config = PolicyConfig(**options)  # type: ignore[arg-type]
-    rows = torch.arange(table.num_samples)
+    rows = torch.arange(table.num_samples) if rows is None else rows
     return fit_stack(table, rows, driven_apart(table, config), config, default_budgets(table), seed=0)
 
 
@@ -89,8 +92,14 @@ def budgets_of(table: ProfileTable) -> Tensor:
     return torch.cat([default_budgets(table), torch.stack([ends.min / 3, ends.min, ends.max, 3 * ends.max])])
 
 
-def assert_same(agent: Agent, table: ProfileTable, budgets_ms: Tensor | None = None) -> None:
-    result = agreement(agent, by_numpy(to_numpy(agent)), table, budgets_of(table) if budgets_ms is None else budgets_ms)
+def arrays(features: Mapping[str, Tensor], rows: slice | int = slice(None)) -> dict[str, np.ndarray]:
+    return {name: block[rows].numpy() for name, block in features.items()}
+
+
+def assert_same(agent: Agent, table: ProfileTable, form: Decide | None = None, samples: int | None = None) -> None:
+    """The same decisions; the budgets go beyond what can be met, and beyond what float32 distinguishes."""
+    budgets_ms = torch.cat([budgets_of(table), torch.tensor([1e-12, 1e-3, 1e9])])
+    result = agreement(agent, form or to_numpy(agent).choose, table, budgets_ms, samples)
     assert result["different"] == 0
     assert result["rounding"] <= 0.01 * result["contexts"]
 
@@ -128,8 +137,7 @@ def test_one_expert_alone(expert: str) -> None:
 @pytest.mark.parametrize("members", [1, 3])
 def test_bins_and_linear_encoding(members: int) -> None:
     table = small_table(90)
-    options = {"hidden": 8, "budget_encoding": "linear"}
-    config = PolicyConfig(structure="utility", members=members, **options)  # type: ignore[arg-type]
+    config = PolicyConfig(structure="utility", members=members, hidden=8, budget_encoding="linear")
     controller = driven_apart(table, config)
     assert controller.network.binned
     assert_same(controller, table)
@@ -142,17 +150,15 @@ def test_fall_backs_and_prices_of_the_guard() -> None:
     stack.guard.deploy.copy_(torch.tensor([True, False, True, True, False]))
     stack.guard.miss.copy_(torch.tensor([0.0, 0.0, 0.3, 1e6, 0.0]))
     assert_same(stack, table)
-    one = one_by_one(to_numpy(stack))
-    assert agreement(stack, one, table, budgets_of(table), samples=30)["different"] == 0
+    assert_same(stack, table, one_by_one(to_numpy(stack)), samples=30)
 
 
 @pytest.mark.parametrize("kind", ["stack", "network", "additive", "no guard"])
 def test_mean_budgets(kind: str) -> None:
     table = gappy()
     rows, budgets = torch.arange(table.num_samples), torch.tensor([9.0, 12.0, 16.0])
-    structure = "additive" if kind == "additive" else "utility"
-    options = {"structure": structure, "members": 3, "hidden": 8, "guard": kind != "no guard"}
-    config = PolicyConfig(**options, experts=("ridge", "random_forest") if kind == "stack" else ())  # type: ignore[arg-type]
+    structure, experts = "additive" if kind == "additive" else "utility", ("ridge", "random_forest") * (kind == "stack")
+    config = PolicyConfig(structure=structure, members=3, hidden=8, guard=kind != "no guard", experts=experts)
     network = driven_apart(table, config, priced=True)
     if kind in ("stack", "no guard"):
         agent = price_stack(table, rows, network, config, judged_worths(table), budgets, 0)
@@ -161,24 +167,20 @@ def test_mean_budgets(kind: str) -> None:
         held_out = torch.cat([hold for _, hold in folds])
 
         def choose(worth: Tensor) -> Tensor:
-            blocks = {name: block[held_out] for name, block in table.features.items()}
-            return network.choose(blocks, worth.expand(len(held_out)), table.mask[held_out])
+            features = {name: block[held_out] for name, block in table.features.items()}
+            return network.choose(features, worth.expand(len(held_out)), table.mask[held_out])
 
         agent = price_controller(table, network, choose, folds, config, budgets)  # type: ignore[arg-type]
     if agent.guard:
         agent.deployed[:] = torch.tensor([True, False, True])
-    blocks = {name: block.numpy() for name, block in table.features.items()}
-    light = to_numpy(agent)
-    same = total = 0
-    for budget in budgets:
+    blocks, light, different = arrays(table.features), to_numpy(agent), 0
+    some = torch.rand(table.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    some[:, 0] = True
+    for budget, mask in itertools.product(budgets, (None, some)):
         limits = budget.expand(len(rows)).double()
-        for mask in (None, torch.rand(table.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5):
-            if mask is not None:
-                mask[:, 0] = True
-            chosen = light.choose(blocks, limits.numpy(), None if mask is None else mask.numpy())
-            same += int((torch.from_numpy(chosen) == agent.choose(table.features, limits, mask)).sum())
-            total += len(rows)
-    assert same >= total - 2
+        chosen = light.choose(blocks, limits.numpy(), None if mask is None else mask.numpy())
+        different += int((torch.from_numpy(chosen) != agent.choose(table.features, limits, mask)).sum())
+    assert different <= 2
     with pytest.raises(ValueError, match=r"a mean budget of 50: prices were calibrated for 9, 12, 16 only"):
         light.choose(blocks, np.full(len(rows), 50.0))
 
@@ -190,43 +192,36 @@ def test_one_request_is_decided_as_many_are_and_never_outside_its_mask(
     name: str, budget: float, row: int, share: float
 ) -> None:
     table, stack, light = stacked(name)
-    block = {key: values[row].numpy() for key, values in table.features.items()}
-    many = {key: values[None] for key, values in block.items()}
-    limits = np.array([budget], np.float32)
-    of_torch = int(stack.choose({k: torch.from_numpy(v) for k, v in many.items()}, torch.from_numpy(limits))[0])
-    assert light.decide(block, budget) == table.configuration(of_torch) == light.configuration(of_torch)
-    two = {key: np.repeat(values, 2, 0) for key, values in many.items()}
-    assert light.choose(two, np.repeat(limits, 2)).tolist() == [of_torch, of_torch]
+    features, limits = {key: values[[row, row]] for key, values in table.features.items()}, torch.full((2,), budget)
+    of_torch = int(stack.choose(features, limits)[0])
+    assert light.decide(arrays(features, 0), budget) == table.configuration(of_torch) == light.configuration(of_torch)
+    assert light.choose(arrays(features), limits.numpy()).tolist() == [of_torch, of_torch]
+    features, limits = {key: values[:1] for key, values in features.items()}, limits[:1]
     mask = torch.rand(1, light.configurations.shape[0], generator=torch.Generator().manual_seed(row)) < share
     mask[0, row % mask.shape[1]] = True
-    chosen = light.choose(many, limits, mask.numpy())
+    chosen = light.choose(arrays(features), limits.numpy(), mask.numpy())
     assert mask[0, chosen[0]]
-    tensors = {key: torch.from_numpy(values) for key, values in many.items()}
-    assert chosen.tolist() == stack.choose(tensors, torch.from_numpy(limits), mask).tolist()
+    assert chosen.tolist() == stack.choose(features, limits, mask).tolist()
 
 
 @pytest.mark.parametrize("structure", ["utility", *HEADS])
 def test_no_structure_leaves_the_mask(structure: str) -> None:
     table = small_table(60)
     controller = driven_apart(table, PolicyConfig(structure=structure, members=2, hidden=8))
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(table.mask.shape, generator=generator) < 0.4
+    mask = torch.rand(table.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.4
     mask[:, 3] = True
     limits = default_budgets(table)[2].expand(60)
-    blocks = {name: block.numpy() for name, block in table.features.items()}
-    chosen = to_numpy(controller).choose(blocks, limits.numpy(), mask.numpy())
+    chosen = to_numpy(controller).choose(arrays(table.features), limits.numpy(), mask.numpy())
     assert chosen.tolist() == controller.choose(table.features, limits, mask).tolist()
 
 
 def test_more_requests_than_are_decided_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table, _, light = stacked("small")
-    blocks = {name: block.numpy() for name, block in table.features.items()}
-    limits, mask = np.full(90, 15.0), np.ones((90, 12), bool)
+    blocks, limits, mask = arrays(table.features), np.full(90, 15.0), np.ones((90, 12), bool)
     together = light.choose(blocks, limits, mask)
     monkeypatch.setattr(numpy_controller, "AT_ONCE", 7)
     assert light.choose(blocks, limits, mask).tolist() == together.tolist()
-    none = {name: block[:0] for name, block in blocks.items()}
-    assert light.choose(none, limits[:0]).shape == (0,)
+    assert light.choose(arrays(table.features, slice(0)), limits[:0]).shape == (0,)
 
 
 def test_the_normal_distribution() -> None:
@@ -238,27 +233,17 @@ def test_the_normal_distribution() -> None:
 # -- one request through a plain network -------------------------------------------------------------------------------
 
 
-def with_column(table: ProfileTable, kind: str) -> ProfileTable:
-    image = table.features["image_features"]
-    if kind == "constant":
-        image[:, 1] = 7.0
-    if kind == "far from 0":
-        image[:, 1] += 1e4
-    return table
-
-
-@pytest.mark.parametrize("kind", ["", "constant", "far from 0"])
+@pytest.mark.parametrize("column", [(1.0, 0.0), (0.0, 7.0), (1.0, 1e4)], ids=["", "constant", "far from 0"])
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("structure", ["additive", "joint"])
-def test_the_short_way_decides_as_the_policy(structure: str, layers: int, kind: str) -> None:
-    table = with_column(small_table(60), kind)
+def test_the_short_way_decides_as_the_policy(structure: str, layers: int, column: tuple[float, float]) -> None:
+    table, (factor, added) = small_table(60), column
+    table.features["image_features"][:, 1] *= factor
+    table.features["image_features"][:, 1] += added
     controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12, layers=layers))
     light = to_numpy(controller)
     assert light._fast is not None
-    ends = torch.tensor([1e-12, 1e-3, 1e9])
-    result = agreement(controller, one_by_one(light), table, torch.cat([budgets_of(table), ends]))
-    assert result["different"] == 0
-    assert result["rounding"] <= 0.01 * result["contexts"]
+    assert_same(controller, table, one_by_one(light))
 
 
 @pytest.mark.parametrize("structure", ["additive", "joint"])
@@ -273,10 +258,11 @@ def test_the_short_way_sees_what_is_missing_and_what_is_far_out(structure: str) 
     new.features["image_features"][5] = torch.nan
     light = to_numpy(controller)
     assert agreement(controller, one_by_one(light), new, budgets_of(table))["different"] == 0
-    decided = one_by_one(light)(new.features, torch.full((60,), 15.0))
+    blocks = arrays(new.features)
+    decided = one_by_one(light)(blocks, np.full(60, 15.0))
     assert len(set(decided.tolist())) > 1
-    doubles = {name: block.double() for name, block in new.features.items()}
-    assert torch.equal(one_by_one(light)(doubles, torch.full((60,), 15.0)), decided)
+    doubles = {name: block.astype(np.float64) for name, block in blocks.items()}
+    assert one_by_one(light)(doubles, np.full(60, 15.0)).tolist() == decided.tolist()
 
 
 @pytest.mark.parametrize("name", ["gappy", "no features", "simulated"])
@@ -286,32 +272,24 @@ def test_what_is_not_plain_goes_the_long_way(structure: str, name: str) -> None:
     controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12))
     light = to_numpy(controller)
     assert light._fast is None
-    assert agreement(controller, one_by_one(light), table, budgets_of(table), samples=20)["different"] == 0
+    assert_same(controller, table, one_by_one(light), samples=20)
     assert to_numpy(driven_apart(table, PolicyConfig(structure=structure, hidden=12, members=2)))._fast is None
 
 
-def test_threads_share_a_controller() -> None:
-    table, _, stack = stacked("gappy")
-    plain = to_numpy(driven_apart(small_table(90), PolicyConfig(structure="joint", hidden=12)))
-    for light, of in ((stack, table), (plain, small_table(90))):
-        decide, limits = one_by_one(light), torch.linspace(5, 40, 90)
-        alone = decide(of.features, limits).tolist()
-        with ThreadPoolExecutor(4) as pool:
-            result = list(pool.map(lambda _: decide(of.features, limits).tolist(), range(8)))  # noqa: B023
-        assert all(one == alone for one in result)
-
-
-def test_what_is_given_is_left_as_it_was() -> None:
-    table, _, stack = stacked("gappy")
-    plain = to_numpy(driven_apart(small_table(90), PolicyConfig(structure="joint", hidden=12)))
-    for light in (stack, plain):
-        blocks = {name: block.numpy().copy() for name, block in table.features.items()}
-        limits, mask = np.full(90, 15.0, np.float32), np.ones((90, 12), bool)
-        light.choose(blocks, limits, mask)
-        light.decide({name: block[1] for name, block in blocks.items()}, 15.0)
-        assert all(np.array_equal(blocks[k], v.numpy(), equal_nan=True) for k, v in table.features.items())
-        assert (limits == 15).all()
-        assert mask.all()
+@pytest.mark.parametrize("plain", [True, False])
+def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was(plain: bool) -> None:
+    table, _, light = stacked("gappy")
+    if plain:
+        light = to_numpy(driven_apart(small_table(90), PolicyConfig(structure="joint", hidden=12)))
+    blocks, limits, mask = copy.deepcopy(arrays(table.features)), np.linspace(5, 40, 90), np.ones((90, 12), bool)
+    alone = one_by_one(light)(blocks, limits).tolist()
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(one_by_one(light), [blocks] * 8, [limits] * 8))
+    assert all(result.tolist() == alone for result in results)
+    light.choose(blocks, limits, mask)
+    assert all(np.array_equal(blocks[k], v.numpy(), equal_nan=True) for k, v in table.features.items())
+    assert limits.tolist() == np.linspace(5, 40, 90).tolist()
+    assert mask.all()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -321,7 +299,7 @@ def test_a_copied_module_and_a_file_are_enough(tmp_path: Path) -> None:
     table, stack, light = stacked("gappy")
     export_numpy(stack, tmp_path / "controller.npz")
     shutil.copy(numpy_controller.__file__, tmp_path)
-    np.savez(tmp_path / "requests.npz", **{name: block.numpy() for name, block in table.features.items()})
+    np.savez(tmp_path / "requests.npz", **arrays(table.features))
     script = """
 import json, sys
 import numpy as np
@@ -348,32 +326,35 @@ def test_what_it_says_of_itself() -> None:
     assert light.configuration(0)["top_k"] == 4
 
 
-def test_wrong_requests_are_refused_in_words() -> None:
+def test_wrong_features_are_refused_in_words() -> None:
     table, _, light = stacked("small")
-    block = {name: values[0].numpy() for name, values in table.features.items()}
-    wrong = {
-        r"block 'language_features' must have shape \(4,\), got nothing": {"image_features": block["image_features"]},
-        r"block 'image_features' must have shape \(4,\), got \(3,\)": {**block, "image_features": np.zeros(3)},
-        r"block 'image_features' must have shape \(4,\), got \(4, 1\)": {k: v[:, None] for k, v in block.items()},
-    }
-    for message, features in wrong.items():
-        with pytest.raises(ValueError, match=message):
+    block = arrays(table.features, 0)
+    for message, features in (
+        (r"'language_features' must have shape \(4,\), got nothing", {"image_features": block["image_features"]}),
+        (r"'image_features' must have shape \(4,\), got \(3,\)", {**block, "image_features": np.zeros(3)}),
+        (r"'image_features' must have shape \(4,\), got \(4, 1\)", {k: v[:, None] for k, v in block.items()}),
+    ):
+        with pytest.raises(ValueError, match=f"block {message}"):
             light.decide(features, 10.0)
-    many = {name: values[None] for name, values in block.items()}
+
+
+def test_wrong_budgets_and_masks_are_refused_in_words() -> None:
+    table, _, light = stacked("small")
+    block, many = arrays(table.features, 0), arrays(table.features, slice(1))
     for budget in (0.0, -1.0, math.nan, math.inf, 1e300):
         with pytest.raises(ValueError, match="must be positive and finite"):
             light.decide(block, budget)
         with pytest.raises(ValueError, match="must be positive and finite"):
             light.choose(many, np.array([budget]))
     assert light.decide(block, 1e-300) == light.configuration(int(light.choose(many, np.array([1e-300]))[0]))
-    with pytest.raises(ValueError, match=r"budgets must have shape \[n\], got \(\)"):
-        light.choose(many, np.array(10.0))
-    with pytest.raises(ValueError, match=r"mask must have shape \(1, 12\), got \(12,\)"):
-        light.choose(many, np.array([10.0]), np.ones(12, bool))
-    with pytest.raises(ValueError, match=r"must have shape \(2, 4\), got \(1, 4\)"):
-        light.choose(many, np.array([1.0, 2.0]))
-    with pytest.raises(ValueError, match="without any configuration"):
-        light.choose(many, np.array([10.0]), np.zeros((1, 12), bool))
+    for message, *wrong in (
+        (r"budgets must have shape \[n\], got \(\)", np.array(10.0)),
+        (r"mask must have shape \(1, 12\), got \(12,\)", np.array([10.0]), np.ones(12, bool)),
+        (r"must have shape \(2, 4\), got \(1, 4\)", np.array([1.0, 2.0])),
+        ("without any configuration", np.array([10.0]), np.zeros((1, 12), bool)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            light.choose(many, *wrong)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

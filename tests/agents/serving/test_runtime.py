@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from PIL import Image
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.serving.adaptive_model import AdaptiveModel, configurations_of, content_key
+from knobwise.agents.serving.export import to_numpy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
@@ -108,6 +110,21 @@ class Noting:
             return [Answer(f"to {a}", 3.0, 2.0, 1.0, 1, 1, 1) for a in asked]
 
 
+class Later(Noting):
+    """A first stage of 500 ms by its own account, however busy the machine, and knobs that take 20 ms to set."""
+
+    def __init__(self, extra_ms: float = 1.0) -> None:
+        super().__init__()
+        self.extra_ms = extra_ms
+
+    def first_stage(self, request: Request) -> FirstStage:
+        return replace(super().first_stage(request), total_ms=499 + self.extra_ms, extra_ms=self.extra_ms)
+
+    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
+        time.sleep(0.02)
+        return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
+
+
 def asked(*questions: str) -> list[Request]:
     return [Request(torch.zeros(1), question) for question in questions]
 
@@ -129,9 +146,7 @@ def test_each_request_gets_what_its_own_configuration_answers(vlm: ElasticAdapti
 def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_order() -> None:
     model = AdaptiveModel(Noting(), ByLimit())
     results = model.generate(asked("a", "b", "c", "d"), [20.0, 5.5, 30.0, 4.0])
-    small, large = (dict.fromkeys(("max_crops", "top_k", "num_active_blocks")) for _ in range(2))
-    for knob in KNOBS:
-        small[knob.name], large[knob.name] = knob.values
+    small, large = ({knob.name: knob.values[place] for knob in KNOBS} for place in range(2))
     assert model.model.groups == [(small, ["d", "b"]), (large, ["a", "c"])]  # type: ignore[attr-defined]
     assert [result.answer.text for result in results] == ["to a", "to b", "to c", "to d"]
     assert [result.configuration for result in results] == [large, small, large, small]
@@ -195,21 +210,20 @@ def test_budgets_are_divided_by_the_speed_after_the_costs_were_taken_off() -> No
     assert controller.limits == [pytest.approx(10.0)]
 
 
-def table_like(vlm: ElasticAdaptive, requests: Sequence[Request], slower: float) -> ProfileTable:
-    """What a machine that is `slower` than the one in `Noting` would have measured."""
-    n, grid = len(requests), ByFeatures.configurations
-    mask = torch.ones(n, len(grid), dtype=torch.bool)
-    mask[0, 0] = False
-    latency = torch.full((n, len(grid)), 3.0 * slower).masked_fill(~mask, torch.nan)
-    ids = tuple(map(str, range(n)))
-    return ProfileTable("noted", KNOBS, grid, latency * 0, latency, mask, ids)
+def table_like(accuracy: torch.Tensor, latency_ms: torch.Tensor, **blocks: torch.Tensor) -> ProfileTable:
+    """Of the eight configurations; without the cells whose latency is NaN."""
+    ids = tuple(map(str, range(len(latency_ms))))
+    return ProfileTable(
+        "noted", KNOBS, ByFeatures.configurations, accuracy, latency_ms, ~latency_ms.isnan(), ids, blocks
+    )
 
 
 def test_calibration_finds_the_ratio_of_two_machines() -> None:
     noting = Noting()
-    model = AdaptiveModel(noting, ByLimit())
-    requests = asked(*"abcdef")
-    table = table_like(noting, requests, slower=4.0)  # type: ignore[arg-type]
+    model, requests = AdaptiveModel(noting, ByLimit()), asked(*"abcdef")
+    latency_ms = torch.full((6, 8), 12.0)  # of a machine that is four times as slow as the one in `Noting`
+    latency_ms[0, 0] = torch.nan
+    table = table_like(latency_ms * 0, latency_ms)
     assert model.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=2) == pytest.approx(0.25)
     assert model.speed == pytest.approx(0.25)
     assert len(noting.groups) == 7
@@ -228,23 +242,16 @@ def test_calibration_finds_the_ratio_of_two_machines() -> None:
 def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> None:
     serial = [result.answer.text for result in AdaptiveModel(vlm, ByFeatures()).generate(REQUESTS, 10.0)]
     model = AdaptiveModel(vlm, ByFeatures(), cache=4)
-    said: dict[tuple[int, int], str] = {}
-
-    def serve(worker: int) -> None:
-        for i in np.random.default_rng(worker).permutation(len(REQUESTS)).tolist():
-            said[worker, i] = model.generate([REQUESTS[i]], 10.0)[0].answer.text
-
+    order = [i for worker in range(4) for i in np.random.default_rng(worker).permutation(len(REQUESTS)).tolist()]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(serve, range(4)))
-    assert said == {(worker, i): serial[i] for worker in range(4) for i in range(len(REQUESTS))}
+        answers = list(pool.map(lambda i: model.generate([REQUESTS[i]], 10.0)[0].answer.text, order))
+    assert answers == [serial[i] for i in order]
     assert vlm.configuration == vlm.model.full
 
     noting = AdaptiveModel(Noting(), ByLimit())  # which sees for itself that knobs are set by one thread at a time
-    found: list[str] = []
     with ThreadPoolExecutor(8) as pool:
-        for results in pool.map(lambda a: noting.generate(asked(a, a), 9.0), "abcdefgh"):
-            found.extend(result.answer.text for result in results)
-    assert sorted(found) == [f"to {a}" for a in "aabbccddeeffgghh"]
+        groups = list(pool.map(lambda a: noting.generate(asked(a, a), 9.0), "abcdefgh"))
+    assert [result.answer.text for group in groups for result in group] == [f"to {a}" for a in "aabbccddeeffgghh"]
 
 
 def test_a_model_that_fails_leaves_the_runtime_usable() -> None:
@@ -271,11 +278,7 @@ def test_first_stages_are_kept_by_content_and_the_oldest_goes() -> None:
 
 
 def test_a_first_stage_from_the_cache_is_not_charged_again() -> None:
-    class Slow(Noting):  # by its own account, so that no busy machine can hide the difference
-        def first_stage(self, request: Request) -> FirstStage:
-            return replace(super().first_stage(request), total_ms=1e6, extra_ms=1e6)
-
-    model = AdaptiveModel(Slow(), ByLimit(), cache=2)
+    model = AdaptiveModel(Later(1e6), ByLimit(), cache=2)
     fresh, kept = (model.answer(asked("a")[0], 9.0) for _ in range(2))
     assert fresh.overhead_ms >= 1e6
     assert kept.overhead_ms < 1e5
@@ -290,17 +293,6 @@ def test_the_median_of_the_latest_decisions_is_charged() -> None:
     assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results[64:]))
 
 
-class Later(Noting):
-    """A first stage of 500 ms by its own account, and knobs that take 20 ms to set."""
-
-    def first_stage(self, request: Request) -> FirstStage:
-        return replace(super().first_stage(request), total_ms=500.0)
-
-    def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
-        time.sleep(0.02)
-        return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
-
-
 def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice() -> None:
     now = time.perf_counter()
     for result in AdaptiveModel(Later(), ByLimit()).generate(asked("a", "b"), 60_000.0, arrived=[now, now]):
@@ -308,14 +300,11 @@ def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stag
         assert 60_300 < result.limit_ms < 60_499  # as if the first stage had begun 500 ms before
 
 
-def test_a_first_stage_from_the_cache_costs_nothing_but_the_looking(vlm: ElasticAdaptive) -> None:
+def test_a_first_stage_from_the_cache_answers_alike(vlm: ElasticAdaptive) -> None:
     model = AdaptiveModel(vlm, ByFeatures(), cache=8)
-    fresh, kept = (model.generate([REQUESTS[3]], 9.0)[0] for _ in range(2))
-    assert kept.answer.text == fresh.answer.text
-    assert kept.choice == fresh.choice
-    assert model.cache_hits == 1
     other = Request(REQUESTS[3].image.clone(), REQUESTS[3].question.clone())
-    model.generate([other], 9.0)
+    results = [model.generate([request], 9.0)[0] for request in (REQUESTS[3], REQUESTS[3], other)]
+    assert len({(result.answer.text, result.choice) for result in results}) == 1
     assert model.cache_hits == 2
 
 
@@ -340,16 +329,11 @@ def test_contents_are_told_apart() -> None:
 def test_a_trained_controller_and_its_exported_form_decide_alike(vlm: ElasticAdaptive) -> None:
     stages = [vlm.first_stage(request) for request in REQUESTS]
     blocks = {name: torch.tensor(np.stack([stage.features[name] for stage in stages])) for name in stages[0].features}
-    generator = torch.Generator().manual_seed(0)
-    n, grid = len(REQUESTS), ByFeatures.configurations
-    latency = (1 + grid.sum(1)) * (1 + torch.rand(n, len(grid), generator=generator))
-    accuracy = (torch.rand(n, len(grid), generator=generator) < 0.5).float()
-    mask, ids = torch.ones(n, len(grid), dtype=torch.bool), tuple(map(str, range(n)))
-    table = ProfileTable("tiny", KNOBS, grid, accuracy, latency, mask, ids, blocks)
+    generator, n = torch.Generator().manual_seed(0), len(REQUESTS)
+    latency = (1 + ByFeatures.configurations.sum(1)) * (1 + torch.rand(n, 8, generator=generator))
+    table = table_like((torch.rand(n, 8, generator=generator) < 0.5).float(), latency, **blocks)
     config = PolicyConfig(structure="utility", hidden=8, layers=1)
     controller = Controller.for_table(table, torch.arange(n), config).eval()
-    from knobwise.agents.serving.export import to_numpy
-
     budgets = latency.mean(1).tolist()
     results = [AdaptiveModel(vlm, agent).generate(REQUESTS, budgets) for agent in (controller, to_numpy(controller))]
     for agent in results:
@@ -358,24 +342,23 @@ def test_a_trained_controller_and_its_exported_form_decide_alike(vlm: ElasticAda
 
 
 def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
-    priced = SimpleNamespace(priced=True, knobs=KNOBS, configurations=ByFeatures.configurations)
-    exported = SimpleNamespace(header={"priced": True}, knobs=KNOBS, configurations=ByFeatures.configurations)
-    for controller in (priced, exported):
-        with pytest.raises(InputError, match="mean over requests"):
-            AdaptiveModel(vlm, controller)
     too_many = SimpleNamespace(knobs=(Knob("top_k", (1, 4)),), configurations=torch.tensor([[0], [1]]))
-    with pytest.raises(InputError, match="top_k=4: this model takes 1 to 3"):
-        AdaptiveModel(vlm, too_many)
-    with pytest.raises(InputError, match="speed"):
-        AdaptiveModel(vlm, ByFeatures(), speed=0.0)
+    for message, controller, speed in (
+        ("mean over requests", SimpleNamespace(priced=True), 1.0),
+        ("mean over requests", SimpleNamespace(header={"priced": True}), 1.0),
+        ("top_k=4: this model takes 1 to 3", too_many, 1.0),
+        ("speed", ByFeatures(), 0.0),
+    ):
+        with pytest.raises(InputError, match=message):
+            AdaptiveModel(vlm, controller, speed=speed)
     model = AdaptiveModel(vlm, ByFeatures())
-    with pytest.raises(InputError, match="2 requests with 1 budgets"):
-        model.generate(REQUESTS[:2], [1.0])
-    with pytest.raises(InputError, match="2 requests with 2 budgets and 1 arrivals"):
-        model.generate(REQUESTS[:2], 1.0, arrived=[0.0])
-    for budget in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(InputError, match="must be positive"):
-            model.generate(REQUESTS[:1], budget)
+    for message, count, *wrong in (
+        ("2 requests with 1 budgets", 2, [1.0]),
+        ("2 requests with 2 budgets and 1 arrivals", 2, 1.0, [0.0]),
+        *(("must be positive", 1, budget) for budget in (0.0, -1.0, math.nan, math.inf)),
+    ):
+        with pytest.raises(InputError, match=message):
+            model.generate(REQUESTS[:count], *wrong)
     assert model.generate([], 1.0) == []
 
 
@@ -389,5 +372,4 @@ def test_configurations_are_read_from_either_form() -> None:
     by_name = SimpleNamespace(knobs={"a": (1, 2), "b": (5,)}, configurations=np.array([[0, 0], [1, 0]]))
     assert configurations_of(by_name) == [{"a": 1, "b": 5}, {"a": 2, "b": 5}]
     table = small_table(5)
-    like = SimpleNamespace(knobs=table.knobs, configurations=table.configurations)
-    assert configurations_of(like) == [table.configuration(c) for c in range(table.num_configurations)]
+    assert configurations_of(table) == [table.configuration(c) for c in range(table.num_configurations)]

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import functools
 import json
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.deploy import live
-from knobwise.experiments.deploy.live import LiveConfig, fixed_configurations, live_results, run_live
-from knobwise.experiments.deploy.live_stream import Record, Served, Stream, draw_stream, score_of, serve
+from knobwise.experiments.deploy.live import LiveConfig, Record, Served, Server, Stream, draw_stream, live_results
 from knobwise.experiments.report import live as live_report
 from knobwise.profiling.elastic.adapter import ElasticAdaptive
 from knobwise.profiling.elastic.scenes import TOKEN, draw_samples, to_words
@@ -51,25 +50,39 @@ def controller(table: ProfileTable, split: Split) -> Controller:
     return Controller.for_table(table, split.train[:200], config).eval()
 
 
+@pytest.fixture(scope="module")
+def stack(table: ProfileTable, split: Split) -> StackedController:
+    rows = split.train[:120]
+    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
+    network = Controller.for_table(table, rows, config).eval()
+    return fit_stack(table, rows, network, config, default_budgets(table), 0)
+
+
 def saved(path: Path, controller: Controller | StackedController, table: ProfileTable, split: Split) -> Path:
     save_checkpoint(path, controller, table, {f"{part}_rows": rows for part, rows in split._asdict().items()})
     return path
 
 
+def server_of(
+    table: ProfileTable, split: Split, controller: Controller, config: LiveConfig, fixed: int = 3
+) -> tuple[Stream, Server]:
+    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
+    stream = draw_stream(table, split.test, fitted, budgets, config)
+    model, static = AdaptiveModel(ElasticAdaptive(), to_numpy(controller)), BudgetAwareStatic(table, fitted)
+    chosen = live.fixed_configurations(table, fitted, budgets, fixed)
+    return stream, Server(model, table, static, chosen, stream, config)
+
+
 @pytest.fixture(scope="module")
 def served(table: ProfileTable, split: Split, controller: Controller) -> tuple[Stream, Record]:
-    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
-    stream = draw_stream(table, split.test, fitted, budgets, SHORT)
-    fixed = fixed_configurations(table, fitted, budgets, 3)
-    model = AdaptiveModel(ElasticAdaptive(), to_numpy(controller))
-    return stream, serve(model, table, BudgetAwareStatic(table, fitted), fixed, stream, SHORT)
+    stream, server = server_of(table, split, controller, SHORT)
+    return stream, server.serve()
 
 
 def test_live_answers_are_those_that_the_profile_recorded(table: ProfileTable, served: tuple[Stream, Record]) -> None:
     stream, record = served
-    choice = torch.from_numpy(record.served["choice"]).long()
-    recorded = table.accuracy[torch.from_numpy(stream.rows)[:, None].expand(choice.shape), choice]
-    assert torch.equal(torch.from_numpy(record.served["score"]).float(), recorded)
+    recorded = table.accuracy.numpy()[stream.rows[:, None], record.served["choice"].astype(int)]
+    assert np.array_equal(record.served["score"].astype(np.float32), recorded)
 
 
 def test_live_decisions_are_those_that_a_replay_makes(
@@ -96,7 +109,7 @@ def test_a_run_prints_and_writes_what_it_found(
     config = replace(
         SHORT, json=str(tmp_path / "live.json"), html=str(tmp_path / "live.html"), rate=20.0, repeats=2, clock="cpu"
     )
-    results = run_live(checkpoint, table, config)
+    results = live.run_live(checkpoint, table, config)
     assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
     page = (tmp_path / "live.html").read_text()
     assert "simulated request stream" in page
@@ -121,24 +134,6 @@ def test_a_run_prints_and_writes_what_it_found(
     assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
 
 
-def test_a_controller_with_experts_is_served_by_its_student(
-    table: ProfileTable,
-    split: Split,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    rows = split.train[:120]
-    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
-    stack = fit_stack(table, rows, Controller.for_table(table, rows, config).eval(), config, default_budgets(table), 0)
-    checkpoint = saved(tmp_path / "best.pt", stack, table, split)
-    few = StudentConfig(hidden=8, requests=1700, steps=3)
-    monkeypatch.setattr(live, "student_of", partial(student_of, config=few))
-    for student, words in ((True, "A student of the controller answered"), (False, "The controller answered")):
-        assert run_live(checkpoint, table, replace(SHORT, student=student))["student"] == student
-        assert words in capsys.readouterr().out
-
-
 def test_the_controller_is_charged_all_that_its_way_takes_and_static_nothing(served: tuple[Stream, Record]) -> None:
     _, record = served
     overhead, decision = record.served["overhead_ms"], record.served["decision_us"]
@@ -151,45 +146,41 @@ def test_the_controller_is_charged_all_that_its_way_takes_and_static_nothing(ser
 def test_what_calls_take_beside_the_model_is_charged_too(
     table: ProfileTable, split: Split, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
-    model = AdaptiveModel(ElasticAdaptive(), to_numpy(controller))
-    answer = model.answer
+    _, server = server_of(table, split, controller, replace(SHORT, requests=3, warm_up=0, rate=1e-3), fixed=0)
+    answer = server.model.answer
 
     def slow(*given: Any) -> Any:
         time.sleep(0.02)
         return answer(*given)
 
-    monkeypatch.setattr(model, "answer", slow)
-    config = replace(SHORT, requests=3, warm_up=0, rate=1e-3)
-    stream = draw_stream(table, split.test, fitted, budgets, config)
-    record = serve(model, table, BudgetAwareStatic(table, fitted), {}, stream, config)
+    monkeypatch.setattr(server.model, "answer", slow)
+    record = server.serve()
     assert (record.served["overhead_ms"][0] > 20).all()
     assert (record.served["waited_ms"] == 0).all()
 
 
 def test_who_falls_behind_waits_for_itself_alone(table: ProfileTable, split: Split, controller: Controller) -> None:
-    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
-    config = replace(SHORT, rate=1e6, warm_up=0)  # all arrive at once
-    stream = draw_stream(table, split.test, fitted, budgets, config)
-    model = AdaptiveModel(ElasticAdaptive(), to_numpy(controller))
-    record = serve(model, table, BudgetAwareStatic(table, fitted), {"cheapest": 0}, stream, config)
-    served, arrivals = record.served, stream.arrivals_s
+    # all arrive at once
+    stream, server = server_of(table, split, controller, replace(SHORT, rate=1e6, warm_up=0), fixed=1)
+    served, arrivals = server.serve().served, stream.arrivals_s
     assert arrivals is not None
     busy = served["inference_ms"] + served["overhead_ms"]
     before = np.pad(busy.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
     np.testing.assert_allclose(served["waited_ms"], before - (arrivals - arrivals[0])[None, :, None] * 1e3, atol=1e-6)
     left = np.maximum(stream.budgets_ms - served["waited_ms"][1, :, 0], 1e-9)
     np.testing.assert_allclose(served["limit_ms"][1, :, 0], left, rtol=1e-6)
-    limits = served["limit_ms"][0, :, 0]
-    assert (limits[1:] <= np.maximum(stream.budgets_ms - served["waited_ms"][0, :, 0], 1e-9)[1:] + 1e-9).all()
+    left = np.maximum(stream.budgets_ms - served["waited_ms"][0, :, 0], 1e-9)
+    assert (served["limit_ms"][0, 1:, 0] <= left[1:] + 1e-9).all()
 
 
-def test_nothing_is_fitted_on_what_is_served(
-    table: ProfileTable, split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_controller_with_experts_is_served_by_its_student_and_nothing_is_fitted_on_what_is_served(
+    table: ProfileTable,
+    split: Split,
+    stack: StackedController,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = split.train[:120]
-    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
-    stack = fit_stack(table, rows, Controller.for_table(table, rows, config).eval(), config, default_budgets(table), 0)
     seen: dict[str, torch.Tensor] = {}
 
     def noting(name: str, place: int, call: Any) -> Any:
@@ -199,11 +190,15 @@ def test_nothing_is_fitted_on_what_is_served(
 
         return noted
 
-    few = partial(student_of, config=StudentConfig(hidden=8, requests=100, steps=2))
+    few = functools.partial(student_of, config=StudentConfig(hidden=8, requests=1700, steps=3))
     monkeypatch.setattr(live, "student_of", noting("student", 2, few))
     monkeypatch.setattr(live, "BudgetAwareStatic", noting("static", 1, BudgetAwareStatic))
-    monkeypatch.setattr(live, "fixed_configurations", noting("fixed", 1, fixed_configurations))
-    results = run_live(saved(tmp_path / "best.pt", stack, table, split), table, SHORT)
+    monkeypatch.setattr(live, "fixed_configurations", noting("fixed", 1, live.fixed_configurations))
+    checkpoint = saved(tmp_path / "best.pt", stack, table, split)
+    for student, words in ((False, "The controller answered"), (True, "A student of the controller answered")):
+        results = live.run_live(checkpoint, table, replace(SHORT, student=student))
+        assert results["student"] == student
+        assert words in capsys.readouterr().out
     assert set(seen) == {"student", "static", "fixed"}
     for fitted in seen.values():
         assert sorted(fitted.tolist()) == sorted([*split.train.tolist(), *split.validation.tolist()])
@@ -212,21 +207,22 @@ def test_nothing_is_fitted_on_what_is_served(
 
 
 def test_fixed_configurations_are_what_their_names_say(table: ProfileTable, split: Split) -> None:
-    fixed = fixed_configurations(table, split.train, default_budgets(table), 3)
+    fixed = live.fixed_configurations(table, split.train, default_budgets(table), 3)
     accuracy, latency = table.accuracy[split.train].double().mean(0), table.latency_ms[split.train].double().mean(0)
     assert (fixed["cheapest"], fixed["most_accurate"]) == (int(latency.argmin()), int(accuracy.argmax()))
-    assert list(fixed_configurations(table, split.train, default_budgets(table), 1)) == ["best_static"]
+    assert list(live.fixed_configurations(table, split.train, default_budgets(table), 1)) == ["best_static"]
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def small() -> tuple[ProfileTable, NumpyController]:
     table = small_table(60)
     config = PolicyConfig(structure="utility", hidden=4)
     return table, to_numpy(Controller.for_table(table, torch.arange(60), config))
 
 
-def by_hand(table: ProfileTable, slower: float, waited: float = 0.0) -> tuple[Stream, Record]:
+def by_hand(slower: float) -> tuple[Stream, Record]:
     """Two requests of the first two samples, served as the profile says on a machine that is `slower`."""
+    table, _ = small()
     rows, choices = np.array([0, 1]), {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
     shape = (len(choices), 2, 1)
     fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields}
@@ -235,15 +231,18 @@ def by_hand(table: ProfileTable, slower: float, waited: float = 0.0) -> tuple[St
         fields["score"][p, :, 0] = table.accuracy[rows, chosen]
         fields["inference_ms"][p, :, 0] = slower * table.latency_ms[rows, chosen].double()
     fields["overhead_ms"][0] = 0.5
-    fields["waited_ms"][:] = waited
     fields["limit_ms"][0, :, 0] = 30.0
-    cells = [(2, 1, slower * float(table.latency_ms[2, 1])), (3, 4, slower * float(table.latency_ms[3, 4]))]
-    return Stream(rows, np.array([1000.0, 1e-6]), None, {}), Record(list(choices), fields, cells)
+    return Stream(rows, np.array([1000.0, 1e-6]), None, {}), Record(list(choices), fields, [slower, slower])
 
 
-def test_what_is_served_as_the_profile_says_agrees_with_its_replay(small: tuple[ProfileTable, NumpyController]) -> None:
-    table, controller = small
-    results = live_results(table, *by_hand(table, slower=3.0), controller, speed=3.0)
+def judged(stream: Stream, record: Record, speed: float) -> dict[str, Any]:
+    table, controller = small()
+    return live_results(table, stream, record, controller, speed)
+
+
+def test_what_is_served_as_the_profile_says_agrees_with_its_replay() -> None:
+    table, _ = small()
+    results = judged(*by_hand(slower=3.0), speed=3.0)
     assert results["speed"]["during"] == pytest.approx(3.0)
     assert all(row["agrees"] for row in results["agreement"])
     assert all(abs(row["difference"]) < 1e-5 for row in results["agreement"])
@@ -256,67 +255,59 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay(small: tuple[
     assert results["overhead"]["share"] == pytest.approx(0.5 / float(3 * both.mean()))
 
 
-def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine(
-    small: tuple[ProfileTable, NumpyController],
-) -> None:
-    table, controller = small
-    stream, record = by_hand(table, slower=3.0)
+def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine() -> None:
+    table, controller = small()
+    stream, record = by_hand(slower=3.0)
     stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())  # enough where it was measured, too little here
-    assert live_results(table, stream, record, controller, speed=3.0)["infeasible"] == 1
+    assert judged(stream, record, speed=3.0)["infeasible"] == 1
     blocks = {name: block[:2].numpy() for name, block in table.features.items()}
     stream.budgets_ms[:] = 3 * table.latency_ms.median()
     chosen = controller.choose(blocks, stream.budgets_ms / 3)
     assert chosen.tolist() != controller.choose(blocks, stream.budgets_ms).tolist()
     record.served["choice"][0, :, 0] = chosen
-    whole = live_results(table, stream, record, controller, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"]
-    assert whole == 1
+    assert judged(stream, record, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"] == 1
 
 
-def test_the_speed_is_known_as_well_as_its_cells_say(small: tuple[ProfileTable, NumpyController]) -> None:
-    table, controller = small
-    stream, record = by_hand(table, slower=1.0)
-    ratios = [1.0, 1.2, 1.4, 1.6, 1.8]
-    record.cells = [(2, c, ratio * float(table.latency_ms[2, c])) for c, ratio in enumerate(ratios)]
-    speed = live_results(table, stream, record, controller, speed=1.0)["speed"]
+def test_the_speed_is_known_as_well_as_its_cells_say() -> None:
+    stream, record = by_hand(slower=1.0)
+    record.ratios = [1.0, 1.2, 1.4, 1.6, 1.8]
+    speed = judged(stream, record, speed=1.0)["speed"]
     off = 1.96 * 1.25 * 0.4 / (1.35 * 5**0.5)
     assert speed["during"] == pytest.approx(1.4)
     assert speed["during_ci95"] == pytest.approx([1.4 - off, 1.4 + off])
 
 
-def test_a_replay_that_is_wrong_is_found_out(small: tuple[ProfileTable, NumpyController]) -> None:
-    table, controller = small
-    stream, record = by_hand(table, slower=1.0)
+def test_a_replay_that_is_wrong_is_found_out() -> None:
+    stream, record = by_hand(slower=1.0)
     record.served["score"][0] = 1 - record.served["score"][0]
     record.served["inference_ms"][1] *= 2
-    results = live_results(table, stream, record, controller, speed=1.0)
+    results = judged(stream, record, speed=1.0)
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
     assert not any(policy == "cheapest" for policy, _ in away)
-    assert (
-        "they differ in "
-        in live_report.verdict(results | {"student": False, "repeats": 1, "rate": None, "clock": "wall"})[-1]
-    )
+    results |= {"student": False, "repeats": 1, "rate": None, "clock": "wall"}
+    assert "they differ in " in live_report.verdict(results)[-1]
 
 
 def test_a_stream_goes_through_the_test_samples_before_it_repeats(table: ProfileTable, split: Split) -> None:
     few, budgets = split.test[:6], torch.tensor([1.0, 2.0])
-    stream = draw_stream(table, few, split.train, budgets, LiveConfig(requests=15, calibration=4, rate=100.0))
+    config = LiveConfig(requests=15, calibration=4, rate=100.0)
+    stream, again = (draw_stream(table, few, split.train, budgets, config) for _ in range(2))
     assert sorted(stream.rows[:6].tolist()) == sorted(stream.rows[6:12].tolist()) == sorted(few.tolist())
     assert set(stream.budgets_ms.tolist()) == {1.0, 2.0}
     assert stream.arrivals_s is not None
     assert (np.diff(stream.arrivals_s) > 0).all()
     assert len(set(stream.scenes) - set(few.tolist())) == 4
-    again = draw_stream(table, few, split.train, budgets, LiveConfig(requests=15, calibration=4, rate=100.0))
     assert stream.rows.tolist() == again.rows.tolist()
 
 
 def test_answers_are_scored_as_in_the_profile() -> None:
     scene = next(s for s in draw_samples(60, seed=1) if s.questions == ("sum",))
     right = to_words(scene.answers[0])
-    assert score_of(right, scene, soft=False) == score_of(right, scene, soft=True) == 1
-    assert score_of(right[:2], scene, soft=False) == 0
-    assert score_of(right[:2], scene, soft=True) == pytest.approx(2 / 3, abs=1e-4)
-    assert score_of([], scene, soft=False) == 0
+    assert live.score_of(right, scene, soft=False) == live.score_of(right, scene, soft=True) == 1
+    assert live.score_of(right[:2], scene, soft=False) == 0
+    assert live.score_of(right[:2], scene, soft=True) == pytest.approx(2 / 3, abs=1e-4)
+    assert live.score_of([], scene, soft=False) == 0
     assert all(word in TOKEN for word in right)
 
 
@@ -326,12 +317,12 @@ def test_what_cannot_be_served_is_refused(
     small = small_table(40)
     of_small = Controller.for_table(small, torch.arange(20), PolicyConfig(structure="utility", hidden=4)).eval()
     with pytest.raises(InputError, match="on profile 'builtin' as it is now"):
-        run_live(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
+        live.run_live(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
     with pytest.raises(InputError, match="not what the built-in model was measured on"):
-        run_live(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)
+        live.run_live(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)
     priced = Controller.for_table(table, split.train[:50], controller.config, priced=True).eval()
     with pytest.raises(InputError, match="mean over requests"):
-        run_live(saved(tmp_path / "b.pt", priced, table, split), table, SHORT)
+        live.run_live(saved(tmp_path / "b.pt", priced, table, split), table, SHORT)
     for wrong in ({"requests": 0}, {"fixed": 4}, {"rate": 0.0}, {"warm_up": -1}, {"clock": "sun"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             LiveConfig(**wrong)  # type: ignore[arg-type]

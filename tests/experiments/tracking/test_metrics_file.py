@@ -24,6 +24,20 @@ def written(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def values_of(row: dict[str, str]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if value and name not in ("seed", "step")}
+
+
+def fill(path: Path, *seeds: int) -> None:
+    """Three steps of each seed, in two rows each."""
+    for seed in seeds:
+        file = MetricsFile(path, seed)
+        assert file.earlier == []
+        for step in range(3):
+            file.append(step, {"Val/Loss": float(seed)})
+            file.append(step, {"Train/Loss": step / 2})
+
+
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS)
 def test_metrics_file_gives_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, rows: list) -> None:
@@ -31,8 +45,7 @@ def test_metrics_file_gives_back_what_was_written(tmp_path_factory: pytest.TempP
     file = MetricsFile(folder / "metrics.csv", seed=3)
     for step, row in enumerate(rows):
         file.append(step, row)
-    read = [{k: float(v) for k, v in r.items() if v and k not in ("seed", "step")} for r in written(folder)]
-    assert read == rows
+    assert [values_of(row) for row in written(folder)] == rows
 
 
 def test_metrics_file_drops_a_line_that_was_cut_off(tmp_path: Path) -> None:
@@ -58,18 +71,15 @@ def test_seeds_side_by_side_keep_their_rows_and_columns(tmp_path: Path) -> None:
     ]
 
 
-def test_a_seed_that_goes_on_drops_its_own_later_rows_alone(tmp_path: Path) -> None:
+def test_a_seed_that_goes_on_drops_its_own_later_rows_alone_and_has_all_at_hand(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    for seed in (0, 1, 10):
-        file = MetricsFile(path, seed)
-        for step in range(3):
-            file.append(step, {"Loss": seed + step / 10})
-    MetricsFile(path, seed=1, resume_step=0)
-    assert [(row["seed"], row["step"]) for row in written(tmp_path)] == [
-        *(("0", str(step)) for step in range(3)),
-        ("1", "0"),
-        *(("10", str(step)) for step in range(3)),
-    ]
+    fill(path, 0, 1, 10)
+    again = MetricsFile(path, seed=1, resume_step=0)
+    assert again.earlier == [row for s in range(3) for row in ((s, {"Val/Loss": 1.0}), (s, {"Train/Loss": s / 2}))]
+    assert again.kept == again.earlier[:2]
+    steps = [str(step) for step in range(3) for _ in range(2)]
+    expected = [*(("0", step) for step in steps), ("1", "0"), ("1", "0"), *(("10", step) for step in steps)]
+    assert [(row["seed"], row["step"]) for row in written(tmp_path)] == expected
     MetricsFile(path, seed=1)
     assert {row["seed"] for row in written(tmp_path)} == {"0", "10"}
 
@@ -96,19 +106,5 @@ def test_several_processes_lose_nothing(tmp_path: Path) -> None:
         own = [row for row in found if row["seed"] == str(seed)]
         assert [int(row["step"]) for row in own] == list(range(rows))
         for step, row in enumerate(own):
-            values = {name: float(value) for name, value in row.items() if value and name not in ("seed", "step")}
-            assert values == {f"seed{seed}/{step // 5}": seed + step / 100}
+            assert values_of(row) == {f"seed{seed}/{step // 5}": seed + step / 100}
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
-
-
-def test_what_was_there_before_is_at_hand_also_what_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    for seed in (0, 1):
-        file = MetricsFile(path, seed=seed)
-        assert file.earlier == []
-        for step in range(3):
-            file.append(step, {"Val/Loss": float(seed)})
-            file.append(step, {"Train/Loss": step / 2})
-    again = MetricsFile(path, seed=1, resume_step=0)
-    assert again.earlier == [row for s in range(3) for row in ((s, {"Val/Loss": 1.0}), (s, {"Train/Loss": s / 2}))]
-    assert len(written(tmp_path)) == 6 + 2

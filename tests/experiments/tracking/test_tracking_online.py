@@ -3,7 +3,6 @@ at a small W&B server on this machine."""
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -91,13 +90,9 @@ def sync(stub: WandbStub, run: Path) -> list[ReceivedRun]:
 
 def curves(run: Path, seed: int) -> list[dict[str, float]]:
     """metrics.csv of a seed, everything of one step together."""
-    steps: dict[int, dict[str, float]] = {}
-    with (run / "metrics.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["seed"] == str(seed):
-                values = {name: float(v) for name, v in row.items() if v and name not in ("seed", "step")}
-                steps.setdefault(int(row["step"]), {}).update(values)
-    return [{"step": step} | values for step, values in steps.items()]
+    frame = pl.read_csv(run / "metrics.csv", infer_schema_length=None).filter(pl.col("seed") == seed).drop("seed")
+    steps = frame.group_by("step", maintain_order=True).agg(pl.all().drop_nulls().last())
+    return [{name: value for name, value in row.items() if value is not None} for row in steps.to_dicts()]
 
 
 def tables(found: ReceivedRun) -> dict[str, pl.DataFrame]:
@@ -105,8 +100,7 @@ def tables(found: ReceivedRun) -> dict[str, pl.DataFrame]:
     shown = {}
     for path, body in found.files.items():
         if path.endswith(".table.json"):
-            content = json.loads(body)
-            name = path.removeprefix("media/table/").rsplit("_", 2)[0]
+            content, name = json.loads(body), path.removeprefix("media/table/").rsplit("_", 2)[0]
             shown[name] = pl.DataFrame(content["data"], content["columns"], orient="row", infer_schema_length=None)
     return shown
 
@@ -215,15 +209,13 @@ def holds_artifacts(stub: WandbStub, found: list[ReceivedRun], run: Path, lineag
     own = [artifact for artifact in stub.artifacts.values() if artifact.run in {r.name for r in found}]
     assert all(artifact.committed for artifact in own)
     for artifact in own:  # W&B names an upload by its path in the artifact's manifest
-        assert {Path(path).name for path in artifact.manifest["contents"]} == {
-            Path(path).name for path in artifact.files
-        }
+        listed = {Path(path).name for path in artifact.manifest["contents"]}
+        assert {Path(path).name for path in artifact.files} == listed
     (model,) = [artifact for artifact in own if artifact.kind == "model"]
     assert (model.run, model.name) == (one.name, f"{run.parent.name}-tiny")
     assert {"best", "latest"} <= set(model.aliases)
-    names = {"best.pt": run / "checkpoints" / "best.pt", "config.yaml": run / "config.yaml"}
-    names["results.json"] = run / "results.json"
-    assert model.files == {name: path.read_bytes() for name, path in names.items()}
+    paths = (run / "checkpoints" / "best.pt", run / "config.yaml", run / "results.json")
+    assert model.files == {path.name: path.read_bytes() for path in paths}
     used = [stub.artifacts[identity] for r in found for identity in r.used]
     assert len(used) == (len(found) if lineage else 0)  # offline wandb cannot note what a run has used
     data = used if lineage else [artifact for artifact in own if artifact.kind == "dataset"]
@@ -252,17 +244,13 @@ def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: Wan
     assert stub.unknown == []
 
 
-def test_sync_brings_every_row_table_and_artifact(offline_controller: Path, stub: WandbStub) -> None:
-    found = sync(stub, offline_controller)
-    holds_results_of_controller(holds(found, offline_controller), offline_controller)
-    holds_artifacts(stub, found, offline_controller, lineage=False)
-    assert stub.unknown == []
-
-
-def test_sync_brings_a_selector(offline_selector: Path, stub: WandbStub) -> None:
-    found = sync(stub, offline_selector)
-    holds_results_of_selector(holds(found, offline_selector), offline_selector)
-    holds_artifacts(stub, found, offline_selector, lineage=False)
+@pytest.mark.parametrize("kind", ["controller", "selector"])
+def test_sync_brings_every_row_table_and_artifact(request: pytest.FixtureRequest, stub: WandbStub, kind: str) -> None:
+    run = request.getfixturevalue(f"offline_{kind}")
+    found = sync(stub, run)
+    check = holds_results_of_controller if kind == "controller" else holds_results_of_selector
+    check(holds(found, run), run)
+    holds_artifacts(stub, found, run, lineage=False)
     assert stub.unknown == []
 
 

@@ -150,7 +150,7 @@ def test_no_job_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name, raising=False)
             if value is not None:
                 monkeypatch.setenv(name, value)
-        assert sweep_job() == (SweepJob("x", "x") if all(given) else None)
+        assert sweep_job() == (SweepJob("x", "x", {}) if all(given) else None)
 
 
 def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +162,12 @@ def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(name, value)
     settings: dict[str, Any] = {"policy": {"structure": "joint", "hidden": 8}, "optimiser": {"lr": 0.5}, "seeds": [0]}
     arguments = {"name": "job", "experiment": "e", "config": settings, "settings": TrackingSettings(mode="offline")}
-    config = Tracker(tmp_path, job_type="evaluate", **arguments).config
+    config = Tracker(tmp_path, job_type="evaluate", **arguments).about["config"]
     assert {key: value for key, value in config.items() if key.split(".")[0] in settings} == {
         **{"policy": "joint", "policy.structure": "joint", "policy.hidden": 8},
         **{"optimiser": {"lr": 0.5}, "optimiser.lr": 0.5, "seeds": [0]},
     }
-    config = Tracker(tmp_path, job_type="train", seed=0, **arguments).config
+    config = Tracker(tmp_path, job_type="train", seed=0, **arguments).about["config"]
     assert settings.items() <= config.items()
     assert "optimiser.lr" not in config
 

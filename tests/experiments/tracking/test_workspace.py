@@ -73,10 +73,8 @@ def test_without_a_key_it_is_built_and_checked(capsys: pytest.CaptureFixture[str
     spec = WorkspaceViewspec.model_validate(content)
     assert json.loads(spec.model_dump_json(by_alias=True, exclude_none=True)) == content
     kinds = {panel["viewType"] for panel in panels(content)}
-    assert kinds == {
-        *("Scatter Plot", "Run History Line Plot", "Bar Chart", "Parallel Coordinates Plot", "Run Comparer"),
-        *("Weave", "Media Browser"),
-    }
+    charts = {"Scatter Plot", "Run History Line Plot", "Bar Chart", "Parallel Coordinates Plot", "Run Comparer"}
+    assert kinds == charts | {"Weave", "Media Browser"}
     (pareto,) = (panel["config"] for panel in panels(content) if panel["viewType"] == "Scatter Plot")
     assert pareto["showMaxYAxisLine"]
     shares = [panel["config"] for panel in panels(content) if panel["config"].get("plotType") == "pct-area"]
@@ -85,9 +83,8 @@ def test_without_a_key_it_is_built_and_checked(capsys: pytest.CaptureFixture[str
     assert grouping == [{"section": "run", "name": "group"}, {"section": "config", "name": "run.value"}]
     named = {"entity": "e", "project": "p", "displayName": "n", "name": "nw-n-v", "id": "i", "spec": content}
     read_back = Workspace._from_model(View.model_validate(named))
-    assert [len(section.panels) for section in read_back.sections] == [
-        len(s.panels) for s in view_of(WorkspaceRun(knobs=["size"])).sections
-    ]
+    sections = view_of(WorkspaceRun(knobs=["size"])).sections
+    assert [len(section.panels) for section in read_back.sections] == [len(section.panels) for section in sections]
 
 
 def test_every_setting_that_is_shown_exists() -> None:
@@ -141,15 +138,12 @@ def test_with_a_key_it_is_saved_and_replaced(stub: ViewStub, capfd: pytest.Captu
 
 
 def test_what_goes_wrong_in_saving_is_said_in_a_line(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["workspace", "project=none"]) == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert f"there is no project {ENTITY}/none yet" in said
     stub.refuse = lambda what: what == "UpsertView2"
-    assert main(["workspace"]) == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert "did not take the view" in said
+    for words, message in ((["project=none"], f"there is no project {ENTITY}/none yet"), ([], "did not take the view")):
+        assert main(["workspace", *words]) == 2
+        said = capfd.readouterr().err
+        assert said.count("\n") == 1
+        assert message in said
     assert stub.views == {}
 
 
