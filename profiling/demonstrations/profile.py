@@ -30,7 +30,7 @@ from knobwise.profiling.demonstrations.beam_search import Sequences, beam_search
 from knobwise.profiling.demonstrations.pools import similarity
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
-from knobwise.profiling.measuring.machine import claim, cpu_name, digests, write_json
+from knobwise.profiling.measuring.machine import claim, cpu_name, digests, rendered, write_json
 from knobwise.profiling.measuring.settings import changed_settings
 
 Draw = Callable[[Tensor, int], Tensor]
@@ -238,15 +238,4 @@ def _share(x: Tensor) -> float:
 
 def describe_beams(info: dict[str, Any]) -> str:
     """The figures as lines for a terminal."""
-    content = info["figures"]
-    lines = [
-        f"{content['queries']} queries with pools of {content['pool']} out of {content['candidates']} candidates; "
-        f"right without demonstrations: {content['zero_shot_correct']:.1%}",
-        f"{'found by':<12}{'shots':>6}{'sequences':>11}{'right':>8}{'any right':>11}{'gain':>8}",
-    ]
-    for row in content["found"]:
-        lines.append(
-            f"{row['found_by']:<12}{row['shots']:>6}{row['sequences']:>11}{row['correct']:>8.1%}"
-            f"{row['any_correct']:>11.1%}{row['gain']:>8.3f}"
-        )
-    return "\n".join(lines)
+    return rendered("beams", **info["figures"])

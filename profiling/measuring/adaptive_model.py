@@ -1,10 +1,5 @@
-"""The interface of a model with knobs: knobwise measures it through this, and decides in front of it.
-
-An image and a question go through `first_stage`, the model's own beginning, which gives the features that a decision
-needs. Once the configuration is chosen, `answer` continues from there. Implement `AdaptiveVLM` for a model of your own,
-and you can profile it (`knobwise.profiling.measuring.profiler`) and serve it
-(`knobwise.agents.serving.adaptive_model`).
-"""
+"""The interface of a model with knobs: implement `AdaptiveVLM` for a model of your own, and you can profile it
+(`knobwise.profiling.measuring.profiler`) and serve it (`knobwise.agents.serving.adaptive_model`)."""
 
 from __future__ import annotations
 
@@ -138,7 +133,8 @@ class Answer:
 
 
 class AdaptiveVLM(Protocol):
-    """A vision-language model with knobs."""
+    """A vision-language model with knobs. An image and a question go through `first_stage`, which gives the features
+    that a decision needs; once the configuration is chosen, `answer` continues from there."""
 
     @property
     def name(self) -> str:

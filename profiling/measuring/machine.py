@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
@@ -51,6 +52,13 @@ def write_json(path: Path, content: Any) -> None:
     """Write a file that people read too."""
     with written_whole(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Lines for a terminal, from one of `profiling/templates`."""
+    loader = PackageLoader("knobwise.profiling")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(f"{template}.j2").render(values).rstrip("\n")
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from knobwise.envs.configurations.budgets import quantile_budgets
 from knobwise.envs.configurations.reward import utility
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
-from knobwise.profiling.measuring.machine import digests, write_json
+from knobwise.profiling.measuring.machine import digests, rendered, write_json
 from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
 SAVES_NOTHING = 0.02
@@ -212,25 +212,7 @@ def knob_report(
 
 def describe_knobs(report: Sequence[Mapping[str, Any]]) -> str:
     """A line for each knob; ± is two standard errors."""
-    lines = []
-    for row in report:
-        note = f" ({row['note']})" if row["note"] else ""
-        if not row["available"]:
-            lines.append(f"{row['name']}: this model lacks it{note}")
-        elif "saves" not in row:
-            why = f"measured at {row['measured'][0]} only" if len(row["measured"]) == 1 else "too few configurations"
-            lines.append(f"{row['name']}: {row['sets']}; what it saves is not known, {why}{note}")
-        else:
-            error = "" if row["saves_error"] is None else f" ± {200 * row['saves_error']:.1f}"
-            share = f"{100 * row['saves']:.1f} %{error}"
-            effect = f"saves {share} of the time"
-            if row["saves_nothing"]:
-                effect = f"SAVES NO TIME here: {share}"
-            elif row["saves"] <= 2 * (row["saves_error"] or 0):
-                effect = f"no saving shown by so few samples: {share}"
-            span = f"from {row['measured'][-1]} down to {row['measured'][0]}"
-            lines.append(f"{row['name']}: {row['sets']}; {effect}, {span}{note}")
-    return "\n".join(lines)
+    return rendered("knobs", knobs=report)
 
 
 def _mean(values: pl.Series) -> float:
@@ -292,21 +274,4 @@ def profile_figures(
 
 def describe(figures: dict[str, Any]) -> str:
     """The figures in a few lines for a terminal."""
-    low, high = figures["accuracy_by_configuration"]
-    lines = [f"accuracy of a configuration {low:.3f} to {high:.3f}"]
-    for knob, effect in figures["knobs"].items():
-        accuracy = " ".join(f"{a:.3f}" for a in effect["accuracy"])
-        latency = " ".join(f"{t:.2f}" for t in effect["latency_ms"])
-        grows = f"+{100 * effect['latency_range']:.0f} %"
-        lines.append(
-            f"{knob}: accuracy {accuracy} (range {effect['accuracy_range']:.3f}), latency {latency} ms ({grows})"
-        )
-    lines += [
-        f"samples whose correctness depends on the configuration: {100 * figures['config_dependent_share']:.0f} %",
-        f"coefficient of variation of latency in a configuration: {figures['latency_cv_within_configuration']:.2f}",
-    ]
-    room = figures["headroom"]
-    static, oracle = np.mean(room["budget_aware_static"]), np.mean(room["oracle"])
-    gain = f"{100 * room['oracle_minus_static']:.1f} points to gain"
-    lines.append(f"utility over five budgets: budget-aware static {static:.3f}, oracle {oracle:.3f}, {gain}")
-    return "\n".join(lines)
+    return rendered("figures", figures=figures)
