@@ -30,12 +30,13 @@ def read_importance(path: str | Path) -> dict[int, float]:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_Pairs, parse_int=float)
+        # a tuple of pairs, so that a block which is given twice is seen
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=tuple, parse_int=float)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise InputError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(content, _Pairs) or not content:
+    if not isinstance(content, tuple) or not content:
         raise InputError(f'{path}: must hold a number for each block, such as {{"4": 0.0156, "5": 0.0098}}')
     importance: dict[int, float] = {}
     for name, value in content:
@@ -50,10 +51,6 @@ def read_importance(path: str | Path) -> dict[int, float]:
     return dict(sorted(importance.items()))
 
 
-class _Pairs(list[tuple[str, Any]]):
-    """A JSON object as it is written, repeated keys included."""
-
-
 def measure_importance(
     knobs: HuggingFaceKnobs, score: Callable[[], float], path: str | Path | None = None
 ) -> dict[int, float]:
@@ -61,35 +58,34 @@ def measure_importance(
 
     Args:
         score: how good the model is as it is now, the more the better, such as `AnswerLikelihood`. Called once for the
-            whole model and once for each block.
+            whole model and once for each block that can be left out.
         path: where to write what `read_importance` reads; None writes nothing.
-
-    Returns: the drop by block, of all blocks that can be left out; below 0 where the model is better without one.
 
     Raises:
         InputError: a score that is not finite; knobs that are set; nothing can be written to `path`.
     """
     blocks = [block for block in range(knobs.knobs[2].default) if block not in knobs.always_active]
-    whole = _finite(score(), "of the whole model")
+
+    def scored(where: str) -> float:
+        if not math.isfinite(value := score()):
+            raise InputError(f"the score {where} is {value}, not a finite number")
+        return float(value)
+
+    whole = scored("of the whole model")
     importance: dict[int, float] = {}
     with progress("block importance", len(blocks), quiet_s=5.0) as tick:
         for done, block in enumerate(blocks, 1):
             with knobs.leaving_out([block]):
-                importance[block] = whole - _finite(score(), f"without block {block}")
+                importance[block] = whole - scored(f"without block {block}")
             tick(done, "")
     if path is not None:
         write_json(Path(path), {str(block): drop for block, drop in importance.items()})
     return importance
 
 
-def _finite(score: float, where: str) -> float:
-    if not math.isfinite(score):
-        raise InputError(f"the score {where} is {score}, not a finite number")
-    return float(score)
-
-
 class AnswerLikelihood:
-    """The mean log-likelihood of answers: a score for `measure_importance`.
+    """The mean log-likelihood of the answers that a model, as it is now, gives greedily: a score for
+    `measure_importance`.
 
     (1/N) Σ_i (1/T_i) Σ_t ln P(answer_it | prompt_i, answer_i,<t), in nats per token; long answers count no more than
     short ones.
@@ -98,30 +94,25 @@ class AnswerLikelihood:
         model: in eval mode.
         prompts: N times what the processor makes of one text and its images: `input_ids` int64 [1, L], … on the
             model's device.
-        answers: the tokens of each answer, int64 [T]; None takes those that the model, as it is now, gives greedily.
-        max_new_tokens: the most tokens of a greedy answer.
-        end_tokens: tokens that a greedy answer ends with; None for the model's own.
+        max_new_tokens: the most tokens of an answer.
+        end_tokens: tokens that an answer ends with; None for the model's own.
 
     Raises:
-        InputError: no prompts, prompts of several texts, not one answer with tokens for each.
+        InputError: no prompts, or prompts of several texts.
     """
 
     def __init__(
         self,
         model: Any,
         prompts: Sequence[Mapping[str, Tensor]],
-        answers: Sequence[Tensor] | None = None,
         max_new_tokens: int = 16,
         end_tokens: Sequence[int] | None = None,
     ) -> None:
         if not prompts or any(len(prompt["input_ids"]) != 1 for prompt in prompts):
             raise InputError("the likelihood of answers needs prompts, each of one text")
         self.model, self.prompts = model, prompts
-        if answers is None:
-            answers = [self._greedy(prompt, max_new_tokens, end_tokens) for prompt in prompts]
-        self.answers = answers
-        if len(self.answers) != len(prompts) or any(len(answer) == 0 for answer in self.answers):
-            raise InputError(f"{len(prompts)} prompts need as many answers of at least one token")
+        self.answers = [self._greedy(prompt, max_new_tokens, end_tokens) for prompt in prompts]
+        """The tokens of each, int64 [T]."""
 
     @torch.inference_mode()
     def __call__(self) -> float:

@@ -1,10 +1,4 @@
-"""A Hugging Face vision-language model whose knobs can be set, measured and decided for.
-
-The first stage takes the image's overview through the model's own vision tower and pools it; with the mean of the
-question's token embeddings, that is what a decision sees. The answer is then decoded greedily with the knobs set, and
-continues from the tower's output where the overview is the same at every setting
-(`knobwise.profiling.huggingface.first_stage`). Hooks read the times during that one generation; nothing runs twice.
-"""
+"""A Hugging Face vision-language model whose knobs can be set, measured and decided for."""
 
 from __future__ import annotations
 
@@ -27,18 +21,15 @@ from knobwise.profiling.huggingface.first_stage import (
 )
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
 from knobwise.profiling.huggingface.loading import GREEDY, INSTRUCTION, PromptedModel
-from knobwise.profiling.measuring.adaptive_model import (
-    Answer,
-    Configuration,
-    FirstStage,
-    KnobSupport,
-    Request,
-    clock_ms,
-)
+from knobwise.profiling.measuring.adaptive_model import Answer, Configuration, FirstStage, Request, clock_ms
 
 
 class HuggingFaceVLM(PromptedModel):
     """An `AdaptiveVLM`: a model of transformers behind its knobs. Not for two threads at once.
+
+    The answer is decoded greedily with the knobs set, and continues from the output of the vision tower where the
+    overview is the same at every setting (`knobwise.profiling.huggingface.first_stage`). Hooks read the times during
+    that one generation; nothing runs twice.
 
     A group of requests is answered as one batch, padded on the left; times of an answer are then those of the whole
     batch, so measure one request at a time.
@@ -68,6 +59,7 @@ class HuggingFaceVLM(PromptedModel):
         super().__init__(model, processor, instruction=instruction, device=device)
         self.max_new_tokens = max_new_tokens
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
+        self.knobs = self.knobs_of_model.knobs
         self._vision = vision_modules(model)
         self.end_tokens = self._end_tokens()
         """Each of these ends an answer."""
@@ -78,11 +70,6 @@ class HuggingFaceVLM(PromptedModel):
         """The hub's name of the model, the name of its folder, or else its family."""
         source = self.model.name_or_path
         return (Path(source).name if Path(source).is_dir() else source) or self.model.config.model_type
-
-    @property
-    def knobs(self) -> tuple[KnobSupport, ...]:
-        """`max_crops`, `top_k`, `num_active_blocks`, also those that it lacks."""
-        return self.knobs_of_model.knobs
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
         """Run model and processor with this configuration inside the context, and restore both at its end.

@@ -1,10 +1,4 @@
-"""Score demonstrations with a Hugging Face vision-language model: how likely it makes a query's answers after them.
-
-The demonstrations (image, question, answer) and the query (image, question) become one prompt with several images.
-Every candidate answer is scored by the log-likelihood of its tokens after the prompt, up to and with the end of the
-answer, so that "two" does not also count whatever begins with it. The prompt, which is long, is computed once; the
-answers, which are short, continue from its key-value cache.
-"""
+"""Score demonstrations with a Hugging Face vision-language model: how likely it makes a query's answers after them."""
 
 from __future__ import annotations
 
@@ -36,8 +30,10 @@ class _Candidates(NamedTuple):
 class VLMScorer(PromptedModel):
     """How well a vision-language model answers queries after demonstrations: a `Scorer`.
 
-    `scorer(queries, demonstrations)` takes int64 [n], rows of `data.queries`, and int64 [n, T], rows of `data.bank` in
-    the order shown, −1 for none at the end (all −1: zero-shot), and gives float32 [n] each, on the CPU:
+    The demonstrations (image, question, answer) and the query (image, question) become one prompt with several images.
+    Every candidate answer is scored by the log-likelihood of its tokens after the prompt, up to and with the end of the
+    answer, so that "two" does not also count whatever begins with it. The prompt, which is long, is computed once; the
+    answers, which are short, continue from its key-value cache. Of `data.queries` and `data.bank`, a call gives:
 
     - `logprob_score`: ln P(right answer, end of answer | prompt), the sum over its tokens. The right answer is the
       candidate that most reference answers agree with (of equals the first in the alphabet). Not divided by length: it

@@ -20,7 +20,7 @@ from knobwise.envs.configurations.budgets import quantile_budgets
 from knobwise.envs.configurations.reward import utility
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
-from knobwise.profiling.measuring.machine import digests, rendered, write_json
+from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
 SAVES_NOTHING = 0.02
@@ -35,10 +35,8 @@ Judge = Callable[[int, str], float]
 
 
 def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
-    """One row for each pair of sample and configuration, samples outermost: median times and the first answer.
-
-    Columns: `sample`, `configuration` (numbers in the plan), `latency_ms`, `prefill_ms`, `vision_ms`, `decode_ms`, what
-    the model adds (medians), `num_*_tokens`, `pred`, `accuracy`, `changed` (repeats that answered something else).
+    """One row for each pair of sample and configuration (numbers in the plan), samples outermost: median times, also of
+    what the model adds; the first answer and its accuracy; `changed`, how many repeats answered something else.
 
     The log holds all of the plan; `judge` is called once for each different answer to a sample.
     """
@@ -84,11 +82,8 @@ def write_table(path: Path, columns: pl.DataFrame) -> None:
 
 
 def write_exp_files(out: Path, records: pl.DataFrame, knobs: Sequence[str], metadata: Mapping[str, Any]) -> str:
-    """Write `exp5/` and `exp6/` in the place of those of an earlier call, where the knobs are those of these files.
-
-    Returns:
-        Why there are none, or "".
-    """
+    """Write `exp5/` and `exp6/` in the place of those of an earlier call, where the knobs are those of these files;
+    return why there are none, or ""."""
     for folder in ("exp5", "exp6"):
         shutil.rmtree(out / folder, ignore_errors=True)
     if set(knobs) != set(KNOBS) or not all(records[knob].dtype.is_integer() for knob in knobs):
@@ -107,7 +102,6 @@ def write_vlm_profile(
     judge: Judge,
     knobs: Sequence[KnobSupport],
     about: Mapping[str, Any],
-    clock: str = "wall",
 ) -> dict[str, Any]:
     """Write `table.parquet`, `exp5/`, `exp6/` and, last, `profile.json`; return what the latter holds.
 
@@ -115,27 +109,26 @@ def write_vlm_profile(
         log: holds all of the plan.
         about: what else is known of the run: `name` of the data set, and what goes into the exp5/exp6 files too, such
             as `model` and `machine`.
-        clock: that times were taken by.
     """
     cells = cells_of(plan, log, judge)
     records = long_records(plan, cells, about["name"])
     measures = [c for c in records.columns if c.endswith("_ms")]
     keys = [c for c in ("sample_id", "image_id", *plan.knobs) if c in records.columns]
     write_table(out / "table.parquet", records.select(*keys, "accuracy", *measures, "pred", "dataset"))
-    metadata = {key: about[key] for key in ("split", "model", "machine", "command") if key in about}
+    metadata = {key: about[key] for key in ("split", "model", "machine", "command")}
     note = write_exp_files(out, records, plan.knobs, metadata)
 
     shape = (len(plan.items), len(plan.configurations))
     accuracy, latency = (cells[c].to_numpy().reshape(shape) for c in ("accuracy", "latency_ms"))
     settings = np.array(plan.settings.rows(), dtype=object)
-    has_features = (out / "features.safetensors").exists()
+    files = [name for name in ("table.parquet", "features.safetensors") if (out / name).exists()]
     content = {
         **about,
         "samples": shape[0],
         "configurations": shape[1],
         **({"note": note} if note else {}),
         "clock": {
-            "latency_ms": f"{CLOCK_NAMES[clock]}, as the model reads it",
+            "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
@@ -144,7 +137,7 @@ def write_vlm_profile(
         "knobs": knob_report(knobs, settings, latency),
         "by_configuration": by_configuration(records, plan.knobs),
         "figures": profile_figures(accuracy, latency, settings, plan.knobs),
-        "sha256": digests(out, ["table.parquet", *(["features.safetensors"] if has_features else [])]),
+        "sha256": digests(out, files),
     }
     write_json(out / "profile.json", content)
     return content
@@ -152,12 +145,9 @@ def write_vlm_profile(
 
 def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
     """How much one measurement spreads: the mean standard deviation of the logarithm of a cell's times."""
-    spread = None
-    if plan.repeats > 1:
-        logs = pl.col("total_ms").clip(1e-6).log()
-        cells = plan.select(log).group_by("sample", "configuration").agg(logs.std(ddof=1).alias("spread"))
-        spread = round(_mean(cells["spread"]), 4)
-    return {"log_spread_of_one_measurement": spread}
+    logs = pl.col("total_ms").clip(1e-6).log()
+    cells = plan.select(log).group_by("sample", "configuration").agg(spread=logs.std(ddof=1))
+    return {"log_spread_of_one_measurement": round(_mean(cells["spread"]), 4) if plan.repeats > 1 else None}
 
 
 def by_configuration(records: pl.DataFrame, knobs: Sequence[str]) -> list[dict[str, Any]]:
@@ -184,10 +174,7 @@ def knob_report(
     term for each value of each knob (on a full grid that is the mean over the others). `saves_error` is its standard
     error over the samples. `saves_nothing` is whether it stays under `SAVES_NOTHING` with two errors added.
 
-    Args:
-        knobs: of the model, in the order of the columns of `settings`.
-        settings: [C, K] values.
-        latency_ms: [N, C].
+    `settings` [C, K] has the values of the knobs, in their order; `latency_ms` is [N, C].
     """
     logs = np.log(latency_ms.astype(np.float64).clip(1e-6))
     values = [levels(column, knob.values) for column, knob in zip(settings.T, knobs, strict=True)]
@@ -208,11 +195,6 @@ def knob_report(
             row["saves_nothing"] = bool(saves + 2 * np.nan_to_num(error) < SAVES_NOTHING)
         report.append(row)
     return report
-
-
-def describe_knobs(report: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each knob; ± is two standard errors."""
-    return rendered("knobs", knobs=report)
 
 
 def _mean(values: pl.Series) -> float:
@@ -270,8 +252,3 @@ def profile_figures(
         "latency_cv_within_configuration": round(float((latency_ms.std(0) / latency_ms.mean(0)).mean()), 4),
         "headroom": headroom(accuracy, latency_ms),
     }
-
-
-def describe(figures: dict[str, Any]) -> str:
-    """The figures in a few lines for a terminal."""
-    return rendered("figures", figures=figures)

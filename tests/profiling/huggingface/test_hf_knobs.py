@@ -112,7 +112,6 @@ def test_every_family_says_what_can_be_set(made):
     assert tuple((knob.default, knob.least, knob.most) for knob in knobs.knobs) == (crops, top_k, blocks)
     assert knobs.knobs[0].sets == sets
     assert knobs.always_active == always_active
-    assert knobs.family == family
 
 
 def test_a_knob_that_is_lacking_says_why(made):

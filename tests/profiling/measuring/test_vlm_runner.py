@@ -30,7 +30,8 @@ from knobwise.profiling.measuring.adaptive_model import (
     check_configuration,
 )
 from knobwise.profiling.measuring.measuring import appended, measuring_order, read_logs
-from knobwise.profiling.measuring.outputs import describe_knobs, knob_report
+from knobwise.profiling.measuring.machine import rendered
+from knobwise.profiling.measuring.outputs import knob_report
 from knobwise.profiling.measuring.profiler import chosen_configurations, command, metric_of, profile_vlm, question_text
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig
@@ -174,10 +175,10 @@ def test_a_knob_that_is_lacking_or_saves_nothing_is_told(out, tmp_path, capsys):
     report = knob_report(knobs, settings, latency)
     assert [row["saves"] for row in report] == pytest.approx([0.25, 0, 0.5], abs=0.003)
     assert [row["saves_nothing"] for row in report] == [False, True, False]
-    assert ["SAVES NO TIME" in line for line in describe_knobs(report).split("\n")] == [False, True, False]
+    assert ["SAVES NO TIME" in line for line in rendered("knobs", knobs=report).split("\n")] == [False, True, False]
     # two samples, of which one is faster with top_k=3 and the other slower: nothing can be said
     two = np.stack([np.where(settings[:, 1] == 3, factor, 1.0) * base for factor in (1.1, 0.95)])
-    lines = describe_knobs(knob_report(knobs, settings, two)).split("\n")
+    lines = rendered("knobs", knobs=knob_report(knobs, settings, two)).split("\n")
     assert ["no saving shown" in line for line in lines] == [False, True, False]
     assert "saves 50.0 % ± 0.0 of the time, from 9 down to 5" in lines[2]
     assert report[0]["saves_error"] == pytest.approx(0.75 * 0.01 * np.sqrt(2 / 6) / np.sqrt(200), rel=0.25)
