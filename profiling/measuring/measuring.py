@@ -212,8 +212,8 @@ def _missing(done: NDArray[np.bool_], block: int, seed: int) -> Iterator[tuple[i
 
 
 def measuring_order(samples: int, configurations: int, block: int, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
-    """[N·C, 2] every pair of sample and configuration once, in random order over both: the machine's drift then falls on
-    all alike. A change of the knobs costs the models here next to nothing, and it is not in their times.
+    """[N·C, 2] every pair of sample and configuration once, in random order over both: drift of the machine then falls
+    on all alike. A change of the knobs costs the models here next to nothing, and it is not in their times.
 
     For a model whose first answer after a change is slow (compiled graphs, say) each configuration's samples come in
     blocks of this size, and the blocks of all in random order.

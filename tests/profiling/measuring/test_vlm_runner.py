@@ -29,8 +29,8 @@ from knobwise.profiling.measuring.adaptive_model import (
     Request,
     check_configuration,
 )
-from knobwise.profiling.measuring.measuring import appended, measuring_order, read_logs
 from knobwise.profiling.measuring.machine import rendered
+from knobwise.profiling.measuring.measuring import appended, measuring_order, read_logs
 from knobwise.profiling.measuring.outputs import knob_report
 from knobwise.profiling.measuring.profiler import chosen_configurations, command, metric_of, profile_vlm, question_text
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
