@@ -1,7 +1,6 @@
 """The built-in data of the selector: which demonstrations help the learner answer questions about canvases.
 
-Canvases are drawn again at load and embeddings computed from them. The files hold pools and recorded sequences, with
-digests of the canvases and of the learner that they belong to. This makes all of it anew, in some two CPU-minutes:
+Files hold pools, recorded sequences, and digests of canvases and learner. This makes all anew, in some 2 CPU-minutes:
 
     python -m knobwise.profiling.demonstrations.builtin FOLDER
 """
@@ -9,8 +8,8 @@ digests of the canvases and of the learner that they belong to. This makes all o
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +43,7 @@ _DERIVED = {"vqa_gt_prob": ("logprob_score", torch.exp), "vqa_correct": ("vqa_ac
 _INTEGERS = {"pool": torch.int16, "sequences": torch.int8, "found_by": torch.int8, "round": torch.int8}
 
 
-@dataclass(frozen=True)
-class Demonstrations:
+class Demonstrations(NamedTuple):
     """The data that a selector is trained and evaluated on, with scorers for sequences that are not recorded."""
 
     train: BeamTable
@@ -57,13 +55,11 @@ class Demonstrations:
 def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
     """Load the built-in data of "careless" (six of ten annotators are) or "careful" (none is).
 
-    Raises:
-        InputError: no such variant; canvases drawn here, or the learner, are not those of the files.
+    Raises InputError for no such variant, and where canvases drawn here, or the learner, are not those of the files.
     """
-    (train, train_scorer), (test, test_scorer) = (
-        load_demonstrations(demonstrations_path(variant, part), variant, part) for part in PARTS
-    )
-    return Demonstrations(train, test, train_scorer, test_scorer)
+    loaded = [load_demonstrations(demonstrations_path(variant, part), variant, part) for part in PARTS]
+    tables, scorers = zip(*loaded, strict=True)
+    return Demonstrations(*tables, *scorers)
 
 
 def careful_candidates(variant: str, part: str) -> Tensor:
@@ -82,10 +78,8 @@ def save_demonstrations(table: BeamTable, variant: str, part: str, path: str | P
     """Write pools and beams of a table of `task_table`, without what is drawn and computed again at load.
 
     Outcomes are rounded to half precision; `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether
-    `vqa_acc_score` is 1, are left out and computed at load.
-
-    Raises:
-        InputError: the table is not of this variant, part, seed and learner.
+    `vqa_acc_score` is 1, are left out and computed at load. Raises InputError if the table is not of this variant,
+    part, seed and learner.
     """
     learner = builtin_learner()
     task = draw_part(variant, part, table.num_queries, len(table.candidates), seed)
@@ -108,9 +102,7 @@ def save_demonstrations(table: BeamTable, variant: str, part: str, path: str | P
 def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[BeamTable, LearnerScorer]:
     """Read what `save_demonstrations` wrote.
 
-    Raises:
-        InputError: no such file, or another kind of file; canvases drawn here, or the learner, are not those of the
-            file.
+    Raises InputError for no such or another kind of file, and where canvases drawn here, or the learner, are not its.
     """
     learner = builtin_learner()
     try:

@@ -1,11 +1,4 @@
-"""A small elastic vision-language model with three knobs that really change what is computed.
-
-An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping 8-pixel windows that one linear map
-turns into tokens (a deliberately weak stem: recognition is left to the blocks). Blocks are attention plus a sparse
-mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token runs through its ``top_k``
-experts only. ``num_active_blocks`` leaves out middle blocks, the least important first. Answers are decoded greedily
-with a KV cache.
-"""
+"""A small elastic vision-language model with three knobs that really change what is computed."""
 
 from __future__ import annotations
 
@@ -19,11 +12,10 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from knobwise.common.files import written_whole
+from knobwise.profiling.elastic.resumable_training import read_weights, save_weights
 from knobwise.profiling.elastic.scenes import ANSWER_TOKENS, CELL, END, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 from knobwise.profiling.measuring.adaptive_model import clock_ms
@@ -194,6 +186,11 @@ class Block(nn.Module):
 class ElasticVLM(nn.Module):
     """The elastic model.
 
+    An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping 8-pixel windows that one linear map
+    turns into tokens (a deliberately weak stem: recognition is left to the blocks). Blocks are attention plus a sparse
+    mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token runs through its ``top_k``
+    experts only. ``num_active_blocks`` leaves out middle blocks, the least important first.
+
     ``drop_order`` lists the middle blocks, the first to be left out first; ``training_s`` are the CPU seconds that its
     training took.
     """
@@ -340,9 +337,7 @@ class ElasticVLM(nn.Module):
     def save(self, path: Path) -> None:
         """Write weights in half precision, with size and drop order as metadata."""
         about = {"size": asdict(self.size), "drop_order": self.drop_order, "training_s": self.training_s}
-        metadata = {key: json.dumps(value) for key, value in about.items()}
-        with written_whole(path) as temporary:
-            save_file({k: v.half().contiguous() for k, v in self.state_dict().items()}, temporary, metadata)
+        save_weights(self, path, {key: json.dumps(value) for key, value in about.items()})
 
     @classmethod
     def load(cls, path: Path) -> ElasticVLM:
@@ -351,10 +346,9 @@ class ElasticVLM(nn.Module):
         Raises ``ValueError`` for another kind of file.
         """
         try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-                model = cls(ElasticSize(**json.loads(metadata["size"])))
-                model.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118
+            weights, metadata = read_weights(path)
+            model = cls(ElasticSize(**json.loads(metadata["size"])))
+            model.load_state_dict(weights)
         except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}: holds no weights of the elastic model") from error
         model.drop_order = tuple(json.loads(metadata["drop_order"]))

@@ -1,4 +1,4 @@
-"""Train a small model from scratch; an interrupted training resumes and ends in the same place."""
+"""Train a small model from scratch, so that an interrupted training ends in the same place; and the file of weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from time import monotonic, process_time
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
@@ -88,3 +90,15 @@ def _resumed(
     model.load_state_dict(saved["model"])
     optimiser.load_state_dict(saved["optimiser"])
     return saved["step"], saved["cpu_s"]
+
+
+def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    """Write weights in half precision."""
+    with written_whole(path) as temporary:
+        save_file({name: x.half().contiguous() for name, x in model.state_dict().items()}, temporary, metadata)
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights in single precision, and the metadata, as `save_weights` wrote them."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name).float() for name in file.keys()}, file.metadata()  # noqa: SIM118
