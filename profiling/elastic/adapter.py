@@ -1,9 +1,4 @@
-"""The elastic model behind the interface of all models with knobs (`knobwise.profiling.measuring.adaptive_model`).
-
-The first stage scales the image down to its overview, which every configuration begins with: the answer continues from
-it, and the features of a decision are computed from it. The mean of the overview's tokens is linear in the mean of its
-windows: the features need none of the tokens themselves, which the answer embeds with all others at once.
-"""
+"""The elastic model behind the interface of all models with knobs (`knobwise.profiling.measuring.adaptive_model`)."""
 
 from __future__ import annotations
 
@@ -41,6 +36,10 @@ _MEAN_WINDOW = np.array(
 class ElasticAdaptive:
     """An `AdaptiveVLM`: the elastic model, one request at a time.
 
+    The first stage scales the image down to its overview, which every configuration begins with: the answer continues
+    from it, and the features of a decision are computed from it. The mean of the overview's tokens is linear in the
+    mean of its windows: the features need none of the tokens themselves.
+
     An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose sides are 2 to 8
     cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens int64 [1, 6].
 
@@ -69,11 +68,7 @@ class ElasticAdaptive:
 
     @contextmanager
     def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
-        """Run with this configuration inside the context. Not for two threads at once.
-
-        Raises:
-            InputError: a value that cannot be set.
-        """
+        """As in `AdaptiveVLM`."""
         wanted = self._configured(configuration)
         before, self.configuration = self.configuration, wanted
         try:
@@ -132,11 +127,7 @@ class ElasticAdaptive:
         return torch.cat(self.model.features(torch.zeros_like(image), nothing), 1)[0].numpy()
 
     def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
-        """Decode one answer after another; `extra` holds `cpu_ms`, the thread's CPU time over the span of `total_ms`.
-
-        Raises:
-            InputError: a value that cannot be set.
-        """
+        """Decode one answer after another; `extra` holds `cpu_ms`, CPU time of the thread over the span of `total_ms`."""
         wanted = self._configured(configuration)
         return [self._answer(stage, wanted) for stage in stages]
 
