@@ -127,7 +127,7 @@ class ElasticAdaptive:
         return torch.cat(self.model.features(torch.zeros_like(image), nothing), 1)[0].numpy()
 
     def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
-        """Decode one answer after another; `extra` holds `cpu_ms`, CPU time of the thread over the span of `total_ms`."""
+        """Decode one answer after another; `extra` holds `cpu_ms`, CPU time over the span of `total_ms`."""
         wanted = self._configured(configuration)
         return [self._answer(stage, wanted) for stage in stages]
 

@@ -41,7 +41,7 @@ class HuggingFaceKnobs:
 
     Args:
         importance: how much the answers lose without each block, by block, for all that can be left out
-            (`knobwise.profiling.huggingface.block_importance` measures and reads it).
+            (`knobwise.profiling.huggingface.profile` measures and reads it).
 
     Raises:
         InputError: the decoder's blocks cannot be found; an importance that misses a block or names one that does not

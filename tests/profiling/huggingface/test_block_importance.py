@@ -8,8 +8,8 @@ from test_hf_knobs import asked
 from tiny_models import tiny_model
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.huggingface.block_importance import AnswerLikelihood, measure_importance, read_importance
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
+from knobwise.profiling.huggingface.profile import AnswerLikelihood, measure_importance, read_importance
 
 
 @pytest.fixture
