@@ -34,9 +34,7 @@ class Overview:
     inputs: Any
     """Arguments of the tower's call, on the model's device: one row, as far as they are by row."""
     output: Any
-    """Of that call."""
     ms: float
-    """Wall time of it."""
 
     def pooled(self) -> Tensor:
         """Mean over the patches of the tower's last hidden states, padding left out: float32 [d] on the CPU."""
@@ -66,9 +64,8 @@ def vision_modules(model: Any) -> list[Any]:
 def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:
     """Take one image's overview through the vision tower alone.
 
-    Args:
-        inputs: what the processor made of one request, on the model's device.
-        clock: wall time in ms, the device having finished its work.
+    `inputs` are what the processor made of one request, on the model's device; `clock` is in ms, after the device has
+    finished its work.
     """
     encode, tower = model.base_model.get_image_features, vision_tower(model)
     known = {name: inputs[name] for name in inspect.signature(encode).parameters if name in inputs}

@@ -72,11 +72,7 @@ class HuggingFaceVLM(PromptedModel):
         return (Path(source).name if Path(source).is_dir() else source) or self.model.config.model_type
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
-        """Run model and processor with this configuration inside the context, and restore both at its end.
-
-        Raises:
-            InputError: a value that cannot be set.
-        """
+        """As in `AdaptiveVLM`."""
         return self.knobs_of_model.set(configuration)
 
     @torch.inference_mode()
