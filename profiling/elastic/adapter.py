@@ -84,11 +84,8 @@ class ElasticAdaptive:
         return wanted
 
     def first_stage(self, request: Request) -> FirstStage:
-        """The overview, and features as in the built-in profile, rounded to half precision.
-
-        Raises:
-            InputError: an image or a question that the model cannot take.
-        """
+        """The overview, and features as in the built-in profile, rounded to half precision. Raises InputError for an
+        image or a question that the model cannot take."""
         start, cpu = clock_ms(), time.thread_time_ns()
         image, prompt = request.image, request.question
         if not (isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32):
@@ -152,11 +149,8 @@ class ElasticAdaptive:
 
 
 def as_image(image: Any) -> Tensor:
-    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array.
-
-    Raises:
-        InputError: of another shape, or of a size that is no grid of 2 to 8 cells each way.
-    """
+    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array. Raises InputError for another shape, or
+    a size that is no grid of 2 to 8 cells each way."""
     if isinstance(image, np.ndarray):
         image = torch.from_numpy(image)
     elif not isinstance(image, Tensor):
@@ -177,11 +171,8 @@ _SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
 
 
 def as_prompt(question: Any) -> Tensor:
-    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens.
-
-    Raises:
-        InputError: an unknown word, or too many.
-    """
+    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens. Raises InputError for an unknown word, or
+    too many."""
     if isinstance(question, str):
         words = question.split()
         if unknown := [word for word in words if word not in TOKEN]:

@@ -32,8 +32,8 @@ def train_resumably(
     rise: int,
     save_every_s: float,
 ) -> float:
-    """Train with AdamW, or resume from the checkpoint at `state`. An interrupted training ends where an uninterrupted
-    one does, if a batch depends on the number of its step alone.
+    """Train with AdamW, or resume from the checkpoint at `state`; return the CPU seconds of all sessions. A resumed
+    training ends where an uninterrupted one does, if a batch depends on the number of its step alone.
 
     Args:
         model: in its initial state; trained in place, and in evaluation mode afterwards.
@@ -43,15 +43,19 @@ def train_resumably(
         learning_rate: at step t times min(1, (t + 1) / `rise`), and times a cosine from 1 to 0.03.
         save_every_s: seconds between checkpoints; the last step saves too.
 
-    Returns: CPU seconds of all sessions.
-
     Raises:
         InputError: the checkpoint belongs to a training with other settings.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     identity = {"format": "knobwise.training/1", **json.loads(json.dumps(settings))}
-    step, earlier_s = _resumed(state, identity, model, optimiser)
-    start = process_time() - earlier_s
+    step, start = 0, process_time()
+    if state.exists():
+        saved = torch.load(state, weights_only=True)
+        if saved["identity"] != identity:
+            raise InputError(f"{state}: belongs to a training with other settings; remove it or choose another folder")
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        step, start = saved["step"], start - saved["cpu_s"]
     model.train()
     saved_at, mean_loss = monotonic(), math.nan
     with held_back() as held, progress(what, steps, step) as tick:
@@ -76,20 +80,6 @@ def train_resumably(
             held.check()
     model.eval()
     return process_time() - start
-
-
-def _resumed(
-    state: Path, identity: Mapping[str, Any], model: nn.Module, optimiser: torch.optim.Optimizer
-) -> tuple[int, float]:
-    """Load the checkpoint, if there is one, and return its step and its CPU seconds."""
-    if not state.exists():
-        return 0, 0.0
-    saved = torch.load(state, weights_only=True)
-    if saved["identity"] != identity:
-        raise InputError(f"{state}: belongs to a training with other settings; remove it or choose another folder")
-    model.load_state_dict(saved["model"])
-    optimiser.load_state_dict(saved["optimiser"])
-    return saved["step"], saved["cpu_s"]
 
 
 def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:

@@ -44,11 +44,8 @@ class Overview:
 
 
 def vision_tower(model: Any) -> Any:
-    """The module that encodes images.
-
-    Raises:
-        InputError: the model has none where models of transformers have theirs.
-    """
+    """The module that encodes images. Raises InputError if the model has none where models of transformers have
+    theirs."""
     tower = model.get_encoder(modality="image")
     if tower in (model, model.base_model) or not hasattr(model.base_model, "get_image_features"):
         raise InputError(f"{type(model).__name__}: has no vision tower that HuggingFaceVLM can find")

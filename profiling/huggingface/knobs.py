@@ -66,10 +66,7 @@ class HuggingFaceKnobs:
     def set(self, configuration: Configuration) -> Iterator[None]:
         """Run model and processor with this configuration inside the context; restore both at its end, also after
         exceptions. The configuration must stay the same from the processor's call to the last token of an answer.
-
-        Raises:
-            InputError: a value that cannot be set; a context of this model that has not ended.
-        """
+        Raises InputError for a value that cannot be set, or a context of this model that has not ended."""
         values = check_configuration(self.knobs, configuration)
         crops, top_k, blocks = (values[name] for name in KNOBS)
         assignments: list[Assignment] = []
@@ -83,11 +80,8 @@ class HuggingFaceKnobs:
 
     @contextmanager
     def leaving_out(self, blocks: Iterable[int]) -> Iterator[None]:
-        """Run the model without these blocks inside the context, everything else as it came; for measuring them.
-
-        Raises:
-            InputError: a block that does not exist or is one of `always_active`; a context that has not ended.
-        """
+        """Run the model without these blocks inside the context, everything else as it came; for measuring them. Raises
+        InputError for a block that does not exist or is one of `always_active`, or a context that has not ended."""
         left_out = set(blocks)
         if wrong := sorted(left_out - set(self._leaving)):
             raise InputError(f"block {wrong[0]} cannot be left out; those that can are {sorted(self._leaving)}")
@@ -95,11 +89,8 @@ class HuggingFaceKnobs:
             yield
 
     def active_blocks(self, number: int) -> tuple[int, ...]:
-        """The blocks that run when so many are active, in ascending order.
-
-        Raises:
-            InputError: fewer than must run, or more than there are.
-        """
+        """The blocks that run when so many are active, in ascending order. Raises InputError for fewer than must run,
+        or more than there are."""
         total = len(self._blocks)
         if not len(self.always_active) <= number <= total:
             raise InputError(f"num_active_blocks={number}: this model takes {len(self.always_active)} to {total}")

@@ -32,11 +32,7 @@ def clock_ms() -> float:
 
 
 class clocked_by:
-    """A context in which `clock_ms` reads another clock, in this thread.
-
-    Raises:
-        InputError: no clock of this name.
-    """
+    """A context in which `clock_ms` reads another clock, in this thread. Raises InputError for an unknown one."""
 
     def __init__(self, clock: str) -> None:
         if clock not in CLOCKS:
@@ -147,12 +143,8 @@ class AdaptiveVLM(Protocol):
         ...
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
-        """Run the model with this configuration inside the context and restore it exactly at the end, whatever
-        happens. Not for two threads at once.
-
-        Raises:
-            InputError: a value that cannot be set.
-        """
+        """Run the model with this configuration inside the context and restore it exactly at the end, whatever happens.
+        Not for two threads at once. Raises InputError for a value that cannot be set."""
         ...
 
     def first_stage(self, request: Request) -> FirstStage:
@@ -165,12 +157,8 @@ class AdaptiveVLM(Protocol):
 
 
 def check_configuration(knobs: Sequence[KnobSupport], configuration: Configuration) -> dict[str, Any]:
-    """The configuration with defaults filled in.
-
-    Raises:
-        InputError: an unknown knob, a value that it does not take, or any value but the default for a knob that the
-            model lacks.
-    """
+    """The configuration with defaults filled in. Raises InputError for an unknown knob, a value that it does not take,
+    or any value but the default for a knob that the model lacks."""
     known = {knob.name: knob for knob in knobs}
     if unknown := [name for name in configuration if name not in known]:
         raise InputError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")

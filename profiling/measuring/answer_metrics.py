@@ -98,11 +98,8 @@ _CONTRACTIONS = _contractions()
 
 
 def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """1 if the option that the answer names is a right one, else 0; references are options or their letters.
-
-    Raises:
-        InputError: no choices, more than 26, or none of them is a reference.
-    """
+    """1 if the option that the answer names is a right one, else 0; references are options or their letters. Raises
+    InputError for no choices, more than 26, or none of them is a reference."""
     if not 1 <= len(choices) <= len(string.ascii_uppercase):
         raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
     comparable = _comparable(choices)

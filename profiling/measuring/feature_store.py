@@ -31,10 +31,7 @@ _PARTS = "[0-9]*.safetensors"  # not what another process is writing, or a kill 
 
 def image_digests(items: Sequence[VQAItem]) -> list[str]:
     """SHA-256 of what each image is: the bytes of its file, or the pixels of a picture in RGB, as models are shown it.
-
-    Raises:
-        InputError: a file cannot be read.
-    """
+    Raises InputError if a file cannot be read."""
 
     @cache  # many questions are asked about one image
     def of_file(path: Path) -> str:
@@ -106,12 +103,8 @@ class FeatureStore:
         return key in self._blocks
 
     def add(self, key: str, features: Mapping[str, NDArray[np.float32]], name: str) -> None:
-        """Keep the features of the sample of this name, float [d] each, in the place of those that were there.
-
-        Raises:
-            InputError: none, other names or widths than before, values that are not finite, or too large for half
-                precision.
-        """
+        """Keep the features of the sample of this name, float [d] each, in the place of earlier ones. Raises InputError
+        for none, other names or widths than before, and values not finite or too large for half precision."""
         where = f"features of sample {name}"
         blocks = {k: torch.tensor(v, dtype=self.dtype).flatten() for k, v in sorted(features.items())}
         if not blocks:
@@ -137,11 +130,8 @@ class FeatureStore:
             self._next, self._new = self._next + 1, []
 
     def write(self, path: str | Path, keys: Sequence[str], sample_ids: Sequence[str]) -> None:
-        """Write one feature file with a row for each sample, in this order.
-
-        Raises:
-            InputError: samples whose features are not here.
-        """
+        """Write one feature file with a row for each sample, in this order. Raises InputError for samples whose
+        features are not here."""
         if missing := [name for key, name in zip(keys, sample_ids, strict=True) if key not in self]:
             raise InputError(f"{path}: no features for {len(missing)} samples, such as {', '.join(missing[:5])}")
         self._save(Path(path), keys, {"sample_id": json.dumps(list(sample_ids))})

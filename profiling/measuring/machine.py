@@ -20,11 +20,7 @@ from knobwise.common.files import written_whole
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
-    """Note in ``path`` what is being measured.
-
-    Raises:
-        InputError: a run with other settings was begun there before.
-    """
+    """Note in ``path`` what is being measured. Raises InputError if a run with other settings was begun there."""
     wanted = json.loads(json.dumps(identity))
     if not path.exists():
         write_json(path, wanted)

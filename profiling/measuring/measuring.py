@@ -107,11 +107,8 @@ class Plan:
 
 
 def read_logs(folder: str | Path) -> pl.DataFrame:
-    """What all processes have measured so far, one row for each measurement.
-
-    Raises:
-        InputError: a file that is not such a log.
-    """
+    """What all processes have measured so far, one row for each measurement. Raises InputError for a file that is not
+    such a log."""
     frames = [pl.DataFrame(schema=_SCHEMA)]
     for path in sorted(Path(folder).glob("measured-*.jsonl")):
         content = path.read_bytes()
@@ -127,11 +124,8 @@ def read_logs(folder: str | Path) -> pl.DataFrame:
 
 @contextmanager
 def appended(path: str | Path) -> Iterator[BinaryIO]:
-    """A log, opened at the end of its last whole line; what a kill left half written is cut off.
-
-    Raises:
-        InputError: another process has it open.
-    """
+    """A log, opened at the end of its last whole line; what a kill left half written is cut off. Raises InputError if
+    another process has it open."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
         try:

@@ -41,16 +41,11 @@ _NOT_REPEATED = ("shard", "shards", "force", "features_from")  # the profile is 
 def profile_vlm(
     out: str | Path, model: AdaptiveVLM, data: VQAData, config: VLMProfileConfig, about: Mapping[str, Any] | None = None
 ) -> Path:
-    """Measure the model, write the profile, and return its folder.
+    """Measure the model on the queries of the data, write the profile, and return its folder.
 
     Repeat the call to resume it. More configurations, samples or repeats are measured beside those that exist; another
-    model, machine, version or data set needs another folder.
-
-    Args:
-        model: each call of `answer` gets one request.
-        data: its queries are the samples.
-        about: what else distinguishes this model from others, as JSON can hold it: digest of its weights, data type,
-            device.
+    model, machine, version or data set needs another folder. `about` is what else distinguishes this model from others,
+    as JSON can hold it: digest of its weights, data type, device.
 
     Raises:
         InputError: settings that the model cannot run, data that the metric cannot judge, another run in `out`, a model
@@ -176,12 +171,8 @@ def _judge(items: Sequence[VQAItem], metric: str) -> tuple[list[str], Judge]:
 
 
 def chosen_configurations(knobs: tuple[KnobSupport, ...], config: VLMProfileConfig) -> tuple[dict[str, Any], ...]:
-    """The configurations that are measured, with a value for every knob.
-
-    Raises:
-        InputError: a knob that the model does not have or that is named like a column of the table; a value that it
-            does not take; what `sample_grid` refuses.
-    """
+    """The configurations that are measured, with a value for every knob. Raises InputError for a knob that the model
+    lacks or that is named like a column of the table, a value that it does not take, and as `sample_grid`."""
     for knob in knobs:
         if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
             raise InputError(f"knob {knob.name!r}: is the name of a measurement in a profile; rename it")

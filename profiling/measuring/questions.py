@@ -229,11 +229,8 @@ def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
 
 
 def check_rows(queries: Tensor, demonstrations: Tensor, num_queries: int, num_bank: int) -> None:
-    """Refuse rows that a scorer cannot score: int64 [n] of the queries, [n, T] of the bank, −1 for none.
-
-    Raises:
-        InputError: shapes that do not fit, rows that do not exist.
-    """
+    """Refuse rows that a scorer cannot score: int64 [n] of the queries, [n, T] of the bank, −1 for none. Raises
+    InputError if shapes do not fit or rows do not exist."""
     if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
         shapes = tuple(queries.shape), tuple(demonstrations.shape)
         raise InputError(f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], [n, T]")
