@@ -86,9 +86,8 @@ def _contractions() -> dict[str, str]:
     whole += [stem + ending for ending, group in stems.items() for stem in group.split()]
     spellings = {}
     for word in whole:
-        parts = word.split("'")
-        for marks in itertools.product(("", "'"), repeat=len(parts) - 1):
-            spelling = "".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))
+        for letters in itertools.product(*(("", "'") if letter == "'" else letter for letter in word)):
+            spelling = "".join(letters)
             if spelling not in ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets"):
                 spellings[spelling] = word
     return spellings
