@@ -5,10 +5,6 @@ images of any size; its tokens are characters. Decoders have 4 blocks of width 3
 where the family has experts.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
 
@@ -21,16 +17,16 @@ CHAT = (
     "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}"
     "{{ c.text }}{% endif %}{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-TEXT: dict[str, Any] = {
+TEXT = {
     "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 8192, "pad_token_id": 1,
     "bos_token_id": 2, "eos_token_id": 3, "initializer_range": 0.3,
 }  # fmt: skip
-VISION: dict[str, Any] = {
+VISION = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "initializer_range": 0.3,
 }  # fmt: skip
-QWEN: dict[str, Any] = {
+QWEN = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
     "spatial_merge_size": 2, "out_hidden_size": 32, "initializer_range": 0.3,
 }  # fmt: skip
@@ -40,7 +36,7 @@ MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]
 PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 256 * 64}
 
 
-def tiny_tokenizer(*special: str, **named: str) -> Any:
+def tiny_tokenizer(*special, **named):
     """One character, one token, of ASCII and the special ones; `named` become attributes such as `image_token`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -51,7 +47,7 @@ def tiny_tokenizer(*special: str, **named: str) -> Any:
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    extra: dict[str, Any] = {"extra_special_tokens": named} if named else {}
+    extra = {"extra_special_tokens": named} if named else {}
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>", **extra
     )
@@ -59,7 +55,7 @@ def tiny_tokenizer(*special: str, **named: str) -> Any:
     return made
 
 
-def tiny_model(family: str, **text: Any) -> tuple[Any, Any]:
+def tiny_model(family, **text):
     """A new model of a family, in eval mode, and its processor; always the same weights.
 
     Args:
@@ -76,12 +72,12 @@ def tiny_model(family: str, **text: Any) -> tuple[Any, Any]:
     return model, processor
 
 
-def numbers_of(tokenizer: Any, tokens: dict[str, str]) -> dict[str, int]:
+def numbers_of(tokenizer, tokens):
     """The numbers of special tokens, by the name of a setting."""
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
 
 
-def _llama4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _llama4(text):
     marks = ["image_start", "image_end", "image", "patch", "tile_x_separator", "tile_y_separator"]
     tokenizer = tiny_tokenizer(*(f"<|{mark}|>" for mark in marks))
     pixels = transformers.Llama4ImageProcessor(size={"height": 16, "width": 16}, max_patches=4)
@@ -100,7 +96,7 @@ def _llama4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
     return "Llama4", config, processor
 
 
-def _aria(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _aria(text):
     tokenizer = tiny_tokenizer(image_token="<|img|>")
     # its processor knows images of 490 and 980 pixels only: 5 × 5 and 10 × 10 patches here
     processor = transformers.AriaProcessor(
@@ -119,7 +115,7 @@ def _aria(text: dict[str, Any]) -> tuple[Any, Any, Any]:
     return "Aria", config, processor
 
 
-def _llava_next(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _llava_next(text):
     tokenizer = tiny_tokenizer("<image>")
     grids = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
     pixels = transformers.LlavaNextImageProcessor(
@@ -144,11 +140,11 @@ def _llava_next(text: dict[str, Any]) -> tuple[Any, Any, Any]:
     return "LlavaNext", config, processor
 
 
-def _qwen(name: str, text: dict[str, Any], **vision: Any) -> tuple[Any, Any, Any]:
+def _qwen(name, text, **vision):
     marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
     ids = {f"{name}_token_id": f"<|{mark}|>" for name, mark in marks.items()}
     tokenizer = tiny_tokenizer(*ids.values())
-    pixels: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": PIXELS}
+    pixels = {"patch_size": 4, "merge_size": 2, "size": PIXELS}
     processor = transformers.Qwen3VLProcessor(
         transformers.Qwen2VLImageProcessor(**pixels),
         tokenizer,
@@ -164,34 +160,34 @@ def _qwen(name: str, text: dict[str, Any], **vision: Any) -> tuple[Any, Any, Any
     return name, config, processor
 
 
-def _qwen3_vl_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _qwen3_vl_moe(text):
     return _qwen("Qwen3VLMoe", text, deepstack_visual_indexes=[0, 1])
 
 
-def _qwen3_5_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _qwen3_5_moe(text):
     linear = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8, "conv_kernel_dim": 2}
-    settings: dict[str, Any] = {f"linear_{name}": value for name, value in linear.items()}
+    settings = {f"linear_{name}": value for name, value in linear.items()}
     settings |= {"shared_expert_intermediate_size": 24, "rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
     settings |= {"layer_types": ["linear_attention", "full_attention"] * (BLOCKS // 2)}
     text = {name: value for name, value in text.items() if name != "intermediate_size"}
     return _qwen("Qwen3_5Moe", settings | text)
 
 
-def _glm4v_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _glm4v_moe(text):
     ids = {}
     for kind in ("image", "video"):
         ids |= {f"{kind}_token_id": f"<|{kind}|>", f"{kind}_start_token_id": f"<|begin_of_{kind}|>"}
         ids[f"{kind}_end_token_id"] = f"<|end_of_{kind}|>"
     tokenizer = tiny_tokenizer(*ids.values())
     # its sizes count pixels of two frames
-    pixels: dict[str, Any] = {"patch_size": 4, "size": {name: 2 * value for name, value in PIXELS.items()}}
+    pixels = {"patch_size": 4, "size": {name: 2 * value for name, value in PIXELS.items()}}
     processor = transformers.Glm4vProcessor(
         transformers.Glm4vImageProcessor(**pixels),
         tokenizer,
         transformers.Glm4vVideoProcessor(**pixels),
         chat_template=CHAT.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>"),
     )
-    own: dict[str, Any] = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
+    own = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
     own |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
     own |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
     text = {name: value for name, value in text.items() if name != "head_dim"}
@@ -203,10 +199,10 @@ def _glm4v_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
     return "Glm4vMoe", config, processor
 
 
-def _gemma4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _gemma4(text):
     named = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
     tokenizer = tiny_tokenizer("<|video|>", **named, boa_token="<|audio>", eoa_token="<audio|>")
-    pixels: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2}
+    pixels = {"patch_size": 4, "pooling_kernel_size": 2}
     processor = transformers.Gemma4Processor(
         transformers.Gemma4AudioFeatureExtractor(),
         transformers.Gemma4ImageProcessor(**pixels, max_soft_tokens=280),
@@ -214,7 +210,7 @@ def _gemma4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
         transformers.Gemma4VideoProcessor(**pixels),
         chat_template=CHAT.replace("IMAGE", "<|image|>"),
     )
-    own: dict[str, Any] = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": TOP_K}
+    own = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": TOP_K}
     own |= {"moe_intermediate_size": 24, "hidden_size_per_layer_input": 0, "global_head_dim": 8, "sliding_window": 64}
     own |= {"layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2)}
     vision = VISION | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2}
@@ -228,15 +224,15 @@ def _gemma4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
     return "Gemma4", config, processor
 
 
-def _smolvlm(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _smolvlm(text):
     return _idefics("SmolVLM", text, transformers.SmolVLMVideoProcessor())
 
 
-def _idefics3(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _idefics3(text):
     return _idefics("Idefics3", text)
 
 
-def _idefics(family: str, text: dict[str, Any], *video: Any) -> tuple[Any, Any, Any]:
+def _idefics(family, text, *video):
     made = {part: getattr(transformers, family + part) for part in ("Processor", "ImageProcessor", "Config")}
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     tokens = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
@@ -253,12 +249,12 @@ def _idefics(family: str, text: dict[str, Any], *video: Any) -> tuple[Any, Any, 
     return family, config, processor
 
 
-def _molmo2(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _molmo2(text):
     marks = {"image_start_token_id": "<im_start>", "low_res_image_start_token_id": "<low_res_im_start>"}
     marks |= {"image_end_token_id": "<im_end>", "image_patch_id": "<im_patch>"}
     marks |= {f"frame_{end}_token_id": f"<frame_{end}>" for end in ("start", "end")}
     tokenizer = tiny_tokenizer("<|image|>", "<|video|>", "<im_col>", "<im_low>", *marks.values())
-    pixels: dict[str, Any] = {"patch_size": 4, "size": {"height": 24, "width": 24}}
+    pixels = {"patch_size": 4, "size": {"height": 24, "width": 24}}
     processor = transformers.Molmo2Processor(
         transformers.Molmo2ImageProcessor(**pixels, overlap_margins=[1, 1], max_crops=6),
         transformers.Molmo2VideoProcessor(**pixels),

@@ -1,18 +1,14 @@
 """Recording beam data: what is written, interruptions, rounds of a policy, and the command line with real models."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from test_beam_search import HandScorer
-from torch import Tensor
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import save_checkpoint
@@ -31,7 +27,7 @@ BEAM, SAMPLE, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
 CONFIG = BeamProfileConfig(shots=2, width=3, retrieved=2, sampled=1, random=2, chunk=2)
 
 
-def task(scorer: Any = None) -> BeamTask:
+def task(scorer=None):
     """Seven queries with pools of five to one out of a bank of six."""
     generator = torch.Generator().manual_seed(0)
     pool = torch.stack([torch.randperm(6, generator=generator)[:5] for _ in range(7)])
@@ -56,18 +52,18 @@ def task(scorer: Any = None) -> BeamTask:
 class Interrupted(HandScorer):
     """Ctrl-C at the given call."""
 
-    def __init__(self, like: HandScorer, at: int) -> None:
+    def __init__(self, like, at):
         super().__init__(like.worth.tolist())
         self.left = at
 
-    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    def __call__(self, queries, demonstrations):
         if self.left == 0:
             raise KeyboardInterrupt
         self.left -= 1
         return super().__call__(queries, demonstrations)
 
 
-def backwards(rows: Tensor, count: int) -> Tensor:
+def backwards(rows, count):
     """A policy that takes the last two places of the pool, and once in a while the first."""
     last = (task().table.pool[rows] >= 0).sum(1)
     sequences = torch.stack([last - 1, last - 2], 1)[:, None].expand(-1, count, -1).clone()
@@ -75,11 +71,11 @@ def backwards(rows: Tensor, count: int) -> Tensor:
     return sequences
 
 
-def same(one: BeamTable, two: BeamTable) -> bool:
+def same(one, two):
     return one.digest == two.digest
 
 
-def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_path: Path) -> None:
+def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_path):
     given = task()
     table = profile_beams(tmp_path / "out", given, CONFIG)
     for query, size in enumerate([5, 5, 5, 4, 3, 2, 1]):
@@ -103,14 +99,14 @@ def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_pat
     assert torch.allclose(table.fields["beam_score"].nan_to_num(), gain, atol=1e-6)
 
 
-def test_beams_of_every_length(tmp_path: Path) -> None:
+def test_beams_of_every_length(tmp_path):
     config = replace(CONFIG, shots=3, every_length=True, retrieved=0, sampled=0, random=0)
     table = profile_beams(tmp_path / "out", task(), config)
     assert [(table.lengths[0] == length).sum().item() for length in (1, 2, 3)] == [3, 3, 3]
     assert [(table.lengths[6] == length).sum().item() for length in (1, 2, 3)] == [1, 0, 0]
 
 
-def test_what_is_written_fits_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written_fits_together(tmp_path, capsys):
     out = tmp_path / "out"
     table = profile_beams(out, task(), CONFIG)
     assert same(BeamTable.load(out / "beams.safetensors"), table)
@@ -138,7 +134,7 @@ def test_what_is_written_fits_together(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("at", [0, 1, 8, 14])
-def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path: Path, at: int) -> None:
+def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path, at):
     whole = task()
     wanted = profile_beams(tmp_path / "whole", whole, CONFIG)
     in_all = len(whole.scorer.asked)  # in four chunks of some four calls
@@ -159,7 +155,7 @@ def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tm
     assert third.scorer.asked == []
 
 
-def test_rounds_of_a_policy_are_added_once_each(tmp_path: Path) -> None:
+def test_rounds_of_a_policy_are_added_once_each(tmp_path):
     out, config = tmp_path / "out", replace(CONFIG, draws=4)
     base = profile_beams(out, task(), config)
     given = task()
@@ -192,7 +188,7 @@ def test_rounds_of_a_policy_are_added_once_each(tmp_path: Path) -> None:
     assert again.round.max() == 2
 
 
-def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path: Path) -> None:
+def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path):
     wanted = profile_beams(tmp_path / "whole", task(), CONFIG, backwards, "one")
     out = tmp_path / "out"
     like = task()
@@ -205,7 +201,7 @@ def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path: Path) -> N
     assert same(profile_beams(out, task(), CONFIG, backwards, "one"), wanted)
 
 
-def test_a_folder_keeps_to_one_run(tmp_path: Path) -> None:
+def test_a_folder_keeps_to_one_run(tmp_path):
     profile_beams(tmp_path, task(), CONFIG)
     with pytest.raises(ValueError, match=r"other settings \(random: 2 → 3\)"):
         profile_beams(tmp_path, task(), replace(CONFIG, random=3))
@@ -216,9 +212,7 @@ VLM = ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"]
 TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.chunk=5", "out=out"]
 
 
-def test_the_built_in_learner_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *TINY]) == 0
     shown = capsys.readouterr()
@@ -250,7 +244,7 @@ def test_the_built_in_learner_end_to_end(
     assert "random: 4 → 1" in capsys.readouterr().err
 
 
-def test_the_built_in_task_with_pools_by_similarity(tmp_path: Path) -> None:
+def test_the_built_in_task_with_pools_by_similarity(tmp_path):
     words = [*TINY[:3], f"out={tmp_path}", "pool.sampler=image_similarity", "pool.size=9", "beams.json=false"]
     assert main(["profile", *words]) == 0
     table = BeamTable.load(tmp_path / "beams.safetensors")
@@ -262,7 +256,7 @@ def test_the_built_in_task_with_pools_by_similarity(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def vlm_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vlm_files(tmp_path_factory):
     """A tiny random LLaVA, six items about four images, and embeddings of them."""
     from PIL import Image
     from tiny_vlms import tiny_vlm
@@ -285,9 +279,7 @@ def vlm_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_vision_language_model_end_to_end(
-    vlm_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(vlm_files)
     words = [*VLM, "vlm.image_columns=2"]
     words += ["vlm.device=cpu", "pool.size=4", "beams.width=2", "beams.random=1", f"out={tmp_path}"]
@@ -330,9 +322,9 @@ def test_a_vision_language_model_end_to_end(
     ],
 )
 def test_mistakes_end_with_one_message_before_anything_is_written(
-    vlm_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: list[str], said: str,
-) -> None:  # fmt: skip
+    vlm_files, tmp_path, monkeypatch, capsys,
+    words, said,
+):  # fmt: skip
     monkeypatch.chdir(vlm_files)
     assert main(["profile", *words, f"out={tmp_path / 'out'}"]) == 2
     error = capsys.readouterr().err
@@ -341,7 +333,7 @@ def test_mistakes_end_with_one_message_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bank_of_its_own_and_fewer_queries(vlm_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bank_of_its_own_and_fewer_queries(vlm_files, monkeypatch):
     monkeypatch.chdir(vlm_files)
     config = VLMTaskConfig(
         data="items.jsonl", bank="items.jsonl", embeddings="e.safetensors", query_embeddings="e.safetensors",
@@ -355,7 +347,7 @@ def test_a_bank_of_its_own_and_fewer_queries(vlm_files: Path, monkeypatch: pytes
     assert "pool.sampler=random pool.size=3 pool.seed=1" in " ".join(found.words)
 
 
-def test_only_what_is_not_the_default_is_named() -> None:
+def test_only_what_is_not_the_default_is_named():
     assert changed_settings("beams.", BeamProfileConfig()) == []
     named = changed_settings("beams.", BeamProfileConfig(json=False, width=2), leave_out=("width",))
     assert named == ["beams.json=false"]

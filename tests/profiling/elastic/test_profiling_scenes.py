@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -16,13 +14,13 @@ from knobwise.profiling.elastic.scenes import (
 )
 
 
-def test_training_and_held_out_digit_images_are_disjoint_and_complete() -> None:
+def test_training_and_held_out_digit_images_are_disjoint_and_complete():
     train, held_out = ({image.tobytes() for image in load_digits(side).images} for side in (False, True))
     assert not train & held_out
     assert len(load_digits(False).labels) + len(load_digits(True).labels) == 1797
 
 
-def test_answers_say_what_the_scene_shows() -> None:
+def test_answers_say_what_the_scene_shows():
     rng = np.random.default_rng(0)
     scenes = draw_scenes(rng, load_digits(True), 3, 5, QUESTIONS * 20)
     colours = np.array(list(COLOURS.values()))
@@ -54,7 +52,7 @@ def test_answers_say_what_the_scene_shows() -> None:
             assert words == [a, b, last]
 
 
-def test_samples_depend_on_seed_and_number_alone() -> None:
+def test_samples_depend_on_seed_and_number_alone():
     few, many = draw_samples(3, seed=7), draw_samples(6, seed=7)
     for a, b in zip(few, many, strict=False):
         assert np.array_equal(a.images, b.images)
@@ -62,7 +60,7 @@ def test_samples_depend_on_seed_and_number_alone() -> None:
     assert not all(np.array_equal(a.prompts, b.prompts) for a, b in zip(few, draw_samples(3, seed=8), strict=True))
 
 
-def test_soft_score_is_the_share_of_right_tokens() -> None:
+def test_soft_score_is_the_share_of_right_tokens():
     answer = np.array([TOKEN[w] for w in ("1", "2", "3", "<end>", "·")])
     said = np.array([TOKEN[w] for w in ("1", "5", "3", "4", "<end>")])
     assert soft_score(answer, answer) == 1
@@ -71,11 +69,11 @@ def test_soft_score_is_the_share_of_right_tokens() -> None:
 
 
 @pytest.mark.parametrize("side", [1, 9])
-def test_a_grid_outside_the_range_is_refused(side: int) -> None:
+def test_a_grid_outside_the_range_is_refused(side):
     with pytest.raises(ValueError, match="2 to 8"):
         draw_scenes(np.random.default_rng(0), load_digits(True), side, 3, ("row",))
 
 
-def test_an_unknown_question_is_refused() -> None:
+def test_an_unknown_question_is_refused():
     with pytest.raises(ValueError, match="unknown question 'colour of'"):
         draw_scenes(np.random.default_rng(0), load_digits(True), 3, 3, ("colour of",))

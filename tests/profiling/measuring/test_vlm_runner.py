@@ -1,7 +1,5 @@
 """Profiles of a model whose knobs are set: measured once, whatever happens, and read back as they were written."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import contextmanager
@@ -47,7 +45,7 @@ class Blurred:
         KnobSupport("num_active_blocks", 3, 1, 3, "rounds", "every round costs a fixed time"),
     )
 
-    def __init__(self, fail_at: tuple[str, int] | None = None, reuse: bool = True) -> None:
+    def __init__(self, fail_at=None, reuse=True):
         self.fail_at, self.reuse = fail_at, reuse
         self.asked: list[tuple[str, int, int]] = []
         self.first = 0
@@ -86,7 +84,7 @@ class Blurred:
         return Answer(text, total, seen, seen, side * side, 2, 1, {"cpu_ms": total, "rounds": float(rounds)})
 
 
-def corner(colour: str, size: int = 8) -> Image.Image:
+def corner(colour, size=8):
     """One pixel of a colour on another: seen at full resolution only."""
     image = Image.new("RGB", (size, size), "blue")
     image.putpixel((0, 0), {"red": (255, 0, 0), "green": (0, 255, 0)}[colour])
