@@ -20,6 +20,7 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.tensor_file import with_prefix
 from knobwise.profiling.demonstrations.canvases import VARIANTS, digest
 from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
 from knobwise.profiling.demonstrations.profile import profile_beams
@@ -126,7 +127,7 @@ def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[Beam
             f"{path}: was recorded with another learner, so its outcomes are not this one's. Make it again with "
             f"`{_COMMAND}`"
         )
-    fields = {k.removeprefix("fields."): v.float() for k, v in tensors.items() if k.startswith("fields.")}
+    fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields |= {name: derive(fields[origin]) for name, (origin, derive) in _DERIVED.items() if origin in fields}
     beams = {name: tensors[name].long() for name in _INTEGERS}
     return part_table(variant, part, task, fields=fields, **beams), LearnerScorer(learner, *task)

@@ -28,6 +28,7 @@ from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.envs.tables.tensor_file import with_prefix
 from knobwise.profiling.demonstrations.beam_search import Sequences, beam_search, drawn, joined, retrieved, score
 from knobwise.profiling.demonstrations.pools import similarity
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
@@ -150,13 +151,10 @@ def _in_chunks(
                 done += len(rows)
                 tick(done, "")
     parts = [load_file(path) for path in paths]
-    sequences = [Sequences(part["sequences"], _under("fields.", part), part["found_by"]) for part in parts]
-    zero = {name: torch.cat([part[f"zero_shot.{name}"] for part in parts]) for name in _under("zero_shot.", parts[0])}
-    return joined(sequences, dim=0), zero, float(sum(part["cpu_s"] for part in parts))
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    sequences = [Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"]) for part in parts]
+    zero_shots = [with_prefix(part, "zero_shot.") for part in parts]
+    zero_shot = {name: torch.cat([part[name] for part in zero_shots]) for name in zero_shots[0]}
+    return joined(sequences, dim=0), zero_shot, float(sum(part["cpu_s"] for part in parts))
 
 
 def _write(
