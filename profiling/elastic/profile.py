@@ -48,10 +48,8 @@ _WARM_UP_ROUNDS = 3
 def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = None) -> Path:
     """Train (or load) the elastic model, measure every configuration, write the profile, and return its folder.
 
-    Repeat the call with the same ``config`` to resume it. Everything runs on one torch thread.
-
-    Raises:
-        ValueError: settings that the model cannot run, or another run in ``out_dir``.
+    Repeat the call with the same ``config`` to resume it. Everything runs on one torch thread. Raises ValueError for
+    settings that the model cannot run, or another run in ``out_dir``.
     """
     config = config or ElasticProfileConfig()
     if config.quick:

@@ -91,10 +91,8 @@ class PromptedModel:
     ) -> Self:
         """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
 
-        `device` None is the GPU where there is one; `arguments` and `settings` as for the class.
-
-        Raises:
-            InputError: transformers is not installed; no such model, or another kind of model; as for the class.
+        `device` None is the GPU where there is one; `arguments` and `settings` as for the class. Raises InputError if
+        transformers is not installed; no such model, or another kind of model; as for the class.
         """
         model, processor = _load_pretrained(name_or_path, dtype)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -81,10 +81,8 @@ class HuggingFaceVLM(PromptedModel):
         the token embeddings of the prompt as it reads without its image; each the mean over tokens, float32 [d].
 
         `extra_ms` is all of `total_ms` where answers compute the overview again (see
-        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time.
-
-        Raises:
-            InputError: the image is no PIL image or the question no text.
+        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time. Raises InputError if the
+        image is no PIL image or the question no text.
         """
         start = self._clock()
         with self.set_knobs({"max_crops": self._overview_crops()}):
@@ -107,9 +105,7 @@ class HuggingFaceVLM(PromptedModel):
         """Answer as one batch, greedily. An answer's `extra` holds `reused_ms`, the first stage's part of its times.
 
         A stage with `kept` None is answered from the start. A stage from a cache, whose times are 0, adds nothing.
-
-        Raises:
-            InputError: a value that cannot be set; a request without a PIL image or a text.
+        Raises InputError for a value that cannot be set, or a request without a PIL image or a text.
         """
         if len(stages) > 1 and self.model.config.model_type == "aria":
             # its processor gives every image of a batch as many placeholders as the one with the most crops

@@ -115,10 +115,8 @@ def read_importance(path: str | Path) -> dict[int, float]:
     """How much a model's answers lose without each of its decoder blocks, by block, in ascending order of blocks.
 
     The file is JSON, a number for each block: `{"4": 0.0156, "5": 0.0098, …}`. The larger, the later a block is left
-    out; only their order counts. Block 0 and others that always run need no number.
-
-    Raises:
-        InputError: no such file, not JSON, anything but a finite number for a block, a block given twice.
+    out; only their order counts. Block 0 and others that always run need no number. Raises InputError for no such file,
+    not JSON, anything but a finite number for a block, a block given twice.
     """
     path = Path(path)
     try:

@@ -45,11 +45,8 @@ def profile_vlm(
 
     Repeat the call to resume it. More configurations, samples or repeats are measured beside those that exist; another
     model, machine, version or data set needs another folder. `about` is what else distinguishes this model from others,
-    as JSON can hold it: digest of its weights, data type, device.
-
-    Raises:
-        InputError: settings that the model cannot run, data that the metric cannot judge, another run in `out`, a model
-            that fails with a sample (named).
+    as JSON can hold it: digest of its weights, data type, device. Raises InputError for settings that the model cannot
+    run, data that the metric cannot judge, another run in `out`, a model that fails with a sample (named).
     """
     out, state = Path(out), Path(out) / "state"
     items = _drawn(data.queries, config)

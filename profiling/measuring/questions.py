@@ -133,11 +133,8 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     `answers` (or `answer`), a text, a list of texts, or the {"answer": …} of VQA's annotations; optionally `image_id`
     (else the whole path, or a hash of the bytes, identifies the image) and `choices`, a list of texts. A JSON file is a
     list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and without a bank in the file, each item is
-    both a query and a possible demonstration.
-
-    Raises:
-        InputError: no such file or another kind of file; a row (named) that lacks one of these, repeats an id, names a
-            missing image, or whose choices include none of its answers.
+    both a query and a possible demonstration. Raises InputError for no such file or another kind of file, or a row
+    (named) that lacks one of these, repeats an id, names a missing image, or whose choices include none of its answers.
     """
     path = Path(path)
     content = _rows(path)

@@ -11,7 +11,7 @@ from knobwise.profiling.elastic.adapter import ElasticAdaptive, as_image, as_pro
 from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.scenes import END, WORDS, draw_samples, to_words
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
-from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.profiling.measuring.adaptive_model import KNOBS, Request
 
 SCENES = draw_samples(12, seed=1)
 
@@ -29,19 +29,14 @@ def tiny():
 
 
 def straight(vlm, scene, configuration):
-    run = vlm.model.generate(
-        torch.from_numpy(scene.images), torch.from_numpy(scene.prompts), Configuration(**configuration)
-    )
+    request = request_of(scene)
+    run = vlm.model.generate(request.image, request.question, Configuration(**configuration))
     return [WORDS[token] for token in run.tokens if token != END]
 
 
-def test_it_is_an_adaptive_model_with_the_knobs_of_its_size(tiny):
-    vlm = tiny
-    assert [(k.name, k.least, k.most, k.default) for k in vlm.knobs] == [
-        ("max_crops", 1, 6, 6),
-        ("top_k", 1, 3, 3),
-        ("num_active_blocks", 2, 4, 4),
-    ]
+def test_it_has_the_knobs_of_its_size(tiny):
+    assert [(k.name, k.least, k.most) for k in tiny.knobs] == [*zip(KNOBS, (1, 1, 2), (6, 3, 4), strict=True)]
+    assert [k.default for k in tiny.knobs] == [6, 3, 4]
 
 
 @pytest.mark.parametrize("configuration", [(1, 1, 2), (3, 2, 3), (6, 3, 4)])
@@ -55,11 +50,10 @@ def test_going_on_from_the_first_stage_answers_as_going_straight_through(tiny, c
 
 
 def test_tokens_embedded_after_an_overview_are_those_embedded_at_once(tiny):
-    for scene in SCENES:
-        image, prompt = torch.from_numpy(scene.images), torch.from_numpy(scene.prompts)
+    for request in map(request_of, SCENES):
         with torch.inference_mode():
-            at_once = tiny.model.prefix(image, prompt, 4)
-            in_two = tiny.model.prefix(image, prompt, 4, tiny.model.overview(image))
+            at_once = tiny.model.prefix(request.image, request.question, 4)
+            in_two = tiny.model.prefix(request.image, request.question, 4, tiny.model.overview(request.image))
         assert torch.equal(at_once, in_two)
 
 
@@ -88,10 +82,7 @@ def test_an_answer_says_what_it_cost(tiny):
     assert answer.language_tokens == 6
     assert 1 <= answer.output_tokens <= 9
     assert answer.extra["cpu_ms"] > 0
-
-
-def test_a_first_stage_that_was_kept_costs_nothing_and_a_fresh_one_all_that_it_took(tiny):
-    stage = tiny.first_stage(request_of(SCENES[0]))
+    # a first stage that was kept costs nothing, and a fresh one all that it took
     long = replace(stage, total_ms=1000.0, extra_ms=1.0, kept=(*stage.kept[:3], 1e6))
     (fresh,), (kept,) = (tiny.answer([one], {}) for one in (long, replace(long, total_ms=1.0)))
     for took in (fresh.total_ms, fresh.prefill_ms, fresh.vision_ms):
@@ -103,8 +94,7 @@ def test_a_first_stage_that_was_kept_costs_nothing_and_a_fresh_one_all_that_it_t
 
 def test_pixels_of_another_type_are_answered_alike(tiny):
     request = request_of(SCENES[0])
-    first = tiny.first_stage(request)
-    other = tiny.first_stage(Request(request.image.double(), request.question))
+    first, other = (tiny.first_stage(r) for r in (request, Request(request.image.double(), request.question)))
     assert all(np.array_equal(first.features[name], block) for name, block in other.features.items())
     assert tiny.answer([first], {})[0].text == tiny.answer([other], {})[0].text
 
@@ -117,9 +107,8 @@ def test_knobs_are_restored_whatever_happens(tiny):
             assert 1 / (tiny.configuration.num_active_blocks - 2)
         assert tiny.configuration == (6, 1, 4)
     assert tiny.configuration == (6, 3, 4)
-    stage = tiny.first_stage(request_of(SCENES[1]))
-    by_hand = tiny.answer([stage], {})[0].text
-    assert by_hand.split() == straight(tiny, SCENES[1], tiny.model.full._asdict())
+    (answer,) = tiny.answer([tiny.first_stage(request_of(SCENES[1]))], {})
+    assert answer.text.split() == straight(tiny, SCENES[1], tiny.model.full._asdict())
 
 
 @pytest.mark.parametrize("wrong", [{"top_k": 4}, {"max_crops": 0}, {"depth": 2}])

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -39,11 +41,9 @@ def test_cached_decoding_equals_uncached(model, configuration):
 
 
 def test_an_answer_token_does_not_see_what_comes_after_it(model):
-    image, prompt = scene()
-    a = torch.full((1, ANSWER_TOKENS), 4)
-    b = a.clone()
-    b[0, 3:] = 5
-    first, second = (model(image, prompt, x, Configuration(6, 2, 4))[0] for x in (a, b))
+    answers = torch.full((2, 1, ANSWER_TOKENS), 4)
+    answers[1, 0, 3:] = 5
+    first, second = (model(*scene(), answer, Configuration(6, 2, 4))[0] for answer in answers)
     assert torch.allclose(first[:, :4], second[:, :4], atol=1e-5)
     assert not torch.allclose(first[:, 4:], second[:, 4:])
 
@@ -66,12 +66,11 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("knob", ["max_crops", "top_k", "num_active_blocks"])
 def test_every_knob_changes_the_computation(model, knob):
-    image, prompt = scene(8, 8)
-    answer = torch.full((1, ANSWER_TOKENS), FILLER)
     work = []
     for value in (2, 3):
         with Products() as counter, torch.no_grad():
-            model(image, prompt, answer, Configuration(6, 2, 4)._replace(**{knob: value}))
+            setting = Configuration(6, 2, 4)._replace(**{knob: value})
+            model(*scene(8, 8), torch.full((1, ANSWER_TOKENS), FILLER), setting)
         work.append(counter.multiplications)
     assert work[1] > 1.1 * work[0]
 
@@ -89,12 +88,10 @@ def test_experts_run_on_the_tokens_that_chose_them_only(model):
 
 @pytest.mark.parametrize("max_crops", [1, 3, 6, 12, 16])
 def test_tiles_stay_under_the_cap_and_never_scale_up(max_crops):
-    for rows in range(2, 9):
-        for columns in range(2, 9):
-            grid = tile_grid(rows, columns, max_crops)
-            assert grid.down * grid.across <= max_crops
-            assert grid.height <= 8 * rows
-            assert grid.width <= 8 * columns
+    for rows, columns in itertools.product(range(2, 9), repeat=2):
+        grid = tile_grid(rows, columns, max_crops)
+        assert grid.down * grid.across <= max_crops
+        assert (grid.height <= 8 * rows) & (grid.width <= 8 * columns)
     assert tile_grid(2, 2, max_crops)[:2] == (1, 1)  # a small image needs one tile whatever the cap
     assert tile_grid(8, 8, 16).is_full(8, 8)
 
@@ -104,9 +101,8 @@ def test_windows_come_in_the_order_of_their_coordinates():
     image[:, :, 8:16, 16:24] = 1  # the cell in row 1, column 2, alone
     grid = tile_grid(4, 3, 12)
     brightest = cut_windows(image, grid).sum(-1).argmax()
-    coverage = window_coordinates(4, 3, (grid,))[brightest]
-    assert coverage[:8].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
-    assert coverage[8:16].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+    rows, columns = window_coordinates(4, 3, (grid,))[brightest, :16].view(2, 8).tolist()
+    assert (rows, columns) == ([0, 1, *[0] * 6], [0, 0, 1, *[0] * 5])
 
 
 def test_features_say_the_size_and_the_question_but_depend_on_no_knob_and_no_answer(model):
@@ -125,8 +121,7 @@ def test_features_say_the_size_and_the_question_but_depend_on_no_knob_and_no_ans
 def test_saved_weights_come_back(model, tmp_path):
     model.save(tmp_path / "m.safetensors")
     again = ElasticVLM.load(tmp_path / "m.safetensors")
-    assert again.size == TINY
-    assert again.drop_order == (2, 1, 3)
+    assert (again.size, again.drop_order) == (TINY, (2, 1, 3))
     for (name, a), b in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a.half().float(), b), name
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]

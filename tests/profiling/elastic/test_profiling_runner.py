@@ -52,8 +52,7 @@ def test_the_exp_files_hold_the_same_profile(out):
 def test_every_sample_has_features(out):
     with np.load(out / "features.npz", allow_pickle=False) as features:
         assert features["sample_id"].tolist() == list(range(5))
-        assert features["image_features"].shape == (5, 2 * TINY.width)
-        assert features["language_features"].shape == (5, TINY.width)
+        assert (features["image_features"].shape, features["language_features"].shape) == ((5, 32), (5, 16))
         assert all(np.isfinite(features[name]).all() for name in features.files)
 
 
@@ -63,10 +62,7 @@ def test_the_description_fits_the_files(out):
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
     assert (about["samples"], about["configurations"], about["torch"]["threads"]) == (5, 8, 1)
     assert not [p for p in out.rglob("*") if p.name.startswith(".") or p.suffix == ".partial"]
-
-
-def test_another_run_in_the_same_folder_is_refused(out):
-    with pytest.raises(ValueError, match="samples: 5 → 6"):
+    with pytest.raises(ValueError, match="samples: 5 → 6"):  # another run in the same folder
         profile_elastic(out, replace(CONFIG, samples=6))
 
 

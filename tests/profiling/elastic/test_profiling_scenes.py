@@ -24,9 +24,8 @@ def test_answers_say_what_the_scene_shows():
     rng = np.random.default_rng(0)
     scenes = draw_scenes(rng, load_digits(True), 3, 5, QUESTIONS * 20)
     colours = np.array(list(COLOURS.values()))
-    for image, digits, prompt, answer, question in zip(
-        scenes.images, scenes.digits, scenes.prompts, scenes.answers, scenes.questions, strict=True
-    ):
+    columns = (scenes.images, scenes.digits, scenes.prompts, scenes.answers, scenes.questions)
+    for image, digits, prompt, answer, question in zip(*columns, strict=True):
         names = np.array([str(n) for n in range(10)] + ["blank"])[digits]
         cells = image.reshape(3, 3, 8, 5, 8).max((2, 4)).transpose(1, 2, 0)  # [rows, columns, rgb]
         nearest = np.array(list(COLOURS))[((cells[:, :, None] - colours) ** 2).sum(-1).argmin(-1)]
@@ -68,12 +67,10 @@ def test_soft_score_is_the_share_of_right_tokens():
     assert soft_score(np.array([TOKEN["<end>"]]), answer) == 0
 
 
-@pytest.mark.parametrize("side", [1, 9])
-def test_a_grid_outside_the_range_is_refused(side):
-    with pytest.raises(ValueError, match="2 to 8"):
-        draw_scenes(np.random.default_rng(0), load_digits(True), side, 3, ("row",))
-
-
-def test_an_unknown_question_is_refused():
-    with pytest.raises(ValueError, match="unknown question 'colour of'"):
-        draw_scenes(np.random.default_rng(0), load_digits(True), 3, 3, ("colour of",))
+@pytest.mark.parametrize(
+    ("side", "question", "message"),
+    [(1, "row", "2 to 8"), (9, "row", "2 to 8"), (3, "colour of", "unknown question 'colour of'")],
+)
+def test_impossible_scenes_are_refused(side, question, message):
+    with pytest.raises(ValueError, match=message):
+        draw_scenes(np.random.default_rng(0), load_digits(True), side, 3, (question,))
