@@ -37,12 +37,9 @@ def beam_search(
     Every candidate is tried after every sequence of the length before, so n·N·(1 + width·(shots − 1)) sequences are
     scored. None contains a candidate twice; of equally good ones the first in the pool continue.
 
-    Args:
-        rows: int64 [n], the queries.
-        pool: int64 [n, N], rows of the bank, −1 padded.
-        zero_shot: float32 [n], P(answer) without demonstrations; None scores it.
-
-    Returns: B = shots·width at most, shortest first; fewer where a pool has not as many sequences.
+    `rows`, int64 [n], are the queries; `pool`, int64 [n, N], rows of the bank, −1 padded; `zero_shot`, float32 [n],
+    P(answer) without demonstrations, scored if None. Returns B = shots·width at most, shortest first; fewer where a
+    pool has not as many sequences.
     """
     if shots < 1 or width < 1:
         raise InputError(f"beam search needs at least one shot and a width of one, not {shots} and {width}")

@@ -117,16 +117,14 @@ def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[Beam
     if about.get("format") != _FORMAT:
         raise InputError(f"{path}: not demonstrations that knobwise saved")
     task = draw_part(variant, part, *(int(about[key]) for key in ("queries", "candidates", "seed")))
+    again = f"Make it again with `{_COMMAND}`"
     if digest(*task) != about["canvases"]:
         raise InputError(
             f"{path}: was recorded with other canvases than NumPy {np.__version__} and scikit-learn draw here for "
-            f"{variant!r}, {part!r}; its sequences would point at the wrong items. Make it again with `{_COMMAND}`"
+            f"{variant!r}, {part!r}; its sequences would point at the wrong items. {again}"
         )
     if learner.digest != about["learner"]:
-        raise InputError(
-            f"{path}: was recorded with another learner, so its outcomes are not this one's. Make it again with "
-            f"`{_COMMAND}`"
-        )
+        raise InputError(f"{path}: was recorded with another learner, so its outcomes are not this one's. {again}")
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields |= {name: derive(fields[origin]) for name, (origin, derive) in _DERIVED.items() if origin in fields}
     beams = {name: tensors[name].long() for name in _INTEGERS}
@@ -134,10 +132,7 @@ def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[Beam
 
 
 def make_builtin(folder: str | Path) -> None:
-    """Train the learner, record the built-in data, and put both where they are loaded from.
-
-    Repeat the call to resume an interrupted run in `folder`.
-    """
+    """Train the learner, record the built-in data, and put both where they are loaded from; repeat it to resume."""
     learner = train_learner(LearnerConfig(), Path(folder) / "learner.pt")
     learner.save(DATA / "learner.safetensors")
     builtin_learner.cache_clear()

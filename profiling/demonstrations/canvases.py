@@ -40,18 +40,13 @@ class Variant:
     """Who annotated, and what a pool is made of: per question asked so many covers, then look-alikes that cover
     nothing, then random items."""
 
-    careless_annotators: int
-    """Of the ten; an annotator is careful or careless in everything."""
-    careful_covers: int
-    """Covers of careful annotators, per question asked."""
+    careless_annotators: int  # of the ten; an annotator is careful or careless in everything
+    careful_covers: int  # covers of careful annotators, per question asked
     careless_covers: int
-    careful_look_alikes: int
-    """Of the careful annotators' items that cover nothing, the nearest to the query in pixels."""
+    careful_look_alikes: int  # of the careful annotators' items that cover nothing, the nearest to the query in pixels
     careless_look_alikes: int
-    noise: tuple[float, float] = (0.2, 0.05)
-    """Standard deviation of the pixels' noise, careful and careless."""
-    wrong: tuple[float, float] = (0.02, 0.4)
-    """How often the stated answer is wrong, careful and careless."""
+    noise: tuple[float, float] = (0.2, 0.05)  # standard deviation of the pixels' noise, careful and careless
+    wrong: tuple[float, float] = (0.02, 0.4)  # how often the stated answer is wrong, careful and careless
 
 
 VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14, 0)}

@@ -35,15 +35,10 @@ def draw_pools(
     the embedding (`text_similarity`), of the image's (`image_similarity`), or the mean of both cosines (`mixed`). Where
     the parts are unknown the whole embedding is compared. Equal ones (to about 1e-6) come in random order.
 
-    Args:
-        sampler: one of `SAMPLERS`.
-        queries: float32 [Q, d], embeddings.
-        candidates: float32 [M, d], embeddings of the bank, in the same space.
-        query_images, candidate_images: Q and M ids of images, "" where unknown, or none: candidates that show the
-            query's image are left out.
-        itself: int64 [Q], the row of the bank that is the query itself, −1 for none; it is left out too.
-
-    Raises InputError for an unknown sampler, a size below 1, or a part that is compared but not among `blocks`.
+    `queries`, float32 [Q, d], and `candidates`, [M, d], are embeddings in the same space; `query_images` and
+    `candidate_images` Q and M ids of images, "" where unknown, or none: candidates that show the query's image are left
+    out. So is `itself`, int64 [Q], the row of the bank that is the query, −1 for none. Raises InputError for an unknown
+    sampler, a size below 1, or a part that is compared but not among `blocks`.
     """
     if sampler not in SAMPLERS:
         raise InputError(f"sampler {sampler!r} is unknown; known are {', '.join(SAMPLERS)}")

@@ -56,12 +56,8 @@ def profile_beams(
     Repeat the call to resume it: only the queries of the interrupted chunk are scored again. A call with another policy
     adds a round; a sequence that was recorded before is recorded again as found by the policy, but not scored again.
 
-    Args:
-        draw: the policy.
-        drawn_by: identifies the policy, such as the digest of its checkpoint.
-
-    Raises:
-        InputError: `out_dir` holds another run, or an unfinished round of another policy.
+    `draw` is the policy, and `drawn_by` identifies it, such as the digest of its checkpoint. Raises InputError if
+    `out_dir` holds another run, or an unfinished round of another policy.
     """
     config = config or BeamProfileConfig()
     out, state = Path(out_dir), Path(out_dir) / "state"
@@ -128,9 +124,8 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Se
 def _in_chunks(
     folder: Path, queries: int, chunk: int, find: Search | None
 ) -> tuple[Sequences, dict[str, Tensor], float]:
-    """The sequences of all queries, found a chunk at a time, their zero-shot scores, and the CPU seconds of both.
-
-    A chunk is a file, and files that exist are read."""
+    """The sequences of all queries, found a chunk at a time (a chunk is a file, and files that exist are read), their
+    zero-shot scores, and the CPU seconds of both."""
     chunks = torch.arange(queries).split(chunk)
     paths = [folder / f"{int(rows[0])}.safetensors" for rows in chunks]
     missing = [(rows, path) for rows, path in zip(chunks, paths, strict=True) if not path.exists()]

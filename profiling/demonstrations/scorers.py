@@ -18,19 +18,14 @@ class Scorer(Protocol):
     """What beam search, environments and evaluation need from a model."""
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        """Score queries after demonstrations, each row on its own.
-
-        Args:
-            queries: int64 [n], rows of the query set.
-            demonstrations: int64 [n, T], rows of the bank in the order shown, −1 for none at the end (all −1:
-                zero-shot).
+        """Score queries, int64 [n], rows of the query set, after demonstrations, int64 [n, T], rows of the bank in the
+        order shown, −1 for none at the end (all −1: zero-shot); each row on its own.
 
         Returns:
             float32 [n] each, on the CPU: `logprob_score`, ln P(right answer); `vqa_gt_prob`, exp of it; `vqa_correct`,
             0 or 1; `vqa_acc_score`, soft accuracy, 0 to 1; `vqa_rel_score`, P(right answer) / P(likeliest answer).
 
-        Raises:
-            InputError: shapes that do not fit, rows that do not exist.
+        Raises InputError for shapes that do not fit, or rows that do not exist.
         """
         ...
 

@@ -56,13 +56,10 @@ Task = tuple[Queries, Bank]
 class BeamTask(NamedTuple):
     """A task that sequences are recorded for."""
 
-    table: BeamTable
-    """With pools, without beams."""
+    table: BeamTable  # with pools, without beams
     scorer: Scorer
-    words: list[str]
-    """Its settings on the command line."""
-    sources: dict[str, str] = {}
-    """sha256 of the files that it is read from, where the table does not contain them."""
+    words: list[str]  # its settings on the command line
+    sources: dict[str, str] = {}  # sha256 of the files that it is read from, where the table does not contain them
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:

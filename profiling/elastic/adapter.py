@@ -43,10 +43,7 @@ class ElasticAdaptive:
     An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose sides are 2 to 8
     cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens int64 [1, 6].
 
-    Args:
-        model: None for the one that comes with knobwise.
-        name: its name in files and reports.
-        features: whether the first stage computes what a decision sees.
+    `model` None is the one that comes with knobwise; `features`: whether the first stage computes what a decision sees.
     """
 
     def __init__(self, model: ElasticVLM | None = None, name: str = "elastic", features: bool = True) -> None:

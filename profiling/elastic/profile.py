@@ -1,8 +1,7 @@
 """Profile the elastic model: train or load it, measure it, write the profile. It can be interrupted at any time.
 
 profile_elastic("out")  →  out/table.parquet  features.npz  samples.parquet  profile.json  elastic.safetensors
-                           out/exp5/…  out/exp6/…  (the same measurements as exp5/exp6 files)
-                           out/state/…  (what a repeated call resumes from; may be removed afterwards)
+                           out/exp5/…  out/exp6/…  (the same as exp5/exp6 files)  out/state/…  (to resume from)
 """
 
 from __future__ import annotations

@@ -35,16 +35,10 @@ def train_resumably(
     """Train with AdamW, or resume from the checkpoint at `state`; return the CPU seconds of all sessions. A resumed
     training ends where an uninterrupted one does, if a batch depends on the number of its step alone.
 
-    Args:
-        model: in its initial state; trained in place, and in evaluation mode afterwards.
-        loss_of: the loss, a scalar, of the batch of a step.
-        state: the checkpoint; one made with other `settings` is refused.
-        what: title of the progress line.
-        learning_rate: at step t times min(1, (t + 1) / `rise`), and times a cosine from 1 to 0.03.
-        save_every_s: seconds between checkpoints; the last step saves too.
-
-    Raises:
-        InputError: the checkpoint belongs to a training with other settings.
+    The model is trained in place, and in evaluation mode afterwards. `loss_of` gives the loss, a scalar, of the batch
+    of a step; `what` is the title of the progress line. At step t the rate is `learning_rate` · min(1, (t + 1) /
+    `rise`), and times a cosine from 1 to 0.03. Raises InputError if the checkpoint belongs to a training with other
+    `settings`.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     identity = {"format": "knobwise.training/1", **json.loads(json.dumps(settings))}

@@ -82,10 +82,8 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
 
 @contextmanager
 def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
-    """Inside, the vision tower computes one crop less for each overview with the same pixels, and reuses its output.
-
-    Yields the numbers of the overviews that were reused, complete at the end. For models of `SAME_AT_EVERY_SETTING`.
-    """
+    """Inside, the vision tower computes one crop less for each overview with the same pixels, and reuses its output;
+    yields the numbers of the overviews that were reused, complete at the end. For models of `SAME_AT_EVERY_SETTING`."""
     taken = set[int]()
     if not overviews:
         yield taken

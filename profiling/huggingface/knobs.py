@@ -39,13 +39,9 @@ class HuggingFaceKnobs:
 
     A model whose type is unknown gets `top_k` and `num_active_blocks` if its decoder has a plain list of blocks.
 
-    Args:
-        importance: how much the answers lose without each block, by block, for all that can be left out
-            (`knobwise.profiling.huggingface.profile` measures and reads it).
-
-    Raises:
-        InputError: the decoder's blocks cannot be found; an importance that misses a block or names one that does not
-            exist; a model whose knobs are set at this moment.
+    `importance` is how much the answers lose without each block, by block, for all that can be left out
+    (`knobwise.profiling.huggingface.profile` measures and reads it). Raises InputError if the decoder's blocks are not
+    found, the importance misses a block or names one that does not exist, or the model's knobs are set at this moment.
     """
 
     def __init__(self, model: Any, processor: Any, importance: Mapping[int, float] | None = None) -> None:

@@ -60,12 +60,9 @@ def _load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype) -> tupl
 class PromptedModel:
     """A model of transformers with its processor, and how questions about images become its prompts.
 
-    Args:
-        model: an image-text-to-text model; put into eval mode.
-        processor: its processor. Without a chat template the prompt is "<image> Question: … Answer:" and the answer
-            ends with its line. A tokenizer without a padding token gets its end token as one.
-        instruction: added to every question of a chat model.
-        device: where to put the model; None leaves it where it is.
+    The image-text-to-text model is put into eval mode, and on the device if one is named. Without a chat template the
+    prompt is "<image> Question: … Answer:" and the answer ends with its line. A tokenizer without a padding token gets
+    its end token as one. `instruction` is added to every question of a chat model.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class PromptedModel:
         """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
 
         `device` None is the GPU where there is one; `arguments` and `settings` as for the class. Raises InputError if
-        transformers is not installed; no such model, or another kind of model; as for the class.
+        transformers is not installed, or there is no such model, or of another kind.
         """
         model, processor = _load_pretrained(name_or_path, dtype)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,8 @@ class HuggingFaceVLM(PromptedModel):
     A group of requests is answered as one batch, padded on the left; times of an answer are then those of the whole
     batch, so measure one request at a time.
 
-    Args:
-        model: of a family that `HuggingFaceKnobs` knows.
-        processor, instruction, device: as for `PromptedModel`.
-        importance: which blocks to keep, by block; None lets `HuggingFaceKnobs` choose.
-        max_new_tokens: where an answer is cut off.
-
-    Raises:
-        InputError: a model whose knobs or vision tower are unknown; max_new_tokens below 1.
+    `processor`, `instruction` and `device` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`. Raises
+    InputError for a model whose knobs or vision tower are unknown, and max_new_tokens below 1.
     """
 
     def __init__(
@@ -202,12 +196,10 @@ class HuggingFaceVLM(PromptedModel):
         """Yields the ms of each call of the vision modules inside."""
         starts: list[float] = []
         spans: list[float] = []
-        hooks = []
-        for module in self._vision:
-            hooks.append(module.register_forward_pre_hook(lambda *_: starts.append(self._clock())))
-            hooks.append(module.register_forward_hook(lambda *_: spans.append(self._clock() - starts.pop())))
-        try:
+        with ExitStack() as hooks:
+            for module in self._vision:
+                before = module.register_forward_pre_hook(lambda *_: starts.append(self._clock()))
+                after = module.register_forward_hook(lambda *_: spans.append(self._clock() - starts.pop()))
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
             yield spans
-        finally:
-            for hook in hooks:
-                hook.remove()

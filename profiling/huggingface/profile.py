@@ -43,16 +43,16 @@ def profile_hugging_face(
 ) -> Path:
     """Measure a model with the questions of a file (`read_vqa_data`), write the profile, and return its folder.
 
+    Repeat the call to resume an interrupted run. On a CPU one thread is used.
+
     Args:
-        out: the folder; repeat the call to resume an interrupted run.
         importance: file of block importance; "measure" makes `out`/importance.json first; None leaves out blocks from
             the end on.
         dtype: of the weights; "auto" as they were saved.
-        device: None for the GPU where there is one. On a CPU one thread is used.
+        device: None for the GPU where there is one.
 
-    Raises:
-        InputError: files that cannot be read, a model that cannot be loaded or whose knobs are not known, what
-            `profile_vlm` refuses.
+    Raises InputError for files that cannot be read, a model that cannot be loaded or whose knobs are not known, and
+    what `profile_vlm` refuses.
     """
     questions = read_vqa_data(data)  # before a large model is loaded
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
@@ -146,13 +146,9 @@ def measure_importance(
 ) -> dict[int, float]:
     """How much a score drops when one block alone is left out: score of the whole model − score without the block.
 
-    Args:
-        score: how good the model is as it is now, the more the better, such as `AnswerLikelihood`. Called once for the
-            whole model and once for each block that can be left out.
-        path: where to write what `read_importance` reads; None writes nothing.
-
-    Raises:
-        InputError: a score that is not finite; knobs that are set; nothing can be written to `path`.
+    `score` says how good the model is as it is now, the more the better, such as `AnswerLikelihood`; it is called once
+    for the whole model and once for each block that can be left out. `path` gets what `read_importance` reads. Raises
+    InputError for a score that is not finite, and knobs that are set.
     """
     blocks = [block for block in range(knobs.knobs[2].default) if block not in knobs.always_active]
 
@@ -180,15 +176,9 @@ class AnswerLikelihood:
     (1/N) Σ_i (1/T_i) Σ_t ln P(answer_it | prompt_i, answer_i,<t), in nats per token; long answers count no more than
     short ones.
 
-    Args:
-        model: in eval mode.
-        prompts: N times what the processor makes of one text and its images: `input_ids` int64 [1, L], … on the
-            model's device.
-        max_new_tokens: the most tokens of an answer.
-        end_tokens: tokens that an answer ends with; None for the model's own.
-
-    Raises:
-        InputError: no prompts, or prompts of several texts.
+    The model is in eval mode; `prompts` are N times what the processor makes of one text and its images, `input_ids`
+    int64 [1, L], … on the model's device; `end_tokens` end an answer, None for the model's own. Raises InputError for
+    no prompts, or prompts of several texts.
     """
 
     def __init__(

@@ -45,16 +45,14 @@ class VLMScorer(PromptedModel):
 
     Args:
         model, processor, device, instruction: as for `PromptedModel`.
-        data: queries and bank.
         batch_size: prompts computed at a time; their cache is held once for each candidate.
         max_choices: the most candidates of a query for which the data name no choices, at least 2.
         reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first batch: where that
             fails or gives other likelihoods than the whole sequence, each answer is computed with its prompt, one at a
             time, with a warning.
 
-    Raises:
-        InputError: sizes that make no sense; when called, rows that do not exist, an image that cannot be read, a
-            query with one candidate only.
+    Raises InputError for sizes that make no sense; when called, for rows that do not exist, an image that cannot be
+    read, a query with one candidate only.
     """
 
     def __init__(

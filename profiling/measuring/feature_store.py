@@ -60,10 +60,8 @@ def _digest(image: Any, where: str = "an image given as bytes") -> str:
 
 
 def content_keys(images: Sequence[str], questions: Sequence[str], model: str) -> list[str]:
-    """For each sample a hash of its image, of its question as it is asked, and of the model.
-
-    `images` are `image_digests`; `model` tells this model from others, its weights included.
-    """
+    """For each sample a hash of its image (one of `image_digests`), of its question as it is asked, and of the model,
+    which `model` tells from others, its weights included."""
     parts = zip(images, questions, strict=True)
     return [hashlib.sha256(json.dumps([*part, model]).encode()).hexdigest()[:32] for part in parts]
 
@@ -71,31 +69,22 @@ def content_keys(images: Sequence[str], questions: Sequence[str], model: str) ->
 class FeatureStore:
     """Features by content key, in memory and in part files; what is added is on disk after each `chunk` of samples.
 
-    Args:
-        folder: of the part files; made when needed. One process writes there.
-        keys: of all samples; what files hold of others is passed over.
-        known: feature files and folders of parts of others, read and left as they are, a later one before an earlier;
-            those that do not exist are passed over.
-        half: keep half precision.
-        chunk: samples in a part.
+    One process writes its parts to `folder`. `keys` are of all samples; what files hold of others is passed over.
+    `known` are feature files and folders of parts of others, read and left as they are, a later one before an earlier;
+    those that do not exist are passed over. `half` keeps half precision.
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        keys: Collection[str],
-        known: Sequence[str | Path] = (),
-        half: bool = False,
-        chunk: int = 64,
+        self, folder: Path, keys: Collection[str], known: Sequence[Path] = (), half: bool = False, chunk: int = 64
     ) -> None:
-        self.folder, self.chunk = Path(folder), chunk
+        self.folder, self.chunk = folder, chunk
         self.dtype = torch.float16 if half else torch.float32
         self._wanted = frozenset(keys)
         self._blocks: dict[str, Blocks] = {}
         self._new: list[str] = []
         parts = sorted(self.folder.glob(_PARTS))
         self._next = int(parts[-1].stem) + 1 if parts else 0
-        for path in (*map(Path, known), *parts):  # the latest wins
+        for path in (*known, *parts):  # the latest wins
             for file in sorted(path.glob(_PARTS)) if path.is_dir() else [path] * path.exists():
                 self._read(file)
 
@@ -129,12 +118,12 @@ class FeatureStore:
             self._save(self.folder / f"{self._next:06d}.safetensors", list(dict.fromkeys(self._new)), {})
             self._next, self._new = self._next + 1, []
 
-    def write(self, path: str | Path, keys: Sequence[str], sample_ids: Sequence[str]) -> None:
+    def write(self, path: Path, keys: Sequence[str], sample_ids: Sequence[str]) -> None:
         """Write one feature file with a row for each sample, in this order. Raises InputError for samples whose
         features are not here."""
         if missing := [name for key, name in zip(keys, sample_ids, strict=True) if key not in self]:
             raise InputError(f"{path}: no features for {len(missing)} samples, such as {', '.join(missing[:5])}")
-        self._save(Path(path), keys, {"sample_id": json.dumps(list(sample_ids))})
+        self._save(path, keys, {"sample_id": json.dumps(list(sample_ids))})
 
     def _save(self, path: Path, keys: Sequence[str], words: dict[str, str]) -> None:
         names = self._blocks[keys[0]]

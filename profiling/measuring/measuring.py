@@ -58,15 +58,10 @@ class Plan:
     """The measurements that make a profile, and how they are taken (see `VLMProfileConfig`)."""
 
     items: tuple[VQAItem, ...]
-    """The samples."""
-    questions: tuple[Any, ...]
-    """The question of each as the model gets it."""
-    contents: tuple[str, ...]
-    """The content key of each."""
-    configurations: tuple[Mapping[str, Any], ...]
-    """A value for every knob in each."""
+    questions: tuple[Any, ...]  # of each item as the model gets it
+    contents: tuple[str, ...]  # the content key of each item
+    configurations: tuple[Mapping[str, Any], ...]  # a value for every knob in each
     repeats: int
-    """Measurements of each pair."""
     seed: int = 0
     warm_up: int = 1
     block: int = 1
@@ -152,14 +147,9 @@ def measure(
     The first stage runs anew for each measurement, since its time is part of what is measured; where an answer cannot
     continue from it (`kept` is None), once for each sample.
 
-    Args:
-        log: gets a line for each measurement.
-        done: [R, N, C] what was measured before.
-        store: gets the features of samples in `untaken`.
-        untaken: content keys of samples whose features are wanted; those taken are removed.
-
-    Raises:
-        InputError: the model failed, or gave an impossible answer; the message names sample and configuration.
+    `log` gets a line for each measurement; `done`, [R, N, C], is what was measured before. `store` gets the features of
+    samples whose content keys are in `untaken`, from which those taken are removed. Raises InputError if the model
+    failed, or gave an impossible answer; the message names sample and configuration.
     """
     if done.all():
         return

@@ -1,5 +1,4 @@
-"""Write what was measured of a model: the long table, exp5/exp6 files, what was measured how, where and on what, and
-how much the choice of a configuration matters."""
+"""Write what was measured of a model, how, where and on what, and how much the choice of a configuration matters."""
 
 from __future__ import annotations
 
@@ -105,10 +104,8 @@ def write_vlm_profile(
 ) -> dict[str, Any]:
     """Write `table.parquet`, `exp5/`, `exp6/` and, last, `profile.json`; return what the latter holds.
 
-    Args:
-        log: holds all of the plan.
-        about: what else is known of the run: `name` of the data set, and what goes into the exp5/exp6 files too, such
-            as `model` and `machine`.
+    The log holds all of the plan; `about` is what else is known of the run: `name` of the data set, and what goes into
+    the exp5/exp6 files too, `split`, `model`, `machine` and `command`.
     """
     cells = cells_of(plan, log, judge)
     records = long_records(plan, cells, about["name"])
@@ -228,8 +225,8 @@ def profile_figures(
 ) -> dict[str, Any]:
     """The figures of a full table: accuracy and latency [N, C], knob values [C, K].
 
-    Knob effects are marginal: the mean over the samples and over the values of the other knobs. Ranges are the largest
-    minus the smallest of these means (accuracy), and their ratio minus one (latency).
+    Knob effects are means over the samples and over the values of the other knobs. Ranges are the largest minus the
+    smallest of these means (accuracy), and their ratio minus one (latency).
     """
     accuracy, latency_ms = accuracy.astype(np.float64), latency_ms.astype(np.float64).clip(1e-9)
     effects = {}

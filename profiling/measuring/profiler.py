@@ -82,7 +82,7 @@ def profile_vlm(
     with one_at_a_time(state):  # two that finish at once write one after the other
         if store is not None:
             _merge_features(out, model, plan, config)
-        written = {"name": dataset, "command": command(model.name, config), "config": asdict(config)}
+        written: dict[str, Any] = {"name": dataset, "command": command(model.name, config), "config": asdict(config)}
         written |= {"split": config.split, **identity, "machine": where, "shards": config.shards}
         written |= {"metrics": {metric: metrics.count(metric) for metric in sorted(set(metrics))}}
         profile = write_vlm_profile(out, plan, log, judge, model.knobs, written)

@@ -153,8 +153,8 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
 
 def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
     if path.suffix not in (".json", ".jsonl", ".ndjson"):
-        rows = read_frame(path).iter_rows(named=True)
-        return [{key: value for key, value in row.items() if value is not None} for row in rows]
+        frame = read_frame(path)
+        return [{key: value for key, value in row.items() if value is not None} for row in frame.iter_rows(named=True)]
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
