@@ -168,9 +168,8 @@ def test_nothing_is_scored_twice():
 
 def test_joining_pads_what_one_side_lacks():
     one = Sequences(torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]]))
-    two = Sequences(
-        torch.tensor([[[1, 0], [0, 1]]]), {"beam_score": torch.tensor([[0.5, 0.25]])}, torch.tensor([[3, 3]])
-    )
+    scores = {"beam_score": torch.tensor([[0.5, 0.25]])}
+    two = Sequences(torch.tensor([[[1, 0], [0, 1]]]), scores, torch.tensor([[3, 3]]))
     beside = joined([one, two])
     assert beside.sequences.tolist() == [[[0, NONE], [1, 0], [0, 1]]]
     assert beside.found_by.tolist() == [[0, 3, 3]]
