@@ -5,10 +5,6 @@ images of any size; its tokens are characters. Decoders have 4 blocks of width 3
 where the family has experts.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
 
@@ -21,16 +17,16 @@ CHAT = (
     "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}"
     "{{ c.text }}{% endif %}{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-TEXT: dict[str, Any] = {
+TEXT = {
     "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": BLOCKS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 8192, "pad_token_id": 1,
     "bos_token_id": 2, "eos_token_id": 3, "initializer_range": 0.3,
 }  # fmt: skip
-VISION: dict[str, Any] = {
+VISION = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "initializer_range": 0.3,
 }  # fmt: skip
-QWEN: dict[str, Any] = {
+QWEN = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
     "spatial_merge_size": 2, "out_hidden_size": 32, "initializer_range": 0.3,
 }  # fmt: skip
@@ -40,7 +36,7 @@ MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]
 PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 256 * 64}
 
 
-def tiny_tokenizer(*special: str, **named: str) -> Any:
+def tiny_tokenizer(*special, **named):
     """One character, one token, of ASCII and the special ones; `named` become attributes such as `image_token`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -51,7 +47,7 @@ def tiny_tokenizer(*special: str, **named: str) -> Any:
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    extra: dict[str, Any] = {"extra_special_tokens": named} if named else {}
+    extra = {"extra_special_tokens": named} if named else {}
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>", **extra
     )
@@ -59,28 +55,29 @@ def tiny_tokenizer(*special: str, **named: str) -> Any:
     return made
 
 
-def tiny_model(family: str, **text: Any) -> tuple[Any, Any]:
+def tiny_model(family, **text):
     """A new model of a family, in eval mode, and its processor; always the same weights.
 
     Args:
         family: one of `FAMILIES`.
         text: settings of the language model's configuration that replace those of the tiny one.
     """
-    model_class, config, processor = _parts(family, **text)
+    name, config, processor = globals()[f"_{family}"](TEXT | text)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class(config).eval()
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     # trained models do not answer with image tokens
     special = [number for number, token in processor.tokenizer.added_tokens_decoder.items() if token.special]
     model.generation_config.suppress_tokens = [number for number in special if number != TEXT["eos_token_id"]]
     return model, processor
 
 
-def _parts(family: str, **text: Any) -> tuple[Any, Any, Any]:
-    return globals()[f"_{family}"](TEXT | text)
+def numbers_of(tokenizer, tokens):
+    """The numbers of special tokens, by the name of a setting."""
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
 
 
-def _llama4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _llama4(text):
     marks = ["image_start", "image_end", "image", "patch", "tile_x_separator", "tile_y_separator"]
     tokenizer = tiny_tokenizer(*(f"<|{mark}|>" for mark in marks))
     pixels = transformers.Llama4ImageProcessor(size={"height": 16, "width": 16}, max_patches=4)
@@ -89,18 +86,17 @@ def _llama4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
     )
     vision = VISION | {"intermediate_size": 64, "image_size": 16, "patch_size": 4, "vision_output_dim": 32}
     vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    named = {"image": "patch", "boi": "image_start", "eoi": "image_end"}
     text = text | {"intermediate_size_mlp": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
     config = transformers.Llama4Config(
         vision_config=vision,
         text_config={"vocab_size": len(tokenizer), "no_rope_layer_interval": 2, "attention_chunk_size": 64} | text,
-        image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>"),
-        boi_token_index=tokenizer.convert_tokens_to_ids("<|image_start|>"),
-        eoi_token_index=tokenizer.convert_tokens_to_ids("<|image_end|>"),
+        **numbers_of(tokenizer, {f"{name}_token_index": f"<|{mark}|>" for name, mark in named.items()}),
     )
-    return transformers.Llama4ForConditionalGeneration, config, processor
+    return "Llama4", config, processor
 
 
-def _aria(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _aria(text):
     tokenizer = tiny_tokenizer(image_token="<|img|>")
     # its processor knows images of 490 and 980 pixels only: 5 × 5 and 10 × 10 patches here
     processor = transformers.AriaProcessor(
@@ -116,10 +112,10 @@ def _aria(text: dict[str, Any]) -> tuple[Any, Any, Any]:
         projector_patch_to_query_dict={25: 4, 100: 8},
         image_token_index=tokenizer.convert_tokens_to_ids("<|img|>"),
     )
-    return transformers.AriaForConditionalGeneration, config, processor
+    return "Aria", config, processor
 
 
-def _llava_next(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _llava_next(text):
     tokenizer = tiny_tokenizer("<image>")
     grids = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
     pixels = transformers.LlavaNextImageProcessor(
@@ -141,87 +137,72 @@ def _llava_next(text: dict[str, Any]) -> tuple[Any, Any, Any]:
         image_grid_pinpoints=grids,
         vision_feature_layer=-1,
     )
-    return transformers.LlavaNextForConditionalGeneration, config, processor
+    return "LlavaNext", config, processor
 
 
-def _qwen(tokens: dict[str, str]) -> tuple[Any, Any]:
-    tokenizer = tiny_tokenizer(*tokens.values())
-    image = "<|vision_start|><|image_pad|><|vision_end|>"
-    pixels: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": PIXELS}
-    return tokenizer, transformers.Qwen3VLProcessor(
+def _qwen(name, text, **vision):
+    marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids = {f"{name}_token_id": f"<|{mark}|>" for name, mark in marks.items()}
+    tokenizer = tiny_tokenizer(*ids.values())
+    pixels = {"patch_size": 4, "merge_size": 2, "size": PIXELS}
+    processor = transformers.Qwen3VLProcessor(
         transformers.Qwen2VLImageProcessor(**pixels),
         tokenizer,
         transformers.Qwen3VLVideoProcessor(**pixels),
-        chat_template=CHAT.replace("IMAGE", image),
+        chat_template=CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
     )
-
-
-QWEN_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-
-
-def _qwen3_vl_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
-    tokenizer, processor = _qwen(QWEN_TOKENS)
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
-    config = transformers.Qwen3VLMoeConfig(
+    config = getattr(transformers, f"{name}Config")(
         text_config={"vocab_size": len(tokenizer), "rope_parameters": MROPE, **experts} | text,
-        vision_config={**QWEN, "num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1]},
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in QWEN_TOKENS.items()},
+        vision_config={**QWEN, "num_position_embeddings": 256, **vision},
+        **numbers_of(tokenizer, ids),
     )
-    return transformers.Qwen3VLMoeForConditionalGeneration, config, processor
+    return name, config, processor
 
 
-def _qwen3_5_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
-    tokenizer, processor = _qwen(QWEN_TOKENS)
-    own: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
-    own |= {"shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    own |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 2}
-    own |= {"layer_types": ["linear_attention", "full_attention"] * (BLOCKS // 2)}
-    own |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+def _qwen3_vl_moe(text):
+    return _qwen("Qwen3VLMoe", text, deepstack_visual_indexes=[0, 1])
+
+
+def _qwen3_5_moe(text):
+    linear = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8, "conv_kernel_dim": 2}
+    settings = {f"linear_{name}": value for name, value in linear.items()}
+    settings |= {"shared_expert_intermediate_size": 24, "rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+    settings |= {"layer_types": ["linear_attention", "full_attention"] * (BLOCKS // 2)}
     text = {name: value for name, value in text.items() if name != "intermediate_size"}
-    config = transformers.Qwen3_5MoeConfig(
-        text_config={"vocab_size": len(tokenizer), **own} | text,
-        vision_config={**QWEN, "num_position_embeddings": 256},
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in QWEN_TOKENS.items()},
-    )
-    return transformers.Qwen3_5MoeForConditionalGeneration, config, processor
+    return _qwen("Qwen3_5Moe", settings | text)
 
 
-def _glm4v_moe(text: dict[str, Any]) -> tuple[Any, Any, Any]:
-    ids = {
-        "image_token_id": "<|image|>", "video_token_id": "<|video|>",
-        "image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>",
-        "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>",
-    }  # fmt: skip
+def _glm4v_moe(text):
+    ids = {}
+    for kind in ("image", "video"):
+        ids |= {f"{kind}_token_id": f"<|{kind}|>", f"{kind}_start_token_id": f"<|begin_of_{kind}|>"}
+        ids[f"{kind}_end_token_id"] = f"<|end_of_{kind}|>"
     tokenizer = tiny_tokenizer(*ids.values())
     # its sizes count pixels of two frames
-    pixels: dict[str, Any] = {"patch_size": 4, "size": {name: 2 * value for name, value in PIXELS.items()}}
+    pixels = {"patch_size": 4, "size": {name: 2 * value for name, value in PIXELS.items()}}
     processor = transformers.Glm4vProcessor(
         transformers.Glm4vImageProcessor(**pixels),
         tokenizer,
         transformers.Glm4vVideoProcessor(**pixels),
         chat_template=CHAT.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>"),
     )
-    own: dict[str, Any] = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
+    own = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
     own |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
     own |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
     text = {name: value for name, value in text.items() if name != "head_dim"}
     config = transformers.Glm4vMoeConfig(
         text_config={"vocab_size": len(tokenizer), **own} | text,
         vision_config={**QWEN, "depth": 1, "image_size": 64},
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+        **numbers_of(tokenizer, ids),
     )
-    return transformers.Glm4vMoeForConditionalGeneration, config, processor
+    return "Glm4vMoe", config, processor
 
 
-def _gemma4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _gemma4(text):
     named = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
     tokenizer = tiny_tokenizer("<|video|>", **named, boa_token="<|audio>", eoa_token="<audio|>")
-    pixels: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2}
+    pixels = {"patch_size": 4, "pooling_kernel_size": 2}
     processor = transformers.Gemma4Processor(
         transformers.Gemma4AudioFeatureExtractor(),
         transformers.Gemma4ImageProcessor(**pixels, max_soft_tokens=280),
@@ -229,7 +210,7 @@ def _gemma4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
         transformers.Gemma4VideoProcessor(**pixels),
         chat_template=CHAT.replace("IMAGE", "<|image|>"),
     )
-    own: dict[str, Any] = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": TOP_K}
+    own = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": TOP_K}
     own |= {"moe_intermediate_size": 24, "hidden_size_per_layer_input": 0, "global_head_dim": 8, "sliding_window": 64}
     own |= {"layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2)}
     vision = VISION | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2}
@@ -237,32 +218,26 @@ def _gemma4(text: dict[str, Any]) -> tuple[Any, Any, Any]:
         text_config={"vocab_size": len(tokenizer), "use_bidirectional_attention": "vision", **own} | text,
         vision_config=vision | {"position_embedding_size": 2048},
         audio_config=None,
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
+        **numbers_of(tokenizer, {f"{name}_id": token for name, token in named.items()}),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
-        audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
-        boi_token_id=tokenizer.convert_tokens_to_ids("<|image>"),
-        eoi_token_id=tokenizer.convert_tokens_to_ids("<image|>"),
     )
-    return transformers.Gemma4ForConditionalGeneration, config, processor
+    return "Gemma4", config, processor
 
 
-IDEFICS_TOKENS = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
-ROWS_AND_COLUMNS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
-IDEFICS_PIXELS: dict[str, Any] = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}}
-
-
-def _smolvlm(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _smolvlm(text):
     return _idefics("SmolVLM", text, transformers.SmolVLMVideoProcessor())
 
 
-def _idefics3(text: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _idefics3(text):
     return _idefics("Idefics3", text)
 
 
-def _idefics(family: str, text: dict[str, Any], *video: Any) -> tuple[Any, Any, Any]:
+def _idefics(family, text, *video):
     made = {part: getattr(transformers, family + part) for part in ("Processor", "ImageProcessor", "Config")}
-    tokenizer = tiny_tokenizer(*IDEFICS_TOKENS, *ROWS_AND_COLUMNS)
-    pixels, chat = made["ImageProcessor"](**IDEFICS_PIXELS), CHAT.replace("IMAGE", "<image>")
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    tokens = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
+    tokenizer, chat = tiny_tokenizer(*tokens, *tiles), CHAT.replace("IMAGE", "<image>")
+    pixels = made["ImageProcessor"](size={"longest_edge": 48}, max_image_size={"longest_edge": 16})
     processor = made["Processor"](pixels, tokenizer, *video, image_seq_len=4, chat_template=chat)
     config = made["Config"](
         image_token_id=processor.image_token_id,
@@ -271,20 +246,15 @@ def _idefics(family: str, text: dict[str, Any], *video: Any) -> tuple[Any, Any, 
         scale_factor=2,
         pad_token_id=1,
     )
-    return getattr(transformers, f"{family}ForConditionalGeneration"), config, processor
+    return family, config, processor
 
 
-def _molmo2(text: dict[str, Any]) -> tuple[Any, Any, Any]:
-    marks = {
-        "image_start_token_id": "<im_start>",
-        "low_res_image_start_token_id": "<low_res_im_start>",
-        "image_end_token_id": "<im_end>",
-        "image_patch_id": "<im_patch>",
-        "frame_start_token_id": "<frame_start>",
-        "frame_end_token_id": "<frame_end>",
-    }
+def _molmo2(text):
+    marks = {"image_start_token_id": "<im_start>", "low_res_image_start_token_id": "<low_res_im_start>"}
+    marks |= {"image_end_token_id": "<im_end>", "image_patch_id": "<im_patch>"}
+    marks |= {f"frame_{end}_token_id": f"<frame_{end}>" for end in ("start", "end")}
     tokenizer = tiny_tokenizer("<|image|>", "<|video|>", "<im_col>", "<im_low>", *marks.values())
-    pixels: dict[str, Any] = {"patch_size": 4, "size": {"height": 24, "width": 24}}
+    pixels = {"patch_size": 4, "size": {"height": 24, "width": 24}}
     processor = transformers.Molmo2Processor(
         transformers.Molmo2ImageProcessor(**pixels, overlap_margins=[1, 1], max_crops=6),
         transformers.Molmo2VideoProcessor(**pixels),
@@ -299,6 +269,6 @@ def _molmo2(text: dict[str, Any]) -> tuple[Any, Any, Any]:
             "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "text_hidden_size": 32,
         },
         text_config={"vocab_size": len(tokenizer), "additional_vocab_size": 8} | text,
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in marks.items()},
+        **numbers_of(tokenizer, marks),
     )  # fmt: skip
-    return transformers.Molmo2ForConditionalGeneration, config, processor
+    return "Molmo2", config, processor

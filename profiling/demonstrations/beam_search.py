@@ -1,10 +1,5 @@
-"""Find demonstration sequences worth recording and score them: by beam search on information gain, and by methods that
-never see the answer.
-
-The information gain of a demonstration is what it adds to P(answer): P(answer | s₁ … sₜ) − P(answer | s₁ … sₜ₋₁). The
-gains of a sequence add up to `beam_score` = P(answer | sequence) − P(answer | zero-shot), so of two sequences of one
-length the one with the more probable answer has gained more.
-"""
+"""Find demonstration sequences worth recording and score them: by beam search on the information gain, `beam_score` =
+P(answer | sequence) − P(answer | zero-shot), and by methods that never see the answer."""
 
 from __future__ import annotations
 
@@ -42,12 +37,9 @@ def beam_search(
     Every candidate is tried after every sequence of the length before, so n·N·(1 + width·(shots − 1)) sequences are
     scored. None contains a candidate twice; of equally good ones the first in the pool continue.
 
-    Args:
-        rows: int64 [n], the queries.
-        pool: int64 [n, N], rows of the bank, −1 padded.
-        zero_shot: float32 [n], P(answer) without demonstrations; None scores it.
-
-    Returns: B = shots·width at most, shortest first; fewer where a pool has not as many sequences.
+    `rows`, int64 [n], are the queries; `pool`, int64 [n, N], rows of the bank, −1 padded; `zero_shot`, float32 [n],
+    P(answer) without demonstrations, scored if None. Returns B = shots·width at most, shortest first; fewer where a
+    pool has not as many sequences.
     """
     if shots < 1 or width < 1:
         raise InputError(f"beam search needs at least one shot and a width of one, not {shots} and {width}")
@@ -94,12 +86,11 @@ def _taken(sequences: Tensor, size: int) -> Tensor:
 
 
 def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
-    """The most similar candidates, most similar first: int64 [n, count, T].
+    """The most similar candidates, most similar first: int64 [n, count, T], from `similarity`, float32 [n, N], −inf
+    where a pool has no candidate.
 
     The first sequence takes ranks 1 … T, the second ranks 2 … T + 1, and so on, as far as the pool goes. A pool with
     fewer than T candidates gives one shorter sequence.
-
-    `similarity` is float32 [n, N], −inf where a pool has no candidate.
     """
     ranked = similarity.argsort(dim=1, descending=True, stable=True)
     ranked = ranked.masked_fill(similarity.gather(1, ranked) == -torch.inf, -1)
@@ -112,10 +103,8 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
 def drawn(similarity: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
     """Sequences drawn without replacement with probabilities softmax(similarity / 0.1): int64 [n, count, T].
 
-    By the Gumbel-top-k trick (Kool et al. 2019). A repeated sequence of a query is left out. Equal similarities
-    make all sequences equally probable.
-
-    `similarity` is float32 [n, N], −inf where a pool has no candidate. Smaller pools give shorter sequences.
+    By the Gumbel-top-k trick (Kool et al. 2019). A repeated sequence of a query is left out; smaller pools give shorter
+    ones. `similarity` as for `retrieved`.
     """
     noise = -torch.empty(len(similarity), count, similarity.shape[1]).exponential_(generator=generator).log()
     best = (similarity[:, None] / _TEMPERATURE + noise).topk(min(shots, similarity.shape[1]))

@@ -1,7 +1,6 @@
 """The built-in data of the selector: which demonstrations help the learner answer questions about canvases.
 
-Canvases are drawn again at load and embeddings computed from them. The files hold pools and recorded sequences, with
-digests of the canvases and of the learner that they belong to. This makes all of it anew, in some two CPU-minutes:
+Files hold pools, recorded sequences, and digests of canvases and learner. This makes all anew, in some 2 CPU-minutes:
 
     python -m knobwise.profiling.demonstrations.builtin FOLDER
 """
@@ -9,8 +8,8 @@ digests of the canvases and of the learner that they belong to. This makes all o
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.tensor_file import with_prefix
 from knobwise.profiling.demonstrations.canvases import VARIANTS, digest
 from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
 from knobwise.profiling.demonstrations.profile import profile_beams
@@ -44,8 +44,7 @@ _DERIVED = {"vqa_gt_prob": ("logprob_score", torch.exp), "vqa_correct": ("vqa_ac
 _INTEGERS = {"pool": torch.int16, "sequences": torch.int8, "found_by": torch.int8, "round": torch.int8}
 
 
-@dataclass(frozen=True)
-class Demonstrations:
+class Demonstrations(NamedTuple):
     """The data that a selector is trained and evaluated on, with scorers for sequences that are not recorded."""
 
     train: BeamTable
@@ -57,13 +56,11 @@ class Demonstrations:
 def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
     """Load the built-in data of "careless" (six of ten annotators are) or "careful" (none is).
 
-    Raises:
-        InputError: no such variant; canvases drawn here, or the learner, are not those of the files.
+    Raises InputError for no such variant, and where canvases drawn here, or the learner, are not those of the files.
     """
-    (train, train_scorer), (test, test_scorer) = (
-        load_demonstrations(demonstrations_path(variant, part), variant, part) for part in PARTS
-    )
-    return Demonstrations(train, test, train_scorer, test_scorer)
+    loaded = [load_demonstrations(demonstrations_path(variant, part), variant, part) for part in PARTS]
+    tables, scorers = zip(*loaded, strict=True)
+    return Demonstrations(*tables, *scorers)
 
 
 def careful_candidates(variant: str, part: str) -> Tensor:
@@ -82,10 +79,8 @@ def save_demonstrations(table: BeamTable, variant: str, part: str, path: str | P
     """Write pools and beams of a table of `task_table`, without what is drawn and computed again at load.
 
     Outcomes are rounded to half precision; `vqa_gt_prob`, exp(`logprob_score`), and `vqa_correct`, whether
-    `vqa_acc_score` is 1, are left out and computed at load.
-
-    Raises:
-        InputError: the table is not of this variant, part, seed and learner.
+    `vqa_acc_score` is 1, are left out and computed at load. Raises InputError if the table is not of this variant,
+    part, seed and learner.
     """
     learner = builtin_learner()
     task = draw_part(variant, part, table.num_queries, len(table.candidates), seed)
@@ -108,9 +103,7 @@ def save_demonstrations(table: BeamTable, variant: str, part: str, path: str | P
 def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[BeamTable, LearnerScorer]:
     """Read what `save_demonstrations` wrote.
 
-    Raises:
-        InputError: no such file, or another kind of file; canvases drawn here, or the learner, are not those of the
-            file.
+    Raises InputError for no such or another kind of file, and where canvases drawn here, or the learner, are not its.
     """
     learner = builtin_learner()
     try:
@@ -124,27 +117,22 @@ def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[Beam
     if about.get("format") != _FORMAT:
         raise InputError(f"{path}: not demonstrations that knobwise saved")
     task = draw_part(variant, part, *(int(about[key]) for key in ("queries", "candidates", "seed")))
+    again = f"Make it again with `{_COMMAND}`"
     if digest(*task) != about["canvases"]:
         raise InputError(
             f"{path}: was recorded with other canvases than NumPy {np.__version__} and scikit-learn draw here for "
-            f"{variant!r}, {part!r}; its sequences would point at the wrong items. Make it again with `{_COMMAND}`"
+            f"{variant!r}, {part!r}; its sequences would point at the wrong items. {again}"
         )
     if learner.digest != about["learner"]:
-        raise InputError(
-            f"{path}: was recorded with another learner, so its outcomes are not this one's. Make it again with "
-            f"`{_COMMAND}`"
-        )
-    fields = {k.removeprefix("fields."): v.float() for k, v in tensors.items() if k.startswith("fields.")}
+        raise InputError(f"{path}: was recorded with another learner, so its outcomes are not this one's. {again}")
+    fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields |= {name: derive(fields[origin]) for name, (origin, derive) in _DERIVED.items() if origin in fields}
     beams = {name: tensors[name].long() for name in _INTEGERS}
     return part_table(variant, part, task, fields=fields, **beams), LearnerScorer(learner, *task)
 
 
 def make_builtin(folder: str | Path) -> None:
-    """Train the learner, record the built-in data, and put both where they are loaded from.
-
-    Repeat the call to resume an interrupted run in `folder`.
-    """
+    """Train the learner, record the built-in data, and put both where they are loaded from; repeat it to resume."""
     learner = train_learner(LearnerConfig(), Path(folder) / "learner.pt")
     learner.save(DATA / "learner.safetensors")
     builtin_learner.cache_clear()

@@ -1,13 +1,12 @@
-"""Canvases: small images with three questions each, and annotators of whom some are careless.
+"""The built-in task of the selector: canvases, small images with three questions each, and annotators.
 
-The built-in task of the selector. A canvas of 10 × 10 pixels shows a handwritten digit (scikit-learn's) before one of
-six textures, in one of six frames. A demonstration is a canvas, one of the questions (which digit, frame, texture?) and
-the answer that an annotator stated. A query asks one or two questions about its own canvas; a demonstration *covers* a
-question when it asks the same and the true answer is the same. Careless annotators work on clean canvases, so that
-theirs resemble the query more, and are often wrong.
+A canvas of 10 × 10 pixels shows a handwritten digit (scikit-learn's) before one of six textures, in one of six frames.
+A demonstration is a canvas, one question (which digit, frame, texture?) and the answer that an annotator stated. It
+*covers* a query's question when it asks the same and the true answer is the same. Careless annotators work on clean
+canvases, so that theirs resemble the query more, and are often wrong.
 
-Everything is drawn with `numpy.random.RandomState`, whose streams NumPy's compatibility policy (NEP 19) freezes, and
-pixels are whole multiples of 1/256: canvases are drawn again wherever they are needed instead of being stored.
+`numpy.random.RandomState`, whose streams NEP 19 freezes, draws everything, and pixels are multiples of 1/256: canvases
+are drawn again instead of being stored.
 """
 
 from __future__ import annotations
@@ -41,18 +40,13 @@ class Variant:
     """Who annotated, and what a pool is made of: per question asked so many covers, then look-alikes that cover
     nothing, then random items."""
 
-    careless_annotators: int
-    """Of the ten; an annotator is careful or careless in everything."""
-    careful_covers: int
-    """Covers of careful annotators, per question asked."""
+    careless_annotators: int  # of the ten; an annotator is careful or careless in everything
+    careful_covers: int  # covers of careful annotators, per question asked
     careless_covers: int
-    careful_look_alikes: int
-    """Of the careful annotators' items that cover nothing, the nearest to the query in pixels."""
+    careful_look_alikes: int  # of the careful annotators' items that cover nothing, the nearest to the query in pixels
     careless_look_alikes: int
-    noise: tuple[float, float] = (0.2, 0.05)
-    """Standard deviation of the pixels' noise, careful and careless."""
-    wrong: tuple[float, float] = (0.02, 0.4)
-    """How often the stated answer is wrong, careful and careless."""
+    noise: tuple[float, float] = (0.2, 0.05)  # standard deviation of the pixels' noise, careful and careless
+    wrong: tuple[float, float] = (0.02, 0.4)  # how often the stated answer is wrong, careful and careless
 
 
 VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14, 0)}
@@ -60,20 +54,14 @@ VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14,
 
 @dataclass(frozen=True)
 class Bank:
-    """M items that can be demonstrations."""
+    """M items that can be demonstrations, a row each."""
 
-    images: NDArray[np.float32]
-    """[M, 100], about 0 to 1 (noise goes beyond)."""
-    question: NDArray[np.int64]
-    """[M]: index into `QUESTIONS`."""
-    annotator: NDArray[np.int64]
-    """[M]: 0 to 9."""
-    careless: NDArray[np.bool_]
-    """[M]: whether the annotator is."""
-    value: NDArray[np.int64]
-    """[M]: the answer that the annotator stated."""
-    true_value: NDArray[np.int64]
-    """[M]: the right answer."""
+    images: NDArray[np.float32]  # [M, 100], about 0 to 1 (noise goes beyond)
+    question: NDArray[np.int64]  # index into `QUESTIONS`
+    annotator: NDArray[np.int64]  # 0 to 9
+    careless: NDArray[np.bool_]  # whether the annotator is
+    value: NDArray[np.int64]  # the answer that the annotator stated
+    true_value: NDArray[np.int64]  # the right answer
 
     def __len__(self) -> int:
         return len(self.question)
@@ -83,14 +71,10 @@ class Bank:
 class Queries:
     """Q canvases, with one or two questions asked about each."""
 
-    images: NDArray[np.float32]
-    """[Q, 100]."""
-    values: NDArray[np.int64]
-    """[Q, 3]: the right answer to each question."""
-    questions: NDArray[np.int64]
-    """[Q, 2]: the questions asked, the second −1 where there is only one."""
-    labels: NDArray[np.int64]
-    """[Q, 3, 10]: the label of each value of each question, a permutation of 0 to 9."""
+    images: NDArray[np.float32]  # [Q, 100]
+    values: NDArray[np.int64]  # [Q, 3]: the right answer to each question
+    questions: NDArray[np.int64]  # [Q, 2]: the questions asked, the second −1 where there is only one
+    labels: NDArray[np.int64]  # [Q, 3, 10]: the label of each value of each question, a permutation of 0 to 9
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -141,14 +125,10 @@ def draw_covering_pools(
             right = np.where(part < 0, -1, values[np.arange(len(part)), part])
             cover = (bank.question == part[:, None]) & (bank.true_value == right[:, None])
             covers |= cover
-            chosen += [
-                _lowest(order, cover & ~careless, variant.careful_covers),
-                _lowest(order, cover & careless, variant.careless_covers),
-            ]
-        chosen += [
-            _lowest(distance, ~covers & ~careless, variant.careful_look_alikes),
-            _lowest(distance, ~covers & careless, variant.careless_look_alikes),
-        ]
+            chosen.append(_lowest(order, cover & ~careless, variant.careful_covers))
+            chosen.append(_lowest(order, cover & careless, variant.careless_covers))
+        chosen.append(_lowest(distance, ~covers & ~careless, variant.careful_look_alikes))
+        chosen.append(_lowest(distance, ~covers & careless, variant.careless_look_alikes))
         special = np.concatenate(chosen, 1)
         free = ~covers
         query, place = np.nonzero(special >= 0)
@@ -173,13 +153,8 @@ def digest(queries: Queries, bank: Bank) -> str:
 
 
 def paint(values: NDArray[np.int64], pick: NDArray[np.int64], held_out: bool) -> NDArray[np.float32]:
-    """Canvases without noise, [n, 100].
-
-    Args:
-        values: [n, 3], digit, frame, texture.
-        pick: [n], any numbers: each chooses one of the digit's images, counted round and round.
-        held_out: whether the digits are of the held-out half.
-    """
+    """Canvases without noise, [n, 100], of values [n, 3] (digit, frame, texture); `pick`, [n], chooses one of the
+    digit's images, counted round and round; `held_out`, whether the digits are of the held-out half."""
     digits, counts = _digits(held_out)
     frames, textures = _patterns()
     canvas = frames[values[:, 1]] * np.float32(_FRAME_INK)

@@ -1,9 +1,4 @@
-"""The learner: a small transformer that answers a question about a canvas by looking at demonstrations before it.
-
-Labels mean something else for every query (`Queries.labels`), so the learner cannot answer from its weights: it must
-find the demonstration that covers the question and repeat its label. One token is one demonstration (image + question +
-label), the last token is the query. There are no positions: the order of demonstrations does not matter to it.
-"""
+"""The learner: a small transformer that answers a question about a canvas by looking at demonstrations before it."""
 
 from __future__ import annotations
 
@@ -15,15 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from knobwise.common.checks import at_least, positive
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
 from knobwise.profiling.demonstrations.canvases import LABELS, PIXELS, QUESTIONS, VALUES, paint
-from knobwise.profiling.elastic.resumable_training import train_resumably
+from knobwise.profiling.elastic.resumable_training import read_weights, save_weights, train_resumably
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 _TOWER_WIDTH = 128
@@ -87,7 +79,12 @@ class Block(nn.Module):
 
 
 class Learner(nn.Module):
-    """The learner, 91 k parameters; `training_s` are the CPU seconds that its training took."""
+    """The learner, 91 k parameters; `training_s` are the CPU seconds that its training took.
+
+    Labels mean something else for every query (`Queries.labels`), so it cannot answer from its weights: it must find
+    the demonstration that covers the question and repeat its label. One token is one demonstration (image + question +
+    label), the last token is the query. There are no positions: the order of demonstrations does not matter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,13 +102,8 @@ class Learner(nn.Module):
         return seen
 
     def forward(self, query: Tensor, demonstrations: Tensor, labels: Tensor) -> Tensor:
-        """Logits of the query's label, [n, 10].
-
-        Args:
-            query: float32 [n, width], `see` of the query with its question.
-            demonstrations: float32 [n, T, width], `see` of them; T may be 0.
-            labels: int64 [n, T], their labels; −1 where there is no demonstration.
-        """
+        """Logits of the query's label, [n, 10], from `see` of the query, float32 [n, width], and of the demonstrations,
+        [n, T, width], with their labels, int64 [n, T], −1 where there is none; T may be 0."""
         padding = labels < 0
         labelled = demonstrations + self.labels(labels.clamp_min(0))
         x = torch.cat([labelled, (query + self.labels.weight[_UNANSWERED])[:, None]], 1)
@@ -134,22 +126,19 @@ class Learner(nn.Module):
 
     def save(self, path: Path) -> None:
         """Write weights in half precision."""
-        metadata = {"format": "knobwise.Learner/1", "training_s": json.dumps(self.training_s)}
-        with written_whole(path) as temporary:
-            save_file({k: v.half().contiguous() for k, v in self.state_dict().items()}, temporary, metadata)
+        save_weights(self, path, {"format": "knobwise.Learner/1", "training_s": json.dumps(self.training_s)})
 
     @classmethod
     def load(cls, path: Path) -> Learner:
         """Read what `save` wrote; the learner is in evaluation mode, single precision.
 
-        Raises:
-            InputError: no such file, or another kind of file.
+        Raises InputError for no such file, or another kind of file.
         """
         learner = cls()
         try:
-            with safe_open(path, "pt") as file:
-                learner.training_s = float(file.metadata()["training_s"])
-                learner.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118
+            weights, metadata = read_weights(path)
+            learner.training_s = float(metadata["training_s"])
+            learner.load_state_dict(weights)
         except FileNotFoundError:
             raise InputError(f"{path}: no such file") from None
         except Exception as error:
@@ -158,13 +147,8 @@ class Learner(nn.Module):
 
 
 def train_learner(config: LearnerConfig, state: Path, save_every_s: float = 15.0) -> Learner:
-    """Train from scratch on the digits of the training half, or resume from the checkpoint at `state`.
-
-    Every batch depends on (seed, step) alone, so an interrupted training ends where an uninterrupted one does.
-
-    Raises:
-        InputError: the checkpoint belongs to a training with other settings.
-    """
+    """Train from scratch on the digits of the training half, or resume from the checkpoint at `state`; batches depend
+    on (seed, step) alone, and errors are as for `train_resumably`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         learner = Learner()
@@ -209,8 +193,9 @@ def _loss(learner: Learner, config: LearnerConfig, step: int) -> Tensor:
     seen = learner.tower(torch.from_numpy(images)).unflatten(0, shape)
     tokens = seen + learner.questions(torch.from_numpy(question))
     logits = learner(tokens[:, -1], tokens[:, :-1], labels[:, :-1])
-    right = torch.from_numpy(values)
+    shown_values = torch.from_numpy(values).flatten(0, 1).T
     attributes = [
-        F.cross_entropy(head(seen).flatten(0, 1), right[..., i].flatten()) for i, head in enumerate(learner.attributes)
+        F.cross_entropy(head(seen).flatten(0, 1), value)
+        for head, value in zip(learner.attributes, shown_values, strict=True)
     ]
     return F.cross_entropy(logits, labels[:, -1]) + config.attributes * torch.stack(attributes).sum()

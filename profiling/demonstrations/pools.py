@@ -35,16 +35,10 @@ def draw_pools(
     the embedding (`text_similarity`), of the image's (`image_similarity`), or the mean of both cosines (`mixed`). Where
     the parts are unknown the whole embedding is compared. Equal ones (to about 1e-6) come in random order.
 
-    Args:
-        sampler: one of `SAMPLERS`.
-        queries: float32 [Q, d], embeddings.
-        candidates: float32 [M, d], embeddings of the bank, in the same space.
-        query_images, candidate_images: Q and M ids of images, "" where unknown, or none: candidates that show the
-            query's image are left out.
-        itself: int64 [Q], the row of the bank that is the query itself, −1 for none; it is left out too.
-
-    Raises:
-        InputError: an unknown sampler, a size below 1, or a part that is compared but not among `blocks`.
+    `queries`, float32 [Q, d], and `candidates`, [M, d], are embeddings in the same space; `query_images` and
+    `candidate_images` Q and M ids of images, "" where unknown, or none: candidates that show the query's image are left
+    out. So is `itself`, int64 [Q], the row of the bank that is the query, −1 for none. Raises InputError for an unknown
+    sampler, a size below 1, or a part that is compared but not among `blocks`.
     """
     if sampler not in SAMPLERS:
         raise InputError(f"sampler {sampler!r} is unknown; known are {', '.join(SAMPLERS)}")
@@ -56,8 +50,7 @@ def draw_pools(
     # −1 and −2 stand for images that are unknown: they equal nothing
     query_image = torch.tensor([names.get(image, -1) for image in query_images or [""] * len(queries)])
     candidate_image = torch.tensor([names.get(image, -2) for image in candidate_images or [""] * len(candidates)])
-    if itself is None:
-        itself = torch.full((len(queries),), -1)
+    itself = torch.full((len(queries),), -1) if itself is None else itself
     generator = torch.Generator().manual_seed(seed)
     numbers, pools = torch.arange(len(candidates)), []
     for rows in torch.arange(len(queries)).split(max(1, _CELLS // len(candidates))):
@@ -80,11 +73,7 @@ def similarity(queries: Tensor, candidates: Tensor, pool: Tensor, blocks: Blocks
 
 
 def compared(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:
-    """Embeddings [n, d] → what of them is compared, [n, d'], so that inner products are mean cosines of the parts.
-
-    Raises:
-        InputError: a part that `by` compares is missing among the known ones.
-    """
+    """Embeddings [n, d] → what of them is compared, [n, d'], so that inner products are mean cosines of the parts."""
     if not blocks:
         return normalize(embeddings, dim=1)
     if missing := [name for name in _COMPARED[by] if name not in blocks]:

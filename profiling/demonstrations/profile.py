@@ -13,9 +13,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import polars as pl
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,15 +28,18 @@ from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.envs.tables.tensor_file import with_prefix
 from knobwise.profiling.demonstrations.beam_search import Sequences, beam_search, drawn, joined, retrieved, score
 from knobwise.profiling.demonstrations.pools import similarity
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
-from knobwise.profiling.measuring.machine import claim, cpu_name, digests, write_json
+from knobwise.profiling.measuring.machine import claim, cpu_name, digests, rendered, write_json
 from knobwise.profiling.measuring.settings import changed_settings
 
 Draw = Callable[[Tensor, int], Tensor]
 """Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools, −1 padded."""
+Search = Callable[[Tensor], tuple[Sequences, dict[str, Tensor]]]
+"""Queries, int64 [n] → their sequences, and their scores without demonstrations, [n] by name."""
 _SEED_STEP = 1_000_003
 _OF_A_ROUND = ("json", "draws", "draw_seed")  # settings that do not change what the search records
 
@@ -51,23 +56,17 @@ def profile_beams(
     Repeat the call to resume it: only the queries of the interrupted chunk are scored again. A call with another policy
     adds a round; a sequence that was recorded before is recorded again as found by the policy, but not scored again.
 
-    Args:
-        draw: the policy.
-        drawn_by: identifies the policy, such as the digest of its checkpoint.
-
-    Raises:
-        InputError: `out_dir` holds another run, or an unfinished round of another policy.
+    `draw` is the policy, and `drawn_by` identifies it, such as the digest of its checkpoint. Raises InputError if
+    `out_dir` holds another run, or an unfinished round of another policy.
     """
     config = config or BeamProfileConfig()
     out, state = Path(out_dir), Path(out_dir) / "state"
     settings = {k: v for k, v in asdict(config).items() if k not in _OF_A_ROUND}
     claim(state / "beams.json", {"task": task.words, "table": task.table.digest, **task.sources, **settings})
 
-    def search(rows: Tensor) -> tuple[Sequences, dict[str, Tensor]]:
-        return _search(task, config, rows)
-
-    base = _in_chunks(state / "search", task.table.num_queries, config.chunk, search)
-    table, costs = task.table.with_beams(*base.sequences), [base.cpu_s]
+    search = partial(_search, task, config)
+    sequences, zero_shot, cpu_s = _in_chunks(state / "search", task.table.num_queries, config.chunk, search)
+    table, costs = task.table.with_beams(*sequences), [cpu_s]
 
     mine = {"policy": drawn_by, "draws": config.draws, "draw_seed": config.draw_seed}
     begun = state / "rounds.json"
@@ -84,18 +83,18 @@ def profile_beams(
                 places = draw(rows, config.draws)
             fields = {name: field[rows] for name, field in table.fields.items()}
             known = Sequences(table.sequences[rows], fields, table.found_by[rows])
-            probability = base.zero_shot["vqa_gt_prob"][rows]
+            probability = zero_shot["vqa_gt_prob"][rows]
             return score(task.scorer, rows, table.pool[rows], places, "policy", probability, known), {}
 
-        is_mine = draw is not None and about == mine
-        added = _in_chunks(state / f"round-{number}", table.num_queries, config.chunk, draw_round if is_mine else None)
-        table, costs = table.with_beams(*added.sequences, round=number), [*costs, added.cpu_s]
-    print(describe_beams(_write(out, table, task, config, base.zero_shot, costs, wanted)))
+        find = draw_round if draw is not None and about == mine else None
+        added, _, cpu_s = _in_chunks(state / f"round-{number}", table.num_queries, config.chunk, find)
+        table, costs = table.with_beams(*added, round=number), [*costs, cpu_s]
+    info = _write(out, table, task, config, zero_shot, costs, wanted)
+    print(rendered("beams", **info["figures"]))
     return table
 
 
 def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Sequences, dict[str, Tensor]]:
-    """The sequences of these queries without a policy, and their scores without demonstrations, [n] by name."""
     table, scorer = task.table, task.scorer
     pool, generator = table.pool[rows], torch.Generator().manual_seed(config.seed * _SEED_STEP + int(rows[0]))
     zero_shot = scorer(rows, torch.full((len(rows), 1), -1))
@@ -122,26 +121,20 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> tuple[Se
     return joined(kept), zero_shot
 
 
-class _Chunks(NamedTuple):
-    sequences: Sequences
-    zero_shot: dict[str, Tensor]
-    cpu_s: float
-
-
 def _in_chunks(
-    folder: Path, queries: int, chunk: int, find: Callable[[Tensor], tuple[Sequences, dict[str, Tensor]]] | None
-) -> _Chunks:
-    """The sequences of all queries, found a chunk at a time; a chunk is a file, and files that exist are read."""
+    folder: Path, queries: int, chunk: int, find: Search | None
+) -> tuple[Sequences, dict[str, Tensor], float]:
+    """The sequences of all queries, found a chunk at a time (a chunk is a file, and files that exist are read), their
+    zero-shot scores, and the CPU seconds of both."""
     chunks = torch.arange(queries).split(chunk)
     paths = [folder / f"{int(rows[0])}.safetensors" for rows in chunks]
-    done = sum(len(rows) for rows, path in zip(chunks, paths, strict=True) if path.exists())
-    if done < queries and find is None:
-        raise InputError(f"{folder}: is not finished; give the checkpoint that it was begun with")
-    if done < queries and find is not None:
+    missing = [(rows, path) for rows, path in zip(chunks, paths, strict=True) if not path.exists()]
+    if missing:
+        if find is None:
+            raise InputError(f"{folder}: is not finished; give the checkpoint that it was begun with")
+        done = queries - sum(len(rows) for rows, _ in missing)
         with progress(folder.name, queries, done) as tick:
-            for rows, path in zip(chunks, paths, strict=True):
-                if path.exists():
-                    continue
+            for rows, path in missing:
                 start = time.process_time()
                 new, zero_shot = find(rows)
                 tensors = {"sequences": new.sequences, "found_by": new.found_by}
@@ -153,14 +146,10 @@ def _in_chunks(
                 done += len(rows)
                 tick(done, "")
     parts = [load_file(path) for path in paths]
-    chunks_read = [Sequences(part["sequences"], _under("fields.", part), part["found_by"]) for part in parts]
-    names = _under("zero_shot.", parts[0])
-    zero = {name: torch.cat([part[f"zero_shot.{name}"] for part in parts]) for name in names}
-    return _Chunks(joined(chunks_read, dim=0), zero, float(sum(part["cpu_s"] for part in parts)))
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    sequences = [Sequences(part["sequences"], with_prefix(part, "fields."), part["found_by"]) for part in parts]
+    zero_shots = [with_prefix(part, "zero_shot.") for part in parts]
+    zero_shot = {name: torch.cat([part[name] for part in zero_shots]) for name in zero_shots[0]}
+    return joined(sequences, dim=0), zero_shot, float(sum(part["cpu_s"] for part in parts))
 
 
 def _write(
@@ -204,49 +193,24 @@ def figures(table: BeamTable, zero_shot: dict[str, Tensor]) -> dict[str, Any]:
     `correct` is the share of a kind's sequences, `any_correct` the share of queries with at least one right, `gain` the
     mean information gain.
     """
-    rows: list[dict[str, Any]] = []
-    correct, gain = table.fields["vqa_correct"], table.fields["beam_score"]
-    rounds = int(table.round.max()) if table.round.numel() else 0
-    kinds = [(method, 0) for method in METHODS[:-1]] + [(METHODS[-1], number + 1) for number in range(rounds)]
-    for method, number in kinds:
-        for shots in range(1, table.shots + 1):
-            kind = (table.found_by == METHODS.index(method)) & (table.round == number) & (table.lengths == shots)
-            if kind.any():
-                right = kind & (correct == 1)
-                rows.append(
-                    {
-                        "found_by": method if not number else f"{method}-{number}",
-                        "shots": shots,
-                        "sequences": int(kind.sum()),
-                        "correct": _share(correct[kind]),
-                        "any_correct": _share(right.any(1)[kind.any(1)]),
-                        "gain": _share(gain[kind]),
-                    }
-                )
+    query, beam = table.beam_mask.nonzero(as_tuple=True)
+    columns = {"method": table.found_by, "round": table.round, "shots": table.lengths}
+    columns |= {"correct": table.fields["vqa_correct"], "gain": table.fields["beam_score"]}
+    frame = pl.DataFrame({"query": query.numpy(), **{name: x[query, beam].numpy() for name, x in columns.items()}})
+    right = pl.col("query").filter(pl.col("correct") == 1)
+    kinds = frame.group_by("method", "round", "shots").agg(
+        sequences=pl.len(),
+        correct=pl.col("correct").cast(pl.Float64).mean().round(6),
+        any_correct=(right.n_unique() / pl.col("query").n_unique()).round(6),
+        gain=pl.col("gain").cast(pl.Float64).mean().round(6),
+    )
+    method = pl.col("method").replace_strict(dict(enumerate(METHODS)))
+    found_by = pl.when(pl.col("round") > 0).then(pl.format("{}-{}", method, "round")).otherwise(method)
+    rows = kinds.sort("method", "round", "shots").select(found_by.alias("found_by"), pl.exclude("method", "round"))
     return {
         "queries": table.num_queries,
         "candidates": len(table.candidates),
         "pool": table.pool.shape[1],
-        "zero_shot_correct": _share(zero_shot["vqa_correct"]),
-        "found": rows,
+        "zero_shot_correct": round(float(zero_shot["vqa_correct"].double().mean()), 6),
+        "found": rows.to_dicts(),
     }
-
-
-def _share(x: Tensor) -> float:
-    return round(float(x.double().mean()), 6)
-
-
-def describe_beams(info: dict[str, Any]) -> str:
-    """The figures as lines for a terminal."""
-    content = info["figures"]
-    lines = [
-        f"{content['queries']} queries with pools of {content['pool']} out of {content['candidates']} candidates; "
-        f"right without demonstrations: {content['zero_shot_correct']:.1%}",
-        f"{'found by':<12}{'shots':>6}{'sequences':>11}{'right':>8}{'any right':>11}{'gain':>8}",
-    ]
-    for row in content["found"]:
-        lines.append(
-            f"{row['found_by']:<12}{row['shots']:>6}{row['sequences']:>11}{row['correct']:>8.1%}"
-            f"{row['any_correct']:>11.1%}{row['gain']:>8.3f}"
-        )
-    return "\n".join(lines)

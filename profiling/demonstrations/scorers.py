@@ -1,7 +1,5 @@
-"""How well a model answers queries after demonstrations: the protocol, and the scorer of the built-in task's learner.
-
-`knobwise.profiling.huggingface.scorer` has the scorer of Hugging Face models.
-"""
+"""How well a model answers queries after demonstrations: the protocol, and the scorer of the built-in task's learner
+(that of Hugging Face models is in `knobwise.profiling.huggingface.scorer`)."""
 
 from __future__ import annotations
 
@@ -20,19 +18,14 @@ class Scorer(Protocol):
     """What beam search, environments and evaluation need from a model."""
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        """Score queries after demonstrations, each row on its own.
-
-        Args:
-            queries: int64 [n], rows of the query set.
-            demonstrations: int64 [n, T], rows of the bank in the order shown, −1 for none at the end (all −1:
-                zero-shot).
+        """Score queries, int64 [n], rows of the query set, after demonstrations, int64 [n, T], rows of the bank in the
+        order shown, −1 for none at the end (all −1: zero-shot); each row on its own.
 
         Returns:
             float32 [n] each, on the CPU: `logprob_score`, ln P(right answer); `vqa_gt_prob`, exp of it; `vqa_correct`,
             0 or 1; `vqa_acc_score`, soft accuracy, 0 to 1; `vqa_rel_score`, P(right answer) / P(likeliest answer).
 
-        Raises:
-            InputError: shapes that do not fit, rows that do not exist.
+        Raises InputError for shapes that do not fit, or rows that do not exist.
         """
         ...
 
@@ -51,9 +44,8 @@ class LearnerScorer:
     `vqa_acc_score` the share answered right, `vqa_rel_score` the mean of P(right label) / P(likeliest label). `vote`
     counts, for each question asked, the demonstrations of this question.
 
-    Canvases are seen once, when the scorer is made; only labels depend on the query.
-
-    The learner is put into evaluation mode; `chunk` sequences are computed at a time.
+    Canvases are seen once, when the scorer is made; only labels depend on the query. `chunk` sequences are computed at
+    a time.
     """
 
     @torch.inference_mode()
@@ -76,19 +68,15 @@ class LearnerScorer:
             self._answer(queries[r], p, demonstrations[r])
             for r, p in zip(row.split(self.chunk), part.split(self.chunk), strict=True)
         ]
-        log_prob, right, relative = torch.cat(chunks, 1) if chunks else torch.zeros(3, 0)
-        parts = torch.zeros(len(queries)).index_add_(0, row, torch.ones(len(row)))
-
-        def total(x: Tensor) -> Tensor:
-            return torch.zeros(len(queries)).index_add_(0, row, x)
-
-        log_prob, accuracy = total(log_prob), total(right) / parts
+        # log-probability, right, relative and the number of parts, summed over a query's questions
+        outcomes = torch.cat([torch.cat(chunks, 1), torch.ones(1, len(row))])
+        log_prob, right, relative, parts = torch.zeros(4, len(queries)).index_add_(1, row, outcomes)
         return {
             "logprob_score": log_prob,
             "vqa_gt_prob": log_prob.exp(),
-            "vqa_acc_score": accuracy,
-            "vqa_correct": (accuracy == 1).float(),
-            "vqa_rel_score": total(relative) / parts,
+            "vqa_acc_score": right / parts,
+            "vqa_correct": (right == parts).float(),
+            "vqa_rel_score": relative / parts,
         }
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
@@ -98,8 +86,10 @@ class LearnerScorer:
             return torch.zeros(len(queries))
         question = torch.where(demonstrations < 0, -1, self.question[demonstrations.clamp_min(0)])
         value = self.value[demonstrations.clamp_min(0)]
+        questions = self.questions[queries]
+        answers = self.values[queries].gather(1, questions.clamp_min(0))
         right = torch.ones(len(queries), dtype=torch.bool)
-        for wanted, true in zip(self.questions[queries].T, self._true(queries).T, strict=True):
+        for wanted, true in zip(questions.T, answers.T, strict=True):
             votes = question == wanted[:, None]
             alike = (value[:, :, None] == value[:, None, :]) & votes[:, None, :] & votes[:, :, None]
             # ties go to the first: fewer than `shots` places cannot outweigh a vote
@@ -107,10 +97,6 @@ class LearnerScorer:
             winner = torch.where(votes.gather(1, best), value.gather(1, best), -1)[:, 0]
             right &= (wanted < 0) | (winner == true)
         return right.float()
-
-    def _true(self, queries: Tensor) -> Tensor:
-        """int64 [n, 2]: the right answer to each question asked."""
-        return self.values[queries].gather(1, self.questions[queries].clamp_min(0))
 
     @torch.inference_mode()
     def _answer(self, queries: Tensor, part: Tensor, demonstrations: Tensor) -> Tensor:

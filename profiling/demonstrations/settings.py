@@ -8,8 +8,6 @@ from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 
 SAMPLERS = ("random", "text_similarity", "image_similarity", "mixed")
-
-
 _COUNTS = ("width", "retrieved", "sampled", "random")
 
 

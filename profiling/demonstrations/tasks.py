@@ -1,12 +1,9 @@
-"""Tasks that beam data are recorded for: queries, their pools, and the model that answers them.
-
-The built-in task draws canvases and computes embeddings from them; a vision-language model brings files of its own.
-"""
+"""Tasks that beam data are recorded for: queries, their pools, and the model that answers them."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -59,24 +56,15 @@ Task = tuple[Queries, Bank]
 class BeamTask(NamedTuple):
     """A task that sequences are recorded for."""
 
-    table: BeamTable
-    """With pools, without beams."""
+    table: BeamTable  # with pools, without beams
     scorer: Scorer
-    words: list[str]
-    """Its settings on the command line."""
-    sources: dict[str, str] = {}
-    """sha256 of the files that it is read from, where the table does not contain them."""
+    words: list[str]  # its settings on the command line
+    sources: dict[str, str] = {}  # sha256 of the files that it is read from, where the table does not contain them
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
-    """The built-in task, with its own pools or pools drawn by a sampler.
-
-    Raises:
-        InputError: no such variant or part.
-    """
-    table, scorer = task_table(
-        config.variant, config.part, queries=config.queries, candidates=config.candidates, seed=config.seed
-    )
+    """The built-in task, with its own pools or pools drawn by a sampler; errors as for `task_table`."""
+    table, scorer = task_table(**asdict(config))
     if pool.sampler not in (None, "covers"):
         table = replace(table, pool=_pools(table, pool, None))
     words = ["model=learner", *changed_settings("learner.", config), *changed_settings("pool.", pool)]
@@ -86,15 +74,13 @@ def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
 def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     """A vision-language model (a folder, or a name on the Hugging Face hub) with data and embeddings from files.
 
-    Raises:
-        InputError: settings that are missing or do not fit, files that cannot be read, no such model.
+    Raises InputError for settings that are missing or do not fit, files that cannot be read, no such model.
     """
-    for name in ("data", "embeddings"):
-        if not getattr(config, name):
-            raise InputError(
-                f"model={model}: a vision-language model needs vlm.{name} (knobwise profile --help); other models are "
-                "model=elastic and model=learner"
-            )
+    if missing := [name for name in ("data", "embeddings") if not getattr(config, name)]:
+        raise InputError(
+            f"model={model}: a vision-language model needs vlm.{missing[0]} (knobwise profile --help); other models "
+            "are model=elastic and model=learner"
+        )
     if pool.sampler == "covers":
         raise InputError(f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}")
     from knobwise.profiling.huggingface.scorer import VLMScorer
@@ -128,10 +114,8 @@ def _read_embeddings(data: VQAData, config: VLMTaskConfig) -> tuple[Tensor, Tens
     if data.queries is not data.bank and not config.query_embeddings:
         raise InputError(f"{config.data}: queries that are not the bank's items need vlm.query_embeddings")
     queries = read_embeddings(config.query_embeddings) if config.query_embeddings else candidates.clone()
-    for path, rows, items in (
-        (config.query_embeddings or config.embeddings, queries, data.queries),
-        (config.embeddings, candidates, data.bank),
-    ):
+    paths = config.query_embeddings or config.embeddings, config.embeddings
+    for path, rows, items in zip(paths, (queries, candidates), (data.queries, data.bank), strict=True):
         if len(rows) != len(items):
             raise InputError(f"{path}: has {len(rows)} rows for {len(items)} items; it needs a row for each, in order")
     if queries.shape[1] != candidates.shape[1]:
@@ -167,17 +151,8 @@ def _pools(table: BeamTable, config: PoolConfig, itself: Tensor | None) -> Tenso
 def task_table(
     variant: str, part: str, *, queries: int | None = None, candidates: int | None = None, seed: int = 0
 ) -> tuple[BeamTable, LearnerScorer]:
-    """Draw a part of the built-in task: its table without beams, and the scorer to find some with.
-
-    Args:
-        variant: "careless" or "careful".
-        part: "train" or "test".
-        queries, candidates: how many; None for `SIZES`.
-        seed: of everything drawn; the built-in data have 0.
-
-    Raises:
-        InputError: no such variant or part; sizes below 1.
-    """
+    """Draw a part of the built-in task (see `LearnerTaskConfig`): its table without beams, and the scorer to find some
+    with. Raises InputError for no such variant or part, and sizes below 1."""
     task = draw_part(variant, part, queries, candidates, seed)
     pool = torch.from_numpy(draw_covering_pools(RandomState([seed, PARTS.index(part), 1]), *task, VARIANTS[variant]))
     beams = {"pool": pool, **_no_beams(len(pool))}
@@ -221,23 +196,15 @@ def part_table(variant: str, part: str, task: Task, **beams: Any) -> BeamTable:
 
 def embeddings_of(queries: Queries, bank: Bank, learner: Learner) -> tuple[Tensor, Tensor]:
     """Embeddings of queries [Q, 77] and of the bank's items [M, 77], float32."""
-    questions, annotators = np.arange(len(QUESTIONS)), np.arange(ANNOTATORS)
-    wanted = (queries.questions[:, :, None] == questions).any(1)
-    nobody = np.zeros((len(queries), ANNOTATORS))
-    answered, annotator = bank.question[:, None] == questions, bank.annotator[:, None] == annotators
-    return (
-        _columns(_see(queries.images, learner), wanted, nobody),
-        _columns(_see(bank.images, learner), answered, annotator),
-    )
-
-
-def _columns(image: Tensor, *others: NDArray[Any]) -> Tensor:
-    return torch.cat([image, *(torch.from_numpy(x) for x in others)], 1).float()
-
-
-@torch.no_grad()
-def _see(images: NDArray[np.float32], learner: Learner) -> Tensor:
     # in double precision and then rounded, so that every machine gives the same
     tower = copy.deepcopy(learner.tower).double()
-    seen: Tensor = tower(torch.from_numpy(images).double()) * (_IMAGE_SCALE * _STEPS)
-    return seen.round() / _STEPS
+
+    @torch.no_grad()
+    def columns(images: NDArray[np.float32], *others: NDArray[Any]) -> Tensor:
+        image = (tower(torch.from_numpy(images).double()) * (_IMAGE_SCALE * _STEPS)).round() / _STEPS
+        return torch.cat([image, *map(torch.from_numpy, others)], 1).float()
+
+    questions, nobody = np.arange(len(QUESTIONS)), np.zeros((len(queries), ANNOTATORS))
+    wanted = (queries.questions[:, :, None] == questions).any(1)
+    answered, annotator = bank.question[:, None] == questions, bank.annotator[:, None] == np.arange(ANNOTATORS)
+    return columns(queries.images, wanted, nobody), columns(bank.images, answered, annotator)

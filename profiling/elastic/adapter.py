@@ -1,9 +1,4 @@
-"""The elastic model behind the interface of all models with knobs (`knobwise.profiling.measuring.adaptive_model`).
-
-The first stage scales the image down to its overview, which every configuration begins with: the answer continues from
-it, and the features of a decision are computed from it. The mean of the overview's tokens is linear in the mean of its
-windows: the features need none of the tokens themselves, which the answer embeds with all others at once.
-"""
+"""The elastic model behind the interface of all models with knobs (`knobwise.profiling.measuring.adaptive_model`)."""
 
 from __future__ import annotations
 
@@ -41,13 +36,14 @@ _MEAN_WINDOW = np.array(
 class ElasticAdaptive:
     """An `AdaptiveVLM`: the elastic model, one request at a time.
 
+    The first stage scales the image down to its overview, which every configuration begins with: the answer continues
+    from it, and the features of a decision are computed from it. The mean of the overview's tokens is linear in the
+    mean of its windows: the features need none of the tokens themselves.
+
     An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose sides are 2 to 8
     cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens int64 [1, 6].
 
-    Args:
-        model: None for the one that comes with knobwise.
-        name: its name in files and reports.
-        features: whether the first stage computes what a decision sees.
+    `model` None is the one that comes with knobwise; `features`: whether the first stage computes what a decision sees.
     """
 
     def __init__(self, model: ElasticVLM | None = None, name: str = "elastic", features: bool = True) -> None:
@@ -69,11 +65,7 @@ class ElasticAdaptive:
 
     @contextmanager
     def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
-        """Run with this configuration inside the context. Not for two threads at once.
-
-        Raises:
-            InputError: a value that cannot be set.
-        """
+        """As in `AdaptiveVLM`."""
         wanted = self._configured(configuration)
         before, self.configuration = self.configuration, wanted
         try:
@@ -89,11 +81,8 @@ class ElasticAdaptive:
         return wanted
 
     def first_stage(self, request: Request) -> FirstStage:
-        """The overview, and features as in the built-in profile, rounded to half precision.
-
-        Raises:
-            InputError: an image or a question that the model cannot take.
-        """
+        """The overview, and features as in the built-in profile, rounded to half precision. Raises InputError for an
+        image or a question that the model cannot take."""
         start, cpu = clock_ms(), time.thread_time_ns()
         image, prompt = request.image, request.question
         if not (isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32):
@@ -132,11 +121,7 @@ class ElasticAdaptive:
         return torch.cat(self.model.features(torch.zeros_like(image), nothing), 1)[0].numpy()
 
     def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
-        """Decode one answer after another; `extra` holds `cpu_ms`, the thread's CPU time over the span of `total_ms`.
-
-        Raises:
-            InputError: a value that cannot be set.
-        """
+        """Decode one answer after another; `extra` holds `cpu_ms`, CPU time over the span of `total_ms`."""
         wanted = self._configured(configuration)
         return [self._answer(stage, wanted) for stage in stages]
 
@@ -161,11 +146,8 @@ class ElasticAdaptive:
 
 
 def as_image(image: Any) -> Tensor:
-    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array.
-
-    Raises:
-        InputError: of another shape, or of a size that is no grid of 2 to 8 cells each way.
-    """
+    """Pixels float32 [1, 3, h, w] in 0–1 of a PIL image, a tensor or an array. Raises InputError for another shape, or
+    a size that is no grid of 2 to 8 cells each way."""
     if isinstance(image, np.ndarray):
         image = torch.from_numpy(image)
     elif not isinstance(image, Tensor):
@@ -186,11 +168,8 @@ _SIDES = range(2 * CELL, MAX_SIDE * CELL + 1, CELL)
 
 
 def as_prompt(question: Any) -> Tensor:
-    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens.
-
-    Raises:
-        InputError: an unknown word, or too many.
-    """
+    """Tokens int64 [1, 6] of a text such as `"digit? r1 c2"`, or of tokens. Raises InputError for an unknown word, or
+    too many."""
     if isinstance(question, str):
         words = question.split()
         if unknown := [word for word in words if word not in TOKEN]:

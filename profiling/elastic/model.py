@@ -1,11 +1,4 @@
-"""A small elastic vision-language model with three knobs that really change what is computed.
-
-An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping 8-pixel windows that one linear map
-turns into tokens (a deliberately weak stem: recognition is left to the blocks). Blocks are attention plus a sparse
-mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token runs through its ``top_k``
-experts only. ``num_active_blocks`` leaves out middle blocks, the least important first. Answers are decoded greedily
-with a KV cache.
-"""
+"""A small elastic vision-language model with three knobs that really change what is computed."""
 
 from __future__ import annotations
 
@@ -19,11 +12,10 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from knobwise.common.files import written_whole
+from knobwise.profiling.elastic.resumable_training import read_weights, save_weights
 from knobwise.profiling.elastic.scenes import ANSWER_TOKENS, CELL, END, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 from knobwise.profiling.measuring.adaptive_model import clock_ms
@@ -39,12 +31,12 @@ _DIGIT_CLASSES = 11
 
 
 class Generation(NamedTuple):
-    """An answer and what it cost: token ids (``<end>`` included), ms by the clock in use."""
+    """An answer and what it cost: token ids (``<end>`` included), ms by the clock in use; ``vision_ms`` is the part of
+    ``prefill_ms`` until everything is embedded."""
 
     tokens: list[int]
     prefill_ms: float
     vision_ms: float
-    """The part of `prefill_ms` until everything is embedded."""
     vision_tokens: int
 
 
@@ -80,11 +72,8 @@ def tile_grid(rows: int, columns: int, max_crops: int) -> TileGrid:
 @cache
 @torch.inference_mode(False)  # the cached tensor serves training too
 def window_coordinates(rows: int, columns: int, grids: tuple[TileGrid, ...]) -> Tensor:
-    """What part of which cells each window shows, for the overview and (if there) the tiles: [windows, 19].
-
-    The first 8 + 8 numbers are the shares of each row and each column of cells that the window covers, then the
-    vertical and horizontal scale and whether it belongs to the overview.
-    """
+    """What each window of the overview and (if there) the tiles shows, [windows, 19]: the shares of the 8 rows and 8
+    columns of cells that it covers, the vertical and horizontal scale, and whether it belongs to the overview."""
     parts: list[Tensor] = []
     for grid in grids:
         axes = []
@@ -122,11 +111,8 @@ def cut_windows(images: Tensor, grid: TileGrid) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Sparse mixture of experts.
-
-    The weights sum to one over the ``max_top_k`` best experts, as trained; a smaller ``top_k`` leaves out the rest of
-    the sum, so it costs accuracy as well as it saves time.
-    """
+    """Sparse mixture of experts. The weights sum to one over the ``max_top_k`` best, as trained; a smaller ``top_k``
+    leaves out the rest of the sum, so it costs accuracy as well as it saves time."""
 
     def __init__(self, size: ElasticSize) -> None:
         super().__init__()
@@ -155,11 +141,8 @@ class Experts(nn.Module):
             self.balance = len(self.w_in) * (share.mean(0) * counts / len(flat)).sum()
         token = order // top_k
         inputs = torch.split(x.index_select(0, token), counts.tolist())
-        outputs = [
-            torch.mm(F.silu(torch.mm(part, a)), b)
-            for part, a, b in zip(inputs, self.w_in, self.w_out, strict=True)
-            if len(part)
-        ]
+        experts = zip(inputs, self.w_in, self.w_out, strict=True)
+        outputs = [torch.mm(F.silu(torch.mm(part, a)), b) for part, a, b in experts if len(part)]
         scaled = torch.cat(outputs) * weight.flatten().index_select(0, order)[:, None]
         return torch.zeros_like(x).index_add_(0, token, scaled)
 
@@ -193,6 +176,11 @@ class Block(nn.Module):
 
 class ElasticVLM(nn.Module):
     """The elastic model.
+
+    An image becomes an overview and up to ``max_crops`` tiles, cut into overlapping 8-pixel windows that one linear map
+    turns into tokens (a deliberately weak stem: recognition is left to the blocks). Blocks are attention plus a sparse
+    mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token runs through its ``top_k``
+    experts only. ``num_active_blocks`` leaves out middle blocks, the least important first.
 
     ``drop_order`` lists the middle blocks, the first to be left out first; ``training_s`` are the CPU seconds that its
     training took.
@@ -251,10 +239,8 @@ class ElasticVLM(nn.Module):
         return scaled(images, grid)
 
     def first_stage(self, images: Tensor, max_crops: int = 0, overview: Tensor | None = None) -> Tensor:
-        """Grid-size token, overview and tiles: [B, 10 + 9·tiles, width]; without tiles when ``max_crops`` is 0.
-
-        An ``overview`` that is there already is not made again.
-        """
+        """Grid-size token, overview and tiles: [B, 10 + 9·tiles, width]; without tiles when ``max_crops`` is 0. An
+        ``overview`` that was made before is not made again."""
         rows, columns = images.shape[-2] // CELL, images.shape[-1] // CELL
         caps = (1, max_crops) if max_crops else (1,)
         grids = tuple(tile_grid(rows, columns, cap) for cap in caps)
@@ -274,9 +260,8 @@ class ElasticVLM(nn.Module):
 
     def tile_states(self, prefix: Tensor, grid: TileGrid) -> Tensor:
         """The tiles' part of the prefix, [B, down, 3, across, 3, width]."""
-        starts = len(_STARTS)
         tiles = prefix[:, OVERVIEW_TOKENS : OVERVIEW_TOKENS + TILE_TOKENS * grid.down * grid.across]
-        return tiles.view(len(prefix), grid.down, starts, grid.across, starts, -1)
+        return tiles.view(len(prefix), grid.down, len(_STARTS), grid.across, len(_STARTS), -1)
 
     def forward(
         self,
@@ -286,10 +271,8 @@ class ElasticVLM(nn.Module):
         configuration: Configuration,
         blocks: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Teacher-forced logits [B, 9, words] for ``answers`` [B, 9], and the prefix's last states [B, P, width].
-
-        ``blocks`` overrides which blocks run (for calibration and training); by default the configuration decides.
-        """
+        """Teacher-forced logits [B, 9, words] for ``answers`` [B, 9], and the prefix's last states [B, P, width];
+        ``blocks`` overrides which blocks run (for calibration and training)."""
         prefix = self.prefix(images, prompts, configuration.max_crops)
         spoken = self.words(answers[:, :-1]) + self.slots.weight[PROMPT_TOKENS : PROMPT_TOKENS + answers.shape[1] - 1]
         x, length = torch.cat((prefix, spoken), 1), prefix.shape[1]
@@ -305,10 +288,8 @@ class ElasticVLM(nn.Module):
     def generate(
         self, image: Tensor, prompt: Tensor, configuration: Configuration, overview: Tensor | None = None
     ) -> Generation:
-        """Decode one answer greedily, timing it by `clock_ms`: ``image`` [1, 3, h, w], ``prompt`` [1, 6].
-
-        An ``overview`` that was made before is not made again.
-        """
+        """Decode one answer greedily with a KV cache, timing it by `clock_ms`: ``image`` [1, 3, h, w], ``prompt``
+        [1, 6]. An ``overview`` that was made before is not made again."""
         active = [self.block(i) for i in self.active_blocks(configuration.num_active_blocks)]
         top_k, tokens = configuration.top_k, []
         start = clock_ms()
@@ -329,32 +310,23 @@ class ElasticVLM(nn.Module):
 
     @torch.inference_mode()
     def features(self, images: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Features that are known before a configuration is chosen: image [B, 2·width] and language [B, width].
-
-        Image: the mean of the overview's tokens, then the grid-size token. Language: the mean of the prompt's word
-        embeddings. Neither depends on a knob, on a tile, or on the answer.
-        """
+        """Features that no knob changes: image [B, 2·width], the mean of the overview's tokens and the grid-size token;
+        language [B, width], the mean of the prompt's word embeddings."""
         seen = self.first_stage(images)
         return torch.cat((seen[:, 1:].mean(1), seen[:, 0]), -1), self.words(prompts).mean(1)
 
     def save(self, path: Path) -> None:
         """Write weights in half precision, with size and drop order as metadata."""
         about = {"size": asdict(self.size), "drop_order": self.drop_order, "training_s": self.training_s}
-        metadata = {key: json.dumps(value) for key, value in about.items()}
-        with written_whole(path) as temporary:
-            save_file({k: v.half().contiguous() for k, v in self.state_dict().items()}, temporary, metadata)
+        save_weights(self, path, {key: json.dumps(value) for key, value in about.items()})
 
     @classmethod
     def load(cls, path: Path) -> ElasticVLM:
-        """Read what :meth:`save` wrote; the model is in evaluation mode, single precision.
-
-        Raises ``ValueError`` for another kind of file.
-        """
+        """Read what `save` wrote; in evaluation mode, single precision. Raises ValueError for another kind of file."""
         try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-                model = cls(ElasticSize(**json.loads(metadata["size"])))
-                model.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118
+            weights, metadata = read_weights(path)
+            model = cls(ElasticSize(**json.loads(metadata["size"])))
+            model.load_state_dict(weights)
         except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}: holds no weights of the elastic model") from error
         model.drop_order = tuple(json.loads(metadata["drop_order"]))

@@ -1,9 +1,7 @@
-"""Profile the elastic model: train or load it, measure it, write the profile. One call, which can be interrupted at any
-time.
+"""Profile the elastic model: train or load it, measure it, write the profile. It can be interrupted at any time.
 
 profile_elastic("out")  →  out/table.parquet  features.npz  samples.parquet  profile.json  elastic.safetensors
-                           out/exp5/…  out/exp6/…  (the same measurements as exp5/exp6 files)
-                           out/state/…  (what a repeated call resumes from; may be removed afterwards)
+                           out/exp5/…  out/exp6/…  (the same as exp5/exp6 files)  out/state/…  (to resume from)
 """
 
 from __future__ import annotations
@@ -24,15 +22,14 @@ from knobwise.common.files import written_whole
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, question_of
 from knobwise.profiling.elastic.model import ElasticVLM, weights_path
 from knobwise.profiling.elastic.scenes import CELL, QUESTIONS, Scenes, draw_samples, share_of_right, to_words
-from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
+from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.elastic.training import train
-from knobwise.profiling.measuring.adaptive_model import check_configuration
-from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, write_json
+from knobwise.profiling.measuring.adaptive_model import KNOBS, check_configuration
+from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, rendered, write_json
 from knobwise.profiling.measuring.measuring import Plan, appended, measure, read_logs
 from knobwise.profiling.measuring.outputs import (
     CLOCK_NAMES,
     cells_of,
-    describe,
     long_records,
     profile_figures,
     steadiness,
@@ -44,17 +41,14 @@ from knobwise.profiling.measuring.settings import changed_settings
 
 DATASET = "elastic_scenes"
 MODEL_FILE = "elastic.safetensors"
-KNOBS = Configuration._fields
 _WARM_UP_ROUNDS = 3
 
 
 def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = None) -> Path:
     """Train (or load) the elastic model, measure every configuration, write the profile, and return its folder.
 
-    Repeat the call with the same ``config`` to resume it. Everything runs on one torch thread.
-
-    Raises:
-        ValueError: settings that the model cannot run, or another run in ``out_dir``.
+    Repeat the call with the same ``config`` to resume it. Everything runs on one torch thread. Raises ValueError for
+    settings that the model cannot run, or another run in ``out_dir``.
     """
     config = config or ElasticProfileConfig()
     if config.quick:
@@ -72,7 +66,7 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
     claim(state / "config.json", identity | {k: v for k, v in asdict(config).items() if k not in left_out})
     with one_thread():
         about = _profile(out, state, config)
-    print(describe(about["figures"]))
+    print(rendered("figures", figures=about["figures"]))
     return out
 
 
@@ -87,21 +81,13 @@ def _profile(out: Path, state: Path, config: ElasticProfileConfig) -> dict[str, 
     # measured as it will be loaded: with weights rounded to half precision
     model = ElasticVLM.load(path)
     samples = draw_samples(config.samples, config.seed)
-    plan = plan_of(samples, config)
+    plan = _plan(samples, config)
     with appended(state / "measured-0.jsonl") as log:
-        measure(
-            ElasticAdaptive(model, features=False),
-            plan,
-            log,
-            plan.done(read_logs(state)),
-            seed=config.seed,
-            warm_up=_WARM_UP_ROUNDS,
-            clock=config.clock,
-        )
-    return write_profile(out, config, model, samples, plan, read_logs(state))
+        measure(ElasticAdaptive(model, features=False), plan, log, plan.done(read_logs(state)))
+    return _write(out, config, model, samples, plan, read_logs(state))
 
 
-def plan_of(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
+def _plan(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
     """The plan that measures each scene under each configuration."""
     items = tuple(
         VQAItem(str(i), torch.from_numpy(s.images), question_of(s), (" ".join(to_words(s.answers[0])),))
@@ -109,10 +95,12 @@ def plan_of(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
     )
     prompts = tuple(torch.from_numpy(s.prompts) for s in samples)
     contents = tuple(f"{config.seed}/{item.id}" for item in items)  # a scene depends on seed and number alone
-    return Plan(items, prompts, contents, tuple(c._asdict() for c in config.configurations), config.repeats)
+    configurations = tuple(c._asdict() for c in config.configurations)
+    how: dict[str, Any] = {"seed": config.seed, "warm_up": _WARM_UP_ROUNDS, "clock": config.clock}
+    return Plan(items, prompts, contents, configurations, config.repeats, **how)
 
 
-def write_profile(
+def _write(
     out: Path, config: ElasticProfileConfig, model: ElasticVLM, samples: Sequence[Scenes], plan: Plan, log: pl.DataFrame
 ) -> dict[str, Any]:
     """Write everything that a run leaves in ``out``, each file whole or not at all; return the description."""
@@ -124,18 +112,22 @@ def write_profile(
         pl.Series("soft_score", soft, dtype=pl.Float32).round(4),
         *(pl.col(c).round_sig_figs(4).cast(pl.Float32) for c in times),
     )
-    records = (
-        long_records(plan, cells, DATASET)
-        .drop("question_id")
-        .with_columns(
-            pl.col("sample_id").cast(pl.Int32), pl.col(*KNOBS).cast(pl.Int32), pl.col("accuracy").cast(pl.Float32)
-        )
-    )
+    records = long_records(plan, cells, DATASET).drop("question_id")
+    records = records.with_columns(pl.col("sample_id", *KNOBS).cast(pl.Int32), pl.col("accuracy").cast(pl.Float32))
     measured = ("accuracy", "soft_score", "latency_ms", "cpu_ms", "prefill_ms")
     write_table(out / "table.parquet", records.select("sample_id", *KNOBS, *measured, "dataset"))
-    write_features(out / "features.npz", model, samples)
-    write_samples(out / "samples.parquet", samples)
-    about = describe_profile(out, config, model, samples, plan, log, cells)
+    _write_features(out / "features.npz", model, samples)
+    # what each sample is, for studying results
+    about_samples = {
+        "sample_id": range(len(samples)),
+        "question_type": [s.questions[0] for s in samples],
+        "question": [item.question for item in plan.items],
+        "answer": right,
+        "rows": [s.images.shape[2] // CELL for s in samples],
+        "columns": [s.images.shape[3] // CELL for s in samples],
+    }
+    write_table(out / "samples.parquet", pl.DataFrame(about_samples))
+    about = _about(out, config, model, samples, plan, log, cells)
     if config.exp_json:
         metadata = {"split": "held-out", **{key: about[key] for key in ("model", "machine", "torch", "command")}}
         write_exp_files(out, records, KNOBS, metadata)
@@ -143,7 +135,7 @@ def write_profile(
     return about
 
 
-def describe_profile(
+def _about(
     out: Path,
     config: ElasticProfileConfig,
     model: ElasticVLM,
@@ -183,12 +175,12 @@ def describe_profile(
         },
         "figures": profile_figures(exact, latency, settings, KNOBS),
         "figures_soft_score": profile_figures(soft, latency, settings, KNOBS),
-        "questions": by_question(samples, exact, latency, settings),
+        "questions": _by_question(samples, exact, latency, settings),
         "sha256": digests(out, ("table.parquet", "features.npz", "samples.parquet")),
     }
 
 
-def write_features(path: Path, model: ElasticVLM, samples: Sequence[Scenes]) -> None:
+def _write_features(path: Path, model: ElasticVLM, samples: Sequence[Scenes]) -> None:
     """Write ``sample_id``, ``image_features`` [N, 2·width] and ``language_features`` [N, width] in half precision."""
     rows = [model.features(torch.from_numpy(s.images), torch.from_numpy(s.prompts)) for s in samples]
     image, language = (torch.cat(part).half().numpy() for part in zip(*rows, strict=True))
@@ -197,38 +189,21 @@ def write_features(path: Path, model: ElasticVLM, samples: Sequence[Scenes]) -> 
         np.savez_compressed(file, sample_id=ids, image_features=image, language_features=language)
 
 
-def write_samples(path: Path, samples: Sequence[Scenes]) -> None:
-    """Write what each sample is, for studying results: question type and words, answer, grid size."""
-    rows = [
-        {
-            "sample_id": i,
-            "question_type": s.questions[0],
-            "question": question_of(s),
-            "answer": " ".join(to_words(s.answers[0])),
-            "rows": s.images.shape[2] // CELL,
-            "columns": s.images.shape[3] // CELL,
-        }
-        for i, s in enumerate(samples)
-    ]
-    write_table(path, pl.DataFrame(rows))
-
-
-def by_question(
+def _by_question(
     samples: Sequence[Scenes], exact: NDArray[np.float64], latency_ms: NDArray[np.float64], knobs: NDArray[np.int64]
 ) -> dict[str, Any]:
     """For each question type: how many samples, accuracy over the configurations, and what each knob moves."""
     types = np.array([s.questions[0] for s in samples])
     result = {}
-    for question in QUESTIONS:
+    for question in (q for q in QUESTIONS if q in types):
         rows = types == question
-        if rows.any():
-            figures = profile_figures(exact[rows], latency_ms[rows], knobs, KNOBS)
-            result[question] = {
-                "samples": int(rows.sum()),
-                "accuracy_by_configuration": figures["accuracy_by_configuration"],
-                "config_dependent_share": figures["config_dependent_share"],
-                "accuracy_range": {knob: effect["accuracy_range"] for knob, effect in figures["knobs"].items()},
-            }
+        figures = profile_figures(exact[rows], latency_ms[rows], knobs, KNOBS)
+        result[question] = {
+            "samples": int(rows.sum()),
+            "accuracy_by_configuration": figures["accuracy_by_configuration"],
+            "config_dependent_share": figures["config_dependent_share"],
+            "accuracy_range": {knob: effect["accuracy_range"] for knob, effect in figures["knobs"].items()},
+        }
     return result
 
 

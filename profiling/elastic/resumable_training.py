@@ -1,4 +1,4 @@
-"""Train a small model from scratch; an interrupted training resumes and ends in the same place."""
+"""Train a small model from scratch, so that an interrupted training ends in the same place; and the file of weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from time import monotonic, process_time
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
@@ -30,26 +32,24 @@ def train_resumably(
     rise: int,
     save_every_s: float,
 ) -> float:
-    """Train with AdamW, or resume from the checkpoint at `state`. An interrupted training ends where an uninterrupted
-    one does, if a batch depends on the number of its step alone.
+    """Train with AdamW, or resume from the checkpoint at `state`; return the CPU seconds of all sessions. A resumed
+    training ends where an uninterrupted one does, if a batch depends on the number of its step alone.
 
-    Args:
-        model: in its initial state; trained in place, and in evaluation mode afterwards.
-        loss_of: the loss, a scalar, of the batch of a step.
-        state: the checkpoint; one made with other `settings` is refused.
-        what: title of the progress line.
-        learning_rate: at step t times min(1, (t + 1) / `rise`), and times a cosine from 1 to 0.03.
-        save_every_s: seconds between checkpoints; the last step saves too.
-
-    Returns: CPU seconds of all sessions.
-
-    Raises:
-        InputError: the checkpoint belongs to a training with other settings.
+    The model is trained in place, and in evaluation mode afterwards. `loss_of` gives the loss, a scalar, of the batch
+    of a step; `what` is the title of the progress line. At step t the rate is `learning_rate` · min(1, (t + 1) /
+    `rise`), and times a cosine from 1 to 0.03. Raises InputError if the checkpoint belongs to a training with other
+    `settings`.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     identity = {"format": "knobwise.training/1", **json.loads(json.dumps(settings))}
-    step, earlier_s = _resumed(state, identity, model, optimiser)
-    start = process_time() - earlier_s
+    step, start = 0, process_time()
+    if state.exists():
+        saved = torch.load(state, weights_only=True)
+        if saved["identity"] != identity:
+            raise InputError(f"{state}: belongs to a training with other settings; remove it or choose another folder")
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        step, start = saved["step"], start - saved["cpu_s"]
     model.train()
     saved_at, mean_loss = monotonic(), math.nan
     with held_back() as held, progress(what, steps, step) as tick:
@@ -76,15 +76,13 @@ def train_resumably(
     return process_time() - start
 
 
-def _resumed(
-    state: Path, identity: Mapping[str, Any], model: nn.Module, optimiser: torch.optim.Optimizer
-) -> tuple[int, float]:
-    """Load the checkpoint, if there is one, and return its step and its CPU seconds."""
-    if not state.exists():
-        return 0, 0.0
-    saved = torch.load(state, weights_only=True)
-    if saved["identity"] != identity:
-        raise InputError(f"{state}: belongs to a training with other settings; remove it or choose another folder")
-    model.load_state_dict(saved["model"])
-    optimiser.load_state_dict(saved["optimiser"])
-    return saved["step"], saved["cpu_s"]
+def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    """Write weights in half precision."""
+    with written_whole(path) as temporary:
+        save_file({name: x.half().contiguous() for name, x in model.state_dict().items()}, temporary, metadata)
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights in single precision, and the metadata, as `save_weights` wrote them."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name).float() for name in file.keys()}, file.metadata()  # noqa: SIM118

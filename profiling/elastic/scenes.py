@@ -1,8 +1,7 @@
 """Scenes: grids of coloured handwritten digits with templated questions and answer token sequences.
 
-A scene has ``rows × columns`` cells of 8 × 8 pixels; a cell is blank or holds one image of scikit-learn's digits in one
-of four colours. Colours survive any down-scaling, digits do not: so which questions need image crops depends on the
-question *and* on the size of the grid, and both can be read off the features before a configuration is chosen.
+Colours survive any down-scaling, digits do not: so which questions need image crops depends on the question *and* on
+the size of the grid, and both can be read off the features before a configuration is chosen.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,7 @@ _BLANK = 10  # the digit class of an empty cell
 _COLOUR_NAMES = tuple(COLOURS)
 
 
-@dataclass(frozen=True)
-class Digits:
+class Digits(NamedTuple):
     """Digit images, split so that no image occurs on both sides: ``images`` [n, 8, 8] in 0–1, ``labels`` [n]."""
 
     images: NDArray[np.float32]
@@ -41,7 +41,8 @@ class Digits:
 
 @dataclass(frozen=True)
 class Scenes:
-    """Scenes of one grid size, with one question each.
+    """Scenes of one grid size, with one question each. A cell of 8 × 8 pixels is blank or holds one image of
+    scikit-learn's digits in one of four colours.
 
     ``images`` [B, 3, 8·rows, 8·columns] in 0–1; ``digits`` [B, rows, columns] with 10 for blank; ``prompts`` [B, 6] and
     ``answers`` [B, 9] token ids, answers closed by ``<end>`` and filled up with ``·``; ``questions`` [B] names.
@@ -122,12 +123,7 @@ def share_of_right(words: Sequence[str], right: Sequence[str]) -> float:
 
 def to_words(tokens: NDArray[np.integer]) -> list[str]:
     """The words up to ``<end>``."""
-    words = []
-    for token in tokens.tolist():
-        if token == END:
-            break
-        words.append(WORDS[token])
-    return words
+    return [WORDS[token] for token in takewhile(lambda token: token != END, tokens.tolist())]
 
 
 def _augment(rng: np.random.Generator, ink: NDArray[np.float32]) -> NDArray[np.float32]:

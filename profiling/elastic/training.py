@@ -1,8 +1,5 @@
-"""Train the elastic model from scratch, on one thread, in a way that leaves its knobs something to lose.
-
-The model is trained mostly at its full setting (few random knobs, one exit, no deep supervision). A model trained for
-every setting alike would answer as well with three blocks as with six, and there would be nothing to choose.
-"""
+"""Train the elastic model from scratch, mostly at its full setting: one trained for every setting alike would answer as
+well with three blocks as with six, and there would be nothing to choose."""
 
 from __future__ import annotations
 
@@ -26,13 +23,8 @@ _LOOK_UPS = ("digit", "colour", "row", "column", "row_colours", "match")
 
 
 def train(settings: TrainingConfig, size: ElasticSize, state: Path, save_every_s: float = 15.0) -> ElasticVLM:
-    """Train, or resume from the checkpoint at ``state``, and return the model with its drop order calibrated.
-
-    Every batch depends on (seed, step) alone, so an interrupted training ends where an uninterrupted one does.
-
-    Raises:
-        InputError: the checkpoint belongs to a training with other settings.
-    """
+    """Train, or resume from the checkpoint at ``state``, and return the model with its drop order calibrated; batches
+    depend on (seed, step) alone, and errors are as for `train_resumably`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = ElasticVLM(size)

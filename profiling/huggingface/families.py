@@ -1,16 +1,17 @@
 """The families of Hugging Face VLMs that can take more or fewer crops (or pixels) of an image, and how to set that.
 
 For every family `max_crops` is a cap: no image gets more, and most get as many as their shape can use. An overview of
-the whole image that is encoded in addition to the crops does not count. Experts per token and active blocks are found
-in any family, by `knobs.py`.
+the whole image that is encoded in addition to the crops does not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, isqrt
 from typing import Any
+
+from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 
 Assignment = tuple[Any, str, Any]
 """An object, the name of an attribute of it, the value to give it."""
@@ -25,23 +26,23 @@ ARIA_SIDES = (490, 980)
 """The only sides of a crop that Aria takes, pixels."""
 
 
-@dataclass(frozen=True)
-class ImageKnob:
-    """`max_crops` on one model and processor."""
+ImageKnob = tuple[KnobSupport, Callable[[int], list[Assignment]]]
+"""`max_crops` on one model and processor, and what sets a value other than its default."""
 
-    default: int
-    most: int
-    sets: str
-    assign: Callable[[int], list[Assignment]]
-    """What sets a value other than `default`."""
-    note: str = ""
-    least: int = 1
+_TILES = "image tiles, at most, beside the overview of the whole image"
 
 
-def image_knob(model: Any, processor: Any) -> ImageKnob | None:
-    """How `max_crops` is set on a model of a known family; None for an unknown one."""
-    family = FAMILIES.get(model.config.model_type)
-    return None if family is None else family(model, processor)
+def image_knob(model: Any, processor: Any) -> ImageKnob:
+    """How `max_crops` is set on a model, if it can be."""
+    family = model.config.model_type
+    if family not in FAMILIES:
+        note = f"how the processor of {family!r} makes crops is not known; known are {', '.join(FAMILIES)}. Implement "
+        note += "knobwise.profiling.measuring.adaptive_model.AdaptiveVLM to set them"
+        return KnobSupport(KNOBS[0], default=0, note=note), lambda value: []
+    support, assign = FAMILIES[family](model, processor)
+    if not support.available:
+        support = replace(support, sets="", note="the processor of this model has no higher cap than one")
+    return support, assign
 
 
 def _tiles(name: str) -> Callable[[Any, Any], ImageKnob]:
@@ -50,8 +51,7 @@ def _tiles(name: str) -> Callable[[Any, Any], ImageKnob]:
     def knob(model: Any, processor: Any) -> ImageKnob:
         pixels = processor.image_processor
         most = int(getattr(pixels, name))
-        sets = "image tiles, at most, beside the overview of the whole image"
-        return ImageKnob(most, most, sets, lambda value: [(pixels, name, value)])
+        return KnobSupport(KNOBS[0], most, 1, most, _TILES), lambda value: [(pixels, name, value)]
 
     return knob
 
@@ -69,7 +69,7 @@ def _llava_next(model: Any, processor: Any) -> ImageKnob:
         return [(owner, "image_grid_pinpoints", grids) for owner in owners]
 
     most = max(tiles.values())
-    return ImageKnob(most, most, "image tiles, at most, beside the overview of the whole image", assign)
+    return KnobSupport(KNOBS[0], most, 1, most, _TILES), assign
 
 
 def _idefics3(model: Any, processor: Any) -> ImageKnob:
@@ -83,14 +83,10 @@ def _idefics3(model: Any, processor: Any) -> ImageKnob:
         edge = isqrt(value) * side // 2 * 2
         return [(pixels, "size", _resized(pixels.size, longest_edge=edge)), (pixels, "do_image_splitting", value > 1)]
 
-    return ImageKnob(
-        default=along**2 if pixels.do_image_splitting else 1,
-        most=along**2,
-        sets="image tiles, at most, beside the overview of the whole image",
-        assign=assign,
-        note=f"takes effect in squares, {', '.join(str(k * k) for k in range(1, along + 1))}: a value between two "
-        "is the lower one",
-    )
+    squares = [k * k for k in range(1, along + 1)]
+    note = f"takes effect in squares, {', '.join(map(str, squares))}: a value between two is the lower one"
+    default = squares[-1] if pixels.do_image_splitting else 1
+    return KnobSupport(KNOBS[0], default, 1, squares[-1], _TILES, note), assign
 
 
 def _aria(model: Any, processor: Any) -> ImageKnob:
@@ -113,14 +109,11 @@ def _aria(model: Any, processor: Any) -> ImageKnob:
         return [*assignments, (processor, "images_kwargs", {**processor.images_kwargs, **changed})]
 
     counts = sorted({1, *(area * count for count in {1, *crops.values()})})
-    return ImageKnob(
-        default=area * most if current["split_image"] else area,
-        most=area * most,
-        sets=f"image area that is encoded, at most, in squares of {ARIA_SIDES[0]} pixels",
-        assign=assign,
-        note=f"takes effect at {', '.join(map(str, counts))}; images of one call must be cut into equally many crops, "
-        "which is a limit of the family's processor",
-    )
+    default = area * most if current["split_image"] else area
+    sets = f"image area that is encoded, at most, in squares of {ARIA_SIDES[0]} pixels"
+    note = f"takes effect at {', '.join(map(str, counts))}; images of one call must be cut into equally many crops, "
+    note += "which is a limit of the family's processor"
+    return KnobSupport(KNOBS[0], default, 1, area * most, sets, note), assign
 
 
 def _pixels(frames: bool = False) -> Callable[[Any, Any], ImageKnob]:
@@ -141,7 +134,7 @@ def _pixels(frames: bool = False) -> Callable[[Any, Any], ImageKnob]:
 
         count = max(1, ceil(most / unit))
         sets = f"pixels of the image, at most, in units of {unit // copies} pixels ({TOKENS_PER_CROP} vision tokens)"
-        return ImageKnob(count, count, sets, assign)
+        return KnobSupport(KNOBS[0], count, 1, count, sets), assign
 
     return knob
 
@@ -154,13 +147,9 @@ def _gemma4(model: Any, processor: Any) -> ImageKnob:
     def assign(value: int) -> list[Assignment]:
         return [(pixels, "max_soft_tokens", max(count for count in counts if count <= value) * unit)]
 
-    return ImageKnob(
-        default=int(pixels.max_soft_tokens) // unit,
-        most=counts[-1],
-        sets=f"vision tokens of the image, at most, in units of {unit}",
-        assign=assign,
-        note=f"takes effect at {', '.join(map(str, counts))}: a value between two is the lower one",
-    )
+    default, sets = int(pixels.max_soft_tokens) // unit, f"vision tokens of the image, at most, in units of {unit}"
+    note = f"takes effect at {', '.join(map(str, counts))}: a value between two is the lower one"
+    return KnobSupport(KNOBS[0], default, 1, counts[-1], sets, note), assign
 
 
 FAMILIES: dict[str, Callable[[Any, Any], ImageKnob]] = {

@@ -1,10 +1,9 @@
 """The overview of an image through a Hugging Face model's own vision tower, kept so that an answer continues from it.
 
-Models that cut an image into crops also read a small picture of the whole. Where that picture has the same pixels
-whatever the number of crops (Llama4 from two crops on, LLaVA-NeXT, Molmo2), the decision and the answer need the same
-output of the tower for it. Elsewhere the pixels depend on the knob: Qwen-VL, GLM4V
-and Gemma4 know one resolution at a time, Aria drops the overview for crops, and Idefics3 and SmolVLM shrink it from
-a picture already resized to the crops. Their overview at the lowest setting serves the decision only.
+Where the overview has the same pixels whatever the number of crops (Llama4 from two crops on, LLaVA-NeXT, Molmo2), the
+decision and the answer need the same output of the tower. Elsewhere the pixels depend on the knob (Qwen-VL, GLM4V and
+Gemma4 know one resolution at a time, Aria drops the overview for crops, Idefics3 and SmolVLM shrink it from a picture
+already resized to the crops): their overview at the lowest setting serves the decision only.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ class Overview:
     inputs: Any
     """Arguments of the tower's call, on the model's device: one row, as far as they are by row."""
     output: Any
-    """Of that call."""
     ms: float
-    """Wall time of it."""
 
     def pooled(self) -> Tensor:
         """Mean over the patches of the tower's last hidden states, padding left out: float32 [d] on the CPU."""
@@ -47,11 +44,8 @@ class Overview:
 
 
 def vision_tower(model: Any) -> Any:
-    """The module that encodes images.
-
-    Raises:
-        InputError: the model has none where models of transformers have theirs.
-    """
+    """The module that encodes images. Raises InputError if the model has none where models of transformers have
+    theirs."""
     tower = model.get_encoder(modality="image")
     if tower in (model, model.base_model) or not hasattr(model.base_model, "get_image_features"):
         raise InputError(f"{type(model).__name__}: has no vision tower that HuggingFaceVLM can find")
@@ -67,9 +61,8 @@ def vision_modules(model: Any) -> list[Any]:
 def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:
     """Take one image's overview through the vision tower alone.
 
-    Args:
-        inputs: what the processor made of one request, on the model's device.
-        clock: wall time in ms, the device having finished its work.
+    `inputs` are what the processor made of one request, on the model's device; `clock` is in ms, after the device has
+    finished its work.
     """
     encode, tower = model.base_model.get_image_features, vision_tower(model)
     known = {name: inputs[name] for name in inspect.signature(encode).parameters if name in inputs}
@@ -78,7 +71,7 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
             encode(**known)
         raise AssertionError("the vision tower was not called")
     except _Reached as reached:
-        call = reached.call
+        call = reached.args
     if (row := SAME_AT_EVERY_SETTING.get(model.config.model_type)) is not None:
         count = _row_count(call)
         call = _picked(call, count, [row % count])
@@ -89,18 +82,19 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
 
 @contextmanager
 def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
-    """Inside, the vision tower computes one crop less for each overview with the same pixels, and reuses its output.
-
-    Yields the numbers of the overviews that were reused, complete at the end. For models of `SAME_AT_EVERY_SETTING`.
-    """
-    tower, taken = vision_tower(model), set[int]()
+    """Inside, the vision tower computes one crop less for each overview with the same pixels, and reuses its output;
+    yields the numbers of the overviews that were reused, complete at the end. For models of `SAME_AT_EVERY_SETTING`."""
+    taken = set[int]()
+    if not overviews:
+        yield taken
+        return
+    tower = vision_tower(model)
     forward = tower.forward
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
         call = (args, kwargs)
         count = _row_count(call)
-        place = list(range(count))  # of each row in the joined output: first the computed, then the known
-        known: dict[int, int] = {}
+        known: dict[int, int] = {}  # number of an overview by row
         for number, overview in enumerate(overviews):
             # one row each: without the overview, a tile of the same pixels would have been computed too
             if free := [row for row in _equal_rows(overview.inputs, call) if row not in known]:
@@ -109,29 +103,24 @@ def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int
         if not known:
             return forward(*args, **kwargs)
         rest = [row for row in range(count) if row not in known]
-        for n, row in enumerate([*rest, *known]):
-            place[row] = n
         parts = [overviews[number].output for number in known.values()]
         if rest:
             some = _picked(call, count, rest)
             parts.insert(0, forward(*some[0], **some[1]))
-        order = torch.tensor(place, device=tree_leaves(call)[0].device)
+        # where each row is in the joined output: first the computed, then the known
+        order = torch.tensor([*rest, *known]).argsort().to(tree_leaves(call)[0].device)
         return tree_map(lambda *rows: torch.cat(rows)[order] if isinstance(rows[0], Tensor) else rows[0], *parts)
 
-    if not overviews:
-        yield taken
-        return
     with _forward_of(tower, remembered):
         yield taken
 
 
 class _Reached(Exception):
-    def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self.call = call
+    """The vision tower was called with these arguments, positional and named."""
 
 
 def _stop(*args: Any, **kwargs: Any) -> Any:
-    raise _Reached((args, kwargs))
+    raise _Reached(args, kwargs)
 
 
 @contextmanager

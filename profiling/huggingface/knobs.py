@@ -1,9 +1,5 @@
-"""Set crops, experts and blocks of a Hugging Face vision-language model for a while, and restore it exactly.
-
-Nothing is copied or rebuilt: a few attributes of model and processor get other values and then their own values back,
-so that later results equal earlier ones bit for bit. How each family sets its number of crops is in
-`knobwise.profiling.huggingface.families`.
-"""
+"""Set crops, experts and blocks of a Hugging Face vision-language model for a while, and restore it exactly: a few
+attributes of model and processor get other values and then their own values back."""
 
 from __future__ import annotations
 
@@ -43,20 +39,13 @@ class HuggingFaceKnobs:
 
     A model whose type is unknown gets `top_k` and `num_active_blocks` if its decoder has a plain list of blocks.
 
-    Args:
-        model: the model, on any device.
-        processor: its processor.
-        importance: how much the answers lose without each block, by block, for all that can be left out
-            (`knobwise.profiling.huggingface.block_importance` measures and reads it).
-
-    Raises:
-        InputError: the decoder's blocks cannot be found; an importance that misses a block or names one that does not
-            exist; a model whose knobs are set at this moment.
+    `importance` is how much the answers lose without each block, by block, for all that can be left out
+    (`knobwise.profiling.huggingface.profile` measures and reads it). Raises InputError if the decoder's blocks are not
+    found, the importance misses a block or names one that does not exist, or the model's knobs are set at this moment.
     """
 
     def __init__(self, model: Any, processor: Any, importance: Mapping[int, float] | None = None) -> None:
-        self.model, self.processor = model, processor
-        self.family = str(model.config.model_type)
+        self.model = model
         self._language = model.config.get_text_config(decoder=True)
         self._blocks = _decoder_blocks(model)
         if model in _being_set:
@@ -64,24 +53,21 @@ class HuggingFaceKnobs:
         self.always_active = _read_by_others(self._language, self._blocks)
         """Blocks that cannot be left out, in ascending order; 0 is one of them."""
         self._leaving = self._order_of_leaving(importance)
-        self._image = image_knob(model, processor)
+        crops, self._assign_crops = image_knob(model, processor)
         self._top_k = self._top_k_owners()
-        self.knobs = (self._crops_support(), self._top_k_support(), self._blocks_support())
+        self.knobs = (crops, self._top_k_support(), self._blocks_support())
         """The three of `KNOBS`, in this order."""
 
     @contextmanager
     def set(self, configuration: Configuration) -> Iterator[None]:
         """Run model and processor with this configuration inside the context; restore both at its end, also after
         exceptions. The configuration must stay the same from the processor's call to the last token of an answer.
-
-        Raises:
-            InputError: a value that cannot be set; a context of this model that has not ended.
-        """
+        Raises InputError for a value that cannot be set, or a context of this model that has not ended."""
         values = check_configuration(self.knobs, configuration)
         crops, top_k, blocks = (values[name] for name in KNOBS)
         assignments: list[Assignment] = []
-        if self._image is not None and crops != self.knobs[0].default:
-            assignments += self._image.assign(crops)
+        if crops != self.knobs[0].default:
+            assignments += self._assign_crops(crops)
         if top_k != self.knobs[1].default:
             assignments += [(owner, name, top_k) for owner, name in self._top_k]
         left_out = set(range(len(self._blocks))) - set(self.active_blocks(blocks))
@@ -90,11 +76,8 @@ class HuggingFaceKnobs:
 
     @contextmanager
     def leaving_out(self, blocks: Iterable[int]) -> Iterator[None]:
-        """Run the model without these blocks inside the context, everything else as it came; for measuring them.
-
-        Raises:
-            InputError: a block that does not exist or is one of `always_active`; a context that has not ended.
-        """
+        """Run the model without these blocks inside the context, everything else as it came; for measuring them. Raises
+        InputError for a block that does not exist or is one of `always_active`, or a context that has not ended."""
         left_out = set(blocks)
         if wrong := sorted(left_out - set(self._leaving)):
             raise InputError(f"block {wrong[0]} cannot be left out; those that can are {sorted(self._leaving)}")
@@ -102,11 +85,8 @@ class HuggingFaceKnobs:
             yield
 
     def active_blocks(self, number: int) -> tuple[int, ...]:
-        """The blocks that run when so many are active, in ascending order.
-
-        Raises:
-            InputError: fewer than must run, or more than there are.
-        """
+        """The blocks that run when so many are active, in ascending order. Raises InputError for fewer than must run,
+        or more than there are."""
         total = len(self._blocks)
         if not len(self.always_active) <= number <= total:
             raise InputError(f"num_active_blocks={number}: this model takes {len(self.always_active)} to {total}")
@@ -134,7 +114,7 @@ class HuggingFaceKnobs:
         total = len(self._blocks)
         free = [block for block in range(total - 1, 0, -1) if block not in self.always_active]
         if importance is None:
-            return [block for block in free if block != total - 1] + [block for block in free if block == total - 1]
+            return sorted(free, key=lambda block: block == total - 1)
         if wrong := [block for block in importance if not 0 <= block < total]:
             raise InputError(f"importance of block {wrong[0]}: this model has blocks 0 to {total - 1}")
         if missing := [block for block in free if block not in importance]:
@@ -148,19 +128,6 @@ class HuggingFaceKnobs:
             return [(self._language, name)] if getattr(self._language, name, None) else []
         parts = [part for block in self._blocks for part in block.modules()]
         return [(part, "top_k") for part in parts if isinstance(vars(part).get("top_k"), int)]
-
-    def _crops_support(self) -> KnobSupport:
-        name, knob = KNOBS[0], self._image
-        if knob is None:
-            known = ", ".join(FAMILIES)
-            note = f"how the processor of {self.family!r} makes crops is not known; known are {known}. Implement "
-            return KnobSupport(
-                name, default=0, note=f"{note}knobwise.profiling.measuring.adaptive_model.AdaptiveVLM to set them"
-            )
-        if knob.most == knob.least:
-            note = "the processor of this model has no higher cap than one"
-            return KnobSupport(name, knob.default, knob.default, knob.default, note=note)
-        return KnobSupport(name, knob.default, knob.least, knob.most, knob.sets, knob.note)
 
     def _top_k_support(self) -> KnobSupport:
         if not self._top_k:
@@ -178,11 +145,11 @@ class HuggingFaceKnobs:
 
     def _blocks_support(self) -> KnobSupport:
         total, least = len(self._blocks), len(self.always_active)
-        others = f"; {', '.join(map(str, self.always_active))} always run" if least > 1 else ""
+        sets = "decoder blocks that run, the first among them"
+        if least > 1:
+            sets += f"; {', '.join(map(str, self.always_active))} always run"
         note = "" if least < total else "every block of this model's decoder is read by others"
-        return KnobSupport(
-            KNOBS[2], total, least, total, f"decoder blocks that run, the first among them{others}", note
-        )
+        return KnobSupport(KNOBS[2], total, least, total, sets, note)
 
 
 class _Identity:

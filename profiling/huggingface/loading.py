@@ -33,14 +33,8 @@ GREEDY: dict[str, Any] = {
 such as a repetition penalty, they go on doing."""
 
 
-def load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype = "auto") -> tuple[Any, Any]:
-    """Model and processor from a folder (offline) or by their name on the Hugging Face hub.
-
-    Only models that transformers itself knows and safetensors weights: no code of theirs is executed.
-
-    Raises:
-        InputError: transformers is not installed; no such model, or another kind of model.
-    """
+def _load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
+    """Model and processor; only those that transformers itself knows, so no code of theirs is executed."""
     try:
         from transformers import AutoModelForImageTextToText, AutoProcessor
     except ImportError as error:
@@ -66,12 +60,9 @@ def load_pretrained(name_or_path: str | Path, dtype: str | torch.dtype = "auto")
 class PromptedModel:
     """A model of transformers with its processor, and how questions about images become its prompts.
 
-    Args:
-        model: an image-text-to-text model; put into eval mode.
-        processor: its processor. Without a chat template the prompt is "<image> Question: … Answer:" and the answer
-            ends with its line. A tokenizer without a padding token gets its end token as one.
-        instruction: added to every question of a chat model.
-        device: where to put the model; None leaves it where it is.
+    The image-text-to-text model is put into eval mode, and on the device if one is named. Without a chat template the
+    prompt is "<image> Question: … Answer:" and the answer ends with its line. A tokenizer without a padding token gets
+    its end token as one. `instruction` is added to every question of a chat model.
     """
 
     def __init__(
@@ -97,12 +88,10 @@ class PromptedModel:
     ) -> Self:
         """Load model and processor from a folder (offline) or by their name on the Hugging Face hub.
 
-        `device` None is the GPU where there is one; `arguments` and `settings` as for the class.
-
-        Raises:
-            InputError: as for `load_pretrained` and the class.
+        `device` None is the GPU where there is one; `arguments` and `settings` as for the class. Raises InputError if
+        transformers is not installed, or there is no such model, or of another kind.
         """
-        model, processor = load_pretrained(name_or_path, dtype)
+        model, processor = _load_pretrained(name_or_path, dtype)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(model, processor, *arguments, device=device, **settings)
 
@@ -118,11 +107,8 @@ class PromptedModel:
         """The turns as the model reads them; after a question, up to where the answer begins."""
         mark = getattr(self.processor, "image_token", None) or "<image>"
         template = None if self.chats else PLAIN_TEMPLATE.replace("IMAGE", mark if image else "")
-        asks = turns[-1]["role"] == "user"
-        text: str = self.processor.apply_chat_template(
-            turns, chat_template=template, add_generation_prompt=asks, **options
-        )
-        return text
+        options |= {"chat_template": template, "add_generation_prompt": turns[-1]["role"] == "user"}
+        return str(self.processor.apply_chat_template(turns, **options))
 
     def _token_options(self, text: str) -> dict[str, bool]:
         start = self.tokenizer.bos_token

@@ -1,15 +1,9 @@
-"""A Hugging Face vision-language model whose knobs can be set, measured and decided for.
-
-The first stage takes the image's overview through the model's own vision tower and pools it; with the mean of the
-question's token embeddings, that is what a decision sees. The answer is then decoded greedily with the knobs set, and
-continues from the tower's output where the overview is the same at every setting
-(`knobwise.profiling.huggingface.first_stage`). Hooks read the times during that one generation; nothing runs twice.
-"""
+"""A Hugging Face vision-language model whose knobs can be set, measured and decided for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +21,21 @@ from knobwise.profiling.huggingface.first_stage import (
 )
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
 from knobwise.profiling.huggingface.loading import GREEDY, INSTRUCTION, PromptedModel
-from knobwise.profiling.measuring.adaptive_model import (
-    Answer,
-    Configuration,
-    FirstStage,
-    KnobSupport,
-    Request,
-    clock_ms,
-)
+from knobwise.profiling.measuring.adaptive_model import Answer, Configuration, FirstStage, Request, clock_ms
 
 
 class HuggingFaceVLM(PromptedModel):
     """An `AdaptiveVLM`: a model of transformers behind its knobs. Not for two threads at once.
 
+    The answer is decoded greedily with the knobs set, and continues from the output of the vision tower where the
+    overview is the same at every setting (`knobwise.profiling.huggingface.first_stage`). Hooks read the times during
+    that one generation; nothing runs twice.
+
     A group of requests is answered as one batch, padded on the left; times of an answer are then those of the whole
     batch, so measure one request at a time.
 
-    Args:
-        model: of a family that `HuggingFaceKnobs` knows.
-        processor, instruction, device: as for `PromptedModel`.
-        importance: which blocks to keep, by block; None lets `HuggingFaceKnobs` choose.
-        max_new_tokens: where an answer is cut off.
-
-    Raises:
-        InputError: a model whose knobs or vision tower are unknown; max_new_tokens below 1.
+    `processor`, `instruction` and `device` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`. Raises
+    InputError for a model whose knobs or vision tower are unknown, and max_new_tokens below 1.
     """
 
     def __init__(
@@ -68,6 +53,7 @@ class HuggingFaceVLM(PromptedModel):
         super().__init__(model, processor, instruction=instruction, device=device)
         self.max_new_tokens = max_new_tokens
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
+        self.knobs = self.knobs_of_model.knobs
         self._vision = vision_modules(model)
         self.end_tokens = self._end_tokens()
         """Each of these ends an answer."""
@@ -79,17 +65,8 @@ class HuggingFaceVLM(PromptedModel):
         source = self.model.name_or_path
         return (Path(source).name if Path(source).is_dir() else source) or self.model.config.model_type
 
-    @property
-    def knobs(self) -> tuple[KnobSupport, ...]:
-        """`max_crops`, `top_k`, `num_active_blocks`, also those that it lacks."""
-        return self.knobs_of_model.knobs
-
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
-        """Run model and processor with this configuration inside the context, and restore both at its end.
-
-        Raises:
-            InputError: a value that cannot be set.
-        """
+        """As in `AdaptiveVLM`."""
         return self.knobs_of_model.set(configuration)
 
     @torch.inference_mode()
@@ -98,10 +75,8 @@ class HuggingFaceVLM(PromptedModel):
         the token embeddings of the prompt as it reads without its image; each the mean over tokens, float32 [d].
 
         `extra_ms` is all of `total_ms` where answers compute the overview again (see
-        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time.
-
-        Raises:
-            InputError: the image is no PIL image or the question no text.
+        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time. Raises InputError if the
+        image is no PIL image or the question no text.
         """
         start = self._clock()
         with self.set_knobs({"max_crops": self._overview_crops()}):
@@ -124,9 +99,7 @@ class HuggingFaceVLM(PromptedModel):
         """Answer as one batch, greedily. An answer's `extra` holds `reused_ms`, the first stage's part of its times.
 
         A stage with `kept` None is answered from the start. A stage from a cache, whose times are 0, adds nothing.
-
-        Raises:
-            InputError: a value that cannot be set; a request without a PIL image or a text.
+        Raises InputError for a value that cannot be set, or a request without a PIL image or a text.
         """
         if len(stages) > 1 and self.model.config.model_type == "aria":
             # its processor gives every image of a batch as many placeholders as the one with the most crops
@@ -223,12 +196,10 @@ class HuggingFaceVLM(PromptedModel):
         """Yields the ms of each call of the vision modules inside."""
         starts: list[float] = []
         spans: list[float] = []
-        hooks = []
-        for module in self._vision:
-            hooks.append(module.register_forward_pre_hook(lambda *_: starts.append(self._clock())))
-            hooks.append(module.register_forward_hook(lambda *_: spans.append(self._clock() - starts.pop())))
-        try:
+        with ExitStack() as hooks:
+            for module in self._vision:
+                before = module.register_forward_pre_hook(lambda *_: starts.append(self._clock()))
+                after = module.register_forward_hook(lambda *_: spans.append(self._clock() - starts.pop()))
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
             yield spans
-        finally:
-            for hook in hooks:
-                hook.remove()

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import locked
-from knobwise.profiling.huggingface.block_importance import AnswerLikelihood, measure_importance, read_importance
+from knobwise.common.progress import progress
+from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
+from knobwise.profiling.huggingface.loading import GREEDY, log_probs_of_answer
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
 from knobwise.profiling.measuring.adaptive_model import Request
-from knobwise.profiling.measuring.machine import one_thread
+from knobwise.profiling.measuring.machine import one_thread, write_json
 from knobwise.profiling.measuring.profiler import chosen_configurations, profile_vlm, question_text
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 from knobwise.profiling.measuring.settings import VLMProfileConfig
@@ -37,16 +44,16 @@ def profile_hugging_face(
 ) -> Path:
     """Measure a model with the questions of a file (`read_vqa_data`), write the profile, and return its folder.
 
+    Repeat the call to resume an interrupted run. On a CPU one thread is used.
+
     Args:
-        out: the folder; repeat the call to resume an interrupted run.
         importance: file of block importance; "measure" makes `out`/importance.json first; None leaves out blocks from
             the end on.
         dtype: of the weights; "auto" as they were saved.
-        device: None for the GPU where there is one. On a CPU one thread is used.
+        device: None for the GPU where there is one.
 
-    Raises:
-        InputError: files that cannot be read, a model that cannot be loaded or whose knobs are not known, what
-            `profile_vlm` refuses.
+    Raises InputError for files that cannot be read, a model that cannot be loaded or whose knobs are not known, and
+    what `profile_vlm` refuses.
     """
     questions = read_vqa_data(data)  # before a large model is loaded
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
@@ -103,3 +110,98 @@ def _measured(path: Path, model: HuggingFaceVLM, data: VQAData, config: VLMProfi
         inputs = [model.inputs([request]) for request in requests]
         score = AnswerLikelihood(model.model, inputs, max_new_tokens=config.max_new_tokens, end_tokens=model.end_tokens)
         return measure_importance(model.knobs_of_model, score, path)
+
+
+def read_importance(path: str | Path) -> dict[int, float]:
+    """How much a model's answers lose without each of its decoder blocks, by block, in ascending order of blocks.
+
+    The file is JSON, a number for each block: `{"4": 0.0156, "5": 0.0098, …}`. The larger, the later a block is left
+    out; only their order counts. Block 0 and others that always run need no number. Raises InputError for no such file,
+    not JSON, anything but a finite number for a block, a block given twice.
+    """
+    path = Path(path)
+    try:
+        # a tuple of pairs, so that a block which is given twice is seen
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=tuple, parse_int=float)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise InputError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(content, tuple) or not content:
+        raise InputError(f'{path}: must hold a number for each block, such as {{"4": 0.0156, "5": 0.0098}}')
+    importance: dict[int, float] = {}
+    for name, value in content:
+        if not name.isascii() or not name.isdigit():
+            raise InputError(f"{path}: {name!r} is not the number of a block")
+        block = int(name)
+        if block in importance:
+            raise InputError(f"{path}: block {block} is given twice")
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise InputError(f"{path}: the importance of block {block} is {value!r}, not a finite number")
+        importance[block] = value
+    return dict(sorted(importance.items()))
+
+
+def measure_importance(
+    knobs: HuggingFaceKnobs, score: Callable[[], float], path: str | Path | None = None
+) -> dict[int, float]:
+    """How much a score drops when one block alone is left out: score of the whole model − score without the block.
+
+    `score` says how good the model is as it is now, the more the better, such as `AnswerLikelihood`; it is called once
+    for the whole model and once for each block that can be left out. `path` gets what `read_importance` reads. Raises
+    InputError for a score that is not finite, and knobs that are set.
+    """
+    blocks = [block for block in range(knobs.knobs[2].default) if block not in knobs.always_active]
+
+    def scored(where: str) -> float:
+        if not math.isfinite(value := score()):
+            raise InputError(f"the score {where} is {value}, not a finite number")
+        return float(value)
+
+    whole = scored("of the whole model")
+    importance: dict[int, float] = {}
+    with progress("block importance", len(blocks), quiet_s=5.0) as tick:
+        for done, block in enumerate(blocks, 1):
+            with knobs.leaving_out([block]):
+                importance[block] = whole - scored(f"without block {block}")
+            tick(done, "")
+    if path is not None:
+        write_json(Path(path), {str(block): drop for block, drop in importance.items()})
+    return importance
+
+
+class AnswerLikelihood:
+    """The mean log-likelihood of the answers that a model, as it is now, gives greedily: a score for
+    `measure_importance`.
+
+    (1/N) Σ_i (1/T_i) Σ_t ln P(answer_it | prompt_i, answer_i,<t), in nats per token; long answers count no more than
+    short ones.
+
+    The model is in eval mode; `prompts` are N times what the processor makes of one text and its images, `input_ids`
+    int64 [1, L], … on the model's device; `end_tokens` end an answer, None for the model's own. Raises InputError for
+    no prompts, or prompts of several texts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Mapping[str, Tensor]],
+        max_new_tokens: int = 16,
+        end_tokens: Sequence[int] | None = None,
+    ) -> None:
+        if not prompts or any(len(prompt["input_ids"]) != 1 for prompt in prompts):
+            raise InputError("the likelihood of answers needs prompts, each of one text")
+        self.model, self.prompts = model, prompts
+        self.answers = [self._greedy(prompt, max_new_tokens, end_tokens) for prompt in prompts]
+        """The tokens of each, int64 [T]."""
+
+    @torch.inference_mode()
+    def __call__(self) -> float:
+        pairs = zip(self.prompts, self.answers, strict=True)
+        return float(torch.stack([log_probs_of_answer(self.model, *pair).mean() for pair in pairs]).mean())
+
+    @torch.inference_mode()
+    def _greedy(self, prompt: Mapping[str, Tensor], max_new_tokens: int, end_tokens: Sequence[int] | None) -> Tensor:
+        stops = {} if end_tokens is None else {"eos_token_id": list(end_tokens)}
+        output = self.model.generate(**prompt, **GREEDY, **stops, max_new_tokens=max_new_tokens)
+        return torch.as_tensor(output[0, prompt["input_ids"].shape[1] :])

@@ -1,10 +1,4 @@
-"""Score demonstrations with a Hugging Face vision-language model: how likely it makes a query's answers after them.
-
-The demonstrations (image, question, answer) and the query (image, question) become one prompt with several images.
-Every candidate answer is scored by the log-likelihood of its tokens after the prompt, up to and with the end of the
-answer, so that "two" does not also count whatever begins with it. The prompt, which is long, is computed once; the
-answers, which are short, continue from its key-value cache.
-"""
+"""Score demonstrations with a Hugging Face vision-language model: how likely it makes a query's answers after them."""
 
 from __future__ import annotations
 
@@ -24,24 +18,23 @@ Prompt = tuple[int, list[int]]
 
 
 class _Candidates(NamedTuple):
-    """The C possible answers to a query."""
+    """The C possible answers to a query: their tokens, soft VQA accuracies float32 [C], and which is the right one."""
 
     tokens: list[list[int]]
     accuracy: Tensor
-    """float32 [C], soft VQA accuracy."""
     right: int
-    """The one that most reference answers agree with."""
 
 
 class VLMScorer(PromptedModel):
     """How well a vision-language model answers queries after demonstrations: a `Scorer`.
 
-    `scorer(queries, demonstrations)` takes int64 [n], rows of `data.queries`, and int64 [n, T], rows of `data.bank` in
-    the order shown, −1 for none at the end (all −1: zero-shot), and gives float32 [n] each, on the CPU:
+    The demonstrations (image, question, answer) and the query (image, question) become one prompt with several images.
+    Every candidate answer is scored by the log-likelihood of its tokens after the prompt, up to and with the end of the
+    answer, so that "two" does not also count whatever begins with it. The prompt, which is long, is computed once; the
+    answers, which are short, continue from its key-value cache. Of `data.queries` and `data.bank`, a call gives:
 
     - `logprob_score`: ln P(right answer, end of answer | prompt), the sum over its tokens. The right answer is the
-      candidate that most reference answers agree with (of equals the first in the alphabet). Not divided by length: it
-      is the probability that the model answers just this.
+      candidate that most reference answers agree with (of equals the first in the alphabet).
     - `vqa_gt_prob`: exp of it.
     - `vqa_acc_score`: the soft VQA accuracy of the candidate with the highest such log-likelihood.
     - `vqa_correct`: 1 where no candidate has a higher soft accuracy than that one, else 0.
@@ -52,16 +45,14 @@ class VLMScorer(PromptedModel):
 
     Args:
         model, processor, device, instruction: as for `PromptedModel`.
-        data: queries and bank.
         batch_size: prompts computed at a time; their cache is held once for each candidate.
         max_choices: the most candidates of a query for which the data name no choices, at least 2.
         reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first batch: where that
             fails or gives other likelihoods than the whole sequence, each answer is computed with its prompt, one at a
             time, with a warning.
 
-    Raises:
-        InputError: sizes that make no sense; when called, rows that do not exist, an image that cannot be read, a
-            query with one candidate only.
+    Raises InputError for sizes that make no sense; when called, for rows that do not exist, an image that cannot be
+    read, a query with one candidate only.
     """
 
     def __init__(
@@ -106,11 +97,7 @@ class VLMScorer(PromptedModel):
         return dict(zip(fields, scores, strict=True))
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
-        """Whether the demonstrations' most common answer is right, without the model: float32 [n], 0 or 1.
-
-        Of equally common answers the first shown counts. It is right where none of the reference answers has a higher
-        soft accuracy; without demonstrations it is wrong. Arguments and errors as for a call.
-        """
+        """As in `Scorer`; an answer is right where none of the reference answers has a higher soft accuracy."""
         check_rows(queries, demonstrations, len(self.data.queries), len(self.data.bank))
         right = torch.zeros(len(queries))
         for place, (query, rows) in enumerate(zip(queries.tolist(), demonstrations.tolist(), strict=True)):
@@ -132,7 +119,7 @@ class VLMScorer(PromptedModel):
             self.reuse_prompt = self._can_reuse(prompts, answers)
         if self.reuse_prompt:
             return self._after_cache(self._inputs(prompts), answers)
-        return [self._whole(self._inputs([prompt]), tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
+        return [self._whole(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True)]
 
     def _inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """The processor's output for the prompts, padded on the left, on the model's device."""
@@ -163,12 +150,14 @@ class VLMScorer(PromptedModel):
         if not after.startswith(before):  # such as templates that open a part for reasoning
             after = before + " " * (not before[-1:].isspace()) + answer
         tokens = self._ids(before, after if not self.chats else after.rstrip())
-        end = next((place for place, token in enumerate(tokens) if token in self._end_tokens), None)
-        if end is None and self.chats and self.tokenizer.eos_token_id is not None:
+        for place, token in enumerate(tokens):
+            if token in self._end_tokens:
+                return tokens[: place + 1]
+        if self.chats and self.tokenizer.eos_token_id is not None:
             return [*tokens, self.tokenizer.eos_token_id]
         if not tokens:
             raise InputError(f"query {item.id!r}: the answer {answer!r} has no tokens in this model's vocabulary")
-        return tokens if end is None else tokens[: end + 1]
+        return tokens
 
     def _ids(self, before: str, after: str) -> list[int]:
         """The tokens that `after` has and `before`, which it begins with, has not."""
@@ -180,7 +169,7 @@ class VLMScorer(PromptedModel):
     def _can_reuse(self, prompts: Sequence[Prompt], answers: list[list[list[int]]]) -> bool:
         """Whether the cache gives the first prompt's likelihoods, in its batch, as the whole sequences give them."""
         tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.3
-        wanted = self._whole(self._inputs(prompts[:1]), answers[0])
+        wanted = self._whole(prompts[0], answers[0])
         try:
             reused = self._after_cache(self._inputs(prompts), answers)[0]
             difference = float((reused - wanted).abs().max())
@@ -231,8 +220,9 @@ class VLMScorer(PromptedModel):
             total = total + _log_probs(self.model(**follow).logits, tokens[:, 1:])
         return list(total.cpu().split(counts))
 
-    def _whole(self, inputs: dict[str, Tensor], answers: list[list[int]]) -> Tensor:
+    def _whole(self, prompt: Prompt, answers: list[list[int]]) -> Tensor:
         """Log-likelihoods [C] after one prompt, prompt and answer as one sequence, without cache, batch or padding."""
+        inputs = self._inputs([prompt])
         likelihoods = [log_probs_of_answer(self.model, inputs, torch.tensor(answer)).sum() for answer in answers]
         return torch.stack(likelihoods).cpu()
 

@@ -1,10 +1,5 @@
-"""The interface of a model with knobs: knobwise measures it through this, and decides in front of it.
-
-An image and a question go through `first_stage`, the model's own beginning, which gives the features that a decision
-needs. Once the configuration is chosen, `answer` continues from there. Implement `AdaptiveVLM` for a model of your own,
-and you can profile it (`knobwise.profiling.measuring.profiler`) and serve it
-(`knobwise.agents.serving.adaptive_model`).
-"""
+"""The interface of a model with knobs: implement `AdaptiveVLM` for a model of your own, and you can profile it
+(`knobwise.profiling.measuring.profiler`) and serve it (`knobwise.agents.serving.adaptive_model`)."""
 
 from __future__ import annotations
 
@@ -37,11 +32,7 @@ def clock_ms() -> float:
 
 
 class clocked_by:
-    """A context in which `clock_ms` reads another clock, in this thread.
-
-    Raises:
-        InputError: no clock of this name.
-    """
+    """A context in which `clock_ms` reads another clock, in this thread. Raises InputError for an unknown one."""
 
     def __init__(self, clock: str) -> None:
         if clock not in CLOCKS:
@@ -138,7 +129,8 @@ class Answer:
 
 
 class AdaptiveVLM(Protocol):
-    """A vision-language model with knobs."""
+    """A vision-language model with knobs. An image and a question go through `first_stage`, which gives the features
+    that a decision needs; once the configuration is chosen, `answer` continues from there."""
 
     @property
     def name(self) -> str:
@@ -151,12 +143,8 @@ class AdaptiveVLM(Protocol):
         ...
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
-        """Run the model with this configuration inside the context and restore it exactly at the end, whatever
-        happens. Not for two threads at once.
-
-        Raises:
-            InputError: a value that cannot be set.
-        """
+        """Run the model with this configuration inside the context and restore it exactly at the end, whatever happens.
+        Not for two threads at once. Raises InputError for a value that cannot be set."""
         ...
 
     def first_stage(self, request: Request) -> FirstStage:
@@ -169,12 +157,8 @@ class AdaptiveVLM(Protocol):
 
 
 def check_configuration(knobs: Sequence[KnobSupport], configuration: Configuration) -> dict[str, Any]:
-    """The configuration with defaults filled in.
-
-    Raises:
-        InputError: an unknown knob, a value that it does not take, or any value but the default for a knob that the
-            model lacks.
-    """
+    """The configuration with defaults filled in. Raises InputError for an unknown knob, a value that it does not take,
+    or any value but the default for a knob that the model lacks."""
     known = {knob.name: knob for knob in knobs}
     if unknown := [name for name in configuration if name not in known]:
         raise InputError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import string
 from collections.abc import Callable, Sequence
@@ -16,14 +17,9 @@ RELAXED_TOLERANCE = 0.05
 def answer_accuracy(metric: str, answer: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
     """The accuracy of an answer in [0, 1].
 
-    Args:
-        metric: one of `METRICS`.
-        answer: of the model.
-        references: right answers, at least one; VQA has the answers of ten people, right or not, repeats included.
-        choices: with `choice`, the options in the order of their letters.
-
-    Raises:
-        InputError: an unknown metric, no reference, `choice` without choices or with none that is right.
+    `references` are right answers, at least one; VQA has the answers of ten people, right or not, repeats included.
+    `choices` are the options of the metric `choice`, in the order of their letters. Raises InputError for an unknown
+    metric, no reference, `choice` without choices or with none that is right.
     """
     if metric not in METRICS:
         raise InputError(f"metric={metric!r} is unknown; known are {', '.join(METRICS)}")
@@ -42,12 +38,10 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     number stands in the place of 3; a lone reference is compared as it is.
     """
     plain, right = normalised(answer), [normalised(reference) for reference in references]
-    others = len(right) - 1
-    if not others:
+    if len(right) == 1:
         return float(plain == right[0])
-    agreeing, needed = right.count(plain), min(3, others)
-    left_out = [agreeing - (reference == plain) for reference in right]
-    return sum(min(1.0, n / needed) for n in left_out) / len(right)
+    agreeing, needed = right.count(plain), min(3, len(right) - 1)
+    return sum(min(1.0, (agreeing - (reference == plain)) / needed) for reference in right) / len(right)
 
 
 def normalised(text: str) -> str:
@@ -89,9 +83,8 @@ def _contractions() -> dict[str, str]:
     whole += [stem + ending for ending, group in stems.items() for stem in group.split()]
     spellings = {}
     for word in whole:
-        parts = word.split("'")
-        for marks in itertools.product(("", "'"), repeat=len(parts) - 1):
-            spelling = "".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))
+        for letters in itertools.product(*(("", "'") if letter == "'" else letter for letter in word)):
+            spelling = "".join(letters)
             if spelling not in ("id", "wed", "were", "shed", "tis", "hell", "shell", "whore", "lets"):
                 spellings[spelling] = word
     return spellings
@@ -101,11 +94,8 @@ _CONTRACTIONS = _contractions()
 
 
 def choice_accuracy(answer: str, references: Sequence[str], choices: Sequence[str]) -> float:
-    """1 if the option that the answer names is a right one, else 0; references are options or their letters.
-
-    Raises:
-        InputError: no choices, more than 26, or none of them is a reference.
-    """
+    """1 if the option that the answer names is a right one, else 0; references are options or their letters. Raises
+    InputError for no choices, more than 26, or none of them is a reference."""
     if not 1 <= len(choices) <= len(string.ascii_uppercase):
         raise InputError(f"metric choice: needs 1 to 26 choices, not {len(choices)}")
     comparable = _comparable(choices)
@@ -183,11 +173,8 @@ def anls(answer: str, references: Sequence[str]) -> float:
     the number of blanks do not count.
     """
     lower = _lower(answer)
-    best = 0.0
-    for reference in map(_lower, references):
-        distance = levenshtein(lower, reference) / max(len(lower), len(reference), 1)
-        best = max(best, 1 - distance if distance < ANLS_THRESHOLD else 0.0)
-    return best
+    distances = [levenshtein(lower, text) / max(len(lower), len(text), 1) for text in map(_lower, references)]
+    return 1 - min(distances) if min(distances) < ANLS_THRESHOLD else 0.0
 
 
 def levenshtein(a: str, b: str) -> int:
@@ -209,20 +196,17 @@ def relaxed_match(answer: str, references: Sequence[str]) -> float:
     lower, number = _lower(answer), _number(answer)
     for reference in references:
         wanted = _number(reference)
-        if lower == _lower(reference) or (number is not None and wanted is not None and _close(number, wanted)):
+        # room for the last bit, so that 1.05 is within 5 % of 1
+        if lower == _lower(reference) or abs(number - wanted) <= RELAXED_TOLERANCE * abs(wanted) * (1 + 1e-9):
             return 1.0
     return 0.0
 
 
-def _close(number: float, wanted: float) -> bool:
-    # room for the last bit, so that 1.05 is within 5 % of 1
-    return abs(number - wanted) <= RELAXED_TOLERANCE * abs(wanted) * (1 + 1e-9)
-
-
-def _number(text: str) -> float | None:
+def _number(text: str) -> float:
+    """The number that a text is; NaN, which is close to nothing, where it is none."""
     plain = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("−", "-").strip().rstrip(".").strip())
     match = re.fullmatch(r"[$€£]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?)\s*(%?)", plain)
-    return None if match is None else float(match[1]) / (100 if match[2] else 1)
+    return math.nan if match is None else float(match[1]) / (100 if match[2] else 1)
 
 
 def _lower(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,9 @@ def sample_grid(values: Mapping[str, Sequence[Any]], strategy: str, count: int, 
     - `latin_hypercube`: evenly spread over all knobs at once (McKay et al. 1979); a point that falls on a configuration
       taken already goes to the nearest free one.
 
-    Args:
-        values: the values of each knob, by name; names of modes in the order of their cost, numbers in any order.
-
-    Returns: configurations in the order of the grid, the last knob changing fastest.
-
-    Raises:
-        InputError: an unknown strategy, no knobs or values, a value given twice, more than there are, none.
+    The values of each knob are by its name: names of modes in the order of their cost, numbers in any order. The
+    configurations are in the order of the grid, the last knob changing fastest. Raises InputError for an unknown
+    strategy, no knobs or values, a value given twice, more than there are, none.
     """
     if strategy not in STRATEGIES:
         raise InputError(f"strategy={strategy!r} is unknown; known are {', '.join(STRATEGIES)}")
@@ -51,26 +47,12 @@ def sample_grid(values: Mapping[str, Sequence[Any]], strategy: str, count: int, 
         count = total
     if not 1 <= count <= total:
         raise InputError(f"count={count}: strategy={strategy} takes 1 to {total} configurations of these values")
+    grid = np.indices(sizes).reshape(len(sizes), total).T
+    chosen = _CHOOSE[strategy](grid, sizes, count, np.random.default_rng(seed))
     # numbers have their place by size, whatever their order in `values`
-    grid = np.array(list(itertools.product(*map(range, sizes))), np.int64)
-    rng = np.random.default_rng(seed)
-    chosen = {
-        "full": lambda: np.arange(total),
-        "stratified": lambda: _stratified(grid, sizes, count, rng),
-        "boundary": lambda: _boundary(grid, sizes, count, rng),
-        "balanced": lambda: _balanced(sizes, count, rng),
-        "latin_hypercube": lambda: _latin_hypercube(grid, sizes, count, rng),
-    }[strategy]()
-    named = [any(isinstance(value, str) for value in of_knob) for of_knob in values.values()]
-    ordered = [list(v) if is_named else sorted(v) for v, is_named in zip(values.values(), named, strict=True)]
-    picked = grid[np.sort(chosen)]
-    return [
-        {name: ordered[k][place] for k, (name, place) in enumerate(zip(values, row, strict=True))}
-        for row in picked.tolist()
-    ]
-
-
-STRATEGIES = ("full", "stratified", "boundary", "balanced", "latin_hypercube")
+    ordered = [v if any(isinstance(value, str) for value in v) else sorted(v) for v in values.values()]
+    configurations = list(itertools.product(*ordered))
+    return [dict(zip(values, configurations[i], strict=True)) for i in np.sort(chosen)]
 
 
 def _stratified(grid: Grid, sizes: list[int], count: int, rng: np.random.Generator) -> Grid:
@@ -91,7 +73,7 @@ def _boundary(grid: Grid, sizes: list[int], count: int, rng: np.random.Generator
     return np.lexsort((rng.permutation(len(grid)), inside))[:count]
 
 
-def _balanced(sizes: list[int], count: int, rng: np.random.Generator) -> Grid:
+def _balanced(grid: Grid, sizes: list[int], count: int, rng: np.random.Generator) -> Grid:
     """The first `count` of an order of all configurations of which every beginning is balanced.
 
     Two knobs of n and m values: in step t take value t mod n of the one and t + ⌊t / lcm(n, m)⌋ mod m of the other.
@@ -123,3 +105,13 @@ def _latin_hypercube(grid: Grid, sizes: list[int], count: int, rng: np.random.Ge
         distance = np.where(free, ((middles - point) ** 2).sum(1), np.inf)
         free[distance.argmin()] = False
     return np.flatnonzero(~free)
+
+
+_CHOOSE: dict[str, Callable[[Grid, list[int], int, np.random.Generator], Grid]] = {
+    "full": lambda grid, *_: np.arange(len(grid)),
+    "stratified": _stratified,
+    "boundary": _boundary,
+    "balanced": _balanced,
+    "latin_hypercube": _latin_hypercube,
+}
+STRATEGIES = tuple(_CHOOSE)

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
-    """Note in ``path`` what is being measured.
-
-    Raises:
-        InputError: a run with other settings was begun there before.
-    """
+    """Note in ``path`` what is being measured. Raises InputError if a run with other settings was begun there."""
     wanted = json.loads(json.dumps(identity))
     if not path.exists():
         write_json(path, wanted)
@@ -37,6 +34,13 @@ def write_json(path: Path, content: Any) -> None:
     """Write a file that people read too."""
     with written_whole(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Lines for a terminal, from one of `profiling/templates`."""
+    loader = PackageLoader("knobwise.profiling")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(f"{template}.j2").render(values).rstrip("\n")
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:

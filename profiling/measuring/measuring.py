@@ -3,11 +3,6 @@
 Each measurement is a line appended to a file before the next one begins. It names the sample, its content (see
 `knobwise.profiling.measuring.feature_store`) and the configuration, so a later call may want more or less: what is on
 disk is never measured again, and a sample whose image or question changed is.
-
-Order. Repeat by repeat, all pairs of sample and configuration come in random order: the machine's drift then falls on
-all alike and looks like an effect of none. A change of the knobs costs the models here next to nothing, and it is not
-in their times. For a model whose first answer after a change is slow (compiled graphs, say) `block` samples come in a
-row, after one that is not timed; blocks come in random order, so drift is still spread, but more coarsely.
 """
 
 from __future__ import annotations
@@ -60,28 +55,22 @@ _SLACK = 1.02, 0.2
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements that make a profile."""
+    """The measurements that make a profile, and how they are taken (see `VLMProfileConfig`)."""
 
     items: tuple[VQAItem, ...]
-    """The samples."""
-    questions: tuple[Any, ...]
-    """The question of each as the model gets it."""
-    contents: tuple[str, ...]
-    """The content key of each."""
-    configurations: tuple[Mapping[str, Any], ...]
-    """A value for every knob in each."""
+    questions: tuple[Any, ...]  # of each item as the model gets it
+    contents: tuple[str, ...]  # the content key of each item
+    configurations: tuple[Mapping[str, Any], ...]  # a value for every knob in each
     repeats: int
-    """Measurements of each pair."""
+    seed: int = 0
+    warm_up: int = 1
+    block: int = 1
+    clock: str = "wall"
 
     @property
     def knobs(self) -> tuple[str, ...]:
         """Their names."""
         return tuple(self.configurations[0])
-
-    @property
-    def total(self) -> int:
-        """Number of measurements."""
-        return self.repeats * len(self.items) * len(self.configurations)
 
     @property
     def settings(self) -> pl.DataFrame:
@@ -113,11 +102,8 @@ class Plan:
 
 
 def read_logs(folder: str | Path) -> pl.DataFrame:
-    """What all processes have measured so far, one row for each measurement.
-
-    Raises:
-        InputError: a file that is not such a log.
-    """
+    """What all processes have measured so far, one row for each measurement. Raises InputError for a file that is not
+    such a log."""
     frames = [pl.DataFrame(schema=_SCHEMA)]
     for path in sorted(Path(folder).glob("measured-*.jsonl")):
         content = path.read_bytes()
@@ -133,11 +119,8 @@ def read_logs(folder: str | Path) -> pl.DataFrame:
 
 @contextmanager
 def appended(path: str | Path) -> Iterator[BinaryIO]:
-    """A log, opened at the end of its last whole line; what a kill left half written is cut off.
-
-    Raises:
-        InputError: another process has it open.
-    """
+    """A log, opened at the end of its last whole line; what a kill left half written is cut off. Raises InputError if
+    another process has it open."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
         try:
@@ -156,43 +139,31 @@ def measure(
     plan: Plan,
     log: BinaryIO,
     done: NDArray[np.bool_],
-    *,
     store: FeatureStore | None = None,
     untaken: set[str] | None = None,
-    seed: int = 0,
-    warm_up: int = 1,
-    block: int = 1,
-    clock: str = "wall",
 ) -> None:
     """Measure what is not `done`, one request at a time.
 
     The first stage runs anew for each measurement, since its time is part of what is measured; where an answer cannot
     continue from it (`kept` is None), once for each sample.
 
-    Args:
-        log: gets a line for each measurement.
-        done: [R, N, C] what was measured before.
-        store: gets the features of samples in `untaken`.
-        untaken: content keys of samples whose features are wanted; those taken are removed.
-        model, plan, seed, warm_up, block, clock: as in `VLMProfileConfig`.
-
-    Raises:
-        InputError: the model failed, or gave an impossible answer; the message names sample and configuration.
+    `log` gets a line for each measurement; `done`, [R, N, C], is what was measured before. `store` gets the features of
+    samples whose content keys are in `untaken`, from which those taken are removed. Raises InputError if the model
+    failed, or gave an impossible answer; the message names sample and configuration.
     """
     if done.all():
         return
-    untaken = set() if untaken is None or store is None else untaken
-    run, count = _Runner(model, plan, clock), int(done.sum())
-    with clocked_by(clock):
-        _warm_up(run, done, warm_up)
+    run, count = _Runner(model, plan), int(done.sum())
+    with clocked_by(plan.clock):
+        _warm_up(run, done, plan.warm_up)
         try:
-            with progress("measuring", plan.total, count) as tick, collected_between() as collect:
-                for repeat, i, j, changed in _missing(done, block, seed):
-                    if changed and block > 1:
+            with progress("measuring", done.size, count) as tick, collected_between() as collect:
+                for repeat, i, j, changed in _missing(done, plan.block, plan.seed):
+                    if changed and plan.block > 1:
                         run(i, j)
                     stage, answer = run(i, j)
                     log.write(run.line(repeat, i, j, answer))
-                    if plan.contents[i] in untaken and store is not None:
+                    if store is not None and untaken and plan.contents[i] in untaken:
                         store.add(plan.contents[i], stage.features, plan.items[i].id)
                         untaken.discard(plan.contents[i])
                     count += 1
@@ -225,9 +196,11 @@ def _missing(done: NDArray[np.bool_], block: int, seed: int) -> Iterator[tuple[i
 
 
 def measuring_order(samples: int, configurations: int, block: int, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
-    """[N·C, 2] every pair of sample and configuration once, in random order over both.
+    """[N·C, 2] every pair of sample and configuration once, in random order over both: drift of the machine then falls
+    on all alike. A change of the knobs costs the models here next to nothing, and it is not in their times.
 
-    With a block, each configuration's samples come in blocks of this size, and the blocks of all in random order.
+    For a model whose first answer after a change is slow (compiled graphs, say) each configuration's samples come in
+    blocks of this size, and the blocks of all in random order.
     """
     rng = np.random.default_rng(seed)
     sample = rng.permuted(np.tile(np.arange(samples), (configurations, 1)), axis=1)
@@ -241,9 +214,9 @@ def measuring_order(samples: int, configurations: int, block: int, seed: int | t
 class _Runner:
     """Runs one sample under one configuration, and writes down what came out."""
 
-    def __init__(self, model: AdaptiveVLM, plan: Plan, clock: str) -> None:
+    def __init__(self, model: AdaptiveVLM, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        self._cpu_only, self._reserved = clock == "cpu", COLUMNS | set(plan.knobs)
+        self._cpu_only, self._reserved = plan.clock == "cpu", COLUMNS | set(plan.knobs)
         self._stages: dict[int, FirstStage] = {}  # that no answer continues from: without their images they are small
 
     def __call__(self, i: int, j: int) -> tuple[FirstStage, Answer]:
@@ -297,11 +270,8 @@ class _Runner:
 
 
 def check_answer(answer: Answer, reserved: set[str]) -> None:
-    """Refuse an answer that cannot be written down.
-
-    Raises:
-        ValueError: times that are negative, not finite, or not vision ≤ prefill ≤ total; an extra with a reserved name.
-    """
+    """Refuse times that are negative, not finite, or not vision ≤ prefill ≤ total, and an extra with a reserved name,
+    by a ValueError."""
     if not 0 <= answer.vision_ms <= answer.prefill_ms <= answer.total_ms < math.inf:
         raise ValueError(
             f"its times are vision {answer.vision_ms}, prefill {answer.prefill_ms}, total {answer.total_ms} ms"

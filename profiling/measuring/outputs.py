@@ -1,5 +1,4 @@
-"""Write what was measured of a model: the long table, exp5/exp6 files, what was measured how, where and on what, and
-how much the choice of a configuration matters."""
+"""Write what was measured of a model, how, where and on what, and how much the choice of a configuration matters."""
 
 from __future__ import annotations
 
@@ -35,10 +34,8 @@ Judge = Callable[[int, str], float]
 
 
 def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
-    """One row for each pair of sample and configuration, samples outermost: median times and the first answer.
-
-    Columns: `sample`, `configuration` (numbers in the plan), `latency_ms`, `prefill_ms`, `vision_ms`, `decode_ms`, what
-    the model adds (medians), `num_*_tokens`, `pred`, `accuracy`, `changed` (repeats that answered something else).
+    """One row for each pair of sample and configuration (numbers in the plan), samples outermost: median times, also of
+    what the model adds; the first answer and its accuracy; `changed`, how many repeats answered something else.
 
     The log holds all of the plan; `judge` is called once for each different answer to a sample.
     """
@@ -84,11 +81,8 @@ def write_table(path: Path, columns: pl.DataFrame) -> None:
 
 
 def write_exp_files(out: Path, records: pl.DataFrame, knobs: Sequence[str], metadata: Mapping[str, Any]) -> str:
-    """Write `exp5/` and `exp6/` in the place of those of an earlier call, where the knobs are those of these files.
-
-    Returns:
-        Why there are none, or "".
-    """
+    """Write `exp5/` and `exp6/` in the place of those of an earlier call, where the knobs are those of these files;
+    return why there are none, or ""."""
     for folder in ("exp5", "exp6"):
         shutil.rmtree(out / folder, ignore_errors=True)
     if set(knobs) != set(KNOBS) or not all(records[knob].dtype.is_integer() for knob in knobs):
@@ -107,35 +101,31 @@ def write_vlm_profile(
     judge: Judge,
     knobs: Sequence[KnobSupport],
     about: Mapping[str, Any],
-    clock: str = "wall",
 ) -> dict[str, Any]:
     """Write `table.parquet`, `exp5/`, `exp6/` and, last, `profile.json`; return what the latter holds.
 
-    Args:
-        log: holds all of the plan.
-        about: what else is known of the run: `name` of the data set, and what goes into the exp5/exp6 files too, such
-            as `model` and `machine`.
-        clock: that times were taken by.
+    The log holds all of the plan; `about` is what else is known of the run: `name` of the data set, and what goes into
+    the exp5/exp6 files too, `split`, `model`, `machine` and `command`.
     """
     cells = cells_of(plan, log, judge)
     records = long_records(plan, cells, about["name"])
     measures = [c for c in records.columns if c.endswith("_ms")]
     keys = [c for c in ("sample_id", "image_id", *plan.knobs) if c in records.columns]
     write_table(out / "table.parquet", records.select(*keys, "accuracy", *measures, "pred", "dataset"))
-    metadata = {key: about[key] for key in ("split", "model", "machine", "command") if key in about}
+    metadata = {key: about[key] for key in ("split", "model", "machine", "command")}
     note = write_exp_files(out, records, plan.knobs, metadata)
 
     shape = (len(plan.items), len(plan.configurations))
     accuracy, latency = (cells[c].to_numpy().reshape(shape) for c in ("accuracy", "latency_ms"))
     settings = np.array(plan.settings.rows(), dtype=object)
-    has_features = (out / "features.safetensors").exists()
+    files = [name for name in ("table.parquet", "features.safetensors") if (out / name).exists()]
     content = {
         **about,
         "samples": shape[0],
         "configurations": shape[1],
         **({"note": note} if note else {}),
         "clock": {
-            "latency_ms": f"{CLOCK_NAMES[clock]}, as the model reads it",
+            "latency_ms": f"{CLOCK_NAMES[plan.clock]}, as the model reads it",
             "statistic": f"median of {plan.repeats}",
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
@@ -144,7 +134,7 @@ def write_vlm_profile(
         "knobs": knob_report(knobs, settings, latency),
         "by_configuration": by_configuration(records, plan.knobs),
         "figures": profile_figures(accuracy, latency, settings, plan.knobs),
-        "sha256": digests(out, ["table.parquet", *(["features.safetensors"] if has_features else [])]),
+        "sha256": digests(out, files),
     }
     write_json(out / "profile.json", content)
     return content
@@ -152,12 +142,9 @@ def write_vlm_profile(
 
 def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
     """How much one measurement spreads: the mean standard deviation of the logarithm of a cell's times."""
-    spread = None
-    if plan.repeats > 1:
-        logs = pl.col("total_ms").clip(1e-6).log()
-        cells = plan.select(log).group_by("sample", "configuration").agg(logs.std(ddof=1).alias("spread"))
-        spread = round(_mean(cells["spread"]), 4)
-    return {"log_spread_of_one_measurement": spread}
+    logs = pl.col("total_ms").clip(1e-6).log()
+    cells = plan.select(log).group_by("sample", "configuration").agg(spread=logs.std(ddof=1))
+    return {"log_spread_of_one_measurement": round(_mean(cells["spread"]), 4) if plan.repeats > 1 else None}
 
 
 def by_configuration(records: pl.DataFrame, knobs: Sequence[str]) -> list[dict[str, Any]]:
@@ -184,10 +171,7 @@ def knob_report(
     term for each value of each knob (on a full grid that is the mean over the others). `saves_error` is its standard
     error over the samples. `saves_nothing` is whether it stays under `SAVES_NOTHING` with two errors added.
 
-    Args:
-        knobs: of the model, in the order of the columns of `settings`.
-        settings: [C, K] values.
-        latency_ms: [N, C].
+    `settings` [C, K] has the values of the knobs, in their order; `latency_ms` is [N, C].
     """
     logs = np.log(latency_ms.astype(np.float64).clip(1e-6))
     values = [levels(column, knob.values) for column, knob in zip(settings.T, knobs, strict=True)]
@@ -208,29 +192,6 @@ def knob_report(
             row["saves_nothing"] = bool(saves + 2 * np.nan_to_num(error) < SAVES_NOTHING)
         report.append(row)
     return report
-
-
-def describe_knobs(report: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each knob; ± is two standard errors."""
-    lines = []
-    for row in report:
-        note = f" ({row['note']})" if row["note"] else ""
-        if not row["available"]:
-            lines.append(f"{row['name']}: this model lacks it{note}")
-        elif "saves" not in row:
-            why = f"measured at {row['measured'][0]} only" if len(row["measured"]) == 1 else "too few configurations"
-            lines.append(f"{row['name']}: {row['sets']}; what it saves is not known, {why}{note}")
-        else:
-            error = "" if row["saves_error"] is None else f" ± {200 * row['saves_error']:.1f}"
-            share = f"{100 * row['saves']:.1f} %{error}"
-            effect = f"saves {share} of the time"
-            if row["saves_nothing"]:
-                effect = f"SAVES NO TIME here: {share}"
-            elif row["saves"] <= 2 * (row["saves_error"] or 0):
-                effect = f"no saving shown by so few samples: {share}"
-            span = f"from {row['measured'][-1]} down to {row['measured'][0]}"
-            lines.append(f"{row['name']}: {row['sets']}; {effect}, {span}{note}")
-    return "\n".join(lines)
 
 
 def _mean(values: pl.Series) -> float:
@@ -264,8 +225,8 @@ def profile_figures(
 ) -> dict[str, Any]:
     """The figures of a full table: accuracy and latency [N, C], knob values [C, K].
 
-    Knob effects are marginal: the mean over the samples and over the values of the other knobs. Ranges are the largest
-    minus the smallest of these means (accuracy), and their ratio minus one (latency).
+    Knob effects are means over the samples and over the values of the other knobs. Ranges are the largest minus the
+    smallest of these means (accuracy), and their ratio minus one (latency).
     """
     accuracy, latency_ms = accuracy.astype(np.float64), latency_ms.astype(np.float64).clip(1e-9)
     effects = {}
@@ -288,25 +249,3 @@ def profile_figures(
         "latency_cv_within_configuration": round(float((latency_ms.std(0) / latency_ms.mean(0)).mean()), 4),
         "headroom": headroom(accuracy, latency_ms),
     }
-
-
-def describe(figures: dict[str, Any]) -> str:
-    """The figures in a few lines for a terminal."""
-    low, high = figures["accuracy_by_configuration"]
-    lines = [f"accuracy of a configuration {low:.3f} to {high:.3f}"]
-    for knob, effect in figures["knobs"].items():
-        accuracy = " ".join(f"{a:.3f}" for a in effect["accuracy"])
-        latency = " ".join(f"{t:.2f}" for t in effect["latency_ms"])
-        grows = f"+{100 * effect['latency_range']:.0f} %"
-        lines.append(
-            f"{knob}: accuracy {accuracy} (range {effect['accuracy_range']:.3f}), latency {latency} ms ({grows})"
-        )
-    lines += [
-        f"samples whose correctness depends on the configuration: {100 * figures['config_dependent_share']:.0f} %",
-        f"coefficient of variation of latency in a configuration: {figures['latency_cv_within_configuration']:.2f}",
-    ]
-    room = figures["headroom"]
-    static, oracle = np.mean(room["budget_aware_static"]), np.mean(room["oracle"])
-    gain = f"{100 * room['oracle_minus_static']:.1f} points to gain"
-    lines.append(f"utility over five budgets: budget-aware static {static:.3f}, oracle {oracle:.3f}, {gain}")
-    return "\n".join(lines)

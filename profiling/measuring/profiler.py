@@ -4,10 +4,8 @@ profile_vlm("out", model, data, config)  →  out/table.parquet  features.safete
                                             out/exp5/…  out/exp6/…  (the same measurements as exp5/exp6 files)
                                             out/state/…  (what a later call continues from)
 
-Several processes, each with its own GPU and `shard`, share one `out`: each measures its part of the configurations and
-writes files of its own, and the last to finish writes the profile. Repeating a finished call merges by hand. Which part
-a configuration falls into is drawn, so that no knob goes with one of the GPUs; still, GPUs that differ in speed make
-configurations differ: let them be of one kind, and cooled alike.
+Several processes, each with its own GPU and `shard`, share one `out`: each measures its part of the configurations, and
+the last to finish writes the profile. Let the GPUs be of one kind: their differences become those of configurations.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import json
 import re
 import shutil
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,13 +24,14 @@ import numpy as np
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import locked
+from knobwise.common.progress import progress
 from knobwise.profiling.measuring.adaptive_model import KNOBS, AdaptiveVLM, KnobSupport, Request, check_configuration
 from knobwise.profiling.measuring.answer_metrics import answer_accuracy
-from knobwise.profiling.measuring.feature_store import FeatureStore, collect_features, content_keys, image_digests
+from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys, image_digests
 from knobwise.profiling.measuring.grid_sampling import sample_grid
-from knobwise.profiling.measuring.machine import claim, machine
+from knobwise.profiling.measuring.machine import claim, machine, rendered
 from knobwise.profiling.measuring.measuring import COLUMNS, EXTRA, Plan, appended, measure, read_logs
-from knobwise.profiling.measuring.outputs import Judge, describe, describe_knobs, write_vlm_profile
+from knobwise.profiling.measuring.outputs import Judge, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
 
@@ -43,20 +42,12 @@ _NOT_REPEATED = ("shard", "shards", "force", "features_from")  # the profile is 
 def profile_vlm(
     out: str | Path, model: AdaptiveVLM, data: VQAData, config: VLMProfileConfig, about: Mapping[str, Any] | None = None
 ) -> Path:
-    """Measure the model, write the profile, and return its folder.
+    """Measure the model on the queries of the data, write the profile, and return its folder.
 
     Repeat the call to resume it. More configurations, samples or repeats are measured beside those that exist; another
-    model, machine, version or data set needs another folder.
-
-    Args:
-        model: each call of `answer` gets one request.
-        data: its queries are the samples.
-        about: what else distinguishes this model from others, as JSON can hold it: digest of its weights, data type,
-            device.
-
-    Raises:
-        InputError: settings that the model cannot run, data that the metric cannot judge, another run in `out`, a model
-            that fails with a sample (named).
+    model, machine, version or data set needs another folder. `about` is what else distinguishes this model from others,
+    as JSON can hold it: digest of its weights, data type, device. Raises InputError for settings that the model cannot
+    run, data that the metric cannot judge, another run in `out`, a model that fails with a sample (named).
     """
     out, state = Path(out), Path(out) / "state"
     items = _drawn(data.queries, config)
@@ -74,7 +65,8 @@ def profile_vlm(
     }
     questions = tuple(question_text(item, config.prompt) for item in items)
     contents = tuple(content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True)))
-    plan = Plan(items, questions, contents, configurations, config.repeats)
+    how = {name: getattr(config, name) for name in ("repeats", "seed", "warm_up", "block", "clock")}
+    plan = Plan(items, questions, contents, configurations, **how)
     store = _store(out, contents, config) if config.features else None  # reads what exists, and writes nothing yet
     where, dataset = machine(), config.name or "data"
     claimed = {"dataset": dataset, **identity, "max_new_tokens": config.max_new_tokens, "machine": where}
@@ -91,48 +83,36 @@ def profile_vlm(
     with locked(state):  # two that finish at once write one after the other
         if store is not None:
             _merge_features(out, model, plan, config)
-        written = {"command": command(model.name, config), "config": asdict(config), "split": config.split, **identity}
-        counts = {metric: metrics.count(metric) for metric in sorted(set(metrics))}
-        written |= {"machine": where, "shards": config.shards, "metrics": counts}
-        profile = write_vlm_profile(
-            out, plan, log, judge, model.knobs, {"name": dataset, **written}, clock=config.clock
-        )
-    _print(profile, config)
+        written: dict[str, Any] = {"name": dataset, "command": command(model.name, config), "config": asdict(config)}
+        written |= {"split": config.split, **identity, "machine": where, "shards": config.shards}
+        written |= {"metrics": {metric: metrics.count(metric) for metric in sorted(set(metrics))}}
+        profile = write_vlm_profile(out, plan, log, judge, model.knobs, written)
+    print(rendered("profile", **profile))
     return out
 
 
 def _measure_part(
     state: Path, model: AdaptiveVLM, plan: Plan, store: FeatureStore | None, config: VLMProfileConfig
 ) -> None:
-    """Measure the configurations, and take the features, that are this process's part."""
+    """Measure the configurations, and take the features, that are this process's part. Which part a configuration
+    falls into is drawn, so that no knob goes with one of the GPUs."""
     drawn = np.random.default_rng(config.seed).permutation(len(plan.configurations))
     part = sorted(drawn[config.shard :: config.shards])
     mine = replace(plan, configurations=tuple(plan.configurations[j] for j in part))
-    samples = range(config.shard, len(plan.items), config.shards)
-    untaken = {
-        plan.contents[i] for i in samples if store is not None and (config.force or plan.contents[i] not in store)
-    }
+    untaken: set[str] = set()
+    if store is not None:
+        samples = plan.contents[config.shard :: config.shards]
+        untaken = {key for key in samples if config.force or key not in store}
     with appended(state / f"measured-{config.shard}.jsonl") as log:
-        measure(
-            model,
-            mine,
-            log,
-            mine.done(read_logs(state)),
-            store=store,
-            untaken=untaken,
-            seed=config.seed,
-            warm_up=config.warm_up,
-            block=config.block,
-            clock=config.clock,
-        )
+        measure(model, mine, log, mine.done(read_logs(state)), store, untaken)
         if store is not None:
-            _collect(model, store, plan, [i for i in samples if plan.contents[i] in untaken], force=config.force)
+            _collect(model, store, plan, untaken)
 
 
 def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan, config: VLMProfileConfig) -> None:
     """Write the features of all parts as one file."""
     store, state = _store(out, plan.contents, config), out / "state"
-    _collect(model, store, plan, range(len(plan.items)), force=False)
+    _collect(model, store, plan, {key for key in plan.contents if key not in store})
     store.write(out / FEATURES_FILE, plan.contents, [item.id for item in plan.items])
     for folder in state.glob("features-*"):
         # a process that is still at work merges its own part
@@ -140,13 +120,15 @@ def _merge_features(out: Path, model: AdaptiveVLM, plan: Plan, config: VLMProfil
             shutil.rmtree(folder)
 
 
-def _print(profile: Mapping[str, Any], config: VLMProfileConfig) -> None:
-    print(describe(profile["figures"]))
-    if config.strategy != "full":
-        print("(means over what was measured, which is not every combination)")
-    print(describe_knobs(profile["knobs"]))
-    if "note" in profile:
-        print(profile["note"])
+def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, wanted: Collection[str]) -> None:
+    """Take the features with these content keys, which no measurement gave."""
+    samples = {key: i for i, key in enumerate(plan.contents) if key in wanted}
+    with progress("features", len(samples), quiet_s=5) as tick:
+        for done, (key, i) in enumerate(samples.items(), 1):
+            request = Request(plan.items[i].picture(), plan.questions[i])
+            store.add(key, model.first_stage(request).features, plan.items[i].id)
+            tick(done, "")
+    store.flush()
 
 
 def command(model: str, config: VLMProfileConfig) -> str:
@@ -187,12 +169,8 @@ def _judge(items: Sequence[VQAItem], metric: str) -> tuple[list[str], Judge]:
 
 
 def chosen_configurations(knobs: tuple[KnobSupport, ...], config: VLMProfileConfig) -> tuple[dict[str, Any], ...]:
-    """The configurations that are measured, with a value for every knob.
-
-    Raises:
-        InputError: a knob that the model does not have or that is named like a column of the table; a value that it
-            does not take; what `sample_grid` refuses.
-    """
+    """The configurations that are measured, with a value for every knob. Raises InputError for a knob that the model
+    lacks or that is named like a column of the table, a value that it does not take, and as `sample_grid`."""
     for knob in knobs:
         if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
             raise InputError(f"knob {knob.name!r}: is the name of a measurement in a profile; rename it")
@@ -220,13 +198,3 @@ def _store(out: Path, contents: Sequence[str], config: VLMProfileConfig) -> Feat
     if config.features_from:
         known.insert(0, Path(config.features_from))
     return FeatureStore(state / f"features-{config.shard}", contents, known, config.half)
-
-
-def _collect(model: AdaptiveVLM, store: FeatureStore, plan: Plan, samples: Sequence[int], force: bool) -> None:
-    """Take features of samples that no measurement gave."""
-    questions = {plan.items[i].id: plan.questions[i] for i in samples}
-
-    def take(item: VQAItem) -> Mapping[str, Any]:
-        return model.first_stage(Request(item.picture(), questions[item.id])).features
-
-    collect_features(store, [plan.items[i] for i in samples], [plan.contents[i] for i in samples], take, force)

@@ -66,11 +66,7 @@ class VQAItem:
         return most_common(self.answers)[0]
 
     def picture(self) -> Any:
-        """The image in RGB; a tensor or array as it is.
-
-        Raises:
-            InputError: the file does not exist or is not an image.
-        """
+        """The image in RGB; a tensor or array as it is. Raises InputError for a file that is no image."""
         if isinstance(self.image, Image.Image):
             return self.image.convert("RGB")
         if not isinstance(self.image, Path | bytes):
@@ -100,32 +96,28 @@ class VQAData:
         item = self.queries[row]
         if item.choices:
             return tuple(sorted(most_common(item.choices)))
-        pooled = (*self._answers_by_start.get(_start(item.question), ()), *self._answers)
+        alike, others = self._answers_by_start.get(_start(item.question), ()), self._answers_by_start[None]
         spelling: dict[str, str] = {}
-        for answer in (*most_common(item.answers), *pooled):
+        for answer in (*most_common(item.answers), *alike, *others):
             if len(spelling) == most:
                 break
             spelling.setdefault(plain_answer(answer), answer)
         return tuple(sorted(spelling.values()))
 
     @cached_property
-    def _answers(self) -> tuple[str, ...]:
-        return most_common([item.answer for item in self.bank])
-
-    @cached_property
-    def _answers_by_start(self) -> dict[str, tuple[str, ...]]:
-        groups: dict[str, list[str]] = {}
+    def _answers_by_start(self) -> dict[str | None, tuple[str, ...]]:
+        """The answers in the bank by the beginning of their question; None for all of them."""
+        groups: dict[str | None, list[str]] = {None: []}
         for item in self.bank:
+            groups[None].append(item.answer)
             groups.setdefault(_start(item.question), []).append(item.answer)
         return {start: most_common(answers) for start, answers in groups.items()}
 
 
 def most_common(answers: Sequence[str]) -> tuple[str, ...]:
     """The different answers in their first spelling, from the most common on, ties in their order."""
-    spelling: dict[str, str] = {}
     counts = Counter(plain_answer(answer) for answer in answers)
-    for answer in answers:
-        spelling.setdefault(plain_answer(answer), answer)
+    spelling = {plain_answer(answer): answer for answer in reversed(answers)}
     return tuple(spelling[key] for key, _ in counts.most_common())
 
 
@@ -141,11 +133,8 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
     `answers` (or `answer`), a text, a list of texts, or the {"answer": …} of VQA's annotations; optionally `image_id`
     (else the whole path, or a hash of the bytes, identifies the image) and `choices`, a list of texts. A JSON file is a
     list of such objects, or {"queries": […], "bank": […]}. Without `bank`, and without a bank in the file, each item is
-    both a query and a possible demonstration.
-
-    Raises:
-        InputError: no such file or another kind of file; a row (named) that lacks one of these, repeats an id, names a
-            missing image, or whose choices include none of its answers.
+    both a query and a possible demonstration. Raises InputError for no such file or another kind of file, or a row
+    (named) that lacks one of these, repeats an id, names a missing image, or whose choices include none of its answers.
     """
     path = Path(path)
     content = _rows(path)
@@ -164,29 +153,29 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None) -> VQAData:
 
 def _rows(path: Path) -> list[Any] | Mapping[str, list[Any]]:
     if path.suffix not in (".json", ".jsonl", ".ndjson"):
-        rows = read_frame(path).iter_rows(named=True)
-        return [{key: value for key, value in row.items() if value is not None} for row in rows]
+        frame = read_frame(path)
+        return [{key: value for key, value in row.items() if value is not None} for row in frame.iter_rows(named=True)]
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
-    if path.suffix == ".json":
-        content = _parsed(text, str(path))
-        parts = content if isinstance(content, dict) else {"queries": content, "bank": content}
-        if set(parts) != {"queries", "bank"} or not all(isinstance(part, list) for part in parts.values()):
-            raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
-        return cast("list[Any] | Mapping[str, list[Any]]", content)
-    lines = [line for line in text.split("\n") if line.strip()]
-    return [_parsed(line, f"{path}, row {n}") for n, line in enumerate(lines, 1)]
-
-
-def _parsed(text: str, where: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{where}: is not JSON ({error})") from error
+    lines = [text] if path.suffix == ".json" else [line for line in text.split("\n") if line.strip()]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            where = path if path.suffix == ".json" else f"{path}, row {number}"
+            raise InputError(f"{where}: is not JSON ({error})") from error
+    if path.suffix != ".json":
+        return rows
+    (content,) = rows
+    parts = content if isinstance(content, dict) else {"queries": content, "bank": content}
+    if set(parts) != {"queries", "bank"} or not all(isinstance(part, list) for part in parts.values()):
+        raise InputError(f'{path}: must hold a list of items, or {{"queries": […], "bank": […]}}')
+    return cast("list[Any] | Mapping[str, list[Any]]", content)
 
 
 def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
@@ -203,8 +192,14 @@ def _items(path: Path, rows: Sequence[Any], what: str) -> tuple[VQAItem, ...]:
 def _item(path: Path, row: object, where: str) -> VQAItem:
     if not isinstance(row, Mapping):
         raise InputError(f"{where}: must be an object with id, image, question and answers")
-    name = _value(row, where, "id", "question_id")
-    question, source = _value(row, where, "question"), _value(row, where, "image", "image_path")
+
+    def value(*spellings: str) -> object:
+        for key in spellings:
+            if row.get(key) not in (None, "", []):
+                return row[key]
+        raise InputError(f"{where}: has no {' or '.join(spellings)}; it has {', '.join(map(str, row)) or 'nothing'}")
+
+    name, question, source = value("id", "question_id"), value("question"), value("image", "image_path")
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str):
@@ -213,20 +208,13 @@ def _item(path: Path, row: object, where: str) -> VQAItem:
             raise InputError(f"{where}: no image file {source}")
     if not isinstance(name, (str, int)) or not isinstance(question, str) or not isinstance(source, (bytes, Path)):
         raise InputError(f"{where}: id must be a text or a whole number, question a text, image a path")
-    answers = _texts(_value(row, where, "answers", "answer"), where, "answers")
+    answers = _texts(value("answers", "answer"), where, "answers")
     choices = _texts(row["choices"], where, "choices") if row.get("choices") else ()
     if choices and not {plain_answer(c) for c in choices} & {plain_answer(a) for a in answers}:
         raise InputError(f"{where}: none of its choices {list(choices)} is one of its answers {list(answers)}")
     if (image_id := row.get("image_id")) is None:  # the same file, or the same bytes, is the same image
         image_id = source.resolve() if isinstance(source, Path) else hashlib.sha256(source).hexdigest()
     return VQAItem(str(name), source, question, answers, str(image_id), choices)
-
-
-def _value(row: Mapping[str, Any], where: str, *spellings: str) -> object:
-    for key in spellings:
-        if row.get(key) not in (None, "", []):
-            return row[key]
-    raise InputError(f"{where}: has no {' or '.join(spellings)}; it has {', '.join(map(str, row)) or 'nothing'}")
 
 
 def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
@@ -238,17 +226,11 @@ def _texts(value: object, where: str, what: str) -> tuple[str, ...]:
 
 
 def check_rows(queries: Tensor, demonstrations: Tensor, num_queries: int, num_bank: int) -> None:
-    """Refuse rows that a scorer cannot score: int64 [n] of the queries, [n, T] of the bank, −1 for none.
-
-    Raises:
-        InputError: shapes that do not fit, rows that do not exist.
-    """
+    """Refuse rows that a scorer cannot score: int64 [n] of the queries, [n, T] of the bank, −1 for none. Raises
+    InputError if shapes do not fit or rows do not exist."""
     if demonstrations.ndim != 2 or queries.shape != demonstrations.shape[:1]:
         shapes = tuple(queries.shape), tuple(demonstrations.shape)
         raise InputError(f"queries and demonstrations have shapes {shapes[0]} and {shapes[1]}, expected [n], [n, T]")
-    for what, rows, least, count in (
-        ("query", queries, 0, num_queries),
-        ("demonstration", demonstrations, -1, num_bank),
-    ):
+    for what, rows, least, count in ("query", queries, 0, num_queries), ("demonstration", demonstrations, -1, num_bank):
         if len(wrong := rows[(rows < least) | (rows >= count)]):
             raise InputError(f"{what} {wrong[0]} does not exist; there are {count}")

@@ -78,9 +78,8 @@ class VLMProfileConfig:
         if self.samples is not None:
             at_least("knobs.samples", self.samples, 1)
         if not 0 <= self.shard < self.shards:
-            raise InputError(
-                f"knobs.shard must be 0 to {self.shards - 1}, since knobs.shards={self.shards}; not {self.shard}"
-            )
+            last = self.shards - 1
+            raise InputError(f"knobs.shard must be 0 to {last}, since knobs.shards={self.shards}; not {self.shard}")
         one_of("knobs.metric", self.metric, ("auto", *METRICS))
         one_of("knobs.strategy", self.strategy, STRATEGIES)
         one_of("knobs.clock", self.clock, CLOCKS)

@@ -1,18 +1,14 @@
 """Recording beam data: what is written, interruptions, rounds of a policy, and the command line with real models."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from test_beam_search import HandScorer
-from torch import Tensor
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import save_checkpoint
@@ -31,7 +27,7 @@ BEAM, SAMPLE, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
 CONFIG = BeamProfileConfig(shots=2, width=3, retrieved=2, sampled=1, random=2, chunk=2)
 
 
-def task(scorer: Any = None) -> BeamTask:
+def task(scorer=None):
     """Seven queries with pools of five to one out of a bank of six."""
     generator = torch.Generator().manual_seed(0)
     pool = torch.stack([torch.randperm(6, generator=generator)[:5] for _ in range(7)])
@@ -56,18 +52,18 @@ def task(scorer: Any = None) -> BeamTask:
 class Interrupted(HandScorer):
     """Ctrl-C at the given call."""
 
-    def __init__(self, like: HandScorer, at: int) -> None:
+    def __init__(self, like, at):
         super().__init__(like.worth.tolist())
         self.left = at
 
-    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    def __call__(self, queries, demonstrations):
         if self.left == 0:
             raise KeyboardInterrupt
         self.left -= 1
         return super().__call__(queries, demonstrations)
 
 
-def backwards(rows: Tensor, count: int) -> Tensor:
+def backwards(rows, count):
     """A policy that takes the last two places of the pool, and once in a while the first."""
     last = (task().table.pool[rows] >= 0).sum(1)
     sequences = torch.stack([last - 1, last - 2], 1)[:, None].expand(-1, count, -1).clone()
@@ -75,23 +71,16 @@ def backwards(rows: Tensor, count: int) -> Tensor:
     return sequences
 
 
-def same(one: BeamTable, two: BeamTable) -> bool:
-    return one.digest == two.digest
-
-
-def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_path: Path) -> None:
+def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_path):
     given = task()
     table = profile_beams(tmp_path / "out", given, CONFIG)
     for query, size in enumerate([5, 5, 5, 4, 3, 2, 1]):
         found = table.found_by[query]
-        counts = [int((found == method).sum()) for method in range(4)]
-        length = min(2, size)
+        counts = [int((found == method).sum()) for method in (BEAM, RETRIEVAL, SAMPLE)]
         possible = size * (size - 1) if size > 1 else 1
-        assert counts[BEAM] == min(3, possible)
-        assert counts[RETRIEVAL] == max(1, min(2, size - 1))
-        assert counts[SAMPLE] == 1
-        assert 1 <= counts[RANDOM] <= 2
-        assert set(table.lengths[query].tolist()) <= {length, 0}
+        assert counts == [min(3, possible), max(1, min(2, size - 1)), 1]
+        assert 1 <= int((found == RANDOM).sum()) <= 2
+        assert set(table.lengths[query].tolist()) <= {min(2, size), 0}
         best = table.fields["logprob_score"][query].nan_to_num(-9)
         assert best[0] == best.max()
     log_prob = table.fields["logprob_score"]
@@ -103,17 +92,17 @@ def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_pat
     assert torch.allclose(table.fields["beam_score"].nan_to_num(), gain, atol=1e-6)
 
 
-def test_beams_of_every_length(tmp_path: Path) -> None:
+def test_beams_of_every_length(tmp_path):
     config = replace(CONFIG, shots=3, every_length=True, retrieved=0, sampled=0, random=0)
     table = profile_beams(tmp_path / "out", task(), config)
     assert [(table.lengths[0] == length).sum().item() for length in (1, 2, 3)] == [3, 3, 3]
     assert [(table.lengths[6] == length).sum().item() for length in (1, 2, 3)] == [1, 0, 0]
 
 
-def test_what_is_written_fits_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written_fits_together(tmp_path, capsys):
     out = tmp_path / "out"
     table = profile_beams(out, task(), CONFIG)
-    assert same(BeamTable.load(out / "beams.safetensors"), table)
+    assert BeamTable.load(out / "beams.safetensors").digest == table.digest
     again = read_beam_data(out / "beams.json", out / "embeddings.safetensors", out / "query_embeddings.safetensors")
     assert torch.equal(again.sequences, table.sequences)
     assert torch.equal(again.found_by, table.found_by)
@@ -138,7 +127,7 @@ def test_what_is_written_fits_together(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("at", [0, 1, 8, 14])
-def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path: Path, at: int) -> None:
+def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path, at):
     whole = task()
     wanted = profile_beams(tmp_path / "whole", whole, CONFIG)
     in_all = len(whole.scorer.asked)  # in four chunks of some four calls
@@ -149,17 +138,17 @@ def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tm
     assert not (tmp_path / "out" / "beams.safetensors").exists()
     saved = {int(path.stem) for path in (tmp_path / "out" / "state" / "search").glob("*.safetensors")}
     second = task()
-    assert same(profile_beams(tmp_path / "out", second, CONFIG), wanted)
+    assert profile_beams(tmp_path / "out", second, CONFIG).digest == wanted.digest
     # nothing of a chunk that was finished is scored again
     finished = {query for start in saved for query in (start, start + 1)}
     assert not {asked[0] for asked in second.scorer.asked} & finished
     assert len([a for a in stopped.asked if a[0] in finished]) + len(second.scorer.asked) == in_all
     third = task()
-    assert same(profile_beams(tmp_path / "out", third, CONFIG), wanted)
+    assert profile_beams(tmp_path / "out", third, CONFIG).digest == wanted.digest
     assert third.scorer.asked == []
 
 
-def test_rounds_of_a_policy_are_added_once_each(tmp_path: Path) -> None:
+def test_rounds_of_a_policy_are_added_once_each(tmp_path):
     out, config = tmp_path / "out", replace(CONFIG, draws=4)
     base = profile_beams(out, task(), config)
     given = task()
@@ -180,10 +169,10 @@ def test_rounds_of_a_policy_are_added_once_each(tmp_path: Path) -> None:
     assert not first.fields["vqa_correct"][first.beam_mask].isnan().any()
 
     unused = task()
-    assert same(profile_beams(out, unused, config, backwards, "one"), first)  # the same command: nothing new
+    assert profile_beams(out, unused, config, backwards, "one").digest == first.digest  # the same command: nothing new
     second = profile_beams(out, task(), replace(config, draws=2), backwards, "two")
     assert [(second.round == number).sum().item() for number in (1, 2)] == [28, 14]
-    assert same(profile_beams(out, unused, config), second)  # without a policy: all there is
+    assert profile_beams(out, unused, config).digest == second.digest  # without a policy: all there is
     assert unused.scorer.asked == []
     info = json.loads((out / "beams-info.json").read_text())
     assert [about["policy"] for about in info["rounds"]] == ["one", "two"]
@@ -192,7 +181,7 @@ def test_rounds_of_a_policy_are_added_once_each(tmp_path: Path) -> None:
     assert again.round.max() == 2
 
 
-def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path: Path) -> None:
+def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path):
     wanted = profile_beams(tmp_path / "whole", task(), CONFIG, backwards, "one")
     out = tmp_path / "out"
     like = task()
@@ -202,10 +191,10 @@ def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path: Path) -> N
     for draw, by in ((None, ""), (backwards, "two")):
         with pytest.raises(InputError, match=r"round-1: is not finished; give the checkpoint"):
             profile_beams(out, task(), CONFIG, draw, by)
-    assert same(profile_beams(out, task(), CONFIG, backwards, "one"), wanted)
+    assert profile_beams(out, task(), CONFIG, backwards, "one").digest == wanted.digest
 
 
-def test_a_folder_keeps_to_one_run(tmp_path: Path) -> None:
+def test_a_folder_keeps_to_one_run(tmp_path):
     profile_beams(tmp_path, task(), CONFIG)
     with pytest.raises(ValueError, match=r"other settings \(random: 2 → 3\)"):
         profile_beams(tmp_path, task(), replace(CONFIG, random=3))
@@ -216,9 +205,7 @@ VLM = ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"]
 TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.chunk=5", "out=out"]
 
 
-def test_the_built_in_learner_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *TINY]) == 0
     shown = capsys.readouterr()
@@ -244,13 +231,13 @@ def test_the_built_in_learner_end_to_end(
     assert int((with_draws.found_by == POLICY).sum()) == 36
     assert (with_draws.lengths[with_draws.round == 1] == 2).all()
     assert main(["profile", *TINY, "checkpoint=policy.pt", "beams.draws=3"]) == 0
-    assert same(BeamTable.load("out/beams.safetensors"), with_draws)
+    assert BeamTable.load("out/beams.safetensors").digest == with_draws.digest
     # another setting in the same folder
     assert main(["profile", *TINY, "beams.random=1"]) == 2
     assert "random: 4 → 1" in capsys.readouterr().err
 
 
-def test_the_built_in_task_with_pools_by_similarity(tmp_path: Path) -> None:
+def test_the_built_in_task_with_pools_by_similarity(tmp_path):
     words = [*TINY[:3], f"out={tmp_path}", "pool.sampler=image_similarity", "pool.size=9", "beams.json=false"]
     assert main(["profile", *words]) == 0
     table = BeamTable.load(tmp_path / "beams.safetensors")
@@ -262,7 +249,7 @@ def test_the_built_in_task_with_pools_by_similarity(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def vlm_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vlm_files(tmp_path_factory):
     """A tiny random LLaVA, six items about four images, and embeddings of them."""
     from PIL import Image
     from tiny_vlms import tiny_vlm
@@ -285,9 +272,7 @@ def vlm_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_vision_language_model_end_to_end(
-    vlm_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(vlm_files)
     words = [*VLM, "vlm.image_columns=2"]
     words += ["vlm.device=cpu", "pool.size=4", "beams.width=2", "beams.random=1", f"out={tmp_path}"]
@@ -330,9 +315,9 @@ def test_a_vision_language_model_end_to_end(
     ],
 )
 def test_mistakes_end_with_one_message_before_anything_is_written(
-    vlm_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: list[str], said: str,
-) -> None:  # fmt: skip
+    vlm_files, tmp_path, monkeypatch, capsys,
+    words, said,
+):  # fmt: skip
     monkeypatch.chdir(vlm_files)
     assert main(["profile", *words, f"out={tmp_path / 'out'}"]) == 2
     error = capsys.readouterr().err
@@ -341,7 +326,7 @@ def test_mistakes_end_with_one_message_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bank_of_its_own_and_fewer_queries(vlm_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bank_of_its_own_and_fewer_queries(vlm_files, monkeypatch):
     monkeypatch.chdir(vlm_files)
     config = VLMTaskConfig(
         data="items.jsonl", bank="items.jsonl", embeddings="e.safetensors", query_embeddings="e.safetensors",
@@ -355,7 +340,6 @@ def test_a_bank_of_its_own_and_fewer_queries(vlm_files: Path, monkeypatch: pytes
     assert "pool.sampler=random pool.size=3 pool.seed=1" in " ".join(found.words)
 
 
-def test_only_what_is_not_the_default_is_named() -> None:
+def test_only_what_is_not_the_default_is_named():
     assert changed_settings("beams.", BeamProfileConfig()) == []
-    named = changed_settings("beams.", BeamProfileConfig(json=False, width=2), leave_out=("width",))
-    assert named == ["beams.json=false"]
+    assert changed_settings("beams.", BeamProfileConfig(json=False, width=2), ("width",)) == ["beams.json=false"]

@@ -1,7 +1,5 @@
 """Beam search and its companions, with a scorer small enough to be worked out by hand."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import METHODS
@@ -32,21 +29,21 @@ BEAM = METHODS.index("beam")
 class HandScorer:
     """ln P(answer) = −3 + Σₜ worth[query, demonstration t] / t: order counts, and so does every demonstration."""
 
-    def __init__(self, worth: list[list[float]]) -> None:
+    def __init__(self, worth):
         self.worth = torch.tensor(worth)
         self.asked: list[tuple[int, ...]] = []
 
-    def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
+    def __call__(self, queries, demonstrations):
         self.asked += [(q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)]
         worth = self.worth[queries[:, None], demonstrations.clamp_min(0)].masked_fill(demonstrations < 0, 0.0)
         log_prob = -3 + (worth / torch.arange(1, demonstrations.shape[1] + 1)).sum(1)
         return {"logprob_score": log_prob, "vqa_gt_prob": log_prob.exp(), "vqa_correct": (log_prob > -0.9).float()}
 
-    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+    def vote(self, queries, demonstrations):
         raise AssertionError("finding beams asks for no vote")
 
 
-def test_beam_search_by_hand() -> None:
+def test_beam_search_by_hand():
     """The bank's rows 3, 2, 1, 0 are worth 2, 1, 0, −1 to the query."""
     scorer = HandScorer([[9, 9, 9, 9], [-1, 0, 1, 2]])
     found = beam_search(scorer, torch.tensor([1]), torch.tensor([[3, 2, 1, 0]]), shots=2, width=2)
@@ -62,7 +59,7 @@ def test_beam_search_by_hand() -> None:
     assert set(scorer.asked) >= {(1, -1), (1, 3), (1, 3, 2), (1, 2, 0)}
 
 
-def test_gains_of_the_picks_add_up_to_the_beam_score() -> None:
+def test_gains_of_the_picks_add_up_to_the_beam_score():
     scorer = HandScorer([[0.3, 1.4, 0.8, -0.2]])
     found = beam_search(scorer, torch.tensor([0]), torch.arange(4)[None], shots=3, width=1)
     p = [float(probability(scorer, torch.tensor([0]))), *found.fields["vqa_gt_prob"][0].tolist()]
@@ -78,9 +75,7 @@ def test_gains_of_the_picks_add_up_to_the_beam_score() -> None:
     width=st.integers(1, 30),
     shots=st.integers(1, 5),
 )
-def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(
-    worth: list[list[float]], sizes: list[int], width: int, shots: int
-) -> None:
+def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(worth, sizes, width, shots):
     """Pools of 0 to 4, smaller than the beam and than the shots."""
     scorer, n = HandScorer(worth), len(worth)
     pool = torch.tensor([[i if i < size else NONE for i in range(4)] for size in sizes[:n]])
@@ -103,7 +98,7 @@ def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(
     assert torch.equal(found.found_by == BEAM, (found.sequences >= 0).any(2))
 
 
-def test_chunks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_queries_do_not_matter(monkeypatch):
     worth = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).tolist()
     pool = torch.arange(6).expand(7, 6)
     whole = beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
@@ -113,12 +108,12 @@ def test_chunks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(whole.fields["beam_score"], parts.fields["beam_score"])
 
 
-def test_an_answer_that_is_impossible_after_everything_still_gives_beams() -> None:
+def test_an_answer_that_is_impossible_after_everything_still_gives_beams():
     found = beam_search(HandScorer([[-math.inf, -math.inf]]), torch.tensor([0]), torch.tensor([[0, 1, NONE]]), 2, 3)
     assert found.sequences.tolist() == [[[0, NONE], [1, NONE], [NONE] * 2, [0, 1], [1, 0], [NONE] * 2]]
 
 
-def test_retrieved_sequences_by_hand() -> None:
+def test_retrieved_sequences_by_hand():
     x = -torch.inf
     alike = torch.tensor([[0.1, 0.9, 0.5, 0.7], [0.2, x, x, x], [0.3, 0.6, x, x], [x, x, x, x]])
     assert retrieved(alike, shots=2, count=3).tolist() == [
@@ -129,7 +124,7 @@ def test_retrieved_sequences_by_hand() -> None:
     ]
 
 
-def test_draws_follow_the_similarity_without_repeats() -> None:
+def test_draws_follow_the_similarity_without_repeats():
     alike = torch.tensor([[0.0, 0.1, -torch.inf, 0.2]]).expand(4000, 4)
     sequences = drawn(alike, 2, 1, torch.Generator().manual_seed(0))[:, 0]
     # softmax of 0, 1, 2 = .090, .245, .665; then of what is left
@@ -139,7 +134,7 @@ def test_draws_follow_the_similarity_without_repeats() -> None:
     assert torch.allclose(after / after.sum(), torch.tensor([0.2689, 0.7311, 0.0, 0.0]), atol=0.03)
 
 
-def test_draws_from_small_pools_are_short_and_different() -> None:
+def test_draws_from_small_pools_are_short_and_different():
     alike = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf], [-torch.inf] * 3])
     sequences = drawn(alike, 2, 40, torch.Generator().manual_seed(0))
     found = [[tuple(row) for row in query if row[0] >= 0] for query in sequences.tolist()]
@@ -147,12 +142,12 @@ def test_draws_from_small_pools_are_short_and_different() -> None:
     assert found[1:] == [[(0, NONE)], []]
 
 
-def test_of_equal_sequences_the_first_stays() -> None:
+def test_of_equal_sequences_the_first_stays():
     sequences = torch.tensor([[[1, 2], [2, 1], [1, 2], [NONE, NONE], [1, 2]]])
     assert without_repeats(sequences).tolist() == [[[1, 2], [2, 1]] + [[NONE] * 2] * 3]
 
 
-def test_nothing_is_scored_twice() -> None:
+def test_nothing_is_scored_twice():
     scorer = HandScorer([[2.0, 1.0, 0.5], [0.0, 1.0, 2.0]])
     rows, pool = torch.tensor([1, 0]), torch.tensor([[2, 1, 0], [0, 1, NONE]])
     zero = probability(scorer, rows)
@@ -171,11 +166,10 @@ def test_nothing_is_scored_twice() -> None:
     assert torch.equal(third.fields["logprob_score"].nan_to_num(), second.fields["logprob_score"].nan_to_num())
 
 
-def test_joining_pads_what_one_side_lacks() -> None:
+def test_joining_pads_what_one_side_lacks():
     one = Sequences(torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]]))
-    two = Sequences(
-        torch.tensor([[[1, 0], [0, 1]]]), {"beam_score": torch.tensor([[0.5, 0.25]])}, torch.tensor([[3, 3]])
-    )
+    scores = {"beam_score": torch.tensor([[0.5, 0.25]])}
+    two = Sequences(torch.tensor([[[1, 0], [0, 1]]]), scores, torch.tensor([[3, 3]]))
     beside = joined([one, two])
     assert beside.sequences.tolist() == [[[0, NONE], [1, 0], [0, 1]]]
     assert beside.found_by.tolist() == [[0, 3, 3]]
@@ -186,7 +180,7 @@ def test_joining_pads_what_one_side_lacks() -> None:
     assert below.fields["vqa_correct"].nan_to_num(-9).tolist() == [[1, -9], [-9, -9]]
 
 
-def test_mistakes() -> None:
+def test_mistakes():
     for shots, width in ((0, 1), (1, 0)):
         with pytest.raises(InputError, match="at least one shot and a width of one"):
             beam_search(HandScorer([[1.0]]), torch.tensor([0]), torch.tensor([[0]]), shots, width)

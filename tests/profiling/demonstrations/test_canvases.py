@@ -96,10 +96,9 @@ def test_a_canvas_shows_its_digit_its_frame_and_its_texture():
     same, texture, frame, digit = paint(values, np.zeros(4, int), False).reshape(4, 10, 10)
     inside = np.zeros((10, 10), bool)
     inside[1:9, 1:9] = True
-    assert (same == texture)[~inside].all()
-    assert (same != texture)[inside].any()
-    assert (same == frame)[inside].all()
-    assert (same != frame)[~inside].any()
+    for other, alike in ((texture, ~inside), (frame, inside)):
+        assert (same == other)[alike].all()
+        assert (same != other)[~alike].any()
     assert (same == digit)[~inside].all()
     assert set(np.unique(same[~inside])) <= {0, np.float32(0.6)}
     ink = same[inside] > 0.35  # what is darker than the texture is the digit's, and there in both
@@ -112,9 +111,7 @@ def test_no_digit_image_is_on_both_sides():
     values = np.stack([digits, np.zeros_like(digits), np.zeros_like(digits)], 1)
     mine, others = (paint(values, np.tile(pick, 10), held_out) for held_out in (False, True))
     mine, others = ({image.tobytes() for image in images} for images in (mine, others))
-    assert len(mine) == 900
-    assert len(others) == 897
-    assert not mine & others
+    assert (len(mine), len(others), len(mine & others)) == (900, 897, 0)
 
 
 @pytest.mark.parametrize("variant", ["careless", "careful"])

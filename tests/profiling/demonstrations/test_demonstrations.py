@@ -112,14 +112,13 @@ def test_files_of_other_canvases_or_learners_are_refused(tmp_path, about, messag
 
 
 def test_other_files_are_refused(tmp_path):
-    path = tmp_path / "x.safetensors"
-    save_demonstrations(recorded()[0], "careless", "test", path)
-    with pytest.raises(InputError, match="other canvases"):
-        load_demonstrations(path, "careful", "test")
-    path.write_text("what?")
-    for name, message in (("y.safetensors", "no such file"), ("x.safetensors", "cannot be read")):
+    save_demonstrations(recorded()[0], "careless", "test", tmp_path / "x.safetensors")
+    (tmp_path / "text.safetensors").write_text("what?")
+    for name, variant, message in (
+        ("x", "careful", "other canvases"), ("y", "careless", "no such file"), ("text", "careless", "cannot be read"),
+    ):  # fmt: skip
         with pytest.raises(InputError, match=message):
-            load_demonstrations(tmp_path / name, "careless", "test")
+            load_demonstrations(tmp_path / f"{name}.safetensors", variant, "test")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -27,13 +24,13 @@ CONFIG = ElasticProfileConfig(
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "calibrate", lambda model, seed: calibrate(model, seed, batches=1))
         return profile_elastic(tmp_path_factory.mktemp("profile"), CONFIG)
 
 
-def test_the_table_has_every_sample_at_every_configuration(out: Path) -> None:
+def test_the_table_has_every_sample_at_every_configuration(out):
     table = pl.read_parquet(out / "table.parquet")
     keys = ["sample_id", *Configuration._fields]
     assert table.height == table.select(keys).unique().height == 5 * 8
@@ -43,7 +40,7 @@ def test_the_table_has_every_sample_at_every_configuration(out: Path) -> None:
     assert (table["cpu_ms"] > 0).all()
 
 
-def test_the_exp_files_hold_the_same_profile(out: Path) -> None:
+def test_the_exp_files_hold_the_same_profile(out):
     table = read_long_table(out / "table.parquet", features=out / "features.npz")
     again = read_exp5_exp6(out / "exp5", out / "exp6", DATASET)
     assert [knob.name for knob in table.knobs] == list(Configuration._fields)
@@ -52,24 +49,20 @@ def test_the_exp_files_hold_the_same_profile(out: Path) -> None:
     assert torch.equal(table.latency_ms, again.latency_ms)
 
 
-def test_every_sample_has_features(out: Path) -> None:
+def test_every_sample_has_features(out):
     with np.load(out / "features.npz", allow_pickle=False) as features:
         assert features["sample_id"].tolist() == list(range(5))
-        assert features["image_features"].shape == (5, 2 * TINY.width)
-        assert features["language_features"].shape == (5, TINY.width)
+        assert (features["image_features"].shape, features["language_features"].shape) == ((5, 32), (5, 16))
         assert all(np.isfinite(features[name]).all() for name in features.files)
 
 
-def test_the_description_fits_the_files(out: Path) -> None:
+def test_the_description_fits_the_files(out):
     about = json.loads((out / "profile.json").read_text())
     for name, digest in about["sha256"].items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
     assert (about["samples"], about["configurations"], about["torch"]["threads"]) == (5, 8, 1)
     assert not [p for p in out.rglob("*") if p.name.startswith(".") or p.suffix == ".partial"]
-
-
-def test_another_run_in_the_same_folder_is_refused(out: Path) -> None:
-    with pytest.raises(ValueError, match="samples: 5 → 6"):
+    with pytest.raises(ValueError, match="samples: 5 → 6"):  # another run in the same folder
         profile_elastic(out, replace(CONFIG, samples=6))
 
 
@@ -85,22 +78,18 @@ def test_another_run_in_the_same_folder_is_refused(out: Path) -> None:
         ({"model": "nowhere.safetensors"}, "no such file"),
     ],
 )
-def test_impossible_settings_are_refused_before_anything_is_written(
-    tmp_path: Path, wrong: dict[str, object], message: str
-) -> None:
+def test_impossible_settings_are_refused_before_anything_is_written(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=message):
-        profile_elastic(tmp_path / "out", replace(CONFIG, **wrong))  # type: ignore[arg-type]
+        profile_elastic(tmp_path / "out", replace(CONFIG, **wrong))
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_measurement_resumes_and_measures_nothing_twice(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_measurement_resumes_and_measures_nothing_twice(out, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "_WARM_UP_ROUNDS", 0)
     runs, generate = [], ElasticVLM.generate
     config = replace(CONFIG, model=str(out / profile.MODEL_FILE), exp_json=False)
 
-    def counted(self, image, prompt, configuration, overview):  # type: ignore[no-untyped-def]
+    def counted(self, image, prompt, configuration, overview):
         if len(runs) == 20:
             runs.append(None)
             raise KeyboardInterrupt
@@ -121,16 +110,16 @@ def test_an_interrupted_measurement_resumes_and_measures_nothing_twice(
     assert len(runs) == 2 * 5 * 8 + 1
 
 
-def test_cpu_time_can_be_the_latency(out: Path, tmp_path: Path) -> None:
+def test_cpu_time_can_be_the_latency(out, tmp_path):
     config = replace(CONFIG, model=str(out / profile.MODEL_FILE), exp_json=False, repeats=1, clock="cpu")
     table = pl.read_parquet(profile_elastic(tmp_path, config) / "table.parquet")
-    assert (table["latency_ms"] / table["cpu_ms"] - 1).abs().median() < 0.05  # type: ignore[operator]
+    assert (table["latency_ms"] / table["cpu_ms"] - 1).abs().median() < 0.05
     assert json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"].startswith("thread CPU")
     with pytest.raises(ValueError, match="clock: cpu → None"):
         profile_elastic(tmp_path, replace(config, clock="wall"))
 
 
-def test_the_command_names_what_is_not_the_default() -> None:
+def test_the_command_names_what_is_not_the_default():
     assert command(ElasticProfileConfig()) == "knobwise profile model=elastic out=DIR"
     assert command(replace(CONFIG, size=ElasticSize())) == (
         "knobwise profile model=elastic out=DIR elastic.samples=5 elastic.repeats=2 elastic.max_crops=[1,4] "

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -16,19 +14,18 @@ from knobwise.profiling.elastic.scenes import (
 )
 
 
-def test_training_and_held_out_digit_images_are_disjoint_and_complete() -> None:
+def test_training_and_held_out_digit_images_are_disjoint_and_complete():
     train, held_out = ({image.tobytes() for image in load_digits(side).images} for side in (False, True))
     assert not train & held_out
     assert len(load_digits(False).labels) + len(load_digits(True).labels) == 1797
 
 
-def test_answers_say_what_the_scene_shows() -> None:
+def test_answers_say_what_the_scene_shows():
     rng = np.random.default_rng(0)
     scenes = draw_scenes(rng, load_digits(True), 3, 5, QUESTIONS * 20)
     colours = np.array(list(COLOURS.values()))
-    for image, digits, prompt, answer, question in zip(
-        scenes.images, scenes.digits, scenes.prompts, scenes.answers, scenes.questions, strict=True
-    ):
+    columns = (scenes.images, scenes.digits, scenes.prompts, scenes.answers, scenes.questions)
+    for image, digits, prompt, answer, question in zip(*columns, strict=True):
         names = np.array([str(n) for n in range(10)] + ["blank"])[digits]
         cells = image.reshape(3, 3, 8, 5, 8).max((2, 4)).transpose(1, 2, 0)  # [rows, columns, rgb]
         nearest = np.array(list(COLOURS))[((cells[:, :, None] - colours) ** 2).sum(-1).argmin(-1)]
@@ -54,7 +51,7 @@ def test_answers_say_what_the_scene_shows() -> None:
             assert words == [a, b, last]
 
 
-def test_samples_depend_on_seed_and_number_alone() -> None:
+def test_samples_depend_on_seed_and_number_alone():
     few, many = draw_samples(3, seed=7), draw_samples(6, seed=7)
     for a, b in zip(few, many, strict=False):
         assert np.array_equal(a.images, b.images)
@@ -62,7 +59,7 @@ def test_samples_depend_on_seed_and_number_alone() -> None:
     assert not all(np.array_equal(a.prompts, b.prompts) for a, b in zip(few, draw_samples(3, seed=8), strict=True))
 
 
-def test_soft_score_is_the_share_of_right_tokens() -> None:
+def test_soft_score_is_the_share_of_right_tokens():
     answer = np.array([TOKEN[w] for w in ("1", "2", "3", "<end>", "·")])
     said = np.array([TOKEN[w] for w in ("1", "5", "3", "4", "<end>")])
     assert soft_score(answer, answer) == 1
@@ -70,12 +67,10 @@ def test_soft_score_is_the_share_of_right_tokens() -> None:
     assert soft_score(np.array([TOKEN["<end>"]]), answer) == 0
 
 
-@pytest.mark.parametrize("side", [1, 9])
-def test_a_grid_outside_the_range_is_refused(side: int) -> None:
-    with pytest.raises(ValueError, match="2 to 8"):
-        draw_scenes(np.random.default_rng(0), load_digits(True), side, 3, ("row",))
-
-
-def test_an_unknown_question_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown question 'colour of'"):
-        draw_scenes(np.random.default_rng(0), load_digits(True), 3, 3, ("colour of",))
+@pytest.mark.parametrize(
+    ("side", "question", "message"),
+    [(1, "row", "2 to 8"), (9, "row", "2 to 8"), (3, "colour of", "unknown question 'colour of'")],
+)
+def test_impossible_scenes_are_refused(side, question, message):
+    with pytest.raises(ValueError, match=message):
+        draw_scenes(np.random.default_rng(0), load_digits(True), side, 3, (question,))

@@ -38,13 +38,10 @@ SEEN = {
     "aria": ((480, 3800), {1: 1, 3: 1, 4: 1, 7: 1, 8: 2, 12: 3, 16: 4}),
     "llava_next": ((500, 700), {1: 2, 2: 3, 3: 3, 4: 5}),
     # 3 → 88 × 128 pixels: √(350,000 / 12,288) = 5.34, 500 / 5.34 = 93.7 → 88, 700 / 5.34 = 131.2 → 128
-    "qwen3_vl_moe": ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936}),
-    "qwen3_5_moe": ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936}),
-    "glm4v_moe": ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936}),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"), ((500, 700), {1: 216, 2: 468, 3: 704, 4: 936})),
     # 1 → 56 × 72 pixels: √(4,480 / 350,000) = 0.1131, 56.6 → 56, 79.2 → 72
     "gemma4": ((500, 700), {1: 252, 2: 560, 3: 560, 4: 1064, 8: 2240, 16: 4368}),
-    "smolvlm": ((500, 700), {1: 1, 3: 1, 4: 5, 8: 5, 9: 10}),
-    "idefics3": ((500, 700), {1: 1, 3: 1, 4: 5, 8: 5, 9: 10}),
+    **dict.fromkeys(("smolvlm", "idefics3"), ((500, 700), {1: 1, 3: 1, 4: 5, 8: 5, 9: 10})),
     "molmo2": ((40, 200), {1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 7}),
 }
 RESOLUTION = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4")
@@ -87,22 +84,24 @@ def blocks_of(model):
     return blocks
 
 
+def with_knobs(family):
+    model, processor = tiny_model(family)
+    return family, model, processor, HuggingFaceKnobs(model, processor)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def made(request):
-    model, processor = tiny_model(request.param)
-    return request.param, model, processor, HuggingFaceKnobs(model, processor)
+    return with_knobs(request.param)
 
 
 @pytest.fixture(scope="module", params=ROUTED)
 def routed(request):
-    model, processor = tiny_model(request.param)
-    return request.param, model, processor, HuggingFaceKnobs(model, processor)
+    return with_knobs(request.param)
 
 
 @pytest.fixture(scope="module")
 def llava():
-    model, processor = tiny_model("llava_next")
-    return model, processor, HuggingFaceKnobs(model, processor)
+    return with_knobs("llava_next")[1:]
 
 
 def test_every_family_says_what_can_be_set(made):
@@ -112,12 +111,13 @@ def test_every_family_says_what_can_be_set(made):
     assert tuple((knob.default, knob.least, knob.most) for knob in knobs.knobs) == (crops, top_k, blocks)
     assert knobs.knobs[0].sets == sets
     assert knobs.always_active == always_active
-    assert knobs.family == family
 
 
-def test_a_knob_that_is_lacking_says_why(made):
+def test_a_knob_that_is_lacking_or_saves_nothing_says_why(made):
     family, _, _, knobs = made
     assert [knob.available for knob in knobs.knobs] == [True, family in ROUTED, True]
+    # all of its experts run
+    assert ("saves no time" in knobs.knobs[1].note) == (family == "llama4")
     if family not in ROUTED:
         assert "no experts" in knobs.knobs[1].note
         with pytest.raises(InputError, match="lacks the knob"), knobs.set({"top_k": 1}):
@@ -126,18 +126,9 @@ def test_a_knob_that_is_lacking_says_why(made):
             pass
 
 
-def test_experts_that_all_run_are_said_to_save_nothing(routed):
-    family, _, _, knobs = routed
-    assert ("saves no time" in knobs.knobs[1].note) == (family == "llama4")
-
-
-def test_experts_of_some_blocks_only_are_said():
-    knobs = HuggingFaceKnobs(*tiny_model("glm4v_moe"))
-    assert knobs.knobs[1].sets == "experts for each token, in 3 of 4 blocks"
-
-
-def test_a_router_that_chooses_within_groups_limits_top_k():
+def test_experts_of_some_blocks_only_are_said_and_a_router_that_chooses_within_groups_limits_top_k():
     knobs = HuggingFaceKnobs(*tiny_model("glm4v_moe", n_group=2, topk_group=1))
+    assert knobs.knobs[1].sets == "experts for each token, in 3 of 4 blocks"
     assert knobs.knobs[1].most == 2
 
 
@@ -226,9 +217,7 @@ def test_the_vision_tower_sees_what_was_set(made):
 @pytest.mark.parametrize("size", [(500, 700), (41, 300), (300, 41), (20, 30), (9, 9)])
 @pytest.mark.parametrize("family", RESOLUTION)
 def test_no_image_has_more_pixels_than_set(family, size):
-    _, processor = tiny_model(family)
-    model = tiny_model(family)[0]
-    knobs = HuggingFaceKnobs(model, processor)
+    _, _, processor, knobs = with_knobs(family)
     found = []
     for crops in range(1, 5):
         with knobs.set({"max_crops": crops}):
@@ -242,8 +231,7 @@ def test_no_image_has_more_pixels_than_set(family, size):
 
 
 def test_aria_takes_smaller_images_below_its_default():
-    model, processor = tiny_model("aria")
-    knobs = HuggingFaceKnobs(model, processor)
+    _, _, processor, knobs = with_knobs("aria")
     for crops, side in {1: 490, 3: 490, 4: 980, 8: 980}.items():
         with knobs.set({"max_crops": crops}):
             assert asked(processor, (480, 3800))["pixel_values"].shape[-2:] == (side, side)
@@ -308,7 +296,7 @@ def test_knobs_that_are_set_are_not_set_again(llava):
 
 
 def assert_cached_is_uncached(model, processor, knobs):
-    """For every set of blocks that can be left out, on a batch with padding."""
+    """Generation with a cache gives what it gives without, whichever blocks are left out, on a batch with padding."""
     inputs = asked(processor, (20, 30), (20, 30))
     free = [block for block in range(4) if block not in knobs.always_active]
     for left_out in chain.from_iterable(combinations(free, size) for size in range(len(free) + 1)):
@@ -320,18 +308,13 @@ def assert_cached_is_uncached(model, processor, knobs):
 
 
 def test_generation_with_a_cache_gives_what_it_gives_without(made):
-    _, model, processor, knobs = made
-    assert_cached_is_uncached(model, processor, knobs)
+    assert_cached_is_uncached(*made[1:])
 
 
 def test_blocks_that_store_keys_for_others_always_run():
-    model, processor = tiny_model(
-        "gemma4",
-        num_kv_shared_layers=1,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=256,
-        layer_types=["sliding_attention", "full_attention", "full_attention", "full_attention"],
-    )
+    layers = ["sliding_attention", *["full_attention"] * 3]
+    sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256}
+    model, processor = tiny_model("gemma4", num_kv_shared_layers=1, layer_types=layers, **sizes)
     knobs = HuggingFaceKnobs(model, processor)
     assert knobs.always_active == (0, 1, 2)
     assert_cached_is_uncached(model, processor, knobs)
@@ -347,13 +330,9 @@ def test_what_is_added_between_blocks_is_added_without_them():
         assert not torch.equal(logits(model, inputs), before)
 
 
-def test_without_importance_the_last_but_one_goes_first(llava):
-    knobs = llava[2]
+def test_the_least_important_goes_first_but_never_block_0_and_without_importance_the_last_but_one(llava):
+    model, processor, knobs = llava
     assert [knobs.active_blocks(number) for number in (1, 2, 3, 4)] == [(0,), (0, 3), (0, 1, 3), (0, 1, 2, 3)]
-
-
-def test_the_least_important_goes_first_but_never_block_0(llava):
-    model, processor, _ = llava
     knobs = HuggingFaceKnobs(model, processor, {0: -1.0, 1: 0.3, 2: 0.7, 3: 0.1})
     assert [knobs.active_blocks(number) for number in (1, 2, 3, 4)] == [(0,), (0, 2), (0, 1, 2), (0, 1, 2, 3)]
     with pytest.raises(InputError, match="block 0 cannot be left out"), knobs.leaving_out([0]):
@@ -399,11 +378,9 @@ def test_an_unknown_family_gets_what_can_be_found():
     model = transformers.ChameleonForConditionalGeneration(config).eval()
     knobs = HuggingFaceKnobs(model, None)
     crops, top_k, blocks = knobs.knobs
-    assert not crops.available
-    assert "'chameleon'" in crops.note
-    assert "known are llama4, aria" in crops.note
-    assert "AdaptiveVLM" in crops.note
-    assert not top_k.available
+    assert (crops.available, top_k.available) == (False, False)
+    for words in ("'chameleon'", "known are llama4, aria", "AdaptiveVLM"):
+        assert words in crops.note
     assert (blocks.least, blocks.most) == (1, 4)
     inputs = {"input_ids": torch.arange(5, 25).reshape(2, 10)}
     wanted = logits(model, inputs)

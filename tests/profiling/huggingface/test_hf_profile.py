@@ -1,7 +1,5 @@
 """`knobwise profile model=FOLDER data=FILE` with a tiny random model of every family, as its user types it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -153,8 +153,7 @@ def test_features_tell_requests_apart_and_do_not_depend_on_what_was_set_before(v
     vlm.answer([vlm.first_stage(REQUESTS[0])], settings(vlm)[0])
     again = vlm.first_stage(REQUESTS[0]).features
     for name, values in one.items():
-        assert values.ndim == 1
-        assert values.dtype == np.float32
+        assert (values.ndim, values.dtype) == (1, np.float32)
         assert np.array_equal(again[name], values)
         assert np.abs(other[name] - values).max() > 1e-3
     assert len(one["image_features"]) in (16, 32)
@@ -196,8 +195,7 @@ def test_tiles_that_look_like_the_overview_are_computed_all_the_same(llava):
     stage = llava.first_stage(Request(Image.new("RGB", (64, 64), "white"), "Why?"))
     with watched(llava) as seen:
         (answer,) = llava.answer([stage], {})
-    assert seen["rows"] == [5]
-    assert seen["computed"] == [4]
+    assert (seen["rows"], seen["computed"]) == ([5], [4])
     assert answer.text == llava.answer(without_reuse([stage]), {})[0].text
 
 
@@ -207,8 +205,7 @@ def test_a_picture_of_any_mode_and_size_is_asked_about_as_in_rgb(llava, mode):
         one = Request(picture(0, *size).convert(mode), "Où est-ce? 🙂")
         same = replace(one, image=one.image.convert("RGB"))
         (found,), (wanted,) = (llava.answer([llava.first_stage(request)], {}) for request in (one, same))
-        assert found.text == wanted.text
-        assert found.vision_tokens == wanted.vision_tokens
+        assert (found.text, found.vision_tokens) == (wanted.text, wanted.vision_tokens)
 
 
 def test_a_batch_answers_as_one_by_one(vlm):
@@ -217,8 +214,8 @@ def test_a_batch_answers_as_one_by_one(vlm):
         together = vlm.answer(stages, configuration)
         alone = [vlm.answer([stage], configuration)[0] for stage in stages]
         for one, other in zip(together, alone, strict=True):
-            assert (one.text, one.output_tokens) == (other.text, other.output_tokens)
-            assert one.vision_tokens == other.vision_tokens
+            for name in ("text", "output_tokens", "vision_tokens"):
+                assert getattr(one, name) == getattr(other, name)
         assert len({answer.language_tokens for answer in alone}) == 3
     assert vlm.answer([], {}) == []
 
@@ -361,26 +358,25 @@ def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
     for part in (llava.model, llava.processor):
         part.save_pretrained(folder)
     loaded = HuggingFaceVLM.load(folder, device="cpu", max_new_tokens=5)
-    assert (loaded.name, llava.name) == ("tiny-llava", "llava_next")
-    assert loaded.knobs == llava.knobs
+    assert (loaded.name, llava.name, loaded.knobs) == ("tiny-llava", "llava_next", llava.knobs)
     found, wanted = (vlm.answer([vlm.first_stage(REQUESTS[0])], {})[0] for vlm in (loaded, llava))
     assert found.text == wanted.text
 
 
 def test_what_cannot_be_loaded_is_said(llava, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
-        HuggingFaceVLM.load(tmp_path)
+    def refused(message="cannot be loaded as a vision-language model"):
+        with pytest.raises(InputError, match=message):
+            HuggingFaceVLM.load(tmp_path)
+
+    refused()
     for part in (llava.model, llava.processor):
         part.save_pretrained(tmp_path)
     next(tmp_path.glob("*.safetensors")).write_bytes(b"no weights")
-    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
-        HuggingFaceVLM.load(tmp_path)
+    refused()
     transformers.LlamaConfig().save_pretrained(tmp_path)  # another kind of model
-    with pytest.raises(InputError, match="cannot be loaded as a vision-language model"):
-        HuggingFaceVLM.load(tmp_path)
+    refused()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"pip install knobwise\[models\]"):
-        HuggingFaceVLM.load(tmp_path)
+    refused(r"pip install knobwise\[models\]")
 
 
 def test_mistakes_are_said(llava):

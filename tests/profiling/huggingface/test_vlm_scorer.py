@@ -35,6 +35,7 @@ DATA = VQAData(
         item(6, "What color is it ?", "green"),
     ),
 )
+LONELY = VQAData((item(0, "How many dogs ?", "2", choices=("2",)),), DATA.bank)
 MIXED = [(0, [0, 1]), (1, [3, 2, 0]), (2, []), (0, [1, 0]), (1, [1])]
 
 
@@ -107,9 +108,7 @@ def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(family)
     assert not family[0].training
     two = VLMScorer(*family, DATA, batch_size=2)(*rows(MIXED[::-1]))
     for field, values in one.items():
-        assert values.shape == (5,)
-        assert values.dtype == torch.float32
-        assert not values.requires_grad
+        assert (values.shape, values.dtype, values.requires_grad) == ((5,), torch.float32, False)
         torch.testing.assert_close(two[field].flip(0), values, rtol=1e-4, atol=1e-4)
 
 
@@ -177,8 +176,7 @@ def test_a_vote_counts_the_demonstrations_own_answers(llava):
     demonstrations = torch.tensor([row for row, *_ in shown])
     for query in (0, 1):
         found = scorer.vote(torch.full((len(shown),), query), demonstrations)
-        assert found.dtype == torch.float32
-        assert found.tolist() == [right[query] for _, *right in shown]
+        assert torch.equal(found, torch.tensor([float(right[query]) for _, *right in shown]))
 
 
 @pytest.mark.parametrize("how", ["positions", "cache"])
@@ -218,43 +216,28 @@ def test_the_tokens_of_an_answer_go_up_to_its_end(template, tokens):
     assert processor.tokenizer.convert_ids_to_tokens(found) == tokens
 
 
-def test_a_tokenizer_without_padding_pads_with_its_end(llava):
-    model, processor = tiny_vlm("llava")
-    processor.tokenizer.pad_token = None
-    found = VLMScorer(model, processor, DATA)(*rows(MIXED))
-    torch.testing.assert_close(found, VLMScorer(*llava, DATA)(*rows(MIXED)), rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_is_loaded_from_a_folder(llava, tmp_path):
+def test_a_model_is_loaded_from_a_folder_and_a_tokenizer_without_padding_pads_with_its_end(llava, tmp_path):
     for part in llava:
         part.save_pretrained(tmp_path)
-    scorer = VLMScorer.load(tmp_path, DATA, device="cpu", batch_size=3)
-    assert not scorer.model.training
-    torch.testing.assert_close(scorer(*rows(MIXED)), VLMScorer(*llava, DATA)(*rows(MIXED)), rtol=1e-4, atol=1e-4)
+    loaded = VLMScorer.load(tmp_path, DATA, device="cpu", batch_size=3)
+    assert not loaded.model.training
+    model, processor = tiny_vlm("llava")
+    processor.tokenizer.pad_token = None
+    wanted = VLMScorer(*llava, DATA)(*rows(MIXED))
+    for scorer in (loaded, VLMScorer(model, processor, DATA)):
+        torch.testing.assert_close(scorer(*rows(MIXED)), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("queries", "demonstrations", "message"),
+    ("settings", "prompts", "message"),
     [
-        ([3], [[0]], "query 3 does not exist; there are 3"),
-        ([0], [[4]], "demonstration 4 does not exist; there are 4"),
-        ([0], [[-2]], "demonstration -2 does not exist"),
-        ([0, 1], [[0]], r"shapes \(2,\) and \(1, 1\)"),
-        ([0], [0], r"shapes \(1,\) and \(1,\)"),
+        ({}, [(3, [0])], "query 3 does not exist; there are 3"),
+        ({}, [(0, [4])], "demonstration 4 does not exist; there are 4"),
+        ({"batch_size": 0}, MIXED, "batch_size must be ≥ 1"),
+        ({"max_choices": 1}, MIXED, "max_choices ≥ 2"),
+        ({"data": LONELY}, [(0, [])], "query '0' has one candidate answer, '2'"),
     ],
 )
-def test_rows_that_do_not_exist_are_refused(llava, queries, demonstrations, message):
+def test_rows_sizes_and_choices_that_make_no_sense_are_refused(llava, settings, prompts, message):
     with pytest.raises(InputError, match=message):
-        VLMScorer(*llava, DATA)(torch.tensor(queries), torch.tensor(demonstrations))
-
-
-def test_settings_that_make_no_sense_are_refused(llava):
-    for wrong in ({"batch_size": 0}, {"max_choices": 1}):
-        with pytest.raises(InputError, match="batch_size must be ≥ 1"):
-            VLMScorer(*llava, DATA, **wrong)
-
-
-def test_one_candidate_is_nothing_to_rank(llava):
-    data = VQAData((item(0, "How many dogs ?", "2", choices=("2",)),), DATA.bank)
-    with pytest.raises(InputError, match="query '0' has one candidate answer, '2'"):
-        VLMScorer(*llava, data)(*rows([(0, [])]))
+        VLMScorer(*llava, **{"data": DATA} | settings)(*rows(prompts))

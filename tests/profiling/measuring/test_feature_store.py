@@ -9,7 +9,7 @@ from PIL import Image
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_files import read_features
-from knobwise.profiling.measuring.feature_store import FeatureStore, collect_features, content_keys, image_digests
+from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys, image_digests
 from knobwise.profiling.measuring.questions import VQAItem
 
 
@@ -31,10 +31,20 @@ def take(item):
     return {"image_features": np.float32([n, n + 0.25, -n]), "language_features": np.float32([0.1, n])}
 
 
+def collected(store, items=ITEMS, model="m", force=False):
+    """Add the features that the store lacks, or all; return the keys of the items and the ids of those computed."""
+    keys = keys_of(items, model)
+    missing = [(key, item) for key, item in zip(keys, items, strict=True) if force or key not in store]
+    for key, item in missing:
+        store.add(key, take(item), item.id)
+    store.flush()
+    return keys, [item.id for _, item in missing]
+
+
 def test_the_file_is_a_feature_file_in_the_order_of_the_samples(tmp_path):
-    keys = keys_of(ITEMS)
-    store = FeatureStore(tmp_path / "parts", keys, chunk=2)
-    assert collect_features(store, ITEMS, keys, take) == 5
+    store = FeatureStore(tmp_path / "parts", keys_of(ITEMS), chunk=2)
+    keys, computed = collected(store)
+    assert len(computed) == 5
     store.write(tmp_path / "f.safetensors", keys[::-1], [item.id for item in ITEMS[::-1]])
     found = read_features(tmp_path / "f.safetensors")
     assert found.sample_ids == ("q4", "q3", "q2", "q1", "q0")
@@ -47,12 +57,10 @@ def test_what_was_added_before_a_kill_is_there_up_to_the_last_part(tmp_path):
     keys = keys_of(ITEMS)
     store = FeatureStore(tmp_path, keys, chunk=2)
     for key, item in zip(keys, ITEMS, strict=True):
-        store.add(key, take(item))
+        store.add(key, take(item), item.id)
     again = FeatureStore(tmp_path, keys, chunk=2)  # the first one was never flushed
     assert [key in again for key in keys] == [True] * 4 + [False]
-    calls = []
-    assert collect_features(again, ITEMS, keys, lambda item: calls.append(item.id) or take(item)) == 1
-    assert calls == ["q4"]
+    assert collected(again)[1] == ["q4"]
     assert all(key in FeatureStore(tmp_path, keys) for key in keys)
 
 
@@ -61,7 +69,7 @@ def test_what_a_kill_left_half_written_is_passed_over(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / ".000000-x1y2.safetensors").write_bytes(b"half")
     store = FeatureStore(tmp_path / "own", keys)
-    store.add(keys[0], take(ITEMS[0]))
+    store.add(keys[0], take(ITEMS[0]), "q0")
     store.flush()
     (tmp_path / "own" / ".000001-x1y2.safetensors").write_bytes(b"half")
     assert keys[0] in FeatureStore(tmp_path / "own", keys)
@@ -71,11 +79,10 @@ def test_what_a_kill_left_half_written_is_passed_over(tmp_path):
 
 def test_only_what_changed_is_computed_again_and_all_with_force(tmp_path):
     def run(items, model="m", force=False):
-        calls, keys = [], keys_of(items, model)
-        store = FeatureStore(tmp_path / "parts", keys, [tmp_path / "f.safetensors"])
-        collect_features(store, items, keys, lambda item: calls.append(item.id) or take(item), force)
+        store = FeatureStore(tmp_path / "parts", keys_of(items, model), [tmp_path / "f.safetensors"])
+        keys, computed = collected(store, items, model, force)
         store.write(tmp_path / "f.safetensors", keys, [item.id for item in items])
-        return calls
+        return computed
 
     assert len(run(ITEMS)) == 5
     assert run(ITEMS) == []
@@ -108,7 +115,7 @@ def test_the_same_image_from_a_file_and_from_bytes_is_the_same_content(tmp_path)
 def test_half_precision_is_kept_and_never_passed_off_as_more(tmp_path):
     keys = keys_of(ITEMS)
     store = FeatureStore(tmp_path / "half", keys, half=True)
-    collect_features(store, ITEMS, keys, take)
+    collected(store)
     store.write(tmp_path / "f.safetensors", keys, [item.id for item in ITEMS])
     assert read_features(tmp_path / "f.safetensors").blocks["language_features"][0, 0] == torch.tensor(0.1).half()
     assert all(key in FeatureStore(tmp_path / "new", keys, [tmp_path / "f.safetensors"], half=True) for key in keys)
@@ -118,15 +125,16 @@ def test_half_precision_is_kept_and_never_passed_off_as_more(tmp_path):
 def test_mistakes_are_named(tmp_path):
     keys = keys_of(ITEMS)
     store = FeatureStore(tmp_path / "parts", keys)
-    store.add(keys[0], take(ITEMS[0]))
-    with pytest.raises(InputError, match=r"sample q1: widths \{'image_features': 4\}"):
-        store.add(keys[1], {"image_features": np.zeros(4, np.float32)}, "q1")
-    with pytest.raises(InputError, match="sample q1: image_features are not all finite"):
-        store.add(keys[1], {"image_features": np.float32([np.nan])}, "q1")
-    with pytest.raises(InputError, match="do not fit into half precision"):
-        FeatureStore(tmp_path / "h", keys, half=True).add(keys[1], {"x": np.float32([1e6])}, "q1")
-    with pytest.raises(InputError, match="there are none"):
-        store.add(keys[1], {}, "q1")
+    store.add(keys[0], take(ITEMS[0]), "q0")
+    half = FeatureStore(tmp_path / "h", keys, half=True)
+    for place, features, message in (
+        (store, {"image_features": np.zeros(4, np.float32)}, r"sample q1: widths \{'image_features': 4\}"),
+        (store, {"image_features": np.float32([np.nan])}, "sample q1: image_features are not all finite"),
+        (half, {"x": np.float32([1e6])}, "do not fit into half precision"),
+        (store, {}, "there are none"),
+    ):
+        with pytest.raises(InputError, match=message):
+            place.add(keys[1], features, "q1")
     with pytest.raises(InputError, match="no features for 4 samples, such as q1"):
         store.write(tmp_path / "f.safetensors", keys, [item.id for item in ITEMS])
     assert not (tmp_path / "f.safetensors").exists()

@@ -1,7 +1,5 @@
 """A model whose knobs have names of their own, measured by either clock and served by a controller."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import contextmanager
@@ -45,7 +43,7 @@ class Bright:
         KnobSupport("share", 1.0, values=(0.5, 1.0), sets="share of the rows"),
     )
 
-    def __init__(self, spends: str = "nothing", clock=clock_ms):
+    def __init__(self, spends="nothing", clock=clock_ms):
         self.spends, self.clock = spends, clock
         self.settings: list[dict[str, object]] = []
 

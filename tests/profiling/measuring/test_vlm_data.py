@@ -48,9 +48,8 @@ def written(path, rows):
 def test_every_format_gives_the_same_items(folder, suffix):
     data = read_vqa_data(written(folder / f"vqa{suffix}", [row(7), row(8, "b")]))
     assert data.queries == data.bank
-    assert [item.id for item in data.queries] == ["7", "8"]
-    assert [item.question for item in data.queries] == ["Question 7?", "Question 8?"]
-    assert [item.answers for item in data.queries] == [("2",), ("2",)]
+    found = [(item.id, item.question, item.answers) for item in data.queries]
+    assert found == [("7", "Question 7?", ("2",)), ("8", "Question 8?", ("2",))]
     assert len({item.image_id for item in data.queries}) == 2
     assert [item.picture().getpixel((0, 0)) for item in data.queries] == [(255, 0, 0), (0, 0, 255)]
 
@@ -66,12 +65,8 @@ def test_queries_and_bank_stand_in_one_file_or_in_two(folder):
 
 
 def test_other_spellings_of_a_row(folder):
-    other = {
-        "question_id": "q",
-        "image_path": str(folder / "images" / "b.png"),
-        "question": "?",
-        "answer": "two\u2028x",
-    }
+    other = {"question_id": "q", "image_path": str(folder / "images" / "b.png")}
+    other |= {"question": "?", "answer": "two\u2028x"}
     annotated = {**row(3), "answers": [{"answer": "yes", "answer_id": 1}, {"answer": 3, "answer_id": 2}]}
     path = folder / "vqa.jsonl"
     path.write_text(json.dumps(other, ensure_ascii=False) + "\n" + json.dumps(annotated), encoding="utf-8")
@@ -183,9 +178,11 @@ def item(question, *answers, **more):
     return VQAItem(question, b"", question, answers, **more)
 
 
-def test_a_demonstration_shows_the_most_common_answer():
+def test_a_demonstration_shows_the_most_common_answer_and_its_picture_in_rgb():
     assert item("?", "cat", "Dog", "dog.", "the cat", "dog").answer == "Dog"
     assert item("?", "b", "a").answer == "b"
+    grey = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
+    assert VQAItem("x", grey, "?", ("yes",)).picture().mode == "RGB"
 
 
 def test_candidates_are_the_references_then_the_answers_to_alike_questions_then_others():
@@ -196,16 +193,8 @@ def test_candidates_are_the_references_then_the_answers_to_alike_questions_then_
         *[item(f"Is it {n}?", "yes") for n in range(5)],
         *[item(f"Is it not {n}?", "no") for n in range(3)],
     ]
-    data = VQAData(
-        (item("What color is it?", "red", "yellow", "red"), item("Is it?", "yes", choices=("no", "yes"))), tuple(bank)
-    )
-    assert data.candidates(0, 2) == ("red", "yellow")
-    assert data.candidates(0, 3) == ("blue", "red", "yellow")
-    assert data.candidates(0, 4) == ("blue", "red", "yellow", "yes")
-    assert data.candidates(0, 9) == ("blue", "no", "red", "yellow", "yes")
+    queries = item("What color is it?", "red", "yellow", "red"), item("Is it?", "yes", choices=("no", "yes"))
+    data = VQAData(queries, tuple(bank))
+    by_number = {2: "red yellow", 3: "blue red yellow", 4: "blue red yellow yes", 9: "blue no red yellow yes"}
+    assert {number: " ".join(data.candidates(0, number)) for number in by_number} == by_number
     assert data.candidates(1, 9) == ("no", "yes")
-
-
-def test_pictures_are_rgb():
-    grey = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
-    assert VQAItem("x", grey, "?", ("yes",)).picture().mode == "RGB"
