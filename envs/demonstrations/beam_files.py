@@ -30,7 +30,7 @@ from knobwise.envs.demonstrations.beam_records import (
     records,
     whole_numbers,
 )
-from knobwise.envs.demonstrations.beam_table import BeamTable, shows_own_image
+from knobwise.envs.demonstrations.beam_table import BeamTable, closed_up, shows_own_image
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.readers.frames import read_frame
 from knobwise.envs.tables.tensor_file import tensors_of
@@ -275,9 +275,7 @@ def _without(dropped: Tensor, pool: Tensor, owners: Tensor, sequences: Tensor) -
     usable = ~(dropped[owners[:, None], sequences.clamp_min(0)] & used).any(1)
     moved = (~dropped).cumsum(1) - 1
     sequences = moved[owners[:, None], sequences.clamp_min(0)].masked_fill(~used, -1)[usable]
-    left = (pool >= 0) & ~dropped
-    pool = pool.masked_fill(~left, -1).gather(1, (~left).int().argsort(dim=1, stable=True))[:, : int(left.sum(1).max())]
-    return pool, sequences, usable
+    return closed_up(pool, (pool >= 0) & ~dropped, -1), sequences, usable
 
 
 def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.tables.splits import Split, split_groups
-from knobwise.envs.tables.tensor_file import read_table, with_prefix, write_tensors
+from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
 POLICY = METHODS.index("policy")
 WORDS = ("query_ids", "query_images", "candidate_images", "notes")
@@ -84,24 +84,12 @@ class BeamTable:
             )
 
     def _check_shapes(self, table: str) -> None:
-        for what, axes in {"pool": "QN", "sequences": "QBT", "queries": "Qd", "candidates": "Md"}.items():
-            if (tensor := getattr(self, what)).ndim != len(axes):
-                raise InputError(f"{table}: {what} has shape {tuple(tensor.shape)}, expected [{', '.join(axes)}]")
-        q, b, d, m = len(self.pool), self.sequences.shape[1], self.queries.shape[1], len(self.candidates)
         outcomes = {f"fields[{name}]": values for name, values in self.fields.items()}
-        shapes = {
-            "query_ids": ((len(self.query_ids),), (q,)),
-            "sequences": (tuple(self.sequences.shape[:2]), (q, b)),
-            "queries": (tuple(self.queries.shape), (q, d)),
-            "candidates": (tuple(self.candidates.shape), (m, d)),
-            **{k: (tuple(getattr(self, k).shape), (q, b)) for k in ("found_by", "round")},
-            **{k: (tuple(values.shape), (q, b)) for k, values in outcomes.items()},
-            "query_images": ((len(self.query_images),), (q if self.query_images else 0,)),
-            "candidate_images": ((len(self.candidate_images),), (m if self.candidate_images else 0,)),
-        }
-        for what, (shape, expected) in shapes.items():
-            if shape != expected:
-                raise InputError(f"{table}: {what} has shape {shape}, expected {expected}")
+        axes = {"pool": "QN", "sequences": "QBT", "found_by": "QB", "round": "QB", "queries": "Qd", "candidates": "Md"}
+        axes |= {"query_ids": "Q", "query_images": "Q" if self.query_images else "_"}
+        axes |= {"candidate_images": "M" if self.candidate_images else "_"}
+        parts = {what: (getattr(self, what), letters) for what, letters in axes.items()}
+        lengths = check_axes(table, parts | {what: (values, "QB") for what, values in outcomes.items()})
         for what in (*INTEGERS, "queries", "candidates", *outcomes):
             values = outcomes[what] if what in outcomes else getattr(self, what)
             wanted = torch.int64 if what in INTEGERS else torch.float32
@@ -109,31 +97,29 @@ class BeamTable:
                 raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
         if unknown := sorted(set(self.fields) - set(FIELDS)):
             raise InputError(f"{table}: unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}")
-        if q == 0:
+        if not lengths["Q"]:
             raise InputError(f"{table} is empty: it has no queries")
-        if len(set(self.query_ids)) != q:
+        if len(set(self.query_ids)) != lengths["Q"]:
             raise InputError(f"{table}: query ids are not unique")
         for name, (start, stop) in self.blocks.items():
-            if not 0 <= start < stop <= d:
-                raise InputError(f"{table}: block {name!r} is columns {start} to {stop}, but embeddings are {d} wide")
+            if not 0 <= start < stop <= lengths["d"]:
+                columns = f"columns {start} to {stop}, but embeddings are {lengths['d']} wide"
+                raise InputError(f"{table}: block {name!r} is {columns}")
 
     def _problems(self) -> dict[str, Tensor]:
         """What may be wrong with the values, in words, and bool tensors that are True where it is."""
         used, real, beam = self.sequences >= 0, self.pool_mask, self.beam_mask
-        sorted_pool, sorted_places = self.pool.sort(1).values, self.sequences.sort(2).values
         drawn_by_policy = self.found_by == POLICY
         recorded = torch.stack([~values.isnan() for values in self.fields.values()] or [beam]).any(0)
         return {
             "numbers below −1 in pool or sequences": torch.cat([self.pool.ravel(), self.sequences.ravel()]) < -1,
-            "padding inside a pool; it belongs at the end": real[:, 1:] & ~real[:, :-1],
+            "padding inside a pool; it belongs at the end": after_gaps(real),
             f"pool entries beyond the {len(self.candidates)} candidates": self.pool >= len(self.candidates),
-            "candidates that occur twice in a pool": (sorted_pool[:, 1:] >= 0)
-            & (sorted_pool[:, 1:] == sorted_pool[:, :-1]),
-            "padding inside a sequence; it belongs at the end": used[..., 1:] & ~used[..., :-1],
-            "padding between the beams of a query; it belongs at the end": beam[:, 1:] & ~beam[:, :-1],
+            "candidates that occur twice in a pool": repeated(self.pool),
+            "padding inside a sequence; it belongs at the end": after_gaps(used),
+            "padding between the beams of a query; it belongs at the end": after_gaps(beam),
             "places outside the query's own pool": self.sequences >= real.sum(1)[:, None, None],
-            "places that occur twice in a sequence": (sorted_places[..., 1:] >= 0)
-            & (sorted_places[..., 1:] == sorted_places[..., :-1]),
+            "places that occur twice in a sequence": repeated(self.sequences),
             f"found_by that is no index into {METHODS}": beam & ((self.found_by < 0) | (self.found_by >= len(METHODS))),
             "rounds that do not fit found_by (draws of a policy count from 1, everything else has 0)": beam
             & ((self.round < 0) | ((self.round > 0) != drawn_by_policy)),
@@ -226,25 +212,23 @@ class BeamTable:
             )
         added, shots = (sequences >= 0).any(-1), max(self.shots, sequences.shape[2])
         mask = torch.cat([self.beam_mask, added], 1)
-        first = (~mask).int().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
 
         def join(old: Tensor | None, new: Tensor | int | None, padding: float) -> Tensor:
             kind = torch.float32 if padding != padding else torch.int64
-            filled = torch.as_tensor(padding if new is None else new, dtype=kind)
-            if filled.ndim and filled.shape != added.shape:
+            new = torch.as_tensor(padding if new is None else new, dtype=kind)
+            if new.ndim and new.shape != added.shape:
                 raise InputError(
-                    f"beam table {self.name!r}: the outcomes of beams to add have shape {tuple(filled.shape)}, "
+                    f"beam table {self.name!r}: the outcomes of beams to add have shape {tuple(new.shape)}, "
                     f"expected {tuple(added.shape)}"
                 )
-            filled = torch.where(added, filled, padding).to(kind)
-            before = torch.full(self.beam_mask.shape, padding, dtype=kind) if old is None else old
-            return torch.cat([before, filled], 1).gather(1, first)
+            old = torch.full(self.beam_mask.shape, padding, dtype=kind) if old is None else old
+            return closed_up(torch.cat([old, new.expand(added.shape)], 1), mask, padding)
 
         places = [pad(x, (0, shots - x.shape[2]), value=-1) for x in (self.sequences, sequences)]
         names = dict.fromkeys([*self.fields, *fields])
         return replace(
             self,
-            sequences=torch.cat(places, 1).gather(1, first[..., None].expand(-1, -1, shots)),
+            sequences=closed_up(torch.cat(places, 1), mask, -1),
             fields={name: join(self.fields.get(name), fields.get(name), torch.nan) for name in names},
             found_by=join(self.found_by, found_by, -1),
             round=join(self.round, round, 0),
@@ -297,6 +281,26 @@ class BeamTable:
             return cls(name=head["name"], blocks=blocks, fields=with_prefix(tensors, "fields."), **parts)
 
         return read_table(path, "beam table", build)
+
+
+def after_gaps(used: Tensor) -> Tensor:
+    """bool [*, n − 1]: True for an entry that is used after one that is not (bool [*, n])."""
+    return used[..., 1:] & ~used[..., :-1]
+
+
+def repeated(numbers: Tensor) -> Tensor:
+    """bool [*, n − 1]: True for each number ≥ 0 that occurs again in its row (int64 [*, n]), in sorted order."""
+    ordered = numbers.sort(-1).values
+    return (ordered[..., 1:] >= 0) & (ordered[..., 1:] == ordered[..., :-1])
+
+
+def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
+    """The entries of x [Q, B, …] in `mask`, bool [Q, B], moved to the front of their rows; padding after them, as far
+    as the longest row reaches."""
+    order = (~mask).int().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
+    if x.ndim == 3:
+        mask, order = mask.unsqueeze(2), order.unsqueeze(2)
+    return x.where(mask, torch.tensor(padding, dtype=x.dtype)).take_along_dim(order, 1)
 
 
 def shows_own_image(pool: Tensor, query_images: Sequence[str], candidate_images: Sequence[str]) -> Tensor:

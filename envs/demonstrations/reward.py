@@ -44,23 +44,22 @@ def demonstration_reward(
         if name not in fields:
             raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")
 
+    levels = {"coherence": coherence, "diversity": diversity}
+    known = {**fields, **{name: level for name, level in levels.items() if level is not None}}
+
     def signal(name: str) -> Tensor:
-        if name == "information":
-            information = fields[config.information]
-            scaled = config.mode == "hybrid"
-            return (config.information_scale * information).clamp_max(1.0) if scaled else information
-        if name == "correct":
-            correct = fields["vqa_correct"]
-            if config.mode.endswith("separated"):
-                return 2 * correct
-            return 2 * correct - 1 if (config.mode, config.correctness) == ("legacy", "pm1") else correct
-        if name == "soft":
-            return fields["vqa_gt_prob" if config.mode.startswith("gtprob") else "vqa_acc_score"]
-        if name == "relevance":
-            return (1 - fields["vqa_correct"]) * fields["vqa_rel_score"]
-        level = {"coherence": coherence, "diversity": diversity}[name]
-        assert level is not None, f"{name} is missing"
-        return level
+        match name:
+            case "information":
+                return known[config.information]
+            case "capped_information":
+                return (config.information_scale * known[config.information]).clamp_max(1.0)
+            case "twice_correct":
+                return 2 * known["vqa_correct"]
+            case "legacy_correct":
+                return 2 * known["vqa_correct"] - 1 if config.correctness == "pm1" else known["vqa_correct"]
+            case "relevance":
+                return (1 - known["vqa_correct"]) * known["vqa_rel_score"]
+        return known[name]
 
     names, exists = config.signals, mask.unsqueeze(-1)
     values = torch.stack([signal(name).float() for name in names], -1).where(exists, 0.0)

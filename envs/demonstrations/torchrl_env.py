@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, after_gaps, closed_up, repeated
 from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
 from knobwise.envs.demonstrations.settings import METHODS, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.single_step import SingleStepEnv
@@ -50,18 +50,12 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
             f"{'' if shots is None else f' and shots={shots}'}; it has sequences of {lengths} demonstrations, found by "
             f"{', '.join(found_by) or 'none'}"
         )
-    order = (~kept).int().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
-    t = int(table.lengths[kept].max())
-
-    def closed_up(x: Tensor, padding: float) -> Tensor:
-        return x.where(kept, torch.tensor(padding, dtype=x.dtype)).gather(1, order)
-
     return replace(
         table,
-        sequences=torch.stack([closed_up(x, -1) for x in table.sequences[..., :t].unbind(2)], 2),
-        fields={name: closed_up(x, torch.nan) for name, x in table.fields.items()},
-        found_by=closed_up(table.found_by, -1),
-        round=closed_up(table.round, 0),
+        sequences=closed_up(table.sequences[..., : int(table.lengths[kept].max())], kept, -1),
+        fields={name: closed_up(x, kept, torch.nan) for name, x in table.fields.items()},
+        found_by=closed_up(table.found_by, kept, -1),
+        round=closed_up(table.round, kept, 0),
     )
 
 
@@ -280,11 +274,8 @@ class DemonstrationBandit(SingleStepEnv):
         return known[rows]
 
     def _check(self, rows: Tensor, action: Tensor, pool: Tensor) -> None:
-        ordered, used = action.sort(-1).values, action >= 0
         wrong = (action < -1) | (action >= (pool >= 0).sum(1)[:, None, None])
-        wrong[..., 1:] |= (used[..., 1:] & ~used[..., :-1]) | (
-            (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-        )
+        wrong[..., 1:] |= after_gaps(action >= 0) | repeated(action)
         if (bad := wrong.any(-1)).any():
             query = self.table.query_ids[int(rows[bad.any(1)][0])]
             raise InputError(

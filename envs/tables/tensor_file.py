@@ -1,4 +1,4 @@
-"""A table as one `.safetensors` file: tensors by name, and a head of plain values as JSON."""
+"""What both kinds of tables share: axes that must agree, and one `.safetensors` file: tensors, and a head as JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,20 @@ from knobwise.common.files import written_whole
 
 Table = TypeVar("Table")
 Head = dict[str, Any]
+
+
+def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
+    """The length of each axis, from tensors or sequences with a letter for each axis; `_` may have any length. Raises
+    InputError if a part has other axes, or an axis has another length than in the parts before it."""
+    lengths: dict[str, int] = {}
+    for what, (part, axes) in parts.items():
+        shape = tuple(part.shape) if isinstance(part, Tensor) else (len(part),)
+        if len(shape) != len(axes):
+            raise InputError(f"{table}: {what} has shape {shape}, expected [{', '.join(axes)}]")
+        expected = tuple(n if axis == "_" else lengths.setdefault(axis, n) for n, axis in zip(shape, axes, strict=True))
+        if shape != expected:
+            raise InputError(f"{table}: {what} has shape {shape}, expected {expected}")
+    return lengths
 
 
 def write_tensors(path: str | Path, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -52,7 +52,7 @@ def test_a_table_tells_in_one_line_what_it_is():
         ({"mask": torch.ones(1, 2) > 0}, r"mask has shape \(1, 2\)"),
         ({"configurations": torch.zeros(2, 2)}, r"configurations has shape \(2, 2\), expected \(2, 1\)"),
         ({"sample_ids": ("a",)}, r"sample_ids has shape \(1,\)"),
-        ({"features": {"x": torch.zeros(3, 1)}}, r"features\[x\] has shape \(3, 2\)"),
+        ({"features": {"x": torch.zeros(3, 1)}}, r"features\[x\] has shape \(3, 1\)"),
         ({"features": {"x": torch.zeros(2)}}, r"features\[x\] has shape"),
         ({"parts": ("train",)}, r"parts has shape \(1,\)"),
         ({"accuracy": torch.zeros(2)}, r"accuracy has shape \(2,\), expected \[N, C\]"),
