@@ -33,7 +33,7 @@ from knobwise.envs.demonstrations.beam_records import (
 from knobwise.envs.demonstrations.beam_table import BeamTable, closed_up, shows_own_image
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.readers.frames import read_frame
-from knobwise.envs.tables.tensor_file import tensors_of
+from knobwise.envs.tables.tensor_file import read_arrays
 
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""
@@ -197,20 +197,10 @@ def read_embeddings(path: str | Path) -> Tensor:
         InputError: if there is no such file, it is not of its kind, holds no matrix of numbers, or NaN or infinity.
     """
     path = Path(path)
-    arrays: Any
     if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
         raise InputError(f"{path}: no such file, or none of .safetensors, .npz, .npy, .pt, which hold embeddings")
-    try:
-        if path.suffix == ".safetensors":
-            arrays = tensors_of(path)
-        elif path.suffix == ".pt":
-            arrays = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            arrays = np.load(path, allow_pickle=False)
-        arrays = dict(arrays) if isinstance(arrays, Mapping) else {"embeddings": arrays}
-        matrices = {k: torch.as_tensor(x) for k, x in arrays.items() if isinstance(x, Tensor) or x.dtype.kind in "iuf"}
-    except Exception as error:
-        raise InputError(f"{path}: cannot be read as embeddings without executing code in it ({error})") from error
+    arrays = {k: x for k, x in read_arrays(path, "embeddings").items() if isinstance(x, Tensor | np.ndarray)}
+    matrices = {k: torch.as_tensor(x) for k, x in arrays.items() if isinstance(x, Tensor) or x.dtype.kind in "iuf"}
     if len(matrices) != 1 and "embeddings" not in matrices:
         raise InputError(f"{path}: expected one matrix, or one named embeddings; it holds {[*matrices] or 'none'}")
     return _matrix(matrices["embeddings"] if "embeddings" in matrices else next(iter(matrices.values())), str(path))

@@ -19,7 +19,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.tensor_file import tensors_of
+from knobwise.envs.tables.tensor_file import read_arrays
 
 
 class Features(NamedTuple):
@@ -49,7 +49,7 @@ def read_features(path: str | Path) -> Features:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{path}: cannot be read as features without executing code in it ({error})") from error
+        raise InputError(f"{path}: cannot be read as features ({error})") from error
     ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}
     ids = {key: values.astype(str) if values.dtype.kind == "S" else values for key, values in ids.items()}
     if "sample_id" not in ids or not arrays:
@@ -120,20 +120,14 @@ def write_features(table: ProfileTable, path: str | Path) -> None:
 
 def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     """Read ids and blocks of a feature file, unchecked."""
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            return dict(arrays)
-    if path.suffix == ".pt":
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        return {
-            k: v.detach().float().numpy() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for k, v in content.items()
-        }
-    if path.suffix == ".safetensors":
-        with safe_open(str(path), framework="pt") as file:
-            words = {k: json.loads(v) for k, v in (file.metadata() or {}).items() if k in ("sample_id", "dataset")}
-        tensors = {k: v.float() if v.is_floating_point() else v for k, v in tensors_of(path).items()}
-        return {**tensors, **words}
+    if path.suffix in (".npz", ".pt", ".safetensors"):
+        arrays = read_arrays(path, "features")
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="pt") as file:
+                words = file.metadata() or {}
+            arrays |= {key: json.loads(words[key]) for key in ("sample_id", "dataset") if key in words}
+        floats = {k: v for k, v in arrays.items() if isinstance(v, Tensor) and v.is_floating_point()}
+        return arrays | {k: v.detach().float().numpy() for k, v in floats.items()}
     arrays_by_name: dict[str, ArrayLike] = {}
     scalars = []
     for column in read_frame(path):

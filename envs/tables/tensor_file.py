@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -51,6 +52,21 @@ def read_table(path: str | Path, kind: str, build: Callable[[Head, dict[str, Ten
         raise InputError(f"{path}: no such file") from None
     except Exception as error:
         raise InputError(f"{path}: not a {kind} saved by knobwise ({error})") from error
+
+
+def read_arrays(path: Path, kind: str) -> dict[str, Any]:
+    """The content of a `.safetensors`, `.npz`, `.npy` or `.pt` file by name; an array without a name is `embeddings`.
+    Raises InputError if it cannot be read without executing code in it."""
+    try:
+        if path.suffix == ".safetensors":
+            return tensors_of(path)
+        if path.suffix == ".pt":
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            content = np.load(path, allow_pickle=False)
+        return dict(content) if isinstance(content, Mapping) else {"embeddings": content}
+    except Exception as error:
+        raise InputError(f"{path}: cannot be read as {kind} without executing code in it ({error})") from error
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:

@@ -463,7 +463,7 @@ def test_embeddings_of_every_kind(tmp_path, suffix: str, dtype: torch.dtype) -> 
         (torch.ones(3, 2) > 0, r"embeddings have shape \(3, 2\) of torch.bool"),
         (torch.tensor([[NAN], [1.0], [torch.inf]]), "2 of 3 embeddings hold NaN or infinite"),
         (torch.tensor([[1e300]], dtype=torch.float64), "1 of 1 embeddings hold NaN or infinite"),
-        ([1, 2], "cannot be read as embeddings without executing code"),
+        ([1, 2], "expected one matrix, or one named embeddings; it holds none"),
         (Path("x"), "cannot be read as embeddings without executing code"),
     ],
 )

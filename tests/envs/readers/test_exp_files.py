@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
+from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import long_frame, table_from_frame, write_features
 
 SMALL, LARGE = (2, 4, 12), (10, 12, 16)
@@ -417,7 +417,7 @@ def put_core(root, level, scores, rank="", folder="text-vqa", dataset="text_vqa"
     crops = {"low": 3, "medium": 8, "high": 15}[level]
     rows = [
         {"sample_id": i, "accuracy": s, "T_vision_total": 20.0, "T_LLM_prefill": 70.0 + i, "T_LLM_decode": 40.0,
-         "T_total": 130.0 + i, "metadata": {"image_id": 5}}
+         "T_total": 130.0 + i, "metadata": {"image_id": 5, "question_type": "number"}}
         for i, s in scores.items()
     ]  # fmt: skip
     content = {
@@ -438,6 +438,7 @@ def test_core_exp_tiers_go_from_low_to_high(tmp_path, spelling):
     assert table.accuracy.tolist() == [[0, 0.5, 1]] * 2
     assert table.latency_ms.tolist() == [[130.0] * 3, [131.0] * 3]
     assert table.image_ids == ("5", "5")
+    assert table.question_types == ("number", "number")
     assert table.notes == ()
 
 
@@ -461,72 +462,6 @@ def test_bad_core_exp_files_are_named(tmp_path, change, message):
     change(tmp_path)
     with pytest.raises(InputError, match=re.compile(message, re.DOTALL)):
         read_core_exp(tmp_path, "text_vqa")
-
-
-@st.composite
-def core_cells(draw):
-    ids = draw(st.lists(st.integers(0, 10**9), min_size=1, max_size=4, unique=True))
-    keys = st.tuples(st.sampled_from(ids), st.sampled_from(["low", "medium", "high"]), st.sampled_from([4, 8]))
-    time = st.floats(0, 1e6, width=32)
-    rows = [
-        {"sample_id": i, "tier": tier, "top_k": k, "num_active_blocks": 12, "accuracy": draw(st.floats(0, 1, width=32)),
-         "latency_ms": draw(time), "vision_ms": draw(time), "prefill_ms": draw(time), "decode_ms": draw(time)}
-        for i, tier, k in draw(st.lists(keys, min_size=1, max_size=8, unique=True))
-    ]  # fmt: skip
-    return pl.DataFrame(rows)
-
-
-CROPS = {"low": (1, 3), "medium": (4, 8), "high": (9, 15)}
-
-
-@given(frame=core_cells())
-@settings(max_examples=10, deadline=None)
-def test_reading_core_exp_gives_back_what_was_written(tmp_path_factory, frame):
-    root = tmp_path_factory.mktemp("core")
-    write_core_exp(frame, root, "text_vqa", CROPS)
-    for latency, column in (("total", "latency_ms"), ("prefill", "prefill_ms")):
-        wanted = table_from_frame(frame, name="text_vqa", knobs=["tier", "top_k", "num_active_blocks"], latency=column)
-        assert read_core_exp(root, "text_vqa", latency=latency).digest == wanted.digest
-
-
-def test_written_core_exp_files_follow_the_profilers_spelling(tmp_path):
-    row = {"sample_id": 7, "tier": "low", "top_k": 4, "num_active_blocks": 12, "accuracy": 1.0, "latency_ms": 90.0,
-           "vision_ms": 10.0, "prefill_ms": 50.0, "decode_ms": 30.0, "num_vision_tokens": 400, "num_output_tokens": 2,
-           "metadata": {"image_id": 5}}  # fmt: skip
-    frame = pl.DataFrame([row, row | {"sample_id": 8, "accuracy": 0.0, "latency_ms": 110.0}])
-    write_core_exp(frame, tmp_path, "text_vqa", CROPS, {"machine": "x"})
-    content = json.loads((tmp_path / "text-vqa" / "text_vqa_imgsizetier-low_crops3_topk4_blocks12.json").read_text())
-    stats, rows = content.pop("latency_stats"), content.pop("per_sample_results")
-    assert content == {
-        "tier": "low", "top_k": 4, "num_active_blocks": 12, "tier_range": {"min_crops": 1, "max_crops": 3},
-        "max_crops": 3, "num_samples": 2, "accuracy": 0.5, "accuracy_std": 0.5,
-        "config": {"machine": "x", "dataset_name": "text_vqa"},
-    }  # fmt: skip
-    assert rows[0] == {
-        "sample_id": 7, "output_tokens": 2, "actual_vision_tokens": 400, "T_vision_total": 10.0, "T_LLM_prefill": 50.0,
-        "T_LLM_decode": 30.0, "T_total": 90.0, "accuracy": 1.0, "metadata": {"image_id": 5},
-    }  # fmt: skip
-    assert stats["T_total_mean"] == 100
-    assert stats["T_total_std"] == 10
-    assert len(stats) == 4 * 5
-    assert read_core_exp(tmp_path, "text_vqa").image_ids == ("5", "5")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tier": "huge"}, "how many crops huge has"),
-        ({"top_k": 4.5}, "top_k must be whole numbers"),
-        ({"vision_ms": ...}, "has no column vision_ms"),
-    ],
-)
-def test_core_exp_files_that_could_not_be_read_are_not_written(tmp_path, change, message):
-    row = {"sample_id": 7, "tier": "low", "top_k": 4, "num_active_blocks": 12, "accuracy": 1.0, "latency_ms": 90.0,
-           "vision_ms": 10.0, "prefill_ms": 50.0, "decode_ms": 30.0} | change  # fmt: skip
-    frame = pl.DataFrame([{k: v for k, v in row.items() if v is not ...}])
-    with pytest.raises(InputError, match=message):
-        write_core_exp(frame, tmp_path, "text_vqa", CROPS)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_ids_are_exact_or_refused(pair):
@@ -597,10 +532,6 @@ def test_question_types_are_written(tmp_path):
                           "latency_ms": [3.0, 4], "question_type": ["number", "other"]})  # fmt: skip
     write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa")
     assert read(tmp_path).question_types == ("number", "other")
-    tiers = frame.drop("max_crops").with_columns(tier=pl.lit("low"))
-    stages = {name: pl.lit(1.0) for name in ("vision_ms", "prefill_ms", "decode_ms")}
-    write_core_exp(tiers.with_columns(**stages), tmp_path, "text_vqa", CROPS)
-    assert read_core_exp(tmp_path, "text_vqa").question_types == ("number", "other")
 
 
 def test_images_may_be_known_of_one_data_set_only(pair):
