@@ -63,16 +63,14 @@ def read_beam_data(
     `fallback`, are dropped; a query stays, even without any beam.
 
     Args:
-        path: the JSON file.
-        embeddings: of the candidates, [M, d].
-        query_embeddings: of the queries, [n, d]; without them (or with an equal matrix) queries and candidates are the
-            same items: then a query is no candidate of its own, and an item's image is known from either side.
+        embeddings, query_embeddings: [M, d] and [n, d]. Without the second (or with an equal matrix) queries and
+            candidates are the same items: a query is no candidate of its own, and an item's image is known from either
+            side.
         trailing_query: `auto` drops the query's own id at the end of a row of a legacy file, `never` takes it for a
             candidate.
         keep_fallback: keep the rows of RL data whose `vqa_eval_mode` is `fallback`.
-        candidate_images: the image that each candidate shows, so that candidates with the query's own image are
-            dropped; by default as noted by `write_rl_data`.
-        name: of the table; by default as noted by `write_rl_data`, or the file's.
+        candidate_images: candidates that show the query's own image are dropped.
+        candidate_images, name: by default as `write_rl_data` noted them.
 
     Raises:
         InputError: naming the file and the query, if JSON is broken, keys are missing, types are wrong, values are not
@@ -101,10 +99,14 @@ def _table(
     _check_embeddings(path, ids, pool, queries, candidates)
     same_items = torch.equal(queries, candidates)
     saved = _saved_by_us(path, content)
-    noted = tuple(saved.get("candidate_images", ())) if images is None else images
-    names = _read_images(noted, len(candidates), str(path))
-    query_names, candidate_names = _joined_images(kept, names, len(candidates)) if same_items else (kept.images, names)
-    leaks = shows_own_image(pool, query_names, candidate_names) | (same_items & (pool == ids[:, None]))
+    names = _read_images(saved.get("candidate_images", []) if images is None else images, len(candidates), str(path))
+    query_names = kept.images
+    if same_items and names:
+        query_names = [image or names[query] for image, query in zip(kept.images, kept.queries, strict=True)]
+    elif same_items and any(kept.images):
+        known = dict(zip(kept.queries, kept.images, strict=True))
+        names = tuple(known.get(i, "") for i in range(len(candidates)))
+    leaks = shows_own_image(pool, query_names, names) | (same_items & (pool == ids[:, None]))
     owners = torch.tensor(kept.owners, dtype=torch.int64)
     pool, sequences, usable = _without(leaks, pool, owners, _padded(kept.sequences))
     owners = owners[usable]
@@ -114,7 +116,7 @@ def _table(
         "rows dropped: they use such candidates": int((~usable).sum()),
         "queries of unknown image": query_names.count("") if any(query_names) else 0,
         "queries name their image, candidates do not: none could be dropped for showing it (see candidate_images)": (
-            sum(map(bool, query_names)) if not any(candidate_names) else 0
+            sum(map(bool, query_names)) if not any(names) else 0
         ),
         "queries without any beam": int((beams == 0).sum()),
         "queries with only one beam, which is compared with nothing": int((beams == 1).sum()),
@@ -141,7 +143,7 @@ def _table(
         queries=queries[ids],
         candidates=candidates,
         query_images=tuple(query_names) if any(query_names) else (),
-        candidate_images=candidate_names if any(candidate_names) else (),
+        candidate_images=names if any(names) else (),
         blocks=saved.get("blocks", {}),
         notes=tuple(notes),
     )
@@ -150,12 +152,11 @@ def _table(
 def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any] | None = None) -> None:
     """Write RL data, from which `read_beam_data` makes the same table, given the same embeddings by row.
 
-    Args:
-        table: its query ids must be whole numbers, the rows of the query embeddings.
-        metadata: added to `_meta`, such as the model that scored the beams.
+    The metadata is added to `_meta`, such as the model that scored the beams.
 
     Raises:
-        InputError: if query ids are no row numbers, or JSON cannot hold the metadata. Nothing is written then.
+        InputError: if query ids are not rows of the query embeddings, or JSON cannot hold the metadata. Nothing is
+            written then.
     """
     if wrong := [query for query in table.query_ids if not NUMERAL.fullmatch(query)]:
         raise InputError(
@@ -224,14 +225,6 @@ def _padded(rows: list[list[int]]) -> Tensor:
     padded = np.full((len(rows), lengths.max(initial=0)), -1)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
     return torch.from_numpy(padded)
-
-
-def _joined_images(kept: Records, names: tuple[str, ...], count: int) -> tuple[list[str], tuple[str, ...]]:
-    """The images of queries and candidates that are the same items, known from either side."""
-    if names:
-        return [image or names[query] for image, query in zip(kept.images, kept.queries, strict=True)], names
-    known = dict(zip(kept.queries, kept.images, strict=True))
-    return kept.images, tuple(known.get(i, "") for i in range(count)) if any(kept.images) else ()
 
 
 def _check_embeddings(path: str | Path, ids: Tensor, pool: Tensor, queries: Tensor, candidates: Tensor) -> None:

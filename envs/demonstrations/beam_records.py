@@ -27,12 +27,8 @@ TrailingQuery = Literal["auto", "never"]
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        InputError: if there is no such file, it is not JSON or cut off, holds NaN or infinity, or an object has a key
-            twice.
-    """
+    """The content of a JSON file. Raises InputError if there is no such file, it is not JSON or cut off, holds NaN or
+    infinity, or an object has a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> Record:
         record = dict(pairs)
@@ -87,13 +83,12 @@ def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) ->
     dropped = 0
     for key, record in records(path, content):
         where = f"{path}: query {key}"
-        lists: list[Any] = [record.get(k) if isinstance(record, dict) else None for k in ("id_list", "score_list")]
-        if not all(isinstance(values, list) for values in lists) or len(lists[0]) != len(lists[1]):
-            raise InputError(
-                f"{where}: expected id_list and score_list, two lists of the same length with an entry per beam"
-            )
-        rows, query = [], whole_numbers(where, "its key", [key])[0]
-        for number, (values, score) in enumerate(zip(*lists, strict=True)):
+        match record:
+            case {"id_list": list(lists), "score_list": list(scores)} if len(lists) == len(scores):
+                rows, query = [], whole_numbers(where, "its key", [key])[0]
+            case _:
+                raise InputError(f"{where}: expected id_list and score_list, two lists with an entry per beam")
+        for number, (values, score) in enumerate(zip(lists, scores, strict=True)):
             ids = whole_numbers(where, f"row {number} of id_list", values)
             if score is None:
                 raise InputError(f"{where}: score {number} of score_list is null; every beam has a score")
@@ -122,8 +117,7 @@ class Records(NamedTuple):
 
 
 def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
-    """Read RL data, keeping the valid rows and counting the dropped ones. Raises InputError as
-    `knobwise.envs.demonstrations.beam_files.read_beam_data`, naming the query and the row."""
+    """Read RL data, keeping the valid rows and counting the dropped ones. Raises InputError as `read_beam_data`."""
     kept = Records([], [], [], [], [], [], [], Counter())
     for owner, (key, record) in enumerate(records(path, content)):
         where = f"{path}: query {key}"

@@ -76,12 +76,6 @@ class BeamTable:
         for what, wrong in self._problems().items():
             if count := int(wrong.sum()):
                 raise InputError(f"{table}: {count} × {what}")
-        leaks = shows_own_image(self.pool, self.query_images, self.candidate_images)
-        if count := int(leaks.sum()):
-            raise InputError(
-                f"{table}: {count} candidates show their query's own image, which gives the answer away; take them out "
-                "of the pool"
-            )
 
     def _check_shapes(self, table: str) -> None:
         outcomes = {f"fields[{name}]": values for name, values in self.fields.items()}
@@ -126,6 +120,9 @@ class BeamTable:
             "outcomes, found_by or round where there is no beam": ~beam
             & (recorded | (self.found_by != -1) | (self.round != 0)),
             **{f"infinite fields[{name}]": values.isinf() for name, values in self.fields.items()},
+            "candidates that show their query's own image, which gives the answer away; take them out of the pool": (
+                shows_own_image(self.pool.clamp_max(len(self.candidates) - 1), self.query_images, self.candidate_images)
+            ),
             "query embeddings that are NaN or infinite": ~self.queries.isfinite().all(1),
             "candidate embeddings that are NaN or infinite": ~self.candidates.isfinite().all(1),
         }
@@ -198,13 +195,9 @@ class BeamTable:
     def with_beams(
         self, sequences: Tensor, fields: Mapping[str, Tensor], found_by: Tensor | int, round: Tensor | int = 0
     ) -> BeamTable:
-        """The table with more beams after its own, without padding between them.
-
-        Args:
-            sequences: int64 [Q, B', T'], places in the pools; −1 as in `BeamTable.sequences`, empty rows anywhere.
-            fields: float32 [Q, B'] by name; a field that one side lacks is NaN there.
-            found_by, round: int64 [Q, B'] or one for all.
-        """
+        """The table with more beams after its own, without padding between them: places in the pools, int64 [Q, B', T'],
+        with empty rows anywhere; fields float32 [Q, B'] by name, where one that a side lacks is NaN; `found_by` and
+        `round` int64 [Q, B'] or a number for all."""
         if sequences.ndim != 3 or len(sequences) != self.num_queries:
             raise InputError(
                 f"beam table {self.name!r}: beams to add have shape {tuple(sequences.shape)}, expected "
@@ -237,28 +230,15 @@ class BeamTable:
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
         """Split by query, or by image where images are known; the rest is the test part. It is empty if the two shares
         add up to 1: then the policy is judged on other beams. Deterministic in `seed` and in the order of the queries.
-        Raises InputError if the shares leave a part empty.
-        """
+        Raises InputError if the shares leave a part empty."""
         images = self.query_images or ("",) * self.num_queries
         groups = [("image", image) if image else ("query", q) for image, q in zip(images, self.query_ids, strict=True)]
-        return split_groups(
-            groups,
-            train,
-            validation,
-            seed,
-            table=f"beam table {self.name!r}",
-            rows="queries",
-            allow_no_test=math.isclose(train + validation, 1),
-        )
+        words = {"table": f"beam table {self.name!r}", "rows": "queries"}
+        return split_groups(groups, train, validation, seed, **words, allow_no_test=math.isclose(train + validation, 1))
 
     def save(self, path: str | Path, *, float16: bool = False) -> None:
-        """Write a `.safetensors` file, integers in the smallest type that holds them.
-
-        With `float16` the embeddings are rounded to half the space, which changes the digest.
-
-        Raises:
-            InputError: if float16 cannot hold the embeddings.
-        """
+        """Write a `.safetensors` file, integers in the smallest type that holds them. With `float16` the embeddings are
+        rounded to half the space, which changes the digest. Raises InputError if float16 cannot hold them."""
         kind = torch.float16 if float16 else torch.float32
         embeddings = {"queries": self.queries.to(kind), "candidates": self.candidates.to(kind)}
         if not all(block.isfinite().all() for block in embeddings.values()):
@@ -318,7 +298,5 @@ def shows_own_image(pool: Tensor, query_images: Sequence[str], candidate_images:
 
 def _narrow(x: Tensor) -> Tensor:
     """The same integers in the smallest signed type that holds them all."""
-    low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
     kinds = (torch.int8, torch.int16, torch.int32)
-    fitting = (kind for kind in kinds if torch.iinfo(kind).min <= low and high <= torch.iinfo(kind).max)
-    return x.to(next(fitting, torch.int64)).contiguous()
+    return x.to(next((kind for kind in kinds if torch.equal(x.to(kind).long(), x)), torch.int64)).contiguous()

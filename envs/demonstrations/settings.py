@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 
 FIELDS = ("beam_score", "logprob_score", "vqa_correct", "vqa_acc_score", "vqa_gt_prob", "vqa_rel_score")
@@ -104,10 +105,9 @@ class DemonstrationRewardConfig:
     """A control: rewards are permuted inside each group, so that there is nothing to learn."""
 
     def __post_init__(self) -> None:
-        known = {"mode": MODES, "correctness": ("01", "pm1"), "information": ("beam_score", "logprob_score")}
-        for name, values in known.items():
-            if (value := getattr(self, name)) not in values:
-                raise InputError(f"reward.{name}={value!r}: must be one of {', '.join(values)}")
+        one_of("reward.mode", self.mode, MODES)
+        one_of("reward.correctness", self.correctness, ("01", "pm1"))
+        one_of("reward.information", self.information, ("beam_score", "logprob_score"))
         if not _finite(self.information_scale) or self.information_scale <= 0:
             raise InputError(f"reward.information_scale={self.information_scale!r}: must be a number > 0")
         try:

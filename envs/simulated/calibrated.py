@@ -41,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
+from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.kinds import full_grid, knobs_of
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -177,12 +178,11 @@ def _check(config: CalibratedConfig) -> None:
     unknown = [name for name in config.datasets if name not in DATA_SETS]
     if unknown or not config.datasets or len(set(config.datasets)) < len(config.datasets):
         raise InputError(f"profile.datasets={list(config.datasets)}: must be some of {', '.join(DATA_SETS)}, each once")
-    for name, known in (("grid", tuple(GRIDS)), ("latency", ("total", "prefill", "vision_prefill"))):
-        if (value := getattr(config, name)) not in known:
-            raise InputError(f"profile.{name}={value!r}: must be one of {', '.join(known)}")
-    for name, least in (("samples", 1), ("image_width", 0), ("language_width", 0), ("seed", 0)):
-        if (value := getattr(config, name)) < least:
-            raise InputError(f"profile.{name}={value}: must be at least {least}")
+    one_of("profile.grid", config.grid, GRIDS)
+    one_of("profile.latency", config.latency, ("total", "prefill", "vision_prefill"))
+    at_least("profile.samples", config.samples, 1)
+    for name in ("image_width", "language_width", "seed"):
+        at_least(f"profile.{name}", getattr(config, name), 0)
     if not 0 <= config.signal <= 1:
         raise InputError(f"profile.signal={config.signal}: must be between 0 and 1")
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
@@ -108,8 +109,7 @@ def simulate(config: SimulatedConfig) -> ProfileTable:
     Raises:
         InputError: for an unknown kind, fewer than one sample, or a negative seed.
     """
-    if config.kind not in KINDS:
-        raise InputError(f"profile.kind={config.kind!r}: must be one of {', '.join(KINDS)}")
+    one_of("profile.kind", config.kind, KINDS)
     kind = KINDS[config.kind]
     n = kind.samples if config.samples is None else config.samples
     if n < 1 or config.seed < 0:

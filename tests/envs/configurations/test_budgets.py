@@ -120,7 +120,7 @@ def test_what_costs_nothing_is_left_out_of_the_range_of_worths() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sense": "median"}, "must be deadline or mean"),
+        ({"sense": "median"}, "budget.sense='median': must be one of deadline, mean"),
         ({"strategy": "best"}, "relative, uniform, quantiles, fixed"),
         ({"strategy": "relative", "factors": ()}, "factors must be positive"),
         ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must be positive"),

@@ -128,7 +128,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_a_candidate_that_shows_the_querys_own_image_is_refused() -> None:
     seen = ("x", "a", "b", "", "b")
     assert tiny(query_images=("a", "b", ""), candidate_images=seen)
-    with pytest.raises(InputError, match="2 candidates show their query's own image"):
+    with pytest.raises(InputError, match="2 × candidates that show their query's own image"):
         tiny(query_images=("b", "b", ""), candidate_images=seen)
 
 
