@@ -38,8 +38,7 @@ def default_budgets(table: ProfileTable) -> Tensor:
 
 def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
     """The 10/25/50/75/90 % quantiles of all profiled latencies, each raised if needed until three quarters of the
-    samples can meet it with their fastest configuration: latencies [N, C] and the mask bool [N, C] → [5], in ms.
-    """
+    samples can meet it with their fastest configuration: latencies [N, C] and the mask bool [N, C] → [5], in ms."""
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
     floor = torch.quantile(fastest, FEASIBLE_SHARE, interpolation="higher")
@@ -48,8 +47,7 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
 
 def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None) -> Tensor:
     """The budgets in the settings, in ms; the default are those of these rows (int64) or of all: float32 [B].
-    Raises InputError if there is no budget, or one that is not positive.
-    """
+    Raises InputError if there is no budget, or one that is not positive."""
     if budgets_ms is None:
         return default_budgets(table) if rows is None else quantile_budgets(table.latency_ms[rows], table.mask[rows])
     if not budgets_ms or not min(budgets_ms) > 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +149,9 @@ def _table(
 
 
 def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write RL data, from which `read_beam_data` makes the same table, given the same embeddings by row.
-
-    The metadata is added to `_meta`, such as the model that scored the beams.
-
-    Raises:
-        InputError: if query ids are not rows of the query embeddings, or JSON cannot hold the metadata. Nothing is
-            written then.
-    """
+    """Write RL data, from which `read_beam_data` makes the same table, given the same embeddings by row. The metadata
+    is added to `_meta`, such as the model that scored the beams. Raises InputError, before anything is written, if
+    query ids are not rows of the query embeddings, or JSON cannot hold the metadata."""
     if wrong := [query for query in table.query_ids if not NUMERAL.fullmatch(query)]:
         raise InputError(
             f"{path}: {len(wrong)} query ids of beam table {table.name!r} are not row numbers ({wrong[0]!r}); in RL "
@@ -190,13 +184,9 @@ def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any
 
 
 def read_embeddings(path: str | Path) -> Tensor:
-    """Read float32 [N, d], a row per data set index, from `.safetensors`, `.npz`, `.npy` or `.pt`.
-
-    If the file holds several matrices, the one named `embeddings` is read.
-
-    Raises:
-        InputError: if there is no such file, it is not of its kind, holds no matrix of numbers, or NaN or infinity.
-    """
+    """Read float32 [N, d], a row per data set index, from `.safetensors`, `.npz`, `.npy` or `.pt`; of several matrices
+    the one named `embeddings`. Raises InputError if there is no such file, it is not of its kind, or it holds no matrix
+    of numbers, or NaN or infinity."""
     path = Path(path)
     if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
         raise InputError(f"{path}: no such file, or none of .safetensors, .npz, .npy, .pt, which hold embeddings")
@@ -221,10 +211,9 @@ def _matrix(embeddings: Embeddings, source: str) -> Tensor:
 
 def _padded(rows: list[list[int]]) -> Tensor:
     """int64 [len(rows), longest], −1 after the end of a row."""
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    padded = np.full((len(rows), lengths.max(initial=0)), -1)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
-    return torch.from_numpy(padded)
+    longest = max(map(len, rows), default=0)
+    padded = [row + [-1] * (longest - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), longest)
 
 
 def _check_embeddings(path: str | Path, ids: Tensor, pool: Tensor, queries: Tensor, candidates: Tensor) -> None:
@@ -244,12 +233,13 @@ def _saved_by_us(path: str | Path, content: Any) -> Record:
     """What `write_rl_data` noted of the table, if it wrote the file."""
     meta = content.get("_meta")
     saved = meta.get("knobwise") if isinstance(meta, dict) else None
-    saved = dict(saved) if isinstance(saved, dict) else {}
+    if not isinstance(saved, dict):
+        return {}
     blocks = saved.get("blocks", {})
     if not isinstance(blocks, dict) or not all(isinstance(x, list) and len(x) == 2 for x in blocks.values()):
         raise InputError(f"{path}: blocks holds {blocks!r}, expected columns [from, to] by name")
-    saved["blocks"] = {k: tuple(whole_numbers(str(path), f"block {k!r}", columns)) for k, columns in blocks.items()}
-    return saved
+    columns = {name: tuple(whole_numbers(str(path), f"block {name!r}", x)) for name, x in blocks.items()}
+    return saved | {"blocks": columns}
 
 
 def _without(dropped: Tensor, pool: Tensor, owners: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -195,9 +195,9 @@ class BeamTable:
     def with_beams(
         self, sequences: Tensor, fields: Mapping[str, Tensor], found_by: Tensor | int, round: Tensor | int = 0
     ) -> BeamTable:
-        """The table with more beams after its own, without padding between them: places in the pools, int64 [Q, B', T'],
-        with empty rows anywhere; fields float32 [Q, B'] by name, where one that a side lacks is NaN; `found_by` and
-        `round` int64 [Q, B'] or a number for all."""
+        """The table with more beams after its own, without padding between them: `sequences` int64 [Q, B', T'] with
+        empty rows anywhere; `fields` float32 [Q, B'], a field that one side lacks is NaN there; `found_by` and `round`
+        int64 [Q, B'] or a number for all."""
         if sequences.ndim != 3 or len(sequences) != self.num_queries:
             raise InputError(
                 f"beam table {self.name!r}: beams to add have shape {tuple(sequences.shape)}, expected "
@@ -275,8 +275,8 @@ def repeated(numbers: Tensor) -> Tensor:
 
 
 def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
-    """The entries of x [Q, B, …] in `mask`, bool [Q, B], moved to the front of their rows; padding after them, as far
-    as the longest row reaches."""
+    """The entries of x [Q, B, …] in `mask`, bool [Q, B], at the front of their rows, then padding; no longer than
+    needed."""
     order = (~mask).int().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
     if x.ndim == 3:
         mask, order = mask.unsqueeze(2), order.unsqueeze(2)
@@ -284,10 +284,8 @@ def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
 
 
 def shows_own_image(pool: Tensor, query_images: Sequence[str], candidate_images: Sequence[str]) -> Tensor:
-    """bool [Q, N]: True where a candidate of the pool (int64 [Q, N]) shows the image that the query asks about.
-
-    An unknown image, "", never matches; without images on either side everything is False.
-    """
+    """bool [Q, N]: True where a candidate of the pool (int64 [Q, N]) shows the image that the query asks about. An
+    unknown image, "", never matches; without images on either side everything is False."""
     if not query_images or not candidate_images:
         return torch.zeros_like(pool, dtype=torch.bool)
     names, codes = np.unique(np.array([*query_images, *candidate_images], dtype=object), return_inverse=True)

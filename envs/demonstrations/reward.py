@@ -1,8 +1,7 @@
-"""The reward of a sequence of demonstrations, in all modes of the original selector and two that it planned.
+"""The reward of a sequence of demonstrations: a weighted sum of signals, by a mode of `settings.py`.
 
-Every mode is a weighted sum of signals, so in any mode weights can depend on the number of demonstrations (`by_shots`)
-and on how much each signal still varies inside a group (`adaptive`). A mode and its weights are declared in
-`settings.py`.
+In any mode the weights can depend on the number of demonstrations (`by_shots`) and on how much each signal still varies
+inside a group (`adaptive`). The modes are those of the original selector and two that it planned.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def demonstration_reward(
         mask: bool [*, G], True where there is a sequence.
         coherence, diversity: float [*, G], see `coherence_and_diversity`; if the mode needs them.
 
-    Returns: float32 [*, G], 0 where masked.
-
-    Raises:
-        InputError: if a field that the mode needs is missing.
+    Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is missing.
     """
     for name in config.needs:
         if name not in fields:
@@ -79,12 +75,11 @@ def demonstration_reward(
 
 
 def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """How similar each demonstration is to the one before it, and how different they all are.
+    """How similar each demonstration is to the one before it, and how different they all are: embeddings float
+    [*, T, d], anything finite after the end, and lengths int64 [*] → float [*] each.
 
     coherence = mean cosine of consecutive demonstrations, diversity = 1 − mean cosine of all pairs; both are 0 where
     there is only one demonstration. (The original design names both without defining them.)
-
-    Embeddings float [*, T, d], anything finite after the end, and lengths int64 [*] → float [*] each.
     """
     places = torch.arange(embeddings.shape[-2], device=lengths.device)
     used = places < lengths.unsqueeze(-1)
@@ -98,10 +93,8 @@ def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor
 
 
 def shuffle(reward: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-    """The rewards [*, G] permuted among the existing sequences of each group (bool [*, G]); the others keep 0.
-
-    The generator is on the CPU, so that a seed gives the same on every device.
-    """
+    """The rewards [*, G] permuted among the existing sequences of each group (bool [*, G]); the others keep 0. The
+    generator is on the CPU, so that a seed gives the same on every device."""
     keys = torch.rand(reward.shape, generator=generator).to(reward.device).masked_fill(~mask, 2.0)
     place = (~mask).int().argsort(dim=-1, stable=True)
     return torch.empty_like(reward).scatter(-1, place, reward.gather(-1, keys.argsort(-1)))

@@ -1,8 +1,6 @@
-"""The bandit of the selector, as a native batched TorchRL environment.
+"""The bandit of the selector, as a native batched TorchRL environment: every episode is one decision.
 
-Every episode is one decision: `reset` draws P queries, `step` takes for each of them a group of G ordered sequences of
-demonstrations, as places in the query's own pool, and returns their rewards. Without a scorer the sequences are
-recorded ones and their rewards are looked up; with one they are scored as they are drawn.
+Without a scorer the sequences are recorded ones and their rewards are looked up; with one they are scored when drawn.
 """
 
 from __future__ import annotations
@@ -30,12 +28,8 @@ demonstration), on the CPU → float [n] under names of `knobwise.envs.demonstra
 
 
 def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = None) -> BeamTable:
-    """The table with only the beams that form the groups, without gaps; B is the size of the largest group.
-    With `shots`, only sequences of this length are kept.
-
-    Raises:
-        InputError: if the table has no such beam.
-    """
+    """The table with only the beams that form the groups, without gaps; B is the size of the largest group. With
+    `shots`, only sequences of this length are kept. Raises InputError if there are none."""
     wanted = torch.tensor([method in groups.methods for method in METHODS])
     kept = table.beam_mask & wanted[table.found_by]  # found_by is −1 without a beam, but the mask excludes it
     if groups.rounds is not None:
@@ -45,10 +39,10 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
     if not kept.any():
         lengths = sorted(set(table.lengths[table.beam_mask].tolist()))
         found_by = [METHODS[i] for i in sorted(set(table.found_by[table.beam_mask].tolist()))]
+        wanted_shots = "any" if shots is None else shots
         raise InputError(
-            f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)}"
-            f"{'' if shots is None else f' and shots={shots}'}; it has sequences of {lengths} demonstrations, found by "
-            f"{', '.join(found_by) or 'none'}"
+            f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)} and shots="
+            f"{wanted_shots}; it has sequences of {lengths} demonstrations, found by {', '.join(found_by) or 'none'}"
         )
     return replace(
         table,
@@ -60,18 +54,14 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
 
 
 class Passes:
-    """Draws batches of rows, pass after pass; every pass has each row once, in a new random order.
-
-    A batch has `count` of the rows, int64 [n]; the last one of a pass is filled up from the next pass. `drawn` counts
-    the batches; set back, it repeats the later ones, the same on every device. The seed is ≥ 0.
-    """
+    """Draws batches of `count` rows out of int64 [n], pass after pass: every pass has each row once, in a new random
+    order, the same on every device. A batch may end in the next pass. `drawn` counts the batches. The seed is ≥ 0."""
 
     def __init__(self, rows: Tensor, count: int, seed: int) -> None:
         self.rows, self.count, self.seed = rows.cpu(), count, seed
         self.drawn = 0
 
     def __call__(self) -> Tensor:
-        """int64 [count]."""
         n, start = len(self.rows), self.drawn * self.count
         self.drawn += 1
         orders = [_order(self.seed, number, n) for number in range(start // n, (start + self.count - 1) // n + 1)]
@@ -79,7 +69,7 @@ class Passes:
 
     @property
     def before(self) -> int:
-        """Batches drawn before the last one; `set_back` to it draws the last one again."""
+        """`set_back` to it draws the last batch again."""
         return max(self.drawn - 1, 0)
 
     def set_back(self, before: int) -> None:
@@ -210,23 +200,21 @@ class DemonstrationBandit(SingleStepEnv):
                 )
         coherence = diversity = None
         if config.needs_embeddings:  # in pieces: [Q, B, T, d] may be larger than the memory
-            queries = torch.arange(table.num_queries).split(256)
-            pieces = [self._level(table.pool[q], table.sequences[q], table.candidates) for q in queries]
+            queries = zip(table.pool.split(256), table.sequences.split(256), strict=True)
+            pieces = [self._level(*parts, table.candidates) for parts in queries]
             coherence, diversity = (torch.cat(piece) for piece in zip(*pieces, strict=True))
         reward = demonstration_reward(table.fields, table.lengths, table.beam_mask, config, coherence, diversity)
         return shuffle(reward, table.beam_mask, self._generator(seed)) if config.shuffled else reward
 
     def _replayed(self, rows: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """The recorded reward and correctness of each sequence, float32 [P, G]."""
-        recorded = self.sequences[rows]
-        rewards, correct = self.rewards[rows], self.correct[rows]
+        recorded, rewards, correct = self.sequences[rows], self.rewards[rows], self.correct[rows]
         same = (action == recorded).all(-1)
         if same.all():
             return rewards, correct
         match = (action.unsqueeze(2) == recorded.unsqueeze(1)).all(-1)
-        recorded_before, empty = match.any(2), (action < 0).all(-1)
-        unknown = ~recorded_before & ~empty
-        if unknown.any():
+        empty = (action < 0).all(-1)
+        if (unknown := ~match.any(2) & ~empty).any():
             query = self.table.query_ids[int(rows[unknown.any(1)][0])]
             raise InputError(
                 f"{int(unknown.sum())} of the sequences were never recorded for their query (the first: query {query} "
@@ -241,9 +229,8 @@ class DemonstrationBandit(SingleStepEnv):
         pool, used = self.pool[rows], action >= 0
         self._check(rows, action, pool)
         mask, config = used[..., 0], self.reward_config
-        bank = _demonstrations(pool, action)
         # the same sequence drawn twice is scored once
-        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), bank], 2)[mask]
+        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), _demonstrations(pool, action)], 2)[mask]
         distinct, inverse = drawn.unique(dim=0, return_inverse=True)
         distinct = distinct.cpu()
         scores = dict.fromkeys(config.needs, torch.empty(0))

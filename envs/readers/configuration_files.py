@@ -1,8 +1,5 @@
-"""Folders with one JSON file per configuration: finding the files and reading their rows strictly.
-
-Known faults of such files are refused, not repaired: ids that restart on every rank, knobs that disagree with the file
-name, merges that lost samples.
-"""
+"""Folders with one JSON file per configuration, read strictly: ids that restart on every rank, knobs that disagree with
+the file name, and merges that lost samples are refused, not repaired."""
 
 from __future__ import annotations
 
@@ -170,9 +167,9 @@ def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
         words = [int(value) if isinstance(value, float) and value.is_integer() else value for value in words]
         if wrong := [value for value in words if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64]:
             raise InputError(f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text")
-    if kinds <= {str, type(None)}:
-        return pl.Series(words, dtype=pl.String)
-    return pl.Series([None if value is None else str(value) for value in words], dtype=pl.String)
+    if not kinds <= {str, type(None)}:
+        words = [None if value is None else str(value) for value in words]
+    return pl.Series(words, dtype=pl.String)
 
 
 def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl.Series:
@@ -222,10 +219,8 @@ def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: 
 
 
 def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
-    """The cells of one or more data sets with images and question types in all rows, if any row has them.
-
-    A data set without images gets one per sample; a row without question type gets that of another row of its sample,
-    else `unknown`.
+    """The cells of one or more data sets with images and question types in all rows, if any row has them: a data set
+    without images gets one per sample, and a row without question type that of another row of its sample, or `unknown`.
     """
     dataset = [column for column in ("dataset",) if column in cells.columns]
     if dataset and not cells["image_id"].is_null().all():

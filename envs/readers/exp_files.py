@@ -1,7 +1,4 @@
-"""Reading and writing exp5 (accuracy) with exp6 (latency) folders, and reading core_exp folders.
-
-Cells that do not join are counted in the table's notes.
-"""
+"""Reading and writing exp5 (accuracy) with exp6 (latency) folders, and reading core_exp folders."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any, Literal
 
 import polars as pl
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.configuration_files import (
@@ -49,7 +47,8 @@ def read_exp5_exp6(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Join the accuracy files and the latency files of one or more data sets, cell by cell.
+    """Join the accuracy files and the latency files of one or more data sets, cell by cell; notes count what does not
+    join.
 
     The key of a sample is its `question_id` if every row on both sides has one, otherwise its `sample_id`. Images and
     question types come from the accuracy files.
@@ -65,8 +64,7 @@ def read_exp5_exp6(
         InputError: naming the file, if there are no files, JSON is broken, types are wrong, values out of range, ids
             occur twice, knobs disagree with the file name, or exp5 and exp6 have nothing in common.
     """
-    if latency not in ("total", "prefill", "decode"):
-        raise InputError(f"latency={latency!r} is unknown for exp6 files; known are total, prefill, decode")
+    one_of("latency", latency, ("total", "prefill", "decode"))
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
     notes: list[str] = []
     joined = []
@@ -76,9 +74,7 @@ def read_exp5_exp6(
             cells = keyed([times], KNOBS, dataset, notes)[0]
         else:
             if exp5_dir is None:
-                raise InputError(
-                    "no directory of exp5 accuracy files: give exp5_dir, or exp6_accuracy=true to do without"
-                )
+                raise InputError("no directory of exp5 files: give exp5_dir, or exp6_accuracy=true to do without")
             pattern, columns = re.compile(rf"exp5_accuracy(_results)?_{SETTING}"), {"accuracy": [(accuracy,)]}
             scores, _ = read_configurations(
                 exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes
@@ -190,20 +186,20 @@ def write_exp5_exp6(
         summary = {k: setting[k] for k in KNOBS} | {"accuracy": cells["accuracy"].mean(), "num_samples": cells.height}
         stem = "crops{max_crops}_topk{top_k}_blocks{num_active_blocks}.json".format(**setting)
         exp5, exp6 = ([k for k in keys if k in cells.columns] for keys in (exp5_keys, exp6_keys))
-        _write(
-            Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}",
-            {"summary": [summary], "all_samples": cells.select(exp5).to_dicts(), "config": config},
-        )
         times = {f"latency_{stage}_ms": _spread(cells[f"T_{stage}_ms"]) for stage in stages}
-        _write(
-            Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}",
-            {
-                "summary": [summary | times],
-                "per_sample_latencies": cells.select(exp6).to_dicts(),
-                "per_sample_predictions": [],
-                "config": {"batch_size": 1, **config},
-            },
-        )
+        scores = {"summary": [summary], "all_samples": cells.select(exp5).to_dicts(), "config": config}
+        latencies = {
+            "summary": [summary | times],
+            "per_sample_latencies": cells.select(exp6).to_dicts(),
+            "per_sample_predictions": [],
+            "config": {"batch_size": 1, **config},
+        }
+        for path, content in (
+            (Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}", scores),
+            (Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}", latencies),
+        ):
+            with written_whole(path) as temporary:
+                temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
 
 
 def _to_write(
@@ -231,11 +227,6 @@ def _spread(times: pl.Series) -> dict[str, float | None]:
     return {"mean": times.mean(), "std": times.std(ddof=0), **percentiles}  # type: ignore[dict-item]
 
 
-def _write(path: Path, content: Record) -> None:
-    with written_whole(path) as temporary:
-        temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-
-
 def read_core_exp(
     directory: str | Path,
     dataset_name: str,
@@ -249,8 +240,7 @@ def read_core_exp(
     The knobs are tier, top_k and num_active_blocks. `latency` is the time that the budget limits, in ms. Raises
     InputError as `read_exp5_exp6`.
     """
-    if latency not in CORE_STAGES:
-        raise InputError(f"latency={latency!r} is unknown for core_exp files; known are {', '.join(CORE_STAGES)}")
+    one_of("latency", latency, CORE_STAGES)
     notes: list[str] = []
     pattern = re.compile(rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}")
     columns = {"accuracy": [("accuracy",)], "latency_ms": [(stage,) for stage in CORE_STAGES[latency]]}

@@ -35,11 +35,8 @@ def read_features(path: str | Path) -> Features:
 
     Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]; in safetensors as
     integers, or as a JSON list of names in the metadata. In a table file a list column is a block, and the other
-    columns make one block, `features`.
-
-    Raises:
-        InputError: if there is no such file, it is not of its kind, ids are missing or occur twice, or a block is not
-            numeric, infinite or of the wrong length.
+    columns make one block, `features`. Raises InputError if there is no such file, it is not of its kind, ids are
+    missing or occur twice, or a block is not numeric, infinite or of the wrong length.
     """
     path = Path(path)
     if not path.is_file():
@@ -66,16 +63,14 @@ def read_features(path: str | Path) -> Features:
         if np.isinf(block).any():
             raise InputError(f"{path}: features {key!r} hold infinite values; write NaN for what is missing")
         blocks[key] = torch.from_numpy(block)
-    features = Features(names["sample_id"], blocks, names.get("dataset", ()))
     if twice := n - len(set(zip(*names.values(), strict=True))):
         raise InputError(f"{path}: {twice} ids occur more than once; a sample has one row of features")
-    return features
+    return Features(names["sample_id"], blocks, names.get("dataset", ()))
 
 
 def attach_features(table: ProfileTable, features: str | Path | Features) -> ProfileTable:
     """The table with a row of features for each of its samples, matched by id (and by data set, if both name it).
-    Raises InputError if a sample has no features, or `read_features` refuses the file.
-    """
+    Raises InputError if a sample has no features, or `read_features` refuses the file."""
     source = "features" if isinstance(features, Features) else str(features)
     if not isinstance(features, Features):
         features = read_features(features)
@@ -83,11 +78,9 @@ def attach_features(table: ProfileTable, features: str | Path | Features) -> Pro
     both = bool(datasets) and (bool(table.datasets) or table.name in datasets)
     keys = list(zip(table.dataset_names, table.sample_ids, strict=True)) if both else [(i,) for i in table.sample_ids]
     known = list(zip(datasets, sample_ids, strict=True)) if both else [(i,) for i in sample_ids]
-    for whose, ids in (("the profile", keys), ("the features", known)):
+    for whose, ids in (("profile", keys), ("features", known)):
         if len(set(ids)) < len(ids):
-            raise InputError(
-                f"{source}: ids occur in several data sets of {whose}; name the data set of each in `dataset`"
-            )
+            raise InputError(f"{source}: ids occur in several data sets of the {whose}; name them in `dataset`")
     place = {key: i for i, key in enumerate(known)}
     if missing := [" ".join(key) for key in keys if key not in place]:
         raise InputError(

@@ -22,13 +22,9 @@ def join_tables(
 ) -> ProfileTable:
     """One table of all samples, with the configurations of all tables; cells not profiled in their table stay so.
 
-    Args:
-        tables: profiles with the same knobs; the values of a knob may differ. A data set may be spread over several.
-        dataset_input: add the data set as a feature block, see `with_dataset_input`.
-        missing_blocks: fill in feature blocks that a table lacks as missing (NaN) instead of refusing them.
-
-    Raises:
-        InputError: if knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
+    The values of a knob may differ, and a data set may be spread over several tables. `dataset_input` adds the data set
+    as a feature block, see `with_dataset_input`; `missing_blocks` fills in feature blocks that a table lacks as missing
+    (NaN). Raises InputError if knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
     """
     if not tables:
         raise InputError(f"profile {name!r}: no tables to join")
@@ -69,8 +65,8 @@ def with_dataset_input(table: ProfileTable, names: Sequence[str] | None = None) 
     """The table with a feature block `dataset`: one column per data set, 1 for its samples and 0 for the others.
 
     `names` are those of the columns; None for the table's data sets in alphabetical order. A sample of another data set
-    is 0 everywhere. A policy reads a row of NaN as the median of its training samples: as none of the data sets, or as
-    the one with more than half of the samples. Raises InputError if the table has a block of this name already.
+    is 0 everywhere; NaN would be read as the median of the training samples. Raises InputError if the table has a block
+    of this name already.
     """
     if DATASET in table.features:
         raise InputError(f"profile {table.name!r} has a feature block {DATASET!r} already; leave dataset_input out")

@@ -112,11 +112,8 @@ class Records(NamedTuple):
 
 def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
     """Draw the profile. The same config gives the same table; a data set has the same samples whatever other data sets
-    are drawn.
-
-    Raises:
-        InputError: for an unknown data set, grid or latency, no samples, a signal outside [0, 1], or negative numbers.
-    """
+    are drawn. Raises InputError for an unknown data set, grid or latency, no samples, a signal outside [0, 1], or
+    negative numbers."""
     _check(config)
     drawn = {dataset: _draw(config, dataset) for dataset in config.datasets}
     parts = list(drawn.values())
@@ -137,12 +134,10 @@ def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
 
 
 def calibrated_records(config: CalibratedConfig) -> pl.DataFrame:
-    """The same draw with one row per (configuration, sample), and with the stages and tokens of record files.
-
-    Columns: `dataset`, `sample_id`, the knobs, `accuracy`, `latency_ms` (the total), `vision_ms`, `prefill_ms`,
-    `decode_ms`, `step_ms`, and `num_*_tokens` for vision, language, output and total. Name files with these records
-    so that nobody takes them for measured.
-    """
+    """The same draw with one row per (configuration, sample), and with the stages and tokens of record files: `dataset`,
+    `sample_id`, the knobs, `accuracy`, `latency_ms` (the total), `vision_ms`, `prefill_ms`, `decode_ms`, `step_ms`, and
+    `num_*_tokens` for vision, language, output and total. Name files with these records so that nobody takes them for
+    measured."""
     _check(config)
     knobs, chosen = GRIDS[config.grid], full_grid(GRIDS[config.grid])
     frames = []
@@ -169,9 +164,6 @@ def blocks_lost(removed: tuple[int, ...]) -> float:
     """Accuracy lost by removing these blocks: less than the sum, and never more than for block 0 alone."""
     most = BLOCK_LOSS[0]
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
-
-
-# -- one data set ------------------------------------------------------------------------------------------------------
 
 
 def _check(config: CalibratedConfig) -> None:

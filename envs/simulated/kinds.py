@@ -104,11 +104,8 @@ class SimulatedConfig:
 
 
 def simulate(config: SimulatedConfig) -> ProfileTable:
-    """Draw a profile of a kind; the same config gives the same table.
-
-    Raises:
-        InputError: for an unknown kind, fewer than one sample, or a negative seed.
-    """
+    """Draw a profile of a kind; the same config gives the same table. Raises InputError for an unknown kind, fewer than
+    one sample, or a negative seed."""
     one_of("profile.kind", config.kind, KINDS)
     kind = KINDS[config.kind]
     n = kind.samples if config.samples is None else config.samples
@@ -181,10 +178,8 @@ def _compute(knobs: tuple[Knob, ...], grid: NDArray[np.int64], generator: np.ran
 
 
 def _vectors(knobs: tuple[Knob, ...], grid: NDArray[np.int64], generator: np.random.Generator) -> Floats:
-    """Which samples each configuration suits, [C, LATENTS], centred, with mean square length 1.
-
-    A knob of numbers moves along one direction as its value grows; each value also has its own direction, and to a
-    small degree each combination.
+    """Which samples each configuration suits, [C, LATENTS], centred, with mean square length 1. A knob of numbers moves
+    along one direction as its value grows; each value also has its own direction, and so, a little, each combination.
     """
     total = 0.3 * generator.standard_normal((len(grid), LATENTS))
     for k, knob in enumerate(knobs):

@@ -1,7 +1,6 @@
 """ProfileTable: measurements as dense arrays, samples × configurations.
 
-Every reader (`knobwise.envs.readers`) ends in this class; environments, baselines, policies and evaluation start from
-it.
+Every reader (`knobwise.envs.readers`) ends in this class; everything else starts from it.
 """
 
 from __future__ import annotations
@@ -38,13 +37,8 @@ class Knob:
 
 
 class ActionIndex(nn.Module):
-    """Finds configurations by their knob values, even if most combinations of values do not exist.
-
-    Args:
-        configurations: int64 [C, K], for each configuration the index of each knob's value.
-
-    Shapes: forward takes int64 [*, K] and gives int64 [*]; −1 if no configuration has these values.
-    """
+    """Finds configurations (int64 [C, K]: the index of each knob's value) by their knob values, even if most
+    combinations of values do not exist: int64 [*, K] → int64 [*]; −1 if no configuration has these values."""
 
     codes: Tensor
     order: Tensor

@@ -93,8 +93,7 @@ def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
 def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) -> dict[str, Split]:
     """For each data set the split that tests on all of its samples. The others are divided into training and
     validation, data set by data set and by image or sample, without those that show an image of the test part (see
-    `unseen`). A split fixed by the file is ignored. Raises InputError if there is one data set, or too few samples.
-    """
+    `unseen`). A split fixed by the file is ignored. Raises InputError if there is one data set, or too few samples."""
     names, known = np.array(table.dataset_names), sorted(set(table.dataset_names))
     if len(known) < 2:
         raise InputError(f"profile {table.name!r} has one data set, {known[0]!r}; leaving one out needs at least two")
@@ -105,8 +104,7 @@ def k_folds(table: ProfileTable, k: int, seed: int = 0, validation: float = 0.25
     """k splits whose test parts are disjoint and together make up all samples. They are divided by image or sample, and
     every data set is spread evenly over them; no sample outside the test part shows one of its images (see `unseen`). A
     split fixed by the file is ignored. `validation` is a share of the samples outside the test part. Raises InputError
-    if k is below 2, or above the number of samples (or images).
-    """
+    if k is below 2, or above the number of samples (or images)."""
     if k < 2:
         raise InputError(f"split.folds={k}: must be at least 2")
     fold = (_places(table, torch.arange(table.num_samples), seed) * k).long()
