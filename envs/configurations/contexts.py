@@ -115,10 +115,8 @@ def reward_under(budget: BudgetConfig | None, reward: RewardConfig | None) -> Re
     mean = limit_key(budget) == "worth_ms"
     reward = reward or RewardConfig(kind="priced" if mean else "shaped")
     if (reward.kind == "priced") != mean:
-        sense = "mean" if mean else "deadline"
-        raise InputError(
-            f"reward.kind={reward.kind}: does not go with budget.sense={sense}; priced goes with mean, and only with it"
-        )
+        sense = f"budget.sense={'mean' if mean else 'deadline'}"
+        raise InputError(f"reward.kind={reward.kind}: does not go with {sense}; priced goes with mean, only with it")
     return reward
 
 

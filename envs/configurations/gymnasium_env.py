@@ -26,11 +26,10 @@ Info = dict[str, NDArray[Any]]
 class ConfigBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
     """Choose the knobs of a measured model for one input under a latency budget, and see the outcome.
 
-    Under a mean budget (`BudgetConfig(sense="mean")`) no request has a budget of its own; it is limited by the worth of
-    a right answer, in ms, and the reward is accuracy − latency/worth.
-
     Description:
-        A contextual bandit that replays a profile: no model runs, every outcome was measured before.
+        A contextual bandit that replays a profile: no model runs, every outcome was measured before. Under a mean
+        budget (`BudgetConfig(sense="mean")`) no request has a budget of its own; it is limited by the worth of a right
+        answer, in ms, and the reward is accuracy − latency/worth.
     Action space:
         `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its value.
     Observation space:
@@ -46,8 +45,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         After reset: `sample_id`, `budget_ms`, `mask` (bool [C]: the configurations profiled for the sample; their
         actions are `env.unwrapped.table.configurations[mask]`). After a step also `accuracy`, `latency_ms`,
         `violation`, `configuration` (knob values by name), and the same four with the prefix `oracle_` for the best
-        configuration. Under a mean budget there is `worth_ms` instead of `budget_ms` and no `violation`, and the best
-        configuration is the one with the highest accuracy − latency/worth.
+        configuration. Under a mean budget there is `worth_ms` instead of `budget_ms` and no `violation`.
     Arguments:
         table: the profile; None for the built-in one. budget, reward: `BudgetConfig`, `RewardConfig`. rows: int64 [n],
         the samples to draw from; None for all. render_mode: None or "ansi".
@@ -117,8 +115,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
 
     Spaces, rewards and infos are those of `ConfigBanditEnv` with a leading axis `num_envs`; `configuration` in the
     infos holds value indices, int64 [num_envs, K]. `step` returns the observations of the next contexts; those of the
-    decisions are in `infos["final_obs"]` (an array of num_envs observations, as gymnasium keeps them), their outcomes
-    in `infos["final_info"]`.
+    decisions are in `infos["final_obs"]`, an array of num_envs of them, and their outcomes in `infos["final_info"]`.
     """
 
     def __init__(
@@ -222,16 +219,12 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
 
 
 def oracle(table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False) -> Tensor:
-    """The best profiled configuration of each sample, int64 [n]: highest utility, then lowest latency.
-
-    The limits, float [n], are budgets in ms; or if `priced`, worths of a right answer in ms, and best is the highest
-    accuracy − latency/worth.
-    """
+    """The best profiled configuration of each sample, int64 [n]: highest utility, then lowest latency. The limits,
+    float [n], are budgets in ms; or if `priced`, worths of a right answer in ms, and best is the highest accuracy −
+    latency/worth."""
     # an unprofiled cell counts as infinitely late: it gains nothing, and any other cell that gains nothing is faster
     latency = table.latency_ms.index_select(0, rows).nan_to_num(torch.inf)
     accuracy = table.accuracy.index_select(0, rows)
-    if priced:
-        gain = accuracy.nan_to_num() - latency / limits.unsqueeze(1)
-    else:
-        gain = utility(accuracy, latency, limits.unsqueeze(1))
+    limits = limits.unsqueeze(1)
+    gain = accuracy.nan_to_num() - latency / limits if priced else utility(accuracy, latency, limits)
     return latency.masked_fill(gain < gain.amax(1, keepdim=True), torch.inf).argmin(1)

@@ -24,9 +24,9 @@ class ConfigBandit(SingleStepEnv):
     """P contexts at once, G configurations for each.
 
     Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`; with
-    `lean=True`, as in the training loop, nothing else. Otherwise also the feature blocks [P, d], `mask` bool [P, C] (the
-    configurations profiled for the sample), and `accuracy` and `latency_ms` float32 [P, G] of the actions, 0 before the
-    step. With `full_information=True` also `reward_per_configuration` float32 [P, C], NaN where not profiled.
+    `lean=True`, as in the training loop, nothing else. Otherwise also the feature blocks [P, d], `mask` bool [P, C]
+    (the configurations profiled for the sample), and `accuracy` and `latency_ms` float32 [P, G] of the actions, 0
+    before the step. With `full_information=True` also `reward_per_configuration` float32 [P, C], NaN if not profiled.
 
     Action: `action` int64 [P, G, K], for each knob the index of its value. Reward: float32 [P, G].
 

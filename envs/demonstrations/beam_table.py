@@ -1,7 +1,6 @@
 """BeamTable: recorded demonstration sequences and their scores as dense arrays, queries × beams × shots.
 
-It is to the selector what `ProfileTable` is to the controller. Every reader (`knobwise.envs.demonstrations.beam_files`)
-ends in this class; environments, rewards and selectors start from it.
+It is to the selector what `ProfileTable` is to the controller: every reader ends in it, everything else starts from it.
 """
 
 from __future__ import annotations

@@ -19,20 +19,14 @@ SPREAD = 1e-6  # a smaller standard deviation is rounding
 
 
 def demonstration_reward(
-    fields: Mapping[str, Tensor],
-    lengths: Tensor,
-    mask: Tensor,
-    config: DemonstrationRewardConfig,
-    coherence: Tensor | None = None,
-    diversity: Tensor | None = None,
+    fields: Mapping[str, Tensor], lengths: Tensor, mask: Tensor, config: DemonstrationRewardConfig
 ) -> Tensor:
     """The rewards of the sequences of groups, not shuffled yet.
 
     Args:
-        fields: float [*, G] by name; masked values may be NaN.
+        fields: float [*, G] by name, also `coherence` and `diversity` if the mode needs them; masked values may be NaN.
         lengths: int64 [*, G], demonstrations of each sequence.
         mask: bool [*, G], True where there is a sequence.
-        coherence, diversity: float [*, G], see `coherence_and_diversity`; if the mode needs them.
 
     Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is missing.
     """
@@ -40,22 +34,19 @@ def demonstration_reward(
         if name not in fields:
             raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")
 
-    levels = {"coherence": coherence, "diversity": diversity}
-    known = {**fields, **{name: level for name, level in levels.items() if level is not None}}
-
     def signal(name: str) -> Tensor:
         match name:
             case "information":
-                return known[config.information]
+                return fields[config.information]
             case "capped_information":
-                return (config.information_scale * known[config.information]).clamp_max(1.0)
+                return (config.information_scale * fields[config.information]).clamp_max(1.0)
             case "twice_correct":
-                return 2 * known["vqa_correct"]
+                return 2 * fields["vqa_correct"]
             case "legacy_correct":
-                return 2 * known["vqa_correct"] - 1 if config.correctness == "pm1" else known["vqa_correct"]
+                return 2 * fields["vqa_correct"] - 1 if config.correctness == "pm1" else fields["vqa_correct"]
             case "relevance":
-                return (1 - known["vqa_correct"]) * known["vqa_rel_score"]
-        return known[name]
+                return (1 - fields["vqa_correct"]) * fields["vqa_rel_score"]
+        return fields[name]
 
     names, exists = config.signals, mask.unsqueeze(-1)
     values = torch.stack([signal(name).float() for name in names], -1).where(exists, 0.0)

@@ -37,12 +37,11 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
     if shots is not None:
         kept &= table.lengths == shots
     if not kept.any():
-        lengths = sorted(set(table.lengths[table.beam_mask].tolist()))
-        found_by = [METHODS[i] for i in sorted(set(table.found_by[table.beam_mask].tolist()))]
-        wanted_shots = "any" if shots is None else shots
+        lengths, methods = (x[table.beam_mask].unique().tolist() for x in (table.lengths, table.found_by))
+        wanted_shots, found_by = "any" if shots is None else shots, ", ".join(METHODS[i] for i in methods) or "none"
         raise InputError(
             f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)} and shots="
-            f"{wanted_shots}; it has sequences of {lengths} demonstrations, found by {', '.join(found_by) or 'none'}"
+            f"{wanted_shots}; it has sequences of {lengths} demonstrations, found by {found_by}"
         )
     return replace(
         table,
@@ -90,12 +89,11 @@ class DemonstrationBandit(SingleStepEnv):
     int64 [P, G, T], the recorded sequences of the query's group, −1 after the end, and `group_mask` bool [P, G], True
     for each of them.
 
-    Action: `action` int64 [P, G, T], places in the query's pool, −1 after the end; all −1 is no sequence, reward 0.
-    Reward: float32 [P, G].
+    Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1 is no sequence.
+    Reward: float32 [P, G], 0 for no sequence.
 
     Args:
-        batch_size: P.
-        group_size: G with a scorer. Without one G is B, the widest recorded group.
+        batch_size, group_size: P, and with a scorer G. Without one G is B, the widest recorded group.
         shots: T with a scorer, by default the table's; without one, use recorded sequences of this length only, by
             default all.
         rows: int64 [n], the queries to draw from (the training split); None for all. They come in passes, see `Passes`;
@@ -198,12 +196,12 @@ class DemonstrationBandit(SingleStepEnv):
                     f"of beam table {table.name!r} lack (the first: query {query}); record it, leave out those "
                     "sequences, or choose another mode"
                 )
-        coherence = diversity = None
+        fields = dict(table.fields)
         if config.needs_embeddings:  # in pieces: [Q, B, T, d] may be larger than the memory
             queries = zip(table.pool.split(256), table.sequences.split(256), strict=True)
             pieces = [self._level(*parts, table.candidates) for parts in queries]
-            coherence, diversity = (torch.cat(piece) for piece in zip(*pieces, strict=True))
-        reward = demonstration_reward(table.fields, table.lengths, table.beam_mask, config, coherence, diversity)
+            fields["coherence"], fields["diversity"] = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+        reward = demonstration_reward(fields, table.lengths, table.beam_mask, config)
         return shuffle(reward, table.beam_mask, self._generator(seed)) if config.shuffled else reward
 
     def _replayed(self, rows: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,8 +240,9 @@ class DemonstrationBandit(SingleStepEnv):
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
         if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
             fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
-        levels = self._level(pool, action, self.candidates) if config.needs_embeddings else ()
-        reward = demonstration_reward(fields, used.sum(-1), mask, config, *levels)
+        if config.needs_embeddings:
+            fields["coherence"], fields["diversity"] = self._level(pool, action, self.candidates)
+        reward = demonstration_reward(fields, used.sum(-1), mask, config)
         if reward.isnan().any():
             unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
             raise InputError(f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN")
@@ -278,8 +277,7 @@ class DemonstrationBandit(SingleStepEnv):
 
     @staticmethod
     def _generator(*seeds: int) -> torch.Generator:
-        state = np.random.SeedSequence(seeds).generate_state(1)
-        return torch.Generator().manual_seed(int(state[0]))
+        return torch.Generator().manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
 
 
 def _demonstrations(pool: Tensor, sequences: Tensor) -> Tensor:

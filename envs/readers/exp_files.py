@@ -13,15 +13,7 @@ import polars as pl
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.configuration_files import (
-    IDS,
-    WORDS,
-    Record,
-    in_range,
-    keyed,
-    read_configurations,
-    whole_words,
-)
+from knobwise.envs.readers.configuration_files import IDS, WORDS, in_range, keyed, read_configurations, whole_words
 from knobwise.envs.readers.long_table import Features, table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -47,8 +39,7 @@ def read_exp5_exp6(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Join the accuracy files and the latency files of one or more data sets, cell by cell; notes count what does not
-    join.
+    """Join the accuracy and latency files of one or more data sets, cell by cell; notes count what does not join.
 
     The key of a sample is its `question_id` if every row on both sides has one, otherwise its `sample_id`. Images and
     question types come from the accuracy files.
@@ -204,7 +195,7 @@ def write_exp5_exp6(
 
 def _to_write(
     frame: pl.DataFrame, dataset_name: str, metadata: Mapping[str, Any] | None
-) -> tuple[pl.DataFrame, Record]:
+) -> tuple[pl.DataFrame, dict[str, Any]]:
     """The rows that were profiled, null for NaN, and what is notes of the run; refuses what cannot be read again."""
     source = "the frame for exp5 and exp6 files"
     table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
 
 
 def _all(words: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(word for some in words for word in some)
+    return tuple(chain.from_iterable(words))
 
 
 def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:

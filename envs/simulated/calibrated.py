@@ -134,7 +134,7 @@ def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
 
 
 def calibrated_records(config: CalibratedConfig) -> pl.DataFrame:
-    """The same draw with one row per (configuration, sample), and with the stages and tokens of record files: `dataset`,
+    """The same draw with one row per (configuration, sample), and the stages and tokens of record files: `dataset`,
     `sample_id`, the knobs, `accuracy`, `latency_ms` (the total), `vision_ms`, `prefill_ms`, `decode_ms`, `step_ms`, and
     `num_*_tokens` for vision, language, output and total. Name files with these records so that nobody takes them for
     measured."""
@@ -167,8 +167,8 @@ def blocks_lost(removed: tuple[int, ...]) -> float:
 
 
 def _check(config: CalibratedConfig) -> None:
-    unknown = [name for name in config.datasets if name not in DATA_SETS]
-    if unknown or not config.datasets or len(set(config.datasets)) < len(config.datasets):
+    names = set(config.datasets)
+    if not names or not names <= DATA_SETS.keys() or len(names) < len(config.datasets):
         raise InputError(f"profile.datasets={list(config.datasets)}: must be some of {', '.join(DATA_SETS)}, each once")
     one_of("profile.grid", config.grid, GRIDS)
     one_of("profile.latency", config.latency, ("total", "prefill", "vision_prefill"))
@@ -203,9 +203,8 @@ def _draw(config: CalibratedConfig, dataset: str) -> Records:
     noise = np.exp(PREFILL.noise * for_prefill.standard_normal(shape) - PREFILL.noise**2 / 2)
     noise *= 1 + (for_prefill.random(shape) < PREFILL.stalls) * for_prefill.exponential(PREFILL.stall, shape)
     effect = PREFILL.text_effect[config.grid]
-    prefill = (
-        _prefill(vision_tokens, top_k, blocks) * (text_tokens / PREFILL.reference["text"])[:, None] ** effect * noise
-    )
+    text_factor = (text_tokens / PREFILL.reference["text"])[:, None] ** effect
+    prefill = _prefill(vision_tokens, top_k, blocks) * text_factor * noise
     vision = _vision(published, effect)(nominal) * (crops + 1) / (nominal + 1)
     step = _step(top_k, blocks) * np.exp(
         ANSWERS.step_noise * for_steps.standard_normal(shape) - ANSWERS.step_noise**2 / 2
@@ -285,20 +284,16 @@ def _features(
     both lengths and the usefulness of experts and blocks. All data sets share the encoder and differ by an offset."""
     visible = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * generator.standard_normal(z.shape)
     visible[:, 1:3] = z[:, 1:3]
-    blocks = {
-        "image_features": (config.image_width, [0, 1, 4, 6]),
-        "language_features": (config.language_width, [0, 2, 3, 5, 6]),
-    }
+    image, language = (config.image_width, [0, 1, 4, 6]), (config.language_width, [0, 2, 3, 5, 6])
+    blocks = {"image_features": image, "language_features": language}
     features = {}
     for number, (name, (width, which)) in enumerate(blocks.items()):
         if width:
-            weights = np.random.default_rng([config.seed, number]).standard_normal(
-                (len(which), width), dtype=np.float32
-            )
-            offset = np.random.default_rng([config.seed, number, zlib.crc32(dataset.encode())]).standard_normal(
-                width, dtype=np.float32
-            )
-            block = visible[:, which].astype(np.float32) @ weights + 0.5 * offset
+            encoder = np.random.default_rng([config.seed, number])
+            offset = np.random.default_rng([config.seed, number, zlib.crc32(dataset.encode())])
+            weights = encoder.standard_normal((len(which), width), dtype=np.float32)
+            block = visible[:, which].astype(np.float32) @ weights
+            block += 0.5 * offset.standard_normal(width, dtype=np.float32)
             block += ANSWERS.column_noise * generator.standard_normal(block.shape, dtype=np.float32)
             features[name] = torch.from_numpy(block)
     return features

@@ -13,8 +13,7 @@ so that no report can pass them off as measured. For sample i and configuration 
 - Latency is exp(ln `BASE_MS` + range·p_c + size·s_i + interaction·g_i·f_c + noise); s_i is another projection of g_i.
 - A feature reads one or two latents and noise; some are folded, some heavy-tailed, all in arbitrary units.
 
-A larger simulation with the same kind and seed begins with the samples of a smaller one. (With fewer samples than
-configurations, some cells are profiled only so that every configuration has one.)
+A larger simulation with the same kind and seed begins with the samples of a smaller one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 Table = TypeVar("Table")
-Head = dict[str, Any]
 
 
 def check_axes(table: str, parts: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
@@ -42,7 +41,7 @@ def write_tensors(path: str | Path, head: Mapping[str, Any], tensors: Mapping[st
         save_file({"head": encoded, **{name: tensor.contiguous() for name, tensor in tensors.items()}}, temporary)
 
 
-def read_table(path: str | Path, kind: str, build: Callable[[Head, dict[str, Tensor]], Table]) -> Table:
+def read_table(path: str | Path, kind: str, build: Callable[[dict[str, Any], dict[str, Tensor]], Table]) -> Table:
     """Build a table from the head and the tensors of a file; the tensors stay mapped to it. Raises InputError if there
     is no such file, or if it holds something else."""
     try:

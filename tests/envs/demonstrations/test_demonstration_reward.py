@@ -30,8 +30,8 @@ LENGTHS = torch.tensor([1, 2, 2, 0])
 def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **settings: Any) -> Tensor:
     fields = RECORDED if fields is None else fields
     lengths = LENGTHS[: mask.shape[-1]]
-    extra = (x[: mask.shape[-1]] for x in (COHERENCE, DIVERSITY))
-    return demonstration_reward(fields, lengths, mask, DemonstrationRewardConfig(**settings), *extra)
+    levels = {"coherence": COHERENCE[: mask.shape[-1]], "diversity": DIVERSITY[: mask.shape[-1]]}
+    return demonstration_reward(fields | levels, lengths, mask, DemonstrationRewardConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_a_mode_needs_what_it_is_made_of_and_nothing_else(config: dict[str, Any]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive: bool) -> None:
-    fields = {name: torch.stack([x, x]) for name, x in RECORDED.items()}
+    every = RECORDED | {"coherence": COHERENCE, "diversity": DIVERSITY}
+    fields = {name: torch.stack([x, x]) for name, x in every.items()}
     mask = torch.tensor([[True, False, False, False], [False] * 4])
     config = DemonstrationRewardConfig(mode, adaptive=adaptive)
-    both = (torch.stack([x, x]) for x in (COHERENCE, DIVERSITY))
-    reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config, *both)
+    reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config)
     torch.testing.assert_close(reward[0, 0], rewards(mode=mode)[0])  # nothing to compare with: the weights stay
     assert not reward[:, 1:].any()
     assert not reward[1].any()
