@@ -23,30 +23,10 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.experiments.command_line.compose import field_docs, read_settings
 from knobwise.experiments.settings.profiles import SimulatedProfile, read_profile
 
-PLAIN = Kind(
-    question="Nothing but compute.",
-    samples=3,
-    knobs=(Knob("level", (1, 2, 3)),),
-    difficulty=0.0,
-    accuracy_interaction=0.0,
-    accuracy_noise=0.0,
-    size=0.0,
-    latency_interaction=0.0,
-    latency_noise=0.0,
-)
-SHAPES = {
-    "router": (1000, 12),
-    "encoder": (1300, 82),
-    "portfolio": (300, 37),
-    "noisy_labels": (800, 24),
-    "heavy_tails": (600, 24),
-    "weak_features": (600, 24),
-    "few_samples": (150, 24),
-    "low_headroom": (600, 24),
-    "no_headroom": (500, 10),
-    "unattainable": (600, 24),
-    "wide_knobs": (800, 240),
-}
+EFFECTS = ("difficulty", "accuracy_interaction", "accuracy_noise", "size", "latency_interaction", "latency_noise")
+PLAIN = Kind("Nothing but compute.", 3, (Knob("level", (1, 2, 3)),), **dict.fromkeys(EFFECTS, 0.0))  # type: ignore[arg-type]
+SIZES = (1000, 1300, 300, 800, 600, 600, 150, 600, 500, 600, 800), (12, 82, 37, 24, 24, 24, 24, 24, 10, 24, 240)
+SHAPES = dict(zip(KINDS, zip(*SIZES, strict=True), strict=True))
 
 
 def made(kind: str, samples: int | None = None, seed: int = 0) -> ProfileTable:
@@ -116,8 +96,7 @@ def test_effects_have_the_standard_deviations_that_they_are_given(bend: float, m
         effect = log_ms(table.latency_ms) if name.startswith(("size", "latency")) else table.accuracy.logit()
         return float(effect.double().var(0).mean().sqrt())  # over samples, root mean square over configurations
 
-    on_accuracy, on_latency = ("difficulty", "accuracy_interaction", "accuracy_noise"), ("size", "latency_interaction")
-    for name in (*on_accuracy, *on_latency, "latency_noise"):
+    for name in EFFECTS:
         assert spread(name, 0.5) == pytest.approx(0.5, rel=0.03)
 
 
