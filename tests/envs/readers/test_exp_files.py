@@ -73,14 +73,11 @@ def pair(tmp_path):
 
 def test_joins_scores_and_times(pair):
     table = read(pair)
-    assert table.name == "text_vqa"
-    assert table.sample_ids == ("0", "1")
+    assert (table.name, table.sample_ids) == ("text_vqa", ("0", "1"))
     assert [table.configuration(c) for c in range(2)] == [named(SMALL), named(LARGE)]
     assert table.accuracy.tolist() == [[0.5, 1.0], [0.0, 0.0]]
     assert table.latency_ms.tolist() == [[100.0, 300.0], [108.0, 308.0]]
-    assert table.notes == ()
-    assert table.datasets == ()
-    assert table.parts == ()
+    assert table.notes == table.datasets == table.parts == ()
 
 
 def test_latency_is_a_choice(pair):
@@ -100,11 +97,8 @@ def test_older_spelling_reads_the_same(pair, tmp_path_factory):
             {"sample_id": i, "score": 0.25, "latency_total": t, "latency_prefill": t / 4, "latency_decode": t / 2}
             for i, t in ((0, time), (1, time + 8))
         ]
-        summary = {**named(setting), "latency_mean": time, "latency_p50": time}
-        put(
-            old / "exp6" / "exp6_latency_text-vqa" / f"exp6_latency_{stem(setting)}",
-            {"summary": [summary], "all_samples": rows},
-        )
+        content = {"summary": [{**named(setting), "latency_mean": time, "latency_p50": time}], "all_samples": rows}
+        put(old / "exp6" / "exp6_latency_text-vqa" / f"exp6_latency_{stem(setting)}", content)
     for stage in ("total", "prefill", "decode"):
         assert read(old, latency=stage).digest == read(pair, latency=stage).digest
     assert read(old, exp6_accuracy=True).digest == read(pair, exp6_accuracy=True).digest
@@ -148,12 +142,6 @@ def test_several_data_sets_keep_their_ids_apart(pair):
     assert table.accuracy[:, 0].tolist() == [0.25, 0.75, 0.5, 0.0]
 
 
-def test_image_ids_travel_with_the_samples(tmp_path):
-    put_exp5(tmp_path, SMALL, [{"sample_id": i, "score": 1.0, "metadata": {"image_id": 70 + i // 2}} for i in range(3)])
-    put_exp6(tmp_path, SMALL, dict.fromkeys(range(3), 10.0))
-    assert read(tmp_path).image_ids == ("70", "70", "71")
-
-
 def test_features_are_attached(pair):
     table = read(pair)
     table.features["language_features"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -187,23 +175,18 @@ def test_rank_files_without_a_merge_are_all_read(tmp_path):
     assert table.sample_ids == ("0", "1", "2")
     assert table.accuracy[:, 0].tolist() == [1.0, 0.5, 0.0]
     assert table.latency_ms[:, 0].tolist() == [10.0, 11.0, 12.0]
-
-
-def test_a_merge_without_the_padding_of_a_distributed_sampler_is_fine(tmp_path):
-    for rank, ids in enumerate(((0, 2), (1, 0))):
-        put_exp5(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
+    # a merge may lack what a distributed sampler repeated
+    put_exp5(tmp_path, SMALL, {1: 0.5, 0: 1.0}, rank=1)
     put_exp5(tmp_path, SMALL, dict.fromkeys(range(3), 1.0))
-    put_exp6(tmp_path, SMALL, dict.fromkeys(range(3), 1.0))
     assert read(tmp_path).num_samples == 3
 
 
 @pytest.mark.parametrize("side", ["exp5", "exp6"])
 def test_ids_that_restart_on_every_rank_are_refused(tmp_path, side):
     for rank in (0, 1):
-        ids = range(3) if side == "exp5" else (2 * rank, 2 * rank + 1)
-        put_exp5(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
-        ids = range(3) if side == "exp6" else (2 * rank, 2 * rank + 1)
-        put_exp6(tmp_path, SMALL, dict.fromkeys(ids, 9.0), rank=rank)
+        for name, write in (("exp5", put_exp5), ("exp6", put_exp6)):
+            ids = range(3) if side == name else (2 * rank, 2 * rank + 1)
+            write(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
     message = rf"{side}.*rank0\.json.*rank1\.json: in data set text_vqa, 3 .*pairs in 1 config.*2 × sample_id 0"
     with pytest.raises(InputError, match=message):
         read(tmp_path)
@@ -223,11 +206,8 @@ def test_question_id_is_the_key_where_every_row_has_it(tmp_path, inside):
     assert table.sample_ids == ("900", "901", "902", "903")
     assert table.accuracy[:, 0].tolist() == [0, 0.25, 0.5, 0.75]
     assert table.latency_ms[:, 0].tolist() == [0, 1, 2, 3]
-
-
-def test_question_id_on_one_side_only_is_not_the_key(tmp_path):
     put_exp5(tmp_path, SMALL, [{"sample_id": 0, "question_id": 900, "score": 1.0}])
-    put_exp6(tmp_path, SMALL, {0: 10.0})
+    put_exp6(tmp_path, SMALL, {0: 10.0})  # on one side only it is not the key
     table = read(tmp_path)
     assert table.sample_ids == ("0",)
     assert "not every row has a question_id" in table.notes[0]
@@ -239,8 +219,7 @@ def test_what_does_not_join_is_counted(pair):
     put_exp5(pair, SMALL, {0: 0.5, 1: 0.0, 5: 1.0, 6: 1.0})
     put_exp6(pair, LARGE, {0: 300.0, 1: 308.0, 8: 1.0})
     table = read(pair)
-    assert table.num_configurations == 2
-    assert table.num_samples == 2
+    assert (table.num_samples, table.num_configurations) == (2, 2)
     assert table.notes == (
         "text_vqa: 1 configurations are only in exp5 (4/4/12)",
         "text_vqa: 2 cells of 2 samples have no partner in exp6: not profiled",
@@ -311,9 +290,8 @@ def test_bad_files_are_named(pair, change, message):
 
 def test_nothing_that_matches(pair):
     put(pair / "exp6" / "notes.txt", "")
-    with pytest.raises(
-        InputError, match=r"no exp6_latency files of 'ok_vqa'.*exp6_latency_ok-vqa.*holds: exp6_lat.*notes\.txt"
-    ):
+    message = r"no exp6_latency files of 'ok_vqa'.*exp6_latency_ok-vqa.*holds: exp6_lat.*notes\.txt"
+    with pytest.raises(InputError, match=message):
         read(pair, "ok_vqa")
 
 
@@ -355,29 +333,19 @@ def test_reading_gives_back_what_was_written(tmp_path_factory, frame):
 
 
 def test_written_files_follow_the_profilers_spelling(tmp_path):
-    frame = pl.DataFrame(
-        {
-            "sample_id": [0, 1, 2],
-            "question_id": [5, 6, 7],
-            "max_crops": [2, 2, 2],
-            "top_k": [4, 4, 4],
-            "num_active_blocks": [12, 12, 12],
-            "accuracy": [1.0, 0.0, None],
-            "latency_ms": [100.0, 300.0, 5.0],
-            "prefill_ms": [25.0, float("nan"), 1.0],
-            "num_vision_tokens": [400, 300, 1],
-        }
-    )
+    names = ("sample_id", "question_id", "question_type", "accuracy", "latency_ms", "prefill_ms", "num_vision_tokens")
+    values = [(0, 5, "number", 1.0, 100.0, 25.0, 400), (1, 6, "other", 0.0, 300.0, float("nan"), 300)]
+    values.append((2, 7, "other", None, 5.0, 1.0, 1))
+    frame = pl.DataFrame([named(SMALL) | dict(zip(names, row, strict=True)) for row in values])
     write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa", {"machine": "x", "batch_size": 2})
-    exp5 = json.loads(
-        (tmp_path / "exp5/exp5_accuracy_text-vqa/exp5_accuracy_results_crops2_topk4_blocks12.json").read_text()
-    )
-    exp6 = json.loads((tmp_path / "exp6/exp6_latency_text-vqa/exp6_latency_crops2_topk4_blocks12.json").read_text())
+    folders = tmp_path / "exp5/exp5_accuracy_text-vqa", tmp_path / "exp6/exp6_latency_text-vqa"
+    exp5 = json.loads((folders[0] / "exp5_accuracy_results_crops2_topk4_blocks12.json").read_text())
+    exp6 = json.loads((folders[1] / "exp6_latency_crops2_topk4_blocks12.json").read_text())
     assert exp5 == {
         "summary": [{**named(SMALL), "accuracy": 0.5, "num_samples": 2}],
         "all_samples": [
-            {"sample_id": 0, "question_id": 5, "score": 1.0},
-            {"sample_id": 1, "question_id": 6, "score": 0.0},
+            {"sample_id": 0, "question_id": 5, "question_type": "number", "score": 1.0},
+            {"sample_id": 1, "question_id": 6, "question_type": "other", "score": 0.0},
         ],
         "config": {"machine": "x", "batch_size": 2, "dataset_name": "text_vqa"},
     }
@@ -389,6 +357,7 @@ def test_written_files_follow_the_profilers_spelling(tmp_path):
     total = exp6["summary"][0]["latency_total_ms"]
     assert total == {"mean": 200.0, "std": 100.0, "P50": 200.0, "P95": pytest.approx(290), "P99": pytest.approx(298)}
     assert read(tmp_path).sample_ids == ("5", "6")
+    assert read(tmp_path).question_types == ("number", "other")
     prefill = read(tmp_path, latency="prefill")
     assert prefill.sample_ids == ("5",)
     assert "1 rows without accuracy or latency" in prefill.notes[0]
@@ -437,9 +406,7 @@ def test_core_exp_tiers_go_from_low_to_high(tmp_path, spelling):
     ]  # fmt: skip
     assert table.accuracy.tolist() == [[0, 0.5, 1]] * 2
     assert table.latency_ms.tolist() == [[130.0] * 3, [131.0] * 3]
-    assert table.image_ids == ("5", "5")
-    assert table.question_types == ("number", "number")
-    assert table.notes == ()
+    assert (table.image_ids, table.question_types, table.notes) == (("5", "5"), ("number", "number"), ())
 
 
 @pytest.mark.parametrize(("stage", "time"), [("total", 130.0), ("prefill", 70.0), ("vision_prefill", 90.0)])
@@ -513,25 +480,20 @@ def test_a_progress_bar_ends_where_reading_fails(pair, monkeypatch):
     assert open_bars == []
 
 
-def test_question_types_are_read_from_rows_or_their_metadata(pair, tmp_path):
+def test_images_and_question_types_are_read_from_rows_or_their_metadata(pair):
     typed = [{"sample_id": 0, "score": 1.0, "question_type": "yes/no"}, {"sample_id": 1, "score": 0.0}]
     put_exp5(pair, SMALL, typed)
     assert read(pair).question_types == ("yes/no", "unknown")  # of the other file nothing but the sample is known
-    rows = [{"sample_id": i, "score": 1.0, "metadata": {"question_type": kind}} for i, kind in enumerate("ab")]
+    facts = [{"question_type": kind, "image_id": 70 + i} for i, kind in enumerate("ab")]
+    rows = [{"sample_id": i, "score": 1.0, "metadata": fact} for i, fact in enumerate(facts)]
     for setting in (SMALL, LARGE):
         put_exp5(pair, setting, rows)
-    assert read(pair).question_types == ("a", "b")
-    rows[0]["metadata"]["question_type"] = "c"
+    table = read(pair)
+    assert (table.question_types, table.image_ids) == (("a", "b"), ("70", "71"))
+    facts[0]["question_type"] = "c"
     put_exp5(pair, LARGE, rows)
     with pytest.raises(InputError, match="question_type must be the same in all rows of a sample"):
         read(pair)
-
-
-def test_question_types_are_written(tmp_path):
-    frame = pl.DataFrame({"sample_id": [0, 1], **{k: [v] * 2 for k, v in named(SMALL).items()}, "accuracy": [0.5, 1],
-                          "latency_ms": [3.0, 4], "question_type": ["number", "other"]})  # fmt: skip
-    write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa")
-    assert read(tmp_path).question_types == ("number", "other")
 
 
 def test_images_may_be_known_of_one_data_set_only(pair):

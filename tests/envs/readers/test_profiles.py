@@ -33,17 +33,13 @@ def table(data=None, **choices):
 
 def test_rows_become_cells():
     made = table()
-    assert made.sample_ids == ("a", "b")
+    assert (made.sample_ids, made.notes) == (("a", "b"), ())
     assert [made.configuration(c) for c in range(2)] == [{"top_k": 4}, {"top_k": 8}]
     assert made.accuracy.tolist() == [[0.5, 1.0], [0.0, 0.25]]
     assert made.latency_ms.tolist() == [[10.0, 20.0], [30.0, 40.0]]
     assert made.accuracy.dtype == made.latency_ms.dtype == torch.float32
     assert made.configurations.dtype == torch.int64
-    assert made.notes == ()
-
-
-def test_the_order_of_the_rows_does_not_matter():
-    data = frame(dataset=["y", "x", "x", "y"])
+    data = frame(dataset=["y", "x", "x", "y"])  # the order of the rows does not matter
     assert table(data.reverse()).digest == table(data).digest
 
 
@@ -59,8 +55,7 @@ def test_samples_are_sorted(ids, order):
 
 def test_same_id_in_two_data_sets_is_two_samples():
     made = table(frame(sample_id=["a"] * 4, dataset=["x", "x", "y", "y"]))
-    assert made.datasets == ("x", "y")
-    assert made.sample_ids == ("a", "a")
+    assert (made.datasets, made.sample_ids) == (("x", "y"), ("a", "a"))
 
 
 def test_missing_rows_and_empty_cells_are_holes():
@@ -73,17 +68,23 @@ def test_missing_rows_and_empty_cells_are_holes():
     assert table(data[[0, 3]]).digest == made.digest
 
 
-def test_a_configuration_that_was_never_profiled_is_not_there():
-    made = table(frame(latency_ms=[20.0, None, 40.0, None]))
-    assert [(k.name, k.values) for k in made.knobs] == [("top_k", (8,))]
-
-
-def test_a_latency_of_zero_is_kept():
-    assert table(frame(latency_ms=[0, 0, 0, 1])).latency_ms.tolist() == [[0, 0], [1, 0]]
-
-
-def test_rounding_errors_above_one_are_clipped():
-    assert table(frame(accuracy=[1 + 1e-9, -1e-9, 0.25, 0.0])).accuracy.tolist() == [[0, 1], [0, 0.25]]
+@pytest.mark.parametrize(
+    ("changes", "accuracy", "latency"),
+    [
+        ({"latency_ms": [0, 0, 0, 1]}, [[0.5, 1], [0, 0.25]], [[0, 0], [1, 0]]),
+        ({"accuracy": [1 + 1e-9, -1e-9, 0.25, 0.0]}, [[0, 1], [0, 0.25]], [[10, 20], [30, 40]]),
+        # a configuration that was never profiled is not there
+        ({"latency_ms": [20.0, None, 40.0, None]}, [[1], [0.25]], [[20], [40]]),
+        *(
+            ({"accuracy": right}, [[1, 1], [0, 0]], [[10, 20], [30, 40]])
+            for right in ([True, True, False, False], ["true", "TRUE", "false", "0"], [1, 1, 0, 0])
+        ),
+    ],
+)
+def test_what_becomes_of_numbers(changes, accuracy, latency):
+    made = table(frame(**changes))
+    assert made.accuracy.tolist() == accuracy
+    assert made.latency_ms.tolist() == latency
 
 
 @pytest.mark.parametrize(
@@ -177,11 +178,6 @@ def test_score_serves_as_accuracy():
     assert table(both).accuracy[0, 1] == 1
 
 
-@pytest.mark.parametrize("column", [[True, True, False, False], ["true", "TRUE", "false", "0"], [1, 1, 0, 0]])
-def test_right_and_wrong_are_one_and_zero(column):
-    assert table(frame(accuracy=column)).accuracy.tolist() == [[1, 1], [0, 0]]
-
-
 def six(words):
     n = len(words)
     data = pl.DataFrame({"sample_id": range(n), "split": words, "image_id": [i // 2 for i in range(n)]})
@@ -196,26 +192,17 @@ def test_split_words(tmp_path):
     assert read_long_table(tmp_path / "t.csv").digest == made.digest
     assert made.image_ids == ("0", "0", "1", "1", "2", "2")
     assert table(six(["train", "train", "dev", "validation", "test", "test"])).parts == made.parts
+    assert table(frame(image_id=[None] * 4)).image_ids == ()
 
 
-def test_an_unknown_split_word_is_refused():
+def test_splits_that_do_not_divide_samples():
     with pytest.raises(InputError, match=r"split minival is unknown; known are train, .*val.*test"):
         table(six(["train", "minival", "test"]))
-
-
-def test_one_split_for_all_is_where_they_come_from():
-    made = table(six(["validation"] * 6))
-    assert made.parts == ()
-    assert made.notes == ("every sample is in split 'validation': the samples are divided anew",)
-
-
-def test_split_must_be_the_same_in_all_rows_of_a_sample():
     with pytest.raises(InputError, match="split must be the same in all rows of a sample; there are 1 other"):
         table(frame(split=["train", "test", "test", "test"]))
-
-
-def test_empty_image_ids_are_no_image_ids():
-    assert table(frame(image_id=[None] * 4)).image_ids == ()
+    made = table(six(["validation"] * 6))  # this is where they come from
+    assert made.parts == ()
+    assert made.notes == ("every sample is in split 'validation': the samples are divided anew",)
 
 
 @pytest.mark.parametrize(
@@ -284,16 +271,8 @@ VALUES = st.one_of(
 @settings(max_examples=40, deadline=None)
 def test_any_table_survives_every_format(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("round")
-    data = pl.DataFrame(
-        {
-            "dataset": [r[0] for r in rows],
-            "sample_id": [r[1] for r in rows],
-            "knob, one": pl.Series([str(r[2][0]) for r in rows]),
-            "tier": [r[2][1] for r in rows],
-            "accuracy": [r[3] for r in rows],
-            "latency_ms": [r[4] for r in rows],
-        }
-    )  # fmt: skip
+    names = ["dataset", "sample_id", "knob, one", "tier", "accuracy", "latency_ms"]
+    data = pl.DataFrame([(*r[:2], str(r[2][0]), r[2][1], *r[3:]) for r in rows], schema=names, orient="row")
     knobs = data.columns[2:4]
     made = table_from_frame(data, name="t", knobs=knobs)
     assert int(made.mask.sum()) == len(rows)
@@ -304,15 +283,13 @@ def test_any_table_survives_every_format(tmp_path_factory, rows):
         assert (again.name, again.digest) == ("t", made.digest)
 
 
-def test_zipped_texts(tmp_path):
+def test_texts_zipped_and_plain(tmp_path):
     data = frame()
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(data.write_csv().encode()))
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(data.write_ndjson().encode()))
     assert read_long_table(tmp_path / "t.csv.gz").digest == table().digest
     assert read_long_table(tmp_path / "t.jsonl.gz").digest == table().digest
-
-
-def test_ids_of_a_csv_stay_text(tmp_path):
+    # the ids of a CSV stay text
     (tmp_path / "t.csv").write_text("\ufeffsample_id,k,accuracy,latency_ms\n007,1,1,2\n7,1,0,3\n")
     assert read_long_table(tmp_path / "t.csv").sample_ids == ("007", "7")
 
@@ -355,16 +332,13 @@ def test_unknown_suffix_is_not_written(tmp_path):
 def test_a_large_table_is_made_in_seconds():
     """1.6 million cells, as in the largest grid in use. It takes a second or two; the limit is for slow machines."""
     n, c = 6800, 240
-    data = pl.DataFrame(
-        {
-            "sample_id": np.repeat(np.arange(n), c),
-            "max_crops": np.tile(np.repeat([2, 4, 6, 8, 10, 12], 40), n),
-            "top_k": np.tile(np.repeat(np.arange(4, 36, 4), 5), 6 * n),
-            "num_active_blocks": np.tile([8, 10, 12, 14, 16], 48 * n),
-            "accuracy": np.linspace(0, 1, n * c),
-            "latency_ms": np.arange(n * c),
-        }
+    knobs = {"max_crops": np.repeat([2, 4, 6, 8, 10, 12], 40), "top_k": np.tile(np.repeat(np.arange(4, 36, 4), 5), 6)}
+    knobs = {name: np.tile(values, n) for name, values in knobs.items()}
+    knobs["num_active_blocks"] = np.tile([8, 10, 12, 14, 16], 48 * n)
+    made = table(
+        pl.DataFrame({"sample_id": np.repeat(np.arange(n), c), **knobs}).with_columns(
+            accuracy=np.linspace(0, 1, n * c), latency_ms=np.arange(n * c)
+        )
     )
-    made = table(data)
     assert made.accuracy.shape == (n, c)
     assert made.latency_ms[3, 5] == 3 * c + 5
