@@ -108,8 +108,7 @@ def test_an_interaction_favours_no_configuration_over_all_samples(monkeypatch: p
 
 
 def test_labels_are_draws_with_the_probability_that_a_quality_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    quality = simulated(monkeypatch, samples=20_000)
-    labels = simulated(monkeypatch, samples=20_000, labels=True)
+    quality, labels = (simulated(monkeypatch, samples=20_000, labels=drawn) for drawn in (False, True))
     assert set(labels.accuracy.unique().tolist()) == {0.0, 1.0}
     assert labels.accuracy.mean(0) == pytest.approx(quality.accuracy.mean(0), abs=0.02)
 
@@ -183,18 +182,12 @@ def test_more_compute_helps_on_average_and_not_always(kind: str) -> None:
     assert worse.float().mean() < 0.02 if same_for_all else 0.05 < worse.float().mean() < 0.4
 
 
-def test_where_cells_and_combinations_are_missing() -> None:
-    encoder = made("encoder")
-    assert math.prod(encoder.knob_sizes) == 120
-    assert encoder.num_configurations == 82
-    assert math.prod(made("wide_knobs").knob_sizes) == 240
-    for kind, parameters in KINDS.items():
-        assert 1 - made(kind).mask.double().mean() == pytest.approx(parameters.unprofiled, abs=0.01)
-
-
-def test_which_features_are_missing_and_how_they_look() -> None:
+def test_what_is_missing_and_how_features_look() -> None:
+    sizes = {kind: math.prod(made(kind).knob_sizes) for kind in ("encoder", "wide_knobs")}
+    assert sizes == {"encoder": 120, "wide_knobs": 240}
     for kind, parameters in KINDS.items():
         table = made(kind)
+        assert 1 - table.mask.double().mean() == pytest.approx(parameters.unprofiled, abs=0.01)
         joined = torch.cat(list(table.features.values()), 1)
         missing = joined.isnan().double()
         assert float(missing.mean()) == pytest.approx(parameters.missing, abs=0.01)
@@ -205,18 +198,15 @@ def test_which_features_are_missing_and_how_they_look() -> None:
     assert set(made("wide_knobs").features) == {"image_features", "language_features"}
 
 
-def test_heavy_tails() -> None:
+def test_heavy_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = simulated(monkeypatch, samples=20_000, latency_noise=1.0, tail=0.5)  # ProfileTable checks it too
+    assert table.latency_ms.isfinite().all()
     assert kurtosis(made("heavy_tails").latency_ms) > 500
     assert kurtosis(residuals(made("heavy_tails"))) > 15
     portfolio = made("portfolio").latency_ms
     assert portfolio[portfolio.isfinite()].quantile(0.99) > 100 * portfolio[portfolio.isfinite()].quantile(0.1)
     for kind in ("router", "few_samples", "unattainable"):
         assert kurtosis(residuals(made(kind))) < 6
-
-
-def test_a_latency_is_finite_however_heavy_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = simulated(monkeypatch, samples=20_000, latency_noise=1.0, tail=0.5)  # ProfileTable checks it too
-    assert table.latency_ms.isfinite().all()
 
 
 # -- what a kind claims ------------------------------------------------------------------------------------------------
