@@ -132,11 +132,8 @@ def test_beams_are_added_and_closed_up() -> None:
         found_by=4,
         round=torch.tensor([[9, 3], [3, 3], [9, 9]]),
     )
-    assert added.sequences.tolist() == [
-        [[2, 0, X], [1, X, X], [0, 1, 2]],
-        [[1, 0, X], [0, X, X], [1, X, X]],
-        [[X, X, X], [X, X, X], [X, X, X]],
-    ]
+    first, second = [[2, 0, X], [1, X, X], [0, 1, 2]], [[1, 0, X], [0, X, X], [1, X, X]]
+    assert added.sequences.tolist() == [first, second, [[X, X, X]] * 3]
     assert added.found_by.tolist() == [[0, 4, 4], [3, 4, 4], [X, X, X]]
     assert added.round.tolist() == [[0, 2, 3], [0, 3, 3], [0, 0, 0]]
     assert added.fields["vqa_correct"].nan_to_num(-9).tolist() == [[1, 0, 1], [1, 0, 1], [-9, -9, -9]]
@@ -190,9 +187,8 @@ def test_digest_tells_content_apart_and_nothing_else() -> None:
         replace(table, blocks={"image": (0, 2)}),
     ]
     assert len({table.digest, *(other.digest for other in changed)}) == 14
-    blocks = {"image": (0, 1), "question": (1, 2)}
-    reversed_blocks = dict(reversed(blocks.items()))
-    assert replace(table, blocks=blocks).digest == replace(table, blocks=reversed_blocks).digest
+    orders = ({"image": (0, 1), "question": (1, 2)}, {"question": (1, 2), "image": (0, 1)})
+    assert len({replace(table, blocks=blocks).digest for blocks in orders}) == 1
     assert table.digest.startswith("sha256:")
 
 
@@ -207,9 +203,6 @@ def test_a_saved_table_loads_the_same(tmp_path) -> None:
     assert again.pool.dtype == torch.int64
     tensors = load_file(tmp_path / "deep" / "t.safetensors")
     assert {tensors[k].dtype for k in ("pool", "sequences", "found_by", "round")} == {torch.int8}
-
-
-def test_integers_take_the_smallest_type_that_holds_them(tmp_path) -> None:
     table = tiny(candidates=torch.zeros(40_000, 2), pool=torch.tensor([[39_999, 0, 2], [1, 3, X], [X, X, X]]))
     table.save(tmp_path / "t.safetensors")
     assert load_file(tmp_path / "t.safetensors")["pool"].dtype == torch.int32

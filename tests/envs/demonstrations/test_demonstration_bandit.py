@@ -25,10 +25,10 @@ ROW = torch.tensor([0])
 SEQUENCES = torch.tensor(
     [
         [[0, 1, X], [2, X, X], [3, 1, 0], [1, 0, X]],
-        [[0, X, X], [X, X, X], [X, X, X], [X, X, X]],  # one candidate
-        [[X, X, X], [X, X, X], [X, X, X], [X, X, X]],  # no candidate
-        [[X, X, X], [X, X, X], [X, X, X], [X, X, X]],  # candidates, no sequence
-        [[2, 1, X], [0, 2, X], [X, X, X], [X, X, X]],
+        [[0, X, X], *[[X, X, X]] * 3],  # one candidate
+        [[X, X, X]] * 4,  # no candidate
+        [[X, X, X]] * 4,  # candidates, no sequence
+        [[2, 1, X], [0, 2, X], *[[X, X, X]] * 2],
     ]
 )
 
@@ -220,9 +220,8 @@ def test_the_level_of_the_sequence_is_that_of_the_demonstrations_shown() -> None
     reward = DemonstrationRewardConfig("multi_level", coherence_weight=1.0, **weights)
     shown = beams().candidates[[6, 0, 4]]  # what stands at places 3, 1, 0 of query a
     cosines = torch.cosine_similarity(shown[1:], shown[:-1])
-    recorded = DemonstrationBandit(beams(), rows=ROW, reward=reward)
-    torch.testing.assert_close(recorded.rewards[0, 2], cosines.mean())
-    env = DemonstrationBandit(beams(), rows=ROW, reward=reward, scorer=CountingScorer())
+    torch.testing.assert_close(bandit(rows=ROW, reward=reward).rewards[0, 2], cosines.mean())
+    env = bandit(True, rows=ROW, reward=reward)
     out = env.step(env.reset().set("action", torch.tensor([[[3, 1, 0]]])))
     torch.testing.assert_close(out["next", "reward"][0, 0], cosines.mean())
 
@@ -271,14 +270,15 @@ def test_settings_that_make_no_sense() -> None:
             GroupConfig(methods)
     with pytest.raises(InputError, match=r"groups.rounds=0: must be"):
         GroupConfig(rounds=0)
-    with pytest.raises(
-        InputError, match=r"'five' has no sequence for groups.methods=policy and shots=4; it has .*\[1, 2, 3\]"
-    ):
-        DemonstrationBandit(beams(), groups=GroupConfig("own"), shots=4)
+    with pytest.raises(InputError, match=r"'five' has no sequence for groups.methods=policy and shots=4;.*\[1, 2, 3\]"):
+        bandit(groups=GroupConfig("own"), shots=4)
     with pytest.raises(InputError, match="no queries to draw from"):
-        DemonstrationBandit(beams(), rows=torch.tensor([], dtype=torch.int64))
+        bandit(rows=torch.tensor([], dtype=torch.int64))
     with pytest.raises(InputError, match="shots=0, group_size=1"):
-        DemonstrationBandit(beams(), shots=0, scorer=CountingScorer())
+        bandit(True, shots=0)
+    none = torch.full((5, 0), X)  # the table needs no recorded sequence, but candidates
+    table = beams(sequences=none[..., None], fields={}, found_by=none, round=none)
+    check_env_specs(DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()), seed=0)
     none = torch.full((5, 4), X)
     empty = beams(pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none)
     with pytest.raises(InputError, match="the pools of all queries are empty"):
@@ -296,9 +296,8 @@ def test_a_scorer_is_given_the_rows_behind_the_places_once_each() -> None:
     rows, bank = torch.tensor([0, 0, 0, 4, 4]), torch.tensor([[4, 2], [2, 4], [4, 2], [0, X], [6, 0]])
     scored = CountingScorer()(rows, bank)
     there = torch.tensor([[True, True, True], [True, False, True]])
-    torch.testing.assert_close(
-        out["next", "reward"][there], 2 * scored["vqa_correct"] + scored["vqa_acc_score"], rtol=0, atol=1e-6
-    )
+    wanted = 2 * scored["vqa_correct"] + scored["vqa_acc_score"]
+    torch.testing.assert_close(out["next", "reward"][there], wanted, rtol=0, atol=1e-6)
     assert torch.equal(out["next", "vqa_correct"][there], scored["vqa_correct"])
     assert out["next", "reward"][1, 1] == 0
     assert out["next", "vqa_correct"][1, 1].isnan()
@@ -366,12 +365,6 @@ def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts
     env.contexts.drawn = 2
     again = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(2)]
     assert torch.equal(torch.cat(again), torch.cat(result[2:]))
-
-
-def test_the_table_needs_no_recorded_sequence_when_there_is_a_scorer() -> None:
-    none = torch.full((5, 0), X)
-    table = beams(sequences=torch.full((5, 0, 0), X), fields={}, found_by=none, round=none)
-    check_env_specs(DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()), seed=0)
 
 
 @given(rows=st.integers(1, 12), count=st.integers(1, 30), seed=st.integers(0, 2**62), batches=st.integers(1, 6))

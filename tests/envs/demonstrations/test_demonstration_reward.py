@@ -78,11 +78,10 @@ def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None
 
 
 def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
-    accuracy = torch.linspace(0, 1, 11)
+    lengths = torch.ones(11, dtype=torch.int64)
     for correct, low, high in ((1.0, 2.0, 3.0), (0.0, 0.0, 1.0)):
-        fields = {"vqa_correct": torch.full((11,), correct), "vqa_acc_score": accuracy}
-        mask, lengths = torch.ones(11, dtype=torch.bool), torch.ones(11, dtype=torch.int64)
-        reward = demonstration_reward(fields, lengths, mask, DemonstrationRewardConfig())
+        fields = {"vqa_correct": torch.full((11,), correct), "vqa_acc_score": torch.linspace(0, 1, 11)}
+        reward = demonstration_reward(fields, lengths, lengths > 0, DemonstrationRewardConfig())
         assert (float(reward.min()), float(reward.max())) == (low, high)
 
 
@@ -153,26 +152,17 @@ def test_adaptive_weights_by_hand(
 
 
 def test_adaptive_weights_are_those_of_each_group() -> None:
-    fields = {
-        "vqa_correct": torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
-        "vqa_acc_score": torch.tensor([[0.5, 0.25], [0.5, 0.5]]),
-    }
-    config = DemonstrationRewardConfig("hard_plus_soft", adaptive=True)
-    everywhere = torch.ones(2, 2, dtype=torch.bool)
-    reward = demonstration_reward(fields, torch.ones(2, 2, dtype=torch.int64), everywhere, config)
+    correct, accuracy = torch.tensor([[1.0, 1.0], [1.0, 0.0]]), torch.tensor([[0.5, 0.25], [0.5, 0.5]])
+    config, lengths = DemonstrationRewardConfig("hard_plus_soft", adaptive=True), torch.ones(2, 2, dtype=torch.int64)
+    fields = {"vqa_correct": correct, "vqa_acc_score": accuracy}
+    reward = demonstration_reward(fields, lengths, lengths > 0, config)
     torch.testing.assert_close(reward, torch.tensor([[1.0, 0.5], [2.0, 0.0]]))
 
 
 def test_coherence_and_diversity_by_hand() -> None:
-    embeddings = torch.tensor(
-        [
-            [[1.0, 0.0], [0.0, 2.0], [5.0, 0.0]],  # cosines 0 and 0 in a row; 0, 0 and 1 of all pairs
-            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # two: .6
-            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # one
-            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # none
-            [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]],  # zeros are like nothing
-        ]
-    )
+    orthogonal, similar = [[1.0, 0.0], [0.0, 2.0], [5.0, 0.0]], [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]]
+    # cosines 0 and 0 in a row, 0, 0 and 1 of all pairs; .6 of two, then one and none; zeros are like nothing
+    embeddings = torch.tensor([orthogonal, similar, similar, similar, [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]])
     coherence, diversity = coherence_and_diversity(embeddings, torch.tensor([3, 2, 1, 0, 3]))
     torch.testing.assert_close(coherence, torch.tensor([0.0, 0.6, 0.0, 0.0, 0.5]))
     torch.testing.assert_close(diversity, torch.tensor([2 / 3, 0.4, 0.0, 0.0, 2 / 3]))

@@ -86,19 +86,17 @@ def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) 
     normaliser = FeatureNormaliser.fit(profile, rows)
     (fitted,) = fit_experts(profile, Measured.from_table(profile, rows, budgets_ms, 0), normaliser, ("ridge",), 0)
     ridge = PredictThenChoose("ridge", fitted.expert, normaliser)
-    choosers = [BudgetAwareStatic(profile, rows), ridge, Oracle(profile, split.test)]
-    static, learned, best = (
-        float(judge(chooser, profile, split.test, budgets_ms, rewards).utility.mean()) for chooser in choosers
-    )
+    policies = [BudgetAwareStatic(profile, rows), ridge, Oracle(profile, split.test)]
+    judged = [judge(policy, profile, split.test, budgets_ms, rewards) for policy in policies]
+    static, learned, best = (float(outcome.utility.mean()) for outcome in judged)
     assert (learned - static) / (best - static) > 0.15
 
 
 def test_the_description_of_the_run_is_the_default_configuration(about: dict[str, Any]) -> None:
     assert about["command"] == "knobwise profile model=elastic out=DIR"
     config = ElasticProfileConfig()
-    assert (config.samples, config.repeats, config.seed) == tuple(
-        about["config"][k] for k in ("samples", "repeats", "seed")
-    )
+    keys = ("samples", "repeats", "seed")
+    assert [getattr(config, key) for key in keys] == [about["config"][key] for key in keys]
 
 
 def test_the_shipped_model_still_gives_the_recorded_answers_and_features(arrays: dict[str, Any]) -> None:
