@@ -124,9 +124,6 @@ def test_what_was_never_profiled_is_refused_and_never_rewarded() -> None:
     context = env.reset().update({"row": torch.tensor([0, 1]), "action": torch.tensor([[[1], [0]], [[0], [1]]])})
     with pytest.raises(InputError, match=r"1 of the actions.*'1'.*'by hand'"):
         env.step(context)
-
-
-def test_an_action_that_does_not_exist_is_refused() -> None:
     for action in (-1, 3):
         with pytest.raises(InputError, match="'0'"):
             check_profiled(ONE_KNOB, torch.tensor([0]), ONE_KNOB.find(torch.tensor([[[action]]])))

@@ -41,13 +41,10 @@ def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor() -> N
     assert hit.any(2).float().sum(0).min() > 0  # and every configuration at times
 
 
-def test_fixed_draws_each_value() -> None:
+def test_fixed_draws_each_value_and_uniform_is_even_between_its_ends() -> None:
     drawn = draw(small_table(), torch.zeros(3000, dtype=torch.int64), strategy="fixed", values_ms=(5.0, 7.0))
     assert sorted(set(drawn.tolist())) == [5.0, 7.0]
     assert drawn.mean().item() == pytest.approx(6.0, abs=0.1)
-
-
-def test_uniform_is_even_between_its_ends() -> None:
     drawn = draw(small_table(), torch.zeros(20_000, dtype=torch.int64), strategy="uniform", low_ms=10.0, high_ms=30.0)
     assert drawn.min() >= 10
     assert drawn.max() <= 30

@@ -78,6 +78,9 @@ def test_joins_scores_and_times(pair):
     assert table.accuracy.tolist() == [[0.5, 1.0], [0.0, 0.0]]
     assert table.latency_ms.tolist() == [[100.0, 300.0], [108.0, 308.0]]
     assert table.notes == table.datasets == table.parts == ()
+    table.features["language_features"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    write_features(table, pair / "f.npz")
+    assert read(pair, features=pair / "f.npz").digest == table.digest
 
 
 def test_latency_is_a_choice(pair):
@@ -140,13 +143,6 @@ def test_several_data_sets_keep_their_ids_apart(pair):
         ("doc_qa", "0"), ("doc_qa", "7"), ("text_vqa", "0"), ("text_vqa", "1")
     ]  # fmt: skip
     assert table.accuracy[:, 0].tolist() == [0.25, 0.75, 0.5, 0.0]
-
-
-def test_features_are_attached(pair):
-    table = read(pair)
-    table.features["language_features"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    write_features(table, pair / "f.npz")
-    assert read(pair, features=pair / "f.npz").digest == table.digest
 
 
 def test_summaries_of_the_whole_run_are_no_configuration(pair):
