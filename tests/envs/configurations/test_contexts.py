@@ -56,12 +56,6 @@ def test_under_a_mean_budget_worths_are_drawn() -> None:
     assert measured.max() < worths.max() <= 30 * measured.max()
 
 
-def test_nothing_to_draw_from() -> None:
-    for rows in (torch.tensor([], dtype=torch.int64), [], [torch.arange(3), torch.tensor([], dtype=torch.int64)]):
-        with pytest.raises(InputError, match="no samples to draw from"):
-            sampler(rows)
-
-
 def unbalanced() -> ProfileTable:
     """Data set a has 48 rows and b 12; configuration 0 was profiled for rows 0 to 5 only, of two samples each."""
     table = small_table()
@@ -135,7 +129,10 @@ def test_equal_seeds_without_weights_draw_what_they_always_drew() -> None:
     assert row_weights(small_table(), BalanceConfig(), torch.arange(60)) is None
 
 
-def test_a_balance_that_cannot_be() -> None:
+def test_nothing_to_draw_from_and_a_balance_that_cannot_be() -> None:
+    for rows in (torch.tensor([], dtype=torch.int64), [], [torch.arange(3), torch.tensor([], dtype=torch.int64)]):
+        with pytest.raises(InputError, match="no samples to draw from"):
+            sampler(rows)
     with pytest.raises(InputError, match=r"balance\.by='colour'"):
         BalanceConfig(by="colour")
     with pytest.raises(InputError, match=r"balance\.power=0"):

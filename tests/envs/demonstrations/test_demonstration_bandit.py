@@ -174,7 +174,7 @@ def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
 
 
 def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
-    env = DemonstrationBandit(beams(), batch_size=400, rows=ROW)
+    env = bandit(batch_size=400, rows=ROW)
     drawn = env.rand_action(env.reset())["action"].reshape(-1, 3)
     sequences, counts = drawn.unique(dim=0, return_counts=True)
     assert sorted(sequences.tolist()) == sorted(SEQUENCES[0].tolist())
@@ -308,8 +308,7 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
     env = DemonstrationBandit(beams(), batch_size=5, group_size=2, scorer=scorer, reward=config)
     for _ in range(3):
         context = env.rand_action(env.reset())
-        out = env.step(context)
-        rows, action = context["row"], context["action"]
+        out, rows, action = env.step(context), context["row"], context["action"]
         bank = beams().pool[rows][:, None].expand(5, 2, 4).gather(2, action.clamp_min(0)).masked_fill(action < 0, X)
         for g in range(2):
             gain = CountingScorer()(rows, bank[:, g])["vqa_gt_prob"]

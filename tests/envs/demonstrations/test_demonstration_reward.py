@@ -25,6 +25,7 @@ RECORDED = {
 COHERENCE, DIVERSITY = torch.tensor([0.5, 1.0, 0.0, NAN]), torch.tensor([0.5, 0.0, 1.0, NAN])
 MASK = torch.tensor([True, True, True, False])
 LENGTHS = torch.tensor([1, 2, 2, 0])
+ONLY_COHERENCE = {"sequence_weight": 1.0, "coherence_weight": 1.0, "diversity_weight": 0.0}
 
 
 def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **settings: Any) -> Tensor:
@@ -60,11 +61,7 @@ def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **sett
         ({"mode": "hybrid", "alpha": 0.0, "hard_weight": 2.0, "soft_weight": 1.0}, [2.9, 0.3, 2.6]),
         ({"mode": "hybrid", "alpha": 1.0}, [0.5, -0.2, 1.0]),
         ({"mode": "multi_level"}, [1.325, 0.53, 1.4]),
-        (
-            {"mode": "multi_level", "beam_weight": 0.0, "task_weight": 2.0, "sequence_weight": 1.0}
-            | {"coherence_weight": 1.0, "diversity_weight": 0.0},
-            [2.3, 1.6, 1.2],
-        ),
+        ({"mode": "multi_level", "beam_weight": 0.0, "task_weight": 2.0, **ONLY_COHERENCE}, [2.3, 1.6, 1.2]),
         ({"mode": "hard_plus_soft", "by_shots": {2: {"hard_weight": 3.0}}}, [1.9, 0.3, 3.6]),
         ({"mode": "hard_plus_soft", "by_shots": {"1": {"hard_weight": 0, "soft_weight": 2.0}, 9: {}}}, [1.8, 0.3, 1.6]),
         ({"mode": "soft_only", "soft_weight": 2.0, "by_shots": {2: {"soft_weight": 1.0}}}, [1.8, 0.3, 0.6]),
@@ -126,18 +123,12 @@ def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive:
 @pytest.mark.parametrize(
     ("correct", "accuracy", "config", "wanted"),
     [
-        # all right: the soft accuracy gets both weights
-        ([1.0, 1.0, 1.0], [0.9, 0.3, 0.6], {}, [1.8, 0.6, 1.2]),
-        # all wrong, all alike: nothing separates, nothing moves
-        ([0.0, 0.0, 0.0], [0.4, 0.4, 0.4], {}, [0.4, 0.4, 0.4]),
-        # deviations .5 and .2 share 2 as 10/7 and 4/7
-        ([1.0, 0.0], [0.6, 0.2], {}, [12.4 / 7, 0.8 / 7]),
-        # weighted 2·.5 and 1·.2 share 3 as 2.5 and .5
-        ([1.0, 0.0], [0.6, 0.2], {"hard_weight": 2.0}, [2.8, 0.1]),
-        # the soft accuracy is the same everywhere
-        ([1.0, 0.0], [0.5, 0.5], {"hard_weight": 2.0}, [3.0, 0.0]),
-        # a weight of 0 stays 0
-        ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),
+        ([1.0, 1.0, 1.0], [0.9, 0.3, 0.6], {}, [1.8, 0.6, 1.2]),  # all right: the soft accuracy gets both weights
+        ([0.0, 0.0, 0.0], [0.4, 0.4, 0.4], {}, [0.4, 0.4, 0.4]),  # all wrong, all alike: nothing separates or moves
+        ([1.0, 0.0], [0.6, 0.2], {}, [12.4 / 7, 0.8 / 7]),  # deviations .5 and .2 share 2 as 10/7 and 4/7
+        ([1.0, 0.0], [0.6, 0.2], {"hard_weight": 2.0}, [2.8, 0.1]),  # weighted 2·.5 and 1·.2 share 3 as 2.5 and .5
+        ([1.0, 0.0], [0.5, 0.5], {"hard_weight": 2.0}, [3.0, 0.0]),  # the soft accuracy is the same everywhere
+        ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),  # a weight of 0 stays 0
         # of one demonstration hard weighs 1·.5 beside .2, of two 3·.5 beside .2 of a sum of 4
         ([1.0, 0.0], [0.6, 0.2], {"by_shots": {2: {"hard_weight": 3.0}}}, [12.4 / 7, 0.2 * 4 * 0.2 / 1.7]),
     ],

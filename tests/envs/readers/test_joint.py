@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,16 +20,9 @@ def table(name: str, knobs: dict[str, tuple[Any, ...]], configurations: list[lis
     """Two samples; sample i under configuration c takes 10·i + c + 1 ms and is right with 0.1·c."""
     c = len(configurations)
     ms = 10.0 * torch.arange(2).unsqueeze(1) + torch.arange(c) + 1
-    return ProfileTable(
-        name=name,
-        knobs=tuple(Knob(k, v) for k, v in knobs.items()),
-        configurations=torch.tensor(configurations),
-        accuracy=(0.1 * torch.arange(c)).expand(2, c).clone(),
-        latency_ms=ms,
-        mask=torch.ones(2, c, dtype=torch.bool),
-        sample_ids=("0", "1"),
-        **more,
-    )
+    cells = table_of([[0.1 * i for i in range(c)]] * 2, ms.tolist())
+    named = tuple(Knob(k, v) for k, v in knobs.items())
+    return replace(cells, name=name, knobs=named, configurations=torch.tensor(configurations), **more)
 
 
 def cells(of: ProfileTable) -> set[tuple[Any, ...]]:
