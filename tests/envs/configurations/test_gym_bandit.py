@@ -100,7 +100,7 @@ def test_the_oracle_is_the_best_by_brute_force(holes: float) -> None:
         assert result[row].item() == min(candidates)[2]
 
 
-def test_what_was_never_profiled_is_refused_by_name_and_never_rewarded() -> None:
+def test_actions_that_are_refused_and_never_rewarded() -> None:
     table = small_table(holes=0.6)
     env = ConfigBanditEnv(table)
     _, info = env.reset(seed=0)
@@ -113,9 +113,7 @@ def test_what_was_never_profiled_is_refused_by_name_and_never_rewarded() -> None
     actions[1] = table.configurations[torch.from_numpy(~infos["mask"][1])][0].numpy()
     with pytest.raises(InputError, match=f"1 of the actions.*sample {infos['sample_id'][1]!r}"):
         many.step(actions)
-
-
-def test_an_action_of_another_width_is_refused() -> None:
+    # nor is an action of another width, or one before a context is drawn
     env = ConfigBanditEnv(small_table())
     env.reset(seed=0)
     with pytest.raises(RuntimeError, match="shape"):
@@ -137,8 +135,7 @@ def test_observations_share_no_memory() -> None:
     before, _ = many.reset(seed=0)
     after, _, _, _, infos = many.step(np.zeros((3, 3), dtype=np.int64))
     for key, value in before.items():
-        assert not np.shares_memory(value, after[key])
-        assert not any(np.shares_memory(value, last[key]) for last in infos["final_obs"])
+        assert not any(np.shares_memory(value, other[key]) for other in (after, *infos["final_obs"]))
 
 
 def test_a_missing_feature_shows_as_the_median_of_its_column() -> None:

@@ -231,25 +231,20 @@ def test_images_that_do_not_fit(tmp_path, suffix: str, images: Any, message: str
 
 @given(data=st.data(), shared=st.booleans(), images=st.lists(st.sampled_from("abc"), min_size=20, max_size=20))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_left_is_what_a_slow_reading_leaves(
-    tmp_path, data: st.DataObject, shared: bool, images: list[str]
-) -> None:
+def test_what_is_left_is_what_a_slow_reading_leaves(tmp_path, data: Any, shared: bool, images: list[str]) -> None:
     """Ids in, ids out: no candidate of a query's own image, no beam that uses one, the rest in its order."""
     ids = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)
     asked = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
     beams = {str(q): data.draw(st.lists(ids, max_size=4)) for q in asked}
     left = {q: [beam for beam in beams[q] if all(images[i] != images[int(q)] for i in beam)] for q in beams}
-    content = {
-        q: {"query": {"image_id": images[int(q)]}, "pointer_candidates": [row(beam) for beam in beams[q]]}
-        for q in beams
-    }
-    path, bank = written(tmp_path, content), ASKED
-    words: Any = {"query_embeddings": None if shared else BANK[:10], "candidate_images": images[:10]}
+    about = {q: {"image_id": images[int(q)]} for q in beams}
+    content = {q: {"query": about[q], "pointer_candidates": [row(beam) for beam in beams[q]]} for q in beams}
+    files: Any = (written(tmp_path, content), ASKED, None if shared else BANK[:10])
     if not any(left.values()):
         with pytest.raises(InputError, match="no beam is left"):
-            read_beam_data(path, bank, **words)
+            read_beam_data(*files, candidate_images=images[:10])
         return
-    table = read_beam_data(path, bank, **words)
+    table = read_beam_data(*files, candidate_images=images[:10])
     for q, (query, pool) in enumerate(zip(table.query_ids, table.pool.tolist(), strict=True)):
         result = [[pool[place] for place in beam if place >= 0] for beam in table.sequences[q].tolist()]
         assert [beam for beam in result if beam] == left[query]
@@ -321,7 +316,7 @@ def test_broken_files(tmp_path, content: Any, message: str) -> None:
         read(tmp_path, content)
 
 
-def test_what_no_json_file_can_hold(tmp_path) -> None:
+def test_what_is_around_the_json(tmp_path) -> None:
     with pytest.raises(InputError, match="query embeddings are 3 wide, candidates 2; both must come from the same"):
         read_beam_data(written(tmp_path, rl(row([7]))), BANK, torch.ones(10, 3))
     with pytest.raises(InputError, match=r"none\.json: cannot be read \(No such file or directory\)"):

@@ -123,6 +123,8 @@ def test_select_keeps_order_shape_and_candidates() -> None:
     assert chosen.queries.tolist() == [[1, 1], [1, 0]]
     assert chosen.candidates is table.candidates
     assert table.select(torch.tensor([True, False, False])).query_ids == ("10",)
+    with pytest.raises(InputError, match="is empty: it has no queries"):
+        table.select(torch.tensor([], dtype=torch.int64))
 
 
 def test_beams_are_added_and_closed_up() -> None:
@@ -153,11 +155,6 @@ def test_beams_are_added_and_closed_up() -> None:
 def test_beams_that_do_not_fit_are_not_added(sequences: torch.Tensor, words: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         tiny().with_beams(sequences, **({"fields": {}, "found_by": 1} | words))
-
-
-def test_a_table_needs_queries() -> None:
-    with pytest.raises(InputError, match="is empty: it has no queries"):
-        tiny().select(torch.tensor([], dtype=torch.int64))
 
 
 def test_digest_tells_content_apart_and_nothing_else() -> None:

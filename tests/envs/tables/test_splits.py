@@ -134,18 +134,14 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
         leave_one_out(coco(ids, ids, 20))
 
 
-def test_what_a_data_set_that_is_left_out_takes_is_not_in_the_budgets() -> None:
-    table = three(20, 20)
-    left = divide(table, leave_out="set 1")
-    assert budget_rows(table, left).sort().values.tolist() == list(range(20))
-    assert torch.equal(budget_rows(table, divide(table)), torch.arange(40))
-
-
 def test_settings_say_which() -> None:
     table = three(20, 20)
     assert all(map(torch.equal, divide(table, 0.5, 0.3, 2), table.split(0.5, 0.3, 2)))
     left = divide(table, leave_out="set 1")
     assert all(map(torch.equal, left, leave_one_out(table)["set 1"]))
+    # what a data set that is left out takes is not in the budgets
+    assert budget_rows(table, left).sort().values.tolist() == list(range(20))
+    assert torch.equal(budget_rows(table, divide(table)), torch.arange(40))
     assert all(map(torch.equal, divide(table, seed=3, folds=4, fold=2), k_folds(table, 4, 3)[2]))
     # half and half of what is not judged, by the seed
     for split in (divide(table, 0.4, 0.4, 1, leave_out="set 1"), divide(table, 0.4, 0.4, 1, folds=4)):
