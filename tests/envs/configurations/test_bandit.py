@@ -15,13 +15,12 @@ from knobwise.envs.tables.profile_table import ProfileTable
 ONE_KNOB = table_of([[0.1, 0.5, 1.0], [0.2, torch.nan, 0.8]], [[1.0, 2.0, 4.0], [1.5, torch.nan, 6.0]])
 
 
-@pytest.mark.parametrize(
-    "modes", [{"lean": True}, {"lean": True, "full_information": True}, {"full_information": True}]
-)
+@pytest.mark.parametrize(("lean", "full_information"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("table", [small_table(), small_table(holes=0.6, features=False), ONE_KNOB])
-def test_specs_hold(modes: dict[str, bool], group_size: int, table: ProfileTable) -> None:
-    check_env_specs(ConfigBandit(table, batch_size=4, group_size=group_size, **modes), seed=0)
+def test_specs_hold(lean: bool, full_information: bool, group_size: int, table: ProfileTable) -> None:
+    words = {"lean": lean, "full_information": full_information}
+    check_env_specs(ConfigBandit(table, batch_size=4, group_size=group_size, **words), seed=0)
 
 
 def test_shapes_of_everything() -> None:
@@ -66,8 +65,7 @@ def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind: str)
     assert torch.equal(out["mask"], table.mask[out["row"]])
     assert torch.equal(out["image_features"], table.features["image_features"][out["row"]])
     assert (out["reward_per_configuration"].isnan() == ~out["mask"]).all()
-    rewards = RewardTable(table, config).chosen(out["row"], chosen, out["budget_ms"])
-    assert torch.equal(out["next", "reward"], rewards)
+    assert torch.equal(out["next", "reward"], RewardTable(table, config).chosen(out["row"], chosen, out["budget_ms"]))
 
 
 def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:

@@ -64,9 +64,7 @@ def test_quantiles_follows_the_latencies_between_its_ends() -> None:
     assert drawn.max() <= 64 + 1e-4
     quarters = drawn.quantile(torch.tensor([0.25, 0.5, 0.75]))  # at ranks .35, .5, .65
     torch.testing.assert_close(quarters, torch.tensor([12.25, 25.0, 42.25]), rtol=0.03, atol=0)
-
-
-def test_ranges_are_taken_from_the_rows_given() -> None:
+    # ranges are taken from some of the rows
     table = of_latencies(torch.tensor([[1.0, 2.0], [100.0, 200.0]]))
     sampler = BudgetSampler(table, BudgetConfig("quantiles", low=0, high=1), rows=torch.tensor([0]))
     drawn = sampler(torch.ones(100, dtype=torch.int64), torch.Generator().manual_seed(0))

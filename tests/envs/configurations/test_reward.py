@@ -60,9 +60,7 @@ def test_utility_kind_by_hand() -> None:
     assert one(config, latency=100.1) == -0.3
     with pytest.raises(InputError, match=r"reward\.kind='sparse'"):
         RewardConfig(kind="sparse")
-
-
-def test_utility_counts_accuracy_only_inside_the_budget() -> None:
+    # the utility that everything is judged by counts accuracy only inside the budget
     latency = torch.tensor([9.0, 10.0, 10.0001, math.nan])
     accuracy = torch.tensor([0.5, 0.7, 0.9, math.nan])
     torch.testing.assert_close(utility(accuracy, latency, torch.tensor(10.0)), torch.tensor([0.5, 0.7, 0.0, 0.0]))

@@ -90,8 +90,7 @@ def bandit_of(kind: str, **words: Any) -> SingleStepEnv:
 @pytest.mark.parametrize("control", [False, True])
 def test_specs_hold_and_rewards_are_finite_in_every_mode(mode: str, live: bool, control: bool) -> None:
     reward = DemonstrationRewardConfig(mode, adaptive=control, shuffled=control)
-    env = bandit(live, batch_size=4, group_size=3, reward=reward)
-    check_env_specs(env, seed=0)
+    check_env_specs(env := bandit(live, batch_size=4, group_size=3, reward=reward), seed=0)
     out = env.rollout(5, break_when_any_done=False)
     assert out["next", "reward"].isfinite().all()
     empty = (out["action"] < 0).all(-1)

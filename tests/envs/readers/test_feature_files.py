@@ -59,6 +59,9 @@ def test_rows_are_matched_by_id_whatever_their_order(tmp_path):
     assert table.features["x"].tolist() == [[0.0], [10.0], [20.0]]
     assert table.notes == ("1 rows of features without a sample: not used",)
     assert read_features(saved(tmp_path / "b.npz", ids=[b"a", b"b"])).sample_ids == ("a", "b")
+    saved(tmp_path / "f.npz", ids=["0", "x", "y"])
+    with pytest.raises(InputError, match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y"):
+        attach_features(bare(), tmp_path / "f.npz")
 
 
 def test_rows_are_matched_by_data_set_where_both_name_it():
@@ -96,12 +99,6 @@ def test_columns_of_a_table_file(tmp_path):
     torch.testing.assert_close(blocks["features"], torch.tensor([[640, 1], [NAN, 0]]), equal_nan=True)
     data.drop("vision", "split").write_csv(tmp_path / "f.csv")
     torch.testing.assert_close(read_features(tmp_path / "f.csv").blocks["features"], blocks["features"], equal_nan=True)
-
-
-def test_samples_without_features(tmp_path):
-    saved(tmp_path / "f.npz", ids=["0", "x", "y"])
-    with pytest.raises(InputError, match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y"):
-        attach_features(bare(), tmp_path / "f.npz")
 
 
 @pytest.mark.parametrize(

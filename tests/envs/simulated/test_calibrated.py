@@ -34,8 +34,6 @@ def report(grid: str) -> dict[str, tuple[float, float]]:
     return calibration_report(records(grid, {"240": 1000, "tiers": 6000}[grid]))
 
 
-# -- published numbers -------------------------------------------------------------------------------------------------
-
 RELATIVE = {
     "prefill min": 0.10,
     **{f"prefill {name}": 0.015 for name in ("p5", "p25", "p50", "p75", "p95", "mean")},
@@ -110,9 +108,6 @@ def test_removing_blocks_by_hand() -> None:
     assert blocks_lost((3, 9)) == pytest.approx(0.627 * (1 - (1 - a / 0.627) * (1 - b / 0.627)))
     assert blocks_lost((0, 1, 2, 3)) == pytest.approx(0.627)  # nothing is left to lose
     assert BLOCK_LOSS.argmax() == 0
-
-
-# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -75,9 +75,6 @@ def explained(table: ProfileTable, model: Any) -> float:
     return sum(scores) / 2
 
 
-# -- the formulae ------------------------------------------------------------------------------------------------------
-
-
 def test_accuracy_and_latency_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     table = simulated(monkeypatch, base=0.0, gain=2.0, latency_range=math.log(4))
     # saturating(p) = 1 − exp(−3p) over its largest value at p = 0, ½, 1: 0, .817574, 1, of mean .605858
@@ -128,9 +125,6 @@ def test_hidden_and_signal_are_what_features_can_tell(monkeypatch: pytest.Monkey
     assert share(hidden=0.4, signal=1.0) == pytest.approx(0.6, abs=0.05)
     assert share(hidden=0.0, signal=0.0) < 0.03
     assert 0.1 < share(hidden=0.0, signal=0.2) < 0.9
-
-
-# -- what is drawn -----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=15, deadline=None)
@@ -209,9 +203,6 @@ def test_heavy_tails(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kurtosis(residuals(made(kind))) < 6
 
 
-# -- what a kind claims ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_headroom(seed: int) -> None:
     gains = {kind: headroom(made(kind, seed=seed)) for kind in KINDS if kind != "wide_knobs"}
@@ -251,9 +242,6 @@ def test_budgets_that_cannot_be_kept_and_budgets_that_can(seed: int) -> None:
 
     assert (kept("unattainable")[:4] < 0.9).all()
     assert (kept("no_headroom") > 0.98).all()
-
-
-# -- on the command line -----------------------------------------------------------------------------------------------
 
 
 def test_as_a_profile_of_the_command_line() -> None:
