@@ -8,6 +8,7 @@ read in a process of their own, records per second, seconds and peak memory. `--
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import polars as pl
 import torch
 from timing import in_turns, medians
 
-from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
+from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.simulated.calibrated import TIERS, CalibratedConfig, calibrated_records, simulate_calibrated
 
@@ -75,11 +76,20 @@ def write(kind: str, folder: Path, samples: int) -> None:
     records = calibrated_records(config).with_columns(pred=pl.lit("stop sign"))
     for (dataset,), rows in records.group_by("dataset", maintain_order=True):
         if kind == "core_exp":
-            facts = pl.struct(image_id="sample_id", question=pl.lit("what does the sign say?"))
-            write_core_exp(rows.with_columns(metadata=facts).drop("dataset"), folder, str(dataset), TIERS)
+            write_core_exp(rows.drop("dataset"), folder / str(dataset).replace("_", "-"), str(dataset))
         else:
             rows = rows.with_columns(answers=pl.concat_list([pl.lit("stop sign")] * 10)).drop("dataset")
             write_exp5_exp6(rows, folder / "exp5", folder / "exp6", str(dataset))
+
+
+def write_core_exp(rows: pl.DataFrame, folder: Path, dataset: str) -> None:
+    stages = {"T_vision_total": "vision_ms", "T_LLM_prefill": "prefill_ms", "T_LLM_decode": "decode_ms"}
+    facts = pl.struct(image_id="sample_id", question=pl.lit("what does the sign say?"))
+    rows = rows.with_columns(**stages, T_total="latency_ms", metadata=facts)
+    folder.mkdir(parents=True)
+    for (tier, top_k, blocks), cells in rows.group_by("tier", "top_k", "num_active_blocks", maintain_order=True):
+        stem = f"{dataset}_imgsizetier-{tier}_crops{TIERS[str(tier)][1]}_topk{top_k}_blocks{blocks}.json"
+        (folder / stem).write_text(json.dumps({"num_samples": cells.height, "per_sample_results": cells.to_dicts()}))
 
 
 def read(kind: str, folder: Path) -> None:

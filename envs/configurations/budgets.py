@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -24,11 +25,8 @@ def log_ms(latency_ms: Tensor) -> Tensor:
 
 
 def log_measured(latency_ms: Tensor) -> Tensor:
-    """Natural logarithm of measured costs; a 0 counts as a tenth of the smallest value above it.
-
-    Timers report 0 for very short times, and some configurations may cost nothing; the 0 is replaced in logarithms
-    only. NaN stays.
-    """
+    """Natural logarithm of measured costs. A 0, as timers report it for very short times, counts as a tenth of the
+    smallest value above it. NaN stays."""
     above = latency_ms[latency_ms > 0]
     return latency_ms.clamp_min(float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS).log()
 
@@ -40,8 +38,7 @@ def default_budgets(table: ProfileTable) -> Tensor:
 
 def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
     """The 10/25/50/75/90 % quantiles of all profiled latencies, each raised if needed until three quarters of the
-    samples can meet it with their fastest configuration: latencies [N, C] and the mask bool [N, C] → [5], in ms.
-    """
+    samples can meet it with their fastest configuration: latencies [N, C] and the mask bool [N, C] → [5], in ms."""
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
     floor = torch.quantile(fastest, FEASIBLE_SHARE, interpolation="higher")
@@ -50,8 +47,7 @@ def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
 
 def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None) -> Tensor:
     """The budgets in the settings, in ms; the default are those of these rows (int64) or of all: float32 [B].
-    Raises InputError if there is no budget, or one that is not positive.
-    """
+    Raises InputError if there is no budget, or one that is not positive."""
     if budgets_ms is None:
         return default_budgets(table) if rows is None else quantile_budgets(table.latency_ms[rows], table.mask[rows])
     if not budgets_ms or not min(budgets_ms) > 0:
@@ -69,12 +65,9 @@ def _quantile(values: Tensor, shares: Tensor) -> Tensor:
 
 
 def worths_range(latencies_ms: Tensor) -> Tensor:
-    """The least and the greatest worth of a right answer that are considered, float32 [2], in ms.
-
-    The price of a mean budget is λ = 1/worth. The range is from the 3 % quantile of the latencies, where only the
-    nearly free pays, to thirty times their 97 % quantile, where a gain of some 3 points pays for the slowest. Free
-    configurations are left out.
-    """
+    """The least and the greatest worth of a right answer that are considered, float32 [2], in ms; the price of a mean
+    budget is λ = 1/worth. From the 3 % quantile of the latencies above 0, where only the nearly free pays, to thirty
+    times their 97 % quantile, where a gain of some 3 points pays for the slowest."""
     paid = latencies_ms[latencies_ms > 0]
     low, high = _quantile(paid if len(paid) else torch.ones(1), torch.tensor([0.03, 0.97]))
     return torch.stack([low, 30 * high])
@@ -88,11 +81,7 @@ def judged_worths(table: ProfileTable) -> Tensor:
 
 class BudgetSampler:
     """Draws budgets for samples of a table, or worths if `sense="mean"`. Ranges and quantiles are taken from `rows`,
-    int64 [n]; None for all.
-
-    Raises:
-        InputError: if the strategy is unknown, or cannot use the numbers.
-    """
+    int64 [n]; None for all. Raises InputError if the strategy is unknown, or cannot use the numbers."""
 
     STRATEGIES = ("relative", "uniform", "quantiles", "fixed")
 
@@ -100,10 +89,8 @@ class BudgetSampler:
         self.table, self.config = table, config
         rows = torch.arange(table.num_samples) if rows is None else rows
         latencies = table.latency_ms[rows][table.mask[rows]]
-        if config.sense not in ("deadline", "mean"):
-            raise InputError(f"budget.sense={config.sense!r}: must be deadline or mean")
-        if config.strategy not in self.STRATEGIES:
-            raise InputError(f"budget.strategy={config.strategy!r}: must be one of {', '.join(self.STRATEGIES)}")
+        one_of("budget.sense", config.sense, ("deadline", "mean"))
+        one_of("budget.strategy", config.strategy, self.STRATEGIES)
         if config.sense == "mean":
             self._numbers = worths_range(latencies).log()
         elif config.strategy in ("relative", "fixed"):
@@ -145,13 +132,11 @@ class BudgetSampler:
 
 
 class BudgetEncoding(nn.Module):
-    """Encodes budgets in ms as a vector, from the standardised logarithm z = (ln budget − μ) / σ.
+    """Encodes budgets in ms, [*] → [*, self.width], from the standardised logarithm z = (ln budget − μ) / σ.
 
     `linear` gives z itself. `sinusoidal` adds sin and cos of π·2^k·z/4 for k = 0 … (width − 1)/2 − 1, the encoding of
-    "Attention Is All You Need" (Vaswani et al. 2017, section 3.5) for a real-valued position.
-
-    μ and σ are those of `latencies_ms`, the profiled latencies of the training samples. Of `width`, 1 + 2·frequencies
-    are used. Shapes: forward takes [*] ms and gives [*, self.width].
+    "Attention Is All You Need" (Vaswani et al. 2017, section 3.5) for a real-valued position. μ and σ are those of
+    `latencies_ms`, the profiled latencies of the training samples. Of `width`, 1 + 2·frequencies are used.
     """
 
     mean: Tensor
@@ -160,8 +145,7 @@ class BudgetEncoding(nn.Module):
 
     def __init__(self, latencies_ms: Tensor, kind: str = "sinusoidal", width: int = 9) -> None:
         super().__init__()
-        if kind not in ("linear", "sinusoidal"):
-            raise InputError(f"policy.budget_encoding={kind!r}: must be linear or sinusoidal")
+        one_of("policy.budget_encoding", kind, ("linear", "sinusoidal"))
         logs = log_measured(latencies_ms)
         self.register_buffer("mean", logs.mean())
         self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))

@@ -16,12 +16,10 @@ from knobwise.envs.tables.profile_table import ProfileTable
 def row_weights(table: ProfileTable, balance: BalanceConfig, rows: Tensor) -> Tensor | None:
     """How often each row is drawn relative to the others, float64 [N]; None if all are drawn evenly.
 
-    A group of size s among `rows` gets a total weight of s^(1 − power), shared evenly by its samples. With
+    A group of size s among `rows`, int64 [n], gets a total weight of s^(1 − power), shared evenly by its samples. With
     `by="configuration"` the rows for which a configuration was profiled are such a group; a sample gets the sum over
-    its profiled configurations. Only `rows`, int64 [n], are drawn from; the others have weight 0.
-
-    Raises:
-        InputError: if the profile has no question types to balance by, or only one data set or type.
+    its profiled configurations. Other rows have weight 0. Raises InputError if the profile has no question types to
+    balance by, or only one data set or type.
     """
     if balance.by == "none":
         return None
@@ -48,15 +46,13 @@ def row_weights(table: ProfileTable, balance: BalanceConfig, rows: Tensor) -> Te
 
 
 class ContextSampler:
-    """Draws contexts: rows, uniformly or by weight, and a budget for each.
-
-    All environments draw through this class, so that equal seeds give equal contexts.
+    """Draws contexts: rows, uniformly or by weight, and a budget for each. All environments draw through this class, so
+    that equal seeds give equal contexts.
 
     Args:
         rows: int64 [n], the samples to draw from; None for all. From M such lists contexts are drawn in turn, context i
             from list i mod M.
-        weights: float [N], how often each row of the table is drawn relative to the others of its list, see
-            `row_weights`; None draws evenly.
+        weights: float [N] of `row_weights`, within each list; None draws evenly.
     """
 
     def __init__(
@@ -78,21 +74,19 @@ class ContextSampler:
         self.cumulative = None
         if weights is not None:
             self.cumulative = torch.cat([m + _shares(weights[part]) for m, part in enumerate(lists)])
-        self.budgets = BudgetSampler(table, budget, torch.cat(lists).unique() if len(lists) > 1 else lists[0])
+        self.budgets = BudgetSampler(table, budget, self.flat.unique() if len(lists) > 1 else lists[0])
         self.generator = torch.Generator().manual_seed(seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
     def __call__(self, count: int) -> tuple[Tensor, Tensor]:
         """`count` contexts: rows int64 [count], budgets float32 [count] in ms."""
-        self.before = self.generator.get_state()
+        self.before, turn = self.generator.get_state(), torch.arange(count) % len(self.counts)
         if self.cumulative is not None:
-            turn = torch.arange(count) % len(self.counts)
             drawn = turn + torch.rand(count, generator=self.generator, dtype=torch.float64)
             rows = self.flat[torch.searchsorted(self.cumulative, drawn, right=True)]
         elif len(self.rows) == 1:
             rows = self.rows[0][torch.randint(self.rows.shape[1], (count,), generator=self.generator)]
         else:
-            turn = torch.arange(count) % len(self.counts)
             place = torch.randint(1 << 62, (count,), generator=self.generator) % self.counts[turn]
             rows = self.rows[turn, place]
         return rows, self.budgets(rows, self.generator)
@@ -121,10 +115,8 @@ def reward_under(budget: BudgetConfig | None, reward: RewardConfig | None) -> Re
     mean = limit_key(budget) == "worth_ms"
     reward = reward or RewardConfig(kind="priced" if mean else "shaped")
     if (reward.kind == "priced") != mean:
-        sense = "mean" if mean else "deadline"
-        raise InputError(
-            f"reward.kind={reward.kind}: does not go with budget.sense={sense}; priced goes with mean, and only with it"
-        )
+        sense = f"budget.sense={'mean' if mean else 'deadline'}"
+        raise InputError(f"reward.kind={reward.kind}: does not go with {sense}; priced goes with mean, only with it")
     return reward
 
 

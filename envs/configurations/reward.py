@@ -20,8 +20,7 @@ def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: 
     `shaped` = α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency − budget)/budget)² − ε·complexity
     + δ·(1 − latency/budget if latency ≤ budget else 0), the formula of the original controller.
 
-    Under `priced` the budget is the worth of a right answer, in ms. All tensors broadcast against one another; so does
-    the result. NaN in, NaN out.
+    Under `priced` the budget is the worth of a right answer, in ms. All tensors broadcast. NaN in, NaN out.
     """
     relative = latency_ms / budget_ms
     if config.kind == "priced":
@@ -40,10 +39,8 @@ def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: 
 
 
 def complexity(table: ProfileTable) -> Tensor:
-    """float32 [C]: for each configuration the mean over its knobs of value / the knob's largest value.
-
-    Knobs whose values are names or negative have no size and count 0.
-    """
+    """float32 [C]: for each configuration the mean over its knobs of value / the knob's largest value. Knobs whose
+    values are names or negative have no size and count 0."""
     columns = []
     for number, knob in enumerate(table.knobs):
         sizes = [0.0 if isinstance(v, str) else float(v) for v in knob.values]

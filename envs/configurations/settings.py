@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 
 
@@ -56,8 +57,7 @@ class RewardConfig:
     """The cost of a missed budget under `utility`."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("shaped", "utility", "priced"):
-            raise InputError(f"reward.kind={self.kind!r}: must be shaped, utility or priced")
+        one_of("reward.kind", self.kind, ("shaped", "utility", "priced"))
         if not 0 <= self.miss < math.inf:
             raise InputError(f"reward.miss={self.miss}: is what a missed budget costs; must be 0 or a positive number")
 
@@ -73,7 +73,6 @@ class BalanceConfig:
     """1 gives the groups (or configurations) equal weight, 0.5 the square root of their size."""
 
     def __post_init__(self) -> None:
-        if self.by not in ("none", "dataset", "question_type", "configuration"):
-            raise InputError(f"balance.by={self.by!r}: must be none, dataset, question_type or configuration")
+        one_of("balance.by", self.by, ("none", "dataset", "question_type", "configuration"))
         if not 0 < self.power <= 1:
             raise InputError(f"balance.power={self.power}: must be above 0 and at most 1")

@@ -1,8 +1,7 @@
-"""The contextual bandit that replays a profile, as a native batched TorchRL environment.
+"""The contextual bandit that replays a profile, as a native batched TorchRL environment: every episode is one decision.
 
-Every episode is one decision: `reset` draws P contexts (a sample and a budget each), `step` takes a group of G
-configurations for each of them and returns their rewards. The group is an axis of the action, so one forward pass of a
-policy serves all its draws, and observations hold row numbers only: features are looked up where they are encoded.
+The group is an axis of the action, so one forward pass of a policy serves all its draws, and observations hold row
+numbers only: features are looked up where they are encoded.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
 class ConfigBandit(SingleStepEnv):
     """P contexts at once, G configurations for each.
 
-    Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`. With
-    `lean=False` also the feature blocks [P, d], `mask` bool [P, C] (the configurations profiled for the sample), and
-    `accuracy` and `latency_ms` float32 [P, G] of the actions, 0 before the step. With `full_information=True` also
-    `reward_per_configuration` float32 [P, C], NaN where not profiled, for the exact objective.
+    Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`; with
+    `lean=True`, as in the training loop, nothing else. Otherwise also the feature blocks [P, d], `mask` bool [P, C]
+    (the configurations profiled for the sample), and `accuracy` and `latency_ms` float32 [P, G] of the actions, 0
+    before the step. With `full_information=True` also `reward_per_configuration` float32 [P, C], NaN if not profiled.
 
     Action: `action` int64 [P, G, K], for each knob the index of its value. Reward: float32 [P, G].
 
@@ -35,8 +34,6 @@ class ConfigBandit(SingleStepEnv):
         batch_size, group_size: P, G.
         rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
             drawn in turn, context i from list i mod M.
-        lean: observations hold only row numbers and budgets, as in the training loop.
-        full_information: observations also hold the reward of every configuration.
         weights: float [N], how often each row is drawn relative to the others; None for evenly.
 
     Raises:

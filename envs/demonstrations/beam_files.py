@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from knobwise.envs.demonstrations.beam_records import (
     records,
     whole_numbers,
 )
-from knobwise.envs.demonstrations.beam_table import BeamTable, shows_own_image
+from knobwise.envs.demonstrations.beam_table import BeamTable, closed_up, shows_own_image
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.readers.frames import read_frame
-from knobwise.envs.tables.tensor_file import tensors_of
+from knobwise.envs.tables.tensor_file import read_arrays
 
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""
@@ -63,16 +62,14 @@ def read_beam_data(
     `fallback`, are dropped; a query stays, even without any beam.
 
     Args:
-        path: the JSON file.
-        embeddings: of the candidates, [M, d].
-        query_embeddings: of the queries, [n, d]; without them (or with an equal matrix) queries and candidates are the
-            same items: then a query is no candidate of its own, and an item's image is known from either side.
+        embeddings, query_embeddings: [M, d] and [n, d]. Without the second (or with an equal matrix) queries and
+            candidates are the same items: a query is no candidate of its own, and an item's image is known from either
+            side.
         trailing_query: `auto` drops the query's own id at the end of a row of a legacy file, `never` takes it for a
             candidate.
         keep_fallback: keep the rows of RL data whose `vqa_eval_mode` is `fallback`.
-        candidate_images: the image that each candidate shows, so that candidates with the query's own image are
-            dropped; by default as noted by `write_rl_data`.
-        name: of the table; by default as noted by `write_rl_data`, or the file's.
+        candidate_images: candidates that show the query's own image are dropped.
+        candidate_images, name: by default as `write_rl_data` noted them.
 
     Raises:
         InputError: naming the file and the query, if JSON is broken, keys are missing, types are wrong, values are not
@@ -101,10 +98,14 @@ def _table(
     _check_embeddings(path, ids, pool, queries, candidates)
     same_items = torch.equal(queries, candidates)
     saved = _saved_by_us(path, content)
-    noted = tuple(saved.get("candidate_images", ())) if images is None else images
-    names = _read_images(noted, len(candidates), str(path))
-    query_names, candidate_names = _joined_images(kept, names, len(candidates)) if same_items else (kept.images, names)
-    leaks = shows_own_image(pool, query_names, candidate_names) | (same_items & (pool == ids[:, None]))
+    names = _read_images(saved.get("candidate_images", []) if images is None else images, len(candidates), str(path))
+    query_names = kept.images
+    if same_items and names:
+        query_names = [image or names[query] for image, query in zip(kept.images, kept.queries, strict=True)]
+    elif same_items and any(kept.images):
+        known = dict(zip(kept.queries, kept.images, strict=True))
+        names = tuple(known.get(i, "") for i in range(len(candidates)))
+    leaks = shows_own_image(pool, query_names, names) | (same_items & (pool == ids[:, None]))
     owners = torch.tensor(kept.owners, dtype=torch.int64)
     pool, sequences, usable = _without(leaks, pool, owners, _padded(kept.sequences))
     owners = owners[usable]
@@ -114,7 +115,7 @@ def _table(
         "rows dropped: they use such candidates": int((~usable).sum()),
         "queries of unknown image": query_names.count("") if any(query_names) else 0,
         "queries name their image, candidates do not: none could be dropped for showing it (see candidate_images)": (
-            sum(map(bool, query_names)) if not any(candidate_names) else 0
+            sum(map(bool, query_names)) if not any(names) else 0
         ),
         "queries without any beam": int((beams == 0).sum()),
         "queries with only one beam, which is compared with nothing": int((beams == 1).sum()),
@@ -141,22 +142,16 @@ def _table(
         queries=queries[ids],
         candidates=candidates,
         query_images=tuple(query_names) if any(query_names) else (),
-        candidate_images=candidate_names if any(candidate_names) else (),
+        candidate_images=names if any(names) else (),
         blocks=saved.get("blocks", {}),
         notes=tuple(notes),
     )
 
 
 def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write RL data, from which `read_beam_data` makes the same table, given the same embeddings by row.
-
-    Args:
-        table: its query ids must be whole numbers, the rows of the query embeddings.
-        metadata: added to `_meta`, such as the model that scored the beams.
-
-    Raises:
-        InputError: if query ids are no row numbers, or JSON cannot hold the metadata. Nothing is written then.
-    """
+    """Write RL data, from which `read_beam_data` makes the same table, given the same embeddings by row. The metadata
+    is added to `_meta`, such as the model that scored the beams. Raises InputError, before anything is written, if
+    query ids are not rows of the query embeddings, or JSON cannot hold the metadata."""
     if wrong := [query for query in table.query_ids if not NUMERAL.fullmatch(query)]:
         raise InputError(
             f"{path}: {len(wrong)} query ids of beam table {table.name!r} are not row numbers ({wrong[0]!r}); in RL "
@@ -189,28 +184,14 @@ def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any
 
 
 def read_embeddings(path: str | Path) -> Tensor:
-    """Read float32 [N, d], a row per data set index, from `.safetensors`, `.npz`, `.npy` or `.pt`.
-
-    If the file holds several matrices, the one named `embeddings` is read.
-
-    Raises:
-        InputError: if there is no such file, it is not of its kind, holds no matrix of numbers, or NaN or infinity.
-    """
+    """Read float32 [N, d], a row per data set index, from `.safetensors`, `.npz`, `.npy` or `.pt`; of several matrices
+    the one named `embeddings`. Raises InputError if there is no such file, it is not of its kind, or it holds no matrix
+    of numbers, or NaN or infinity."""
     path = Path(path)
-    arrays: Any
     if not path.is_file() or path.suffix not in (".safetensors", ".npz", ".npy", ".pt"):
         raise InputError(f"{path}: no such file, or none of .safetensors, .npz, .npy, .pt, which hold embeddings")
-    try:
-        if path.suffix == ".safetensors":
-            arrays = tensors_of(path)
-        elif path.suffix == ".pt":
-            arrays = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            arrays = np.load(path, allow_pickle=False)
-        arrays = dict(arrays) if isinstance(arrays, Mapping) else {"embeddings": arrays}
-        matrices = {k: torch.as_tensor(x) for k, x in arrays.items() if isinstance(x, Tensor) or x.dtype.kind in "iuf"}
-    except Exception as error:
-        raise InputError(f"{path}: cannot be read as embeddings without executing code in it ({error})") from error
+    arrays = {k: x for k, x in read_arrays(path, "embeddings").items() if isinstance(x, Tensor | np.ndarray)}
+    matrices = {k: torch.as_tensor(x) for k, x in arrays.items() if isinstance(x, Tensor) or x.dtype.kind in "iuf"}
     if len(matrices) != 1 and "embeddings" not in matrices:
         raise InputError(f"{path}: expected one matrix, or one named embeddings; it holds {[*matrices] or 'none'}")
     return _matrix(matrices["embeddings"] if "embeddings" in matrices else next(iter(matrices.values())), str(path))
@@ -230,18 +211,9 @@ def _matrix(embeddings: Embeddings, source: str) -> Tensor:
 
 def _padded(rows: list[list[int]]) -> Tensor:
     """int64 [len(rows), longest], −1 after the end of a row."""
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    padded = np.full((len(rows), lengths.max(initial=0)), -1)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
-    return torch.from_numpy(padded)
-
-
-def _joined_images(kept: Records, names: tuple[str, ...], count: int) -> tuple[list[str], tuple[str, ...]]:
-    """The images of queries and candidates that are the same items, known from either side."""
-    if names:
-        return [image or names[query] for image, query in zip(kept.images, kept.queries, strict=True)], names
-    known = dict(zip(kept.queries, kept.images, strict=True))
-    return kept.images, tuple(known.get(i, "") for i in range(count)) if any(kept.images) else ()
+    longest = max(map(len, rows), default=0)
+    padded = [row + [-1] * (longest - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), longest)
 
 
 def _check_embeddings(path: str | Path, ids: Tensor, pool: Tensor, queries: Tensor, candidates: Tensor) -> None:
@@ -261,12 +233,13 @@ def _saved_by_us(path: str | Path, content: Any) -> Record:
     """What `write_rl_data` noted of the table, if it wrote the file."""
     meta = content.get("_meta")
     saved = meta.get("knobwise") if isinstance(meta, dict) else None
-    saved = dict(saved) if isinstance(saved, dict) else {}
+    if not isinstance(saved, dict):
+        return {}
     blocks = saved.get("blocks", {})
     if not isinstance(blocks, dict) or not all(isinstance(x, list) and len(x) == 2 for x in blocks.values()):
         raise InputError(f"{path}: blocks holds {blocks!r}, expected columns [from, to] by name")
-    saved["blocks"] = {k: tuple(whole_numbers(str(path), f"block {k!r}", columns)) for k, columns in blocks.items()}
-    return saved
+    columns = {name: tuple(whole_numbers(str(path), f"block {name!r}", x)) for name, x in blocks.items()}
+    return saved | {"blocks": columns}
 
 
 def _without(dropped: Tensor, pool: Tensor, owners: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,9 +248,7 @@ def _without(dropped: Tensor, pool: Tensor, owners: Tensor, sequences: Tensor) -
     usable = ~(dropped[owners[:, None], sequences.clamp_min(0)] & used).any(1)
     moved = (~dropped).cumsum(1) - 1
     sequences = moved[owners[:, None], sequences.clamp_min(0)].masked_fill(~used, -1)[usable]
-    left = (pool >= 0) & ~dropped
-    pool = pool.masked_fill(~left, -1).gather(1, (~left).int().argsort(dim=1, stable=True))[:, : int(left.sum(1).max())]
-    return pool, sequences, usable
+    return closed_up(pool, (pool >= 0) & ~dropped, -1), sequences, usable
 
 
 def _read_images(images: Images, count: int, source: str) -> tuple[str, ...]:

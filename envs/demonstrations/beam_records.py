@@ -1,7 +1,4 @@
-"""The records in a JSON file of recorded beams, read strictly: queries, pools, sequences and how each was kept.
-
-Both formats become `Records`, from which `knobwise.envs.demonstrations.beam_files` builds the table.
-"""
+"""The records in a JSON file of recorded beams, read strictly; `beam_files` builds the table from them."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import POLICY
 from knobwise.envs.demonstrations.settings import METHODS
@@ -27,12 +25,8 @@ TrailingQuery = Literal["auto", "never"]
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        InputError: if there is no such file, it is not JSON or cut off, holds NaN or infinity, or an object has a key
-            twice.
-    """
+    """The content of a JSON file. Raises InputError if there is no such file, it is not JSON or cut off, holds NaN or
+    infinity, or an object has a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> Record:
         record = dict(pairs)
@@ -49,8 +43,6 @@ def read_json(path: str | Path) -> Any:
         if not text.strip():
             raise InputError(f"{path}: is empty")
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except InputError:
@@ -81,19 +73,17 @@ def whole_numbers(where: str, what: str, values: Any) -> list[int]:
 def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) -> Record:
     """Legacy beams in the form of RL data without pools. Raises InputError if a list is missing, lengths differ, an id
     is not valid, or a score is null."""
-    if trailing_query not in ("auto", "never"):
-        raise InputError(f"trailing_query={trailing_query!r} is unknown; known are auto, never")
+    one_of("trailing_query", trailing_query, ("auto", "never"))
     converted: Record = {}
     dropped = 0
     for key, record in records(path, content):
         where = f"{path}: query {key}"
-        lists: list[Any] = [record.get(k) if isinstance(record, dict) else None for k in ("id_list", "score_list")]
-        if not all(isinstance(values, list) for values in lists) or len(lists[0]) != len(lists[1]):
-            raise InputError(
-                f"{where}: expected id_list and score_list, two lists of the same length with an entry per beam"
-            )
-        rows, query = [], whole_numbers(where, "its key", [key])[0]
-        for number, (values, score) in enumerate(zip(*lists, strict=True)):
+        match record:
+            case {"id_list": list(lists), "score_list": list(scores)} if len(lists) == len(scores):
+                rows, query = [], whole_numbers(where, "its key", [key])[0]
+            case _:
+                raise InputError(f"{where}: expected id_list and score_list, two lists with an entry per beam")
+        for number, (values, score) in enumerate(zip(lists, scores, strict=True)):
             ids = whole_numbers(where, f"row {number} of id_list", values)
             if score is None:
                 raise InputError(f"{where}: score {number} of score_list is null; every beam has a score")
@@ -122,8 +112,7 @@ class Records(NamedTuple):
 
 
 def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
-    """Read RL data, keeping the valid rows and counting the dropped ones. Raises InputError as
-    `knobwise.envs.demonstrations.beam_files.read_beam_data`, naming the query and the row."""
+    """Read RL data, keeping the valid rows and counting the dropped ones. Raises InputError as `read_beam_data`."""
     kept = Records([], [], [], [], [], [], [], Counter())
     for owner, (key, record) in enumerate(records(path, content)):
         where = f"{path}: query {key}"
@@ -132,7 +121,7 @@ def collect(path: str | Path, content: Any, keep_fallback: bool) -> Records:
         if not isinstance(about, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise InputError(f"{where}: expected an object with pointer_candidates, a list of objects (or [])")
         image = about.get("image_id")
-        if image is not None and type(image) not in (int, str):
+        if type(image) not in (int, str, type(None)):
             raise InputError(f"{where}: image_id is {image!r}, expected a name or a whole number")
         pool = record.get("candidate_pool_ids")
         if pool is not None:

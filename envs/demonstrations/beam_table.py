@@ -1,7 +1,6 @@
 """BeamTable: recorded demonstration sequences and their scores as dense arrays, queries × beams × shots.
 
-It is to the selector what `ProfileTable` is to the controller. Every reader (`knobwise.envs.demonstrations.beam_files`)
-ends in this class; environments, rewards and selectors start from it.
+It is to the selector what `ProfileTable` is to the controller: every reader ends in it, everything else starts from it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.nn.functional import pad
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.tables.splits import Split, split_groups
-from knobwise.envs.tables.tensor_file import read_table, with_prefix, write_tensors
+from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
 POLICY = METHODS.index("policy")
 WORDS = ("query_ids", "query_images", "candidate_images", "notes")
@@ -76,32 +75,14 @@ class BeamTable:
         for what, wrong in self._problems().items():
             if count := int(wrong.sum()):
                 raise InputError(f"{table}: {count} × {what}")
-        leaks = shows_own_image(self.pool, self.query_images, self.candidate_images)
-        if count := int(leaks.sum()):
-            raise InputError(
-                f"{table}: {count} candidates show their query's own image, which gives the answer away; take them out "
-                "of the pool"
-            )
 
     def _check_shapes(self, table: str) -> None:
-        for what, axes in {"pool": "QN", "sequences": "QBT", "queries": "Qd", "candidates": "Md"}.items():
-            if (tensor := getattr(self, what)).ndim != len(axes):
-                raise InputError(f"{table}: {what} has shape {tuple(tensor.shape)}, expected [{', '.join(axes)}]")
-        q, b, d, m = len(self.pool), self.sequences.shape[1], self.queries.shape[1], len(self.candidates)
         outcomes = {f"fields[{name}]": values for name, values in self.fields.items()}
-        shapes = {
-            "query_ids": ((len(self.query_ids),), (q,)),
-            "sequences": (tuple(self.sequences.shape[:2]), (q, b)),
-            "queries": (tuple(self.queries.shape), (q, d)),
-            "candidates": (tuple(self.candidates.shape), (m, d)),
-            **{k: (tuple(getattr(self, k).shape), (q, b)) for k in ("found_by", "round")},
-            **{k: (tuple(values.shape), (q, b)) for k, values in outcomes.items()},
-            "query_images": ((len(self.query_images),), (q if self.query_images else 0,)),
-            "candidate_images": ((len(self.candidate_images),), (m if self.candidate_images else 0,)),
-        }
-        for what, (shape, expected) in shapes.items():
-            if shape != expected:
-                raise InputError(f"{table}: {what} has shape {shape}, expected {expected}")
+        axes = {"pool": "QN", "sequences": "QBT", "found_by": "QB", "round": "QB", "queries": "Qd", "candidates": "Md"}
+        axes |= {"query_ids": "Q", "query_images": "Q" if self.query_images else "_"}
+        axes |= {"candidate_images": "M" if self.candidate_images else "_"}
+        parts = {what: (getattr(self, what), letters) for what, letters in axes.items()}
+        lengths = check_axes(table, parts | {what: (values, "QB") for what, values in outcomes.items()})
         for what in (*INTEGERS, "queries", "candidates", *outcomes):
             values = outcomes[what] if what in outcomes else getattr(self, what)
             wanted = torch.int64 if what in INTEGERS else torch.float32
@@ -109,37 +90,38 @@ class BeamTable:
                 raise InputError(f"{table}: {what} holds {values.dtype}, expected {wanted}")
         if unknown := sorted(set(self.fields) - set(FIELDS)):
             raise InputError(f"{table}: unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}")
-        if q == 0:
+        if not lengths["Q"]:
             raise InputError(f"{table} is empty: it has no queries")
-        if len(set(self.query_ids)) != q:
+        if len(set(self.query_ids)) != lengths["Q"]:
             raise InputError(f"{table}: query ids are not unique")
         for name, (start, stop) in self.blocks.items():
-            if not 0 <= start < stop <= d:
-                raise InputError(f"{table}: block {name!r} is columns {start} to {stop}, but embeddings are {d} wide")
+            if not 0 <= start < stop <= lengths["d"]:
+                columns = f"columns {start} to {stop}, but embeddings are {lengths['d']} wide"
+                raise InputError(f"{table}: block {name!r} is {columns}")
 
     def _problems(self) -> dict[str, Tensor]:
         """What may be wrong with the values, in words, and bool tensors that are True where it is."""
         used, real, beam = self.sequences >= 0, self.pool_mask, self.beam_mask
-        sorted_pool, sorted_places = self.pool.sort(1).values, self.sequences.sort(2).values
         drawn_by_policy = self.found_by == POLICY
         recorded = torch.stack([~values.isnan() for values in self.fields.values()] or [beam]).any(0)
         return {
             "numbers below −1 in pool or sequences": torch.cat([self.pool.ravel(), self.sequences.ravel()]) < -1,
-            "padding inside a pool; it belongs at the end": real[:, 1:] & ~real[:, :-1],
+            "padding inside a pool; it belongs at the end": after_gaps(real),
             f"pool entries beyond the {len(self.candidates)} candidates": self.pool >= len(self.candidates),
-            "candidates that occur twice in a pool": (sorted_pool[:, 1:] >= 0)
-            & (sorted_pool[:, 1:] == sorted_pool[:, :-1]),
-            "padding inside a sequence; it belongs at the end": used[..., 1:] & ~used[..., :-1],
-            "padding between the beams of a query; it belongs at the end": beam[:, 1:] & ~beam[:, :-1],
+            "candidates that occur twice in a pool": repeated(self.pool),
+            "padding inside a sequence; it belongs at the end": after_gaps(used),
+            "padding between the beams of a query; it belongs at the end": after_gaps(beam),
             "places outside the query's own pool": self.sequences >= real.sum(1)[:, None, None],
-            "places that occur twice in a sequence": (sorted_places[..., 1:] >= 0)
-            & (sorted_places[..., 1:] == sorted_places[..., :-1]),
+            "places that occur twice in a sequence": repeated(self.sequences),
             f"found_by that is no index into {METHODS}": beam & ((self.found_by < 0) | (self.found_by >= len(METHODS))),
             "rounds that do not fit found_by (draws of a policy count from 1, everything else has 0)": beam
             & ((self.round < 0) | ((self.round > 0) != drawn_by_policy)),
             "outcomes, found_by or round where there is no beam": ~beam
             & (recorded | (self.found_by != -1) | (self.round != 0)),
             **{f"infinite fields[{name}]": values.isinf() for name, values in self.fields.items()},
+            "candidates that show their query's own image, which gives the answer away; take them out of the pool": (
+                shows_own_image(self.pool.clamp_max(len(self.candidates) - 1), self.query_images, self.candidate_images)
+            ),
             "query embeddings that are NaN or infinite": ~self.queries.isfinite().all(1),
             "candidate embeddings that are NaN or infinite": ~self.candidates.isfinite().all(1),
         }
@@ -212,13 +194,9 @@ class BeamTable:
     def with_beams(
         self, sequences: Tensor, fields: Mapping[str, Tensor], found_by: Tensor | int, round: Tensor | int = 0
     ) -> BeamTable:
-        """The table with more beams after its own, without padding between them.
-
-        Args:
-            sequences: int64 [Q, B', T'], places in the pools; −1 as in `BeamTable.sequences`, empty rows anywhere.
-            fields: float32 [Q, B'] by name; a field that one side lacks is NaN there.
-            found_by, round: int64 [Q, B'] or one for all.
-        """
+        """The table with more beams after its own, without padding between them: `sequences` int64 [Q, B', T'] with
+        empty rows anywhere; `fields` float32 [Q, B'], a field that one side lacks is NaN there; `found_by` and `round`
+        int64 [Q, B'] or a number for all."""
         if sequences.ndim != 3 or len(sequences) != self.num_queries:
             raise InputError(
                 f"beam table {self.name!r}: beams to add have shape {tuple(sequences.shape)}, expected "
@@ -226,25 +204,23 @@ class BeamTable:
             )
         added, shots = (sequences >= 0).any(-1), max(self.shots, sequences.shape[2])
         mask = torch.cat([self.beam_mask, added], 1)
-        first = (~mask).int().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
 
         def join(old: Tensor | None, new: Tensor | int | None, padding: float) -> Tensor:
             kind = torch.float32 if padding != padding else torch.int64
-            filled = torch.as_tensor(padding if new is None else new, dtype=kind)
-            if filled.ndim and filled.shape != added.shape:
+            new = torch.as_tensor(padding if new is None else new, dtype=kind)
+            if new.ndim and new.shape != added.shape:
                 raise InputError(
-                    f"beam table {self.name!r}: the outcomes of beams to add have shape {tuple(filled.shape)}, "
+                    f"beam table {self.name!r}: the outcomes of beams to add have shape {tuple(new.shape)}, "
                     f"expected {tuple(added.shape)}"
                 )
-            filled = torch.where(added, filled, padding).to(kind)
-            before = torch.full(self.beam_mask.shape, padding, dtype=kind) if old is None else old
-            return torch.cat([before, filled], 1).gather(1, first)
+            old = torch.full(self.beam_mask.shape, padding, dtype=kind) if old is None else old
+            return closed_up(torch.cat([old, new.expand(added.shape)], 1), mask, padding)
 
         places = [pad(x, (0, shots - x.shape[2]), value=-1) for x in (self.sequences, sequences)]
         names = dict.fromkeys([*self.fields, *fields])
         return replace(
             self,
-            sequences=torch.cat(places, 1).gather(1, first[..., None].expand(-1, -1, shots)),
+            sequences=closed_up(torch.cat(places, 1), mask, -1),
             fields={name: join(self.fields.get(name), fields.get(name), torch.nan) for name in names},
             found_by=join(self.found_by, found_by, -1),
             round=join(self.round, round, 0),
@@ -253,28 +229,15 @@ class BeamTable:
     def split(self, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
         """Split by query, or by image where images are known; the rest is the test part. It is empty if the two shares
         add up to 1: then the policy is judged on other beams. Deterministic in `seed` and in the order of the queries.
-        Raises InputError if the shares leave a part empty.
-        """
+        Raises InputError if the shares leave a part empty."""
         images = self.query_images or ("",) * self.num_queries
         groups = [("image", image) if image else ("query", q) for image, q in zip(images, self.query_ids, strict=True)]
-        return split_groups(
-            groups,
-            train,
-            validation,
-            seed,
-            table=f"beam table {self.name!r}",
-            rows="queries",
-            allow_no_test=math.isclose(train + validation, 1),
-        )
+        words = {"table": f"beam table {self.name!r}", "rows": "queries"}
+        return split_groups(groups, train, validation, seed, **words, allow_no_test=math.isclose(train + validation, 1))
 
     def save(self, path: str | Path, *, float16: bool = False) -> None:
-        """Write a `.safetensors` file, integers in the smallest type that holds them.
-
-        With `float16` the embeddings are rounded to half the space, which changes the digest.
-
-        Raises:
-            InputError: if float16 cannot hold the embeddings.
-        """
+        """Write a `.safetensors` file, integers in the smallest type that holds them. With `float16` the embeddings are
+        rounded to half the space, which changes the digest. Raises InputError if float16 cannot hold them."""
         kind = torch.float16 if float16 else torch.float32
         embeddings = {"queries": self.queries.to(kind), "candidates": self.candidates.to(kind)}
         if not all(block.isfinite().all() for block in embeddings.values()):
@@ -299,11 +262,29 @@ class BeamTable:
         return read_table(path, "beam table", build)
 
 
-def shows_own_image(pool: Tensor, query_images: Sequence[str], candidate_images: Sequence[str]) -> Tensor:
-    """bool [Q, N]: True where a candidate of the pool (int64 [Q, N]) shows the image that the query asks about.
+def after_gaps(used: Tensor) -> Tensor:
+    """bool [*, n − 1]: True for an entry that is used after one that is not (bool [*, n])."""
+    return used[..., 1:] & ~used[..., :-1]
 
-    An unknown image, "", never matches; without images on either side everything is False.
-    """
+
+def repeated(numbers: Tensor) -> Tensor:
+    """bool [*, n − 1]: True for each number ≥ 0 that occurs again in its row (int64 [*, n]), in sorted order."""
+    ordered = numbers.sort(-1).values
+    return (ordered[..., 1:] >= 0) & (ordered[..., 1:] == ordered[..., :-1])
+
+
+def closed_up(x: Tensor, mask: Tensor, padding: float) -> Tensor:
+    """The entries of x [Q, B, …] in `mask`, bool [Q, B], at the front of their rows, then padding; no longer than
+    needed."""
+    order = (~mask).int().argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
+    if x.ndim == 3:
+        mask, order = mask.unsqueeze(2), order.unsqueeze(2)
+    return x.where(mask, torch.tensor(padding, dtype=x.dtype)).take_along_dim(order, 1)
+
+
+def shows_own_image(pool: Tensor, query_images: Sequence[str], candidate_images: Sequence[str]) -> Tensor:
+    """bool [Q, N]: True where a candidate of the pool (int64 [Q, N]) shows the image that the query asks about. An
+    unknown image, "", never matches; without images on either side everything is False."""
     if not query_images or not candidate_images:
         return torch.zeros_like(pool, dtype=torch.bool)
     names, codes = np.unique(np.array([*query_images, *candidate_images], dtype=object), return_inverse=True)
@@ -314,7 +295,5 @@ def shows_own_image(pool: Tensor, query_images: Sequence[str], candidate_images:
 
 def _narrow(x: Tensor) -> Tensor:
     """The same integers in the smallest signed type that holds them all."""
-    low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
     kinds = (torch.int8, torch.int16, torch.int32)
-    fitting = (kind for kind in kinds if torch.iinfo(kind).min <= low and high <= torch.iinfo(kind).max)
-    return x.to(next(fitting, torch.int64)).contiguous()
+    return x.to(next((kind for kind in kinds if torch.equal(x.to(kind).long(), x)), torch.int64)).contiguous()

@@ -23,8 +23,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
     """Choose the demonstrations that a model sees before a query, in order, and see whether it answers right.
 
     Description:
-        A contextual bandit whose action is a whole sequence. Without a scorer it replays recorded sequences; with one
-        it scores every sequence.
+        A contextual bandit whose action is a whole sequence: a recorded one, or with a scorer any.
     Action space:
         `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated place, or one without a candidate
         (also −1), adds no demonstration, so a sequence may be shorter.
@@ -70,13 +69,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         self.table, self.render_mode = self._bandit.table, render_mode
         n, d = self.table.pool.shape[1], self.table.queries.shape[1]
         largest = [float(x.abs().amax()) for x in (self.table.queries, self.table.candidates)]
-        self.observation_space: Any = spaces.Dict(
-            {
-                "query": spaces.Box(-largest[0], largest[0], (d,)),
-                "pool": spaces.Box(-largest[1], largest[1], (n, d)),
-                "mask": spaces.MultiBinary(n),
-            }
-        )
+        query, pool = spaces.Box(-largest[0], largest[0], (d,)), spaces.Box(-largest[1], largest[1], (n, d))
+        self.observation_space: Any = spaces.Dict({"query": query, "pool": pool, "mask": spaces.MultiBinary(n)})
         self.action_space = spaces.MultiDiscrete([n] * self._bandit.shots)
         self._row: int | None = None
         self._words = "Nothing yet: call reset()."
@@ -99,9 +93,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         row, size, places = self._row, int(self.table.pool_mask[self._row].sum()), np.asarray(action)
         if places.shape != self.action_space.shape:
-            raise InputError(
-                f"the action has shape {places.shape}, expected {self.action_space.shape}: places in the pool"
-            )
+            expected = self.action_space.shape
+            raise InputError(f"the action has shape {places.shape}, expected {expected}: places in the pool")
         sequence = list(dict.fromkeys(place for place in places.tolist() if 0 <= place < size))
         group = torch.full(self._bandit.action_spec.shape, -1)  # the other sequences of the group stay empty
         group[0, 0, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
@@ -113,10 +106,9 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         self._words = f"Query {info['query_id']}.\nShown: {sequence}; answer {answer}, reward {reward:+.3f}."
         if self._bandit.scorer is None and len(info["sequences"]):
             rewards = self._bandit.rewards[row][self.table.beam_mask[row]]
-            best = info["sequences"][int(rewards.argmax())]
-            info |= {"oracle_sequence": best[best >= 0], "oracle_reward": float(rewards.max())}
-            oracle = info["oracle_sequence"].tolist()
-            self._words += f"\nBest recorded: {oracle}; reward {info['oracle_reward']:+.3f}."
+            best, most = info["sequences"][int(rewards.argmax())], float(rewards.max())
+            info |= {"oracle_sequence": best[best >= 0], "oracle_reward": most}
+            self._words += f"\nBest recorded: {best[best >= 0].tolist()}; reward {most:+.3f}."
         self._row = None
         return self._observe(row), reward, True, False, info
 
@@ -126,13 +118,9 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     def _observe(self, row: int) -> Observation:
         # copies, because an observation must not share memory with the next one
-        mask = self.table.pool_mask[row]
+        query, mask = self.table.queries[row].numpy().copy(), self.table.pool_mask[row]
         pool = self.table.candidates[self.table.pool[row].clamp_min(0)] * mask.unsqueeze(1)
-        return {
-            "query": self.table.queries[row].numpy().copy(),
-            "pool": pool.numpy(),
-            "mask": mask.numpy().astype(np.int8),
-        }
+        return {"query": query, "pool": pool.numpy(), "mask": mask.numpy().astype(np.int8)}
 
     def _describe(self, row: int) -> dict[str, Any]:
         """What is known of the query before a decision."""

@@ -1,8 +1,7 @@
-"""The reward of a sequence of demonstrations, in all modes of the original selector and two that it planned.
+"""The reward of a sequence of demonstrations: a weighted sum of signals, by a mode of `settings.py`.
 
-Every mode is a weighted sum of signals, so in any mode weights can depend on the number of demonstrations (`by_shots`)
-and on how much each signal still varies inside a group (`adaptive`). A mode and its weights are declared in
-`settings.py`.
+In any mode the weights can depend on the number of demonstrations (`by_shots`) and on how much each signal still varies
+inside a group (`adaptive`). The modes are those of the original selector and two that it planned.
 """
 
 from __future__ import annotations
@@ -20,47 +19,34 @@ SPREAD = 1e-6  # a smaller standard deviation is rounding
 
 
 def demonstration_reward(
-    fields: Mapping[str, Tensor],
-    lengths: Tensor,
-    mask: Tensor,
-    config: DemonstrationRewardConfig,
-    coherence: Tensor | None = None,
-    diversity: Tensor | None = None,
+    fields: Mapping[str, Tensor], lengths: Tensor, mask: Tensor, config: DemonstrationRewardConfig
 ) -> Tensor:
     """The rewards of the sequences of groups, not shuffled yet.
 
     Args:
-        fields: float [*, G] by name; masked values may be NaN.
+        fields: float [*, G] by name, also `coherence` and `diversity` if the mode needs them; masked values may be NaN.
         lengths: int64 [*, G], demonstrations of each sequence.
         mask: bool [*, G], True where there is a sequence.
-        coherence, diversity: float [*, G], see `coherence_and_diversity`; if the mode needs them.
 
-    Returns: float32 [*, G], 0 where masked.
-
-    Raises:
-        InputError: if a field that the mode needs is missing.
+    Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is missing.
     """
     for name in config.needs:
         if name not in fields:
             raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")
 
     def signal(name: str) -> Tensor:
-        if name == "information":
-            information = fields[config.information]
-            scaled = config.mode == "hybrid"
-            return (config.information_scale * information).clamp_max(1.0) if scaled else information
-        if name == "correct":
-            correct = fields["vqa_correct"]
-            if config.mode.endswith("separated"):
-                return 2 * correct
-            return 2 * correct - 1 if (config.mode, config.correctness) == ("legacy", "pm1") else correct
-        if name == "soft":
-            return fields["vqa_gt_prob" if config.mode.startswith("gtprob") else "vqa_acc_score"]
-        if name == "relevance":
-            return (1 - fields["vqa_correct"]) * fields["vqa_rel_score"]
-        level = {"coherence": coherence, "diversity": diversity}[name]
-        assert level is not None, f"{name} is missing"
-        return level
+        match name:
+            case "information":
+                return fields[config.information]
+            case "capped_information":
+                return (config.information_scale * fields[config.information]).clamp_max(1.0)
+            case "twice_correct":
+                return 2 * fields["vqa_correct"]
+            case "legacy_correct":
+                return 2 * fields["vqa_correct"] - 1 if config.correctness == "pm1" else fields["vqa_correct"]
+            case "relevance":
+                return (1 - fields["vqa_correct"]) * fields["vqa_rel_score"]
+        return fields[name]
 
     names, exists = config.signals, mask.unsqueeze(-1)
     values = torch.stack([signal(name).float() for name in names], -1).where(exists, 0.0)
@@ -80,12 +66,11 @@ def demonstration_reward(
 
 
 def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """How similar each demonstration is to the one before it, and how different they all are.
+    """How similar each demonstration is to the one before it, and how different they all are: embeddings float
+    [*, T, d], anything finite after the end, and lengths int64 [*] → float [*] each.
 
     coherence = mean cosine of consecutive demonstrations, diversity = 1 − mean cosine of all pairs; both are 0 where
     there is only one demonstration. (The original design names both without defining them.)
-
-    Embeddings float [*, T, d], anything finite after the end, and lengths int64 [*] → float [*] each.
     """
     places = torch.arange(embeddings.shape[-2], device=lengths.device)
     used = places < lengths.unsqueeze(-1)
@@ -99,10 +84,8 @@ def coherence_and_diversity(embeddings: Tensor, lengths: Tensor) -> tuple[Tensor
 
 
 def shuffle(reward: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-    """The rewards [*, G] permuted among the existing sequences of each group (bool [*, G]); the others keep 0.
-
-    The generator is on the CPU, so that a seed gives the same on every device.
-    """
+    """The rewards [*, G] permuted among the existing sequences of each group (bool [*, G]); the others keep 0. The
+    generator is on the CPU, so that a seed gives the same on every device."""
     keys = torch.rand(reward.shape, generator=generator).to(reward.device).masked_fill(~mask, 2.0)
     place = (~mask).int().argsort(dim=-1, stable=True)
     return torch.empty_like(reward).scatter(-1, place, reward.gather(-1, keys.argsort(-1)))

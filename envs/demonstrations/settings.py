@@ -5,42 +5,55 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 
 FIELDS = ("beam_score", "logprob_score", "vqa_correct", "vqa_acc_score", "vqa_gt_prob", "vqa_rel_score")
 """Outcomes that can be recorded for a beam: information gain, log-probability of the answer, right or wrong (0 or 1),
 soft accuracy, probability of the true answer, relevance."""
-
-
 METHODS = ("beam", "sample", "retrieval", "random", "policy")
 """How a beam was found. Only `beam` looked at the answer."""
-
-
 GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "beams": ("beam",)}
 """Methods by name. `without_beams`: found without looking at the answer; `own`: draws of a policy only."""
 
 
-MODES: dict[str, dict[str, float]] = {
-    "legacy": {"alpha": 1.0, "beta": 0.0},
-    "hard_plus_soft": {"hard_weight": 1.0, "soft_weight": 1.0},
-    "hard_plus_soft_v2": {"hard_weight": 2.0, "soft_weight": 1.0},
-    "separated": {"hard_weight": 1.0, "soft_weight": 1.0},
-    "hard_only": {"hard_weight": 1.0},
-    "soft_only": {"soft_weight": 1.0},
-    "gtprob": {"hard_weight": 1.0, "soft_weight": 1.0},
-    "gtprob_separated": {"hard_weight": 1.0, "soft_weight": 1.0},
-    "gtprob_rel": {"hard_weight": 1.0, "soft_weight": 1.0, "rel_weight": 0.1},
-    "hybrid": {"alpha": 0.5, "hard_weight": 1.0, "soft_weight": 0.5},
-    "multi_level": {
-        "beam_weight": 1.0,
-        "sequence_weight": 0.5,
-        "task_weight": 1.0,
-        "coherence_weight": 0.5,
-        "diversity_weight": 1.0,
-    },
+class Mode(NamedTuple):
+    """One way to reward a sequence."""
+
+    weights: dict[str, float]
+    """The weights that the mode has, with their defaults."""
+    signals: dict[str, str]
+    """What the reward adds up, each times a weight or several: recorded fields, and what is computed from some (see
+    `knobwise.envs.demonstrations.reward`)."""
+
+
+BOTH = {"hard_weight": 1.0, "soft_weight": 1.0}
+ACCURACY = {"vqa_correct": "hard_weight", "vqa_acc_score": "soft_weight"}
+PROBABILITY = {"vqa_correct": "hard_weight", "vqa_gt_prob": "soft_weight"}
+MODES = {
+    "legacy": Mode({"alpha": 1.0, "beta": 0.0}, {"information": "alpha", "legacy_correct": "beta"}),
+    "hard_plus_soft": Mode(BOTH, ACCURACY),
+    "hard_plus_soft_v2": Mode(BOTH | {"hard_weight": 2.0}, ACCURACY),
+    "separated": Mode(BOTH, {"twice_correct": "hard_weight", "vqa_acc_score": "soft_weight"}),
+    "hard_only": Mode({"hard_weight": 1.0}, {"vqa_correct": "hard_weight"}),
+    "soft_only": Mode({"soft_weight": 1.0}, {"vqa_acc_score": "soft_weight"}),
+    "gtprob": Mode(BOTH, PROBABILITY),
+    "gtprob_separated": Mode(BOTH, {"twice_correct": "hard_weight", "vqa_gt_prob": "soft_weight"}),
+    "gtprob_rel": Mode(BOTH | {"rel_weight": 0.1}, PROBABILITY | {"relevance": "rel_weight"}),
+    "hybrid": Mode(
+        {"alpha": 0.5, "hard_weight": 1.0, "soft_weight": 0.5},
+        {"capped_information": "alpha", "vqa_correct": "1-alpha hard_weight", "vqa_acc_score": "1-alpha soft_weight"},
+    ),
+    "multi_level": Mode(
+        {"beam_weight": 1.0, "sequence_weight": 0.5, "task_weight": 1.0}
+        | {"coherence_weight": 0.5, "diversity_weight": 1.0},
+        {"information": "beam_weight", "coherence": "sequence_weight coherence_weight"}
+        | {"diversity": "sequence_weight diversity_weight", "vqa_acc_score": "task_weight"},
+    ),
 }
-"""The modes, each with its weights and their defaults."""
+"""The modes by name."""
 
 
 @dataclass
@@ -92,14 +105,9 @@ class DemonstrationRewardConfig:
     """A control: rewards are permuted inside each group, so that there is nothing to learn."""
 
     def __post_init__(self) -> None:
-        known: dict[str, tuple[str, ...]] = {
-            "mode": tuple(MODES),
-            "correctness": ("01", "pm1"),
-            "information": ("beam_score", "logprob_score"),
-        }
-        for name, values in known.items():
-            if (value := getattr(self, name)) not in values:
-                raise InputError(f"reward.{name}={value!r}: must be one of {', '.join(values)}")
+        one_of("reward.mode", self.mode, MODES)
+        one_of("reward.correctness", self.correctness, ("01", "pm1"))
+        one_of("reward.information", self.information, ("beam_score", "logprob_score"))
         if not _finite(self.information_scale) or self.information_scale <= 0:
             raise InputError(f"reward.information_scale={self.information_scale!r}: must be a number > 0")
         try:
@@ -109,14 +117,14 @@ class DemonstrationRewardConfig:
                 f"reward.by_shots={self.by_shots!r}: must give weights by name for each number of demonstrations, as "
                 "in {2: {hard_weight: 1.0}}"
             ) from None
-        names = {f.name for f in fields(self) if f.name.endswith("_weight")} | {"alpha", "beta"}
+        mode, names = MODES[self.mode], {f.name for f in fields(self) if f.name.endswith("_weight")} | {"alpha", "beta"}
         every = {name: value for name in names if (value := getattr(self, name)) is not None}
         for shots, weights in ((None, every), *self.by_shots.items()):
             key = "reward" if shots is None else f"reward.by_shots.{shots}"
             for name, value in sorted(weights.items()):
-                if name not in MODES[self.mode]:
+                if name not in mode.weights:
                     raise InputError(
-                        f"{key}.{name}: mode {self.mode} has no such weight, it has {', '.join(MODES[self.mode])}"
+                        f"{key}.{name}: mode {self.mode} has no such weight, it has {', '.join(mode.weights)}"
                     )
                 if not _finite(value) or value < 0:
                     raise InputError(f"{key}.{name}={value!r}: must be a number ≥ 0")
@@ -130,26 +138,14 @@ class DemonstrationRewardConfig:
     def _setting(self, name: str, shots: int | None) -> float:
         value: float | None = getattr(self, name)
         replaced = {} if shots is None else self.by_shots.get(shots, {})
-        return replaced.get(name, MODES[self.mode][name] if value is None else value)
+        return replaced.get(name, MODES[self.mode].weights[name] if value is None else value)
 
     def weights(self, shots: int | None = None) -> dict[str, float]:
         """The weight of each signal of the mode, for sequences of this many demonstrations."""
-        weight = {name: self._setting(name, shots) for name in MODES[self.mode]}
-        if self.mode == "legacy":
-            return {"information": weight["alpha"], "correct": weight["beta"]}
-        if self.mode == "multi_level":
-            return {
-                "information": weight["beam_weight"],
-                "coherence": weight["sequence_weight"] * weight["coherence_weight"],
-                "diversity": weight["sequence_weight"] * weight["diversity_weight"],
-                "soft": weight["task_weight"],
-            }
-        names = {"hard_weight": "correct", "soft_weight": "soft", "rel_weight": "relevance"}
-        signals = {signal: weight[name] for name, signal in names.items() if name in weight}
-        if self.mode == "hybrid":
-            alpha = weight["alpha"]
-            return {"information": alpha} | {name: (1 - alpha) * value for name, value in signals.items()}
-        return signals
+        mode = MODES[self.mode]
+        weights = {name: self._setting(name, shots) for name in mode.weights}
+        weights["1-alpha"] = 1 - weights.get("alpha", 0.0)
+        return {signal: math.prod(weights[name] for name in names.split()) for signal, names in mode.signals.items()}
 
     @property
     def signals(self) -> tuple[str, ...]:
@@ -160,14 +156,13 @@ class DemonstrationRewardConfig:
     @property
     def needs(self) -> tuple[str, ...]:
         """The fields that the reward of a sequence is computed from, names in `FIELDS`."""
-        soft = "vqa_gt_prob" if self.mode.startswith("gtprob") else "vqa_acc_score"
         fields_of = {
-            "information": (self.information,),
-            "correct": ("vqa_correct",),
-            "soft": (soft,),
+            **dict.fromkeys(("information", "capped_information"), (self.information,)),
+            **dict.fromkeys(("twice_correct", "legacy_correct"), ("vqa_correct",)),
             "relevance": ("vqa_correct", "vqa_rel_score"),
+            **dict.fromkeys(("coherence", "diversity"), ()),
         }
-        return tuple(dict.fromkeys(name for signal in self.signals for name in fields_of.get(signal, ())))
+        return tuple(dict.fromkeys(name for signal in self.signals for name in fields_of.get(signal, (signal,))))
 
     @property
     def needs_embeddings(self) -> bool:

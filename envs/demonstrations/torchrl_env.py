@@ -1,8 +1,6 @@
-"""The bandit of the selector, as a native batched TorchRL environment.
+"""The bandit of the selector, as a native batched TorchRL environment: every episode is one decision.
 
-Every episode is one decision: `reset` draws P queries, `step` takes for each of them a group of G ordered sequences of
-demonstrations, as places in the query's own pool, and returns their rewards. Without a scorer the sequences are
-recorded ones and their rewards are looked up; with one they are scored as they are drawn.
+Without a scorer the sequences are recorded ones and their rewards are looked up; with one they are scored when drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch.nn.functional import pad
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, after_gaps, closed_up, repeated
 from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
 from knobwise.envs.demonstrations.settings import METHODS, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.single_step import SingleStepEnv
@@ -30,12 +28,8 @@ demonstration), on the CPU → float [n] under names of `knobwise.envs.demonstra
 
 
 def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = None) -> BeamTable:
-    """The table with only the beams that form the groups, without gaps; B is the size of the largest group.
-    With `shots`, only sequences of this length are kept.
-
-    Raises:
-        InputError: if the table has no such beam.
-    """
+    """The table with only the beams that form the groups, without gaps; B is the size of the largest group. With
+    `shots`, only sequences of this length are kept. Raises InputError if there are none."""
     wanted = torch.tensor([method in groups.methods for method in METHODS])
     kept = table.beam_mask & wanted[table.found_by]  # found_by is −1 without a beam, but the mask excludes it
     if groups.rounds is not None:
@@ -43,41 +37,30 @@ def recorded_groups(table: BeamTable, groups: GroupConfig, shots: int | None = N
     if shots is not None:
         kept &= table.lengths == shots
     if not kept.any():
-        lengths = sorted(set(table.lengths[table.beam_mask].tolist()))
-        found_by = [METHODS[i] for i in sorted(set(table.found_by[table.beam_mask].tolist()))]
+        lengths, methods = (x[table.beam_mask].unique().tolist() for x in (table.lengths, table.found_by))
+        wanted_shots, found_by = "any" if shots is None else shots, ", ".join(METHODS[i] for i in methods) or "none"
         raise InputError(
-            f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)}"
-            f"{'' if shots is None else f' and shots={shots}'}; it has sequences of {lengths} demonstrations, found by "
-            f"{', '.join(found_by) or 'none'}"
+            f"beam table {table.name!r} has no sequence for groups.methods={', '.join(groups.methods)} and shots="
+            f"{wanted_shots}; it has sequences of {lengths} demonstrations, found by {found_by}"
         )
-    order = (~kept).int().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
-    t = int(table.lengths[kept].max())
-
-    def closed_up(x: Tensor, padding: float) -> Tensor:
-        return x.where(kept, torch.tensor(padding, dtype=x.dtype)).gather(1, order)
-
     return replace(
         table,
-        sequences=torch.stack([closed_up(x, -1) for x in table.sequences[..., :t].unbind(2)], 2),
-        fields={name: closed_up(x, torch.nan) for name, x in table.fields.items()},
-        found_by=closed_up(table.found_by, -1),
-        round=closed_up(table.round, 0),
+        sequences=closed_up(table.sequences[..., : int(table.lengths[kept].max())], kept, -1),
+        fields={name: closed_up(x, kept, torch.nan) for name, x in table.fields.items()},
+        found_by=closed_up(table.found_by, kept, -1),
+        round=closed_up(table.round, kept, 0),
     )
 
 
 class Passes:
-    """Draws batches of rows, pass after pass; every pass has each row once, in a new random order.
-
-    A batch has `count` of the rows, int64 [n]; the last one of a pass is filled up from the next pass. `drawn` counts
-    the batches; set back, it repeats the later ones, the same on every device. The seed is ≥ 0.
-    """
+    """Draws batches of `count` rows out of int64 [n], pass after pass: every pass has each row once, in a new random
+    order, the same on every device. A batch may end in the next pass. `drawn` counts the batches. The seed is ≥ 0."""
 
     def __init__(self, rows: Tensor, count: int, seed: int) -> None:
         self.rows, self.count, self.seed = rows.cpu(), count, seed
         self.drawn = 0
 
     def __call__(self) -> Tensor:
-        """int64 [count]."""
         n, start = len(self.rows), self.drawn * self.count
         self.drawn += 1
         orders = [_order(self.seed, number, n) for number in range(start // n, (start + self.count - 1) // n + 1)]
@@ -85,7 +68,7 @@ class Passes:
 
     @property
     def before(self) -> int:
-        """Batches drawn before the last one; `set_back` to it draws the last one again."""
+        """`set_back` to it draws the last batch again."""
         return max(self.drawn - 1, 0)
 
     def set_back(self, before: int) -> None:
@@ -106,12 +89,11 @@ class DemonstrationBandit(SingleStepEnv):
     int64 [P, G, T], the recorded sequences of the query's group, −1 after the end, and `group_mask` bool [P, G], True
     for each of them.
 
-    Action: `action` int64 [P, G, T], places in the query's pool, −1 after the end; all −1 is no sequence, reward 0.
-    Reward: float32 [P, G].
+    Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1 is no sequence.
+    Reward: float32 [P, G], 0 for no sequence.
 
     Args:
-        batch_size: P.
-        group_size: G with a scorer. Without one G is B, the widest recorded group.
+        batch_size, group_size: P, and with a scorer G. Without one G is B, the widest recorded group.
         shots: T with a scorer, by default the table's; without one, use recorded sequences of this length only, by
             default all.
         rows: int64 [n], the queries to draw from (the training split); None for all. They come in passes, see `Passes`;
@@ -214,25 +196,23 @@ class DemonstrationBandit(SingleStepEnv):
                     f"of beam table {table.name!r} lack (the first: query {query}); record it, leave out those "
                     "sequences, or choose another mode"
                 )
-        coherence = diversity = None
+        fields = dict(table.fields)
         if config.needs_embeddings:  # in pieces: [Q, B, T, d] may be larger than the memory
-            queries = torch.arange(table.num_queries).split(256)
-            pieces = [self._level(table.pool[q], table.sequences[q], table.candidates) for q in queries]
-            coherence, diversity = (torch.cat(piece) for piece in zip(*pieces, strict=True))
-        reward = demonstration_reward(table.fields, table.lengths, table.beam_mask, config, coherence, diversity)
+            queries = zip(table.pool.split(256), table.sequences.split(256), strict=True)
+            pieces = [self._level(*parts, table.candidates) for parts in queries]
+            fields["coherence"], fields["diversity"] = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+        reward = demonstration_reward(fields, table.lengths, table.beam_mask, config)
         return shuffle(reward, table.beam_mask, self._generator(seed)) if config.shuffled else reward
 
     def _replayed(self, rows: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """The recorded reward and correctness of each sequence, float32 [P, G]."""
-        recorded = self.sequences[rows]
-        rewards, correct = self.rewards[rows], self.correct[rows]
+        recorded, rewards, correct = self.sequences[rows], self.rewards[rows], self.correct[rows]
         same = (action == recorded).all(-1)
         if same.all():
             return rewards, correct
         match = (action.unsqueeze(2) == recorded.unsqueeze(1)).all(-1)
-        recorded_before, empty = match.any(2), (action < 0).all(-1)
-        unknown = ~recorded_before & ~empty
-        if unknown.any():
+        empty = (action < 0).all(-1)
+        if (unknown := ~match.any(2) & ~empty).any():
             query = self.table.query_ids[int(rows[unknown.any(1)][0])]
             raise InputError(
                 f"{int(unknown.sum())} of the sequences were never recorded for their query (the first: query {query} "
@@ -247,9 +227,8 @@ class DemonstrationBandit(SingleStepEnv):
         pool, used = self.pool[rows], action >= 0
         self._check(rows, action, pool)
         mask, config = used[..., 0], self.reward_config
-        bank = _demonstrations(pool, action)
         # the same sequence drawn twice is scored once
-        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), bank], 2)[mask]
+        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), _demonstrations(pool, action)], 2)[mask]
         distinct, inverse = drawn.unique(dim=0, return_inverse=True)
         distinct = distinct.cpu()
         scores = dict.fromkeys(config.needs, torch.empty(0))
@@ -261,8 +240,9 @@ class DemonstrationBandit(SingleStepEnv):
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
         if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
             fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
-        levels = self._level(pool, action, self.candidates) if config.needs_embeddings else ()
-        reward = demonstration_reward(fields, used.sum(-1), mask, config, *levels)
+        if config.needs_embeddings:
+            fields["coherence"], fields["diversity"] = self._level(pool, action, self.candidates)
+        reward = demonstration_reward(fields, used.sum(-1), mask, config)
         if reward.isnan().any():
             unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
             raise InputError(f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN")
@@ -280,11 +260,8 @@ class DemonstrationBandit(SingleStepEnv):
         return known[rows]
 
     def _check(self, rows: Tensor, action: Tensor, pool: Tensor) -> None:
-        ordered, used = action.sort(-1).values, action >= 0
         wrong = (action < -1) | (action >= (pool >= 0).sum(1)[:, None, None])
-        wrong[..., 1:] |= (used[..., 1:] & ~used[..., :-1]) | (
-            (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-        )
+        wrong[..., 1:] |= after_gaps(action >= 0) | repeated(action)
         if (bad := wrong.any(-1)).any():
             query = self.table.query_ids[int(rows[bad.any(1)][0])]
             raise InputError(
@@ -300,8 +277,7 @@ class DemonstrationBandit(SingleStepEnv):
 
     @staticmethod
     def _generator(*seeds: int) -> torch.Generator:
-        state = np.random.SeedSequence(seeds).generate_state(1)
-        return torch.Generator().manual_seed(int(state[0]))
+        return torch.Generator().manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
 
 
 def _demonstrations(pool: Tensor, sequences: Tensor) -> Tensor:

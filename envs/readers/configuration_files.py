@@ -1,8 +1,5 @@
-"""Folders with one JSON file per configuration: finding the files and reading their rows strictly.
-
-Known faults of such files are refused, not repaired: ids that restart on every rank, knobs that disagree with the file
-name, merges that lost samples.
-"""
+"""Folders with one JSON file per configuration, read strictly: ids that restart on every rank, knobs that disagree with
+the file name, and merges that lost samples are refused, not repaired."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ WORDS = (*IDS, "question_type")
 """What is read of a row besides its numbers; it may also be in the row's `metadata`."""
 
 Record = dict[str, Any]
-Setting = dict[str, int | str]
 
 
 def read_configurations(
@@ -109,7 +105,7 @@ def _find_folder(
     )
 
 
-def _load(path: Path, setting: Setting, keys: Sequence[str]) -> tuple[Record, list[Record]]:
+def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, list[Record]]:
     """The content of a file and its rows; all knobs in it are checked against those of its name."""
     try:
         content = _decoded(path.read_bytes())
@@ -118,10 +114,10 @@ def _load(path: Path, setting: Setting, keys: Sequence[str]) -> tuple[Record, li
     if not isinstance(content, dict):
         raise InputError(f"{path}: must hold a JSON object with {' or '.join(keys)}, holds a {type(content).__name__}")
     content["summary"], content["config"] = content.get("summary") or [], content.get("config") or {}
-    key = next((key for key in keys if key in content), None)
-    if key is None and not content["summary"]:
+    key = next((key for key in keys if key in content), "")
+    if not key and not content["summary"]:
         raise InputError(f"{path}: has none of {', '.join(keys)}; it has {', '.join(content)}")
-    rows = content.get(key, []) if key else []
+    rows = content.get(key, [])
     for what, records in ((key, rows), ("summary", content["summary"]), ("config", [content["config"]])):
         if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
             raise InputError(f"{path}: {what} must hold objects")
@@ -148,7 +144,7 @@ def _decoded(text: bytes) -> Any:
 
 
 def _rows_frame(
-    path: Path, setting: Setting, rows: list[Record], columns: Mapping[str, Sequence[Sequence[str]]]
+    path: Path, setting: Record, rows: list[Record], columns: Mapping[str, Sequence[Sequence[str]]]
 ) -> pl.DataFrame:
     values = {key: _row_words(path, rows, key) for key in WORDS}
     for column, terms in columns.items():
@@ -170,9 +166,9 @@ def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:
         words = [int(value) if isinstance(value, float) and value.is_integer() else value for value in words]
         if wrong := [value for value in words if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64]:
             raise InputError(f"{path}: {key} {float(wrong[0])} is too large to be exact; write such ids as text")
-    if kinds <= {str, type(None)}:
-        return pl.Series(words, dtype=pl.String)
-    return pl.Series([None if value is None else str(value) for value in words], dtype=pl.String)
+    if not kinds <= {str, type(None)}:
+        words = [None if value is None else str(value) for value in words]
+    return pl.Series(words, dtype=pl.String)
 
 
 def _row_numbers(path: Path, rows: list[Record], spellings: Sequence[str]) -> pl.Series:
@@ -203,7 +199,7 @@ def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: 
     key = "question_id" if all(side["question_id"].null_count() == 0 for side in sides) else "sample_id"
     if key == "sample_id" and any(side["question_id"].is_not_null().any() for side in sides):
         notes.append(f"{dataset}: not every row has a question_id, so sample_id is the key")
-    keyed = []
+    with_ids = []
     for side in sides:
         if (without := side.filter(pl.col(key).is_null())).height:
             raise InputError(f"{without['file'][0]}: {without.height} rows without sample_id in the files of {dataset}")
@@ -217,15 +213,13 @@ def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: 
                 f"{first[key]}. Do ids restart in every batch or on every rank? Number all samples consecutively, "
                 "or add a question_id"
             )
-        keyed.append(side.with_columns(sample_id=pl.col(key)).drop("question_id"))
-    return keyed
+        with_ids.append(side.with_columns(sample_id=pl.col(key)).drop("question_id"))
+    return with_ids
 
 
 def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
-    """The cells of one or more data sets with images and question types in all rows, if any row has them.
-
-    A data set without images gets one per sample; a row without question type gets that of another row of its sample,
-    else `unknown`.
+    """The cells of one or more data sets with images and question types in all rows, if any row has them: a data set
+    without images gets one per sample, and a row without question type that of another row of its sample, or `unknown`.
     """
     dataset = [column for column in ("dataset",) if column in cells.columns]
     if dataset and not cells["image_id"].is_null().all():

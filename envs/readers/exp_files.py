@@ -1,7 +1,4 @@
-"""Reading and writing exp5 (accuracy) with exp6 (latency) folders, and core_exp folders.
-
-Cells that do not join are counted in the table's notes.
-"""
+"""Reading and writing exp5 (accuracy) with exp6 (latency) folders, and reading core_exp folders."""
 
 from __future__ import annotations
 
@@ -13,18 +10,10 @@ from typing import Any, Literal
 
 import polars as pl
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.configuration_files import (
-    IDS,
-    WORDS,
-    Record,
-    in_range,
-    keyed,
-    read_configurations,
-    whole_words,
-)
-from knobwise.envs.readers.frames import TIERS
+from knobwise.envs.readers.configuration_files import IDS, WORDS, in_range, keyed, read_configurations, whole_words
 from knobwise.envs.readers.long_table import Features, table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -36,17 +25,6 @@ CORE_STAGES = {
     "vision_prefill": ["T_vision_total", "T_LLM_prefill"],
 }
 CORE_KNOBS = ("tier", "top_k", "num_active_blocks")
-CORE_COLUMNS = {
-    "num_output_tokens": "output_tokens",
-    "num_vision_tokens": "actual_vision_tokens",
-    "num_language_tokens": "actual_text_tokens",
-    "num_total_tokens": "total_sequence_length",
-    "vision_ms": "T_vision_total",
-    "prefill_ms": "T_LLM_prefill",
-    "decode_ms": "T_LLM_decode",
-    "latency_ms": "T_total",
-}
-"""Our column names and those of core_exp files."""
 
 
 def read_exp5_exp6(
@@ -61,27 +39,23 @@ def read_exp5_exp6(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Join the accuracy files and the latency files of one or more data sets, cell by cell.
+    """Join the accuracy and latency files of one or more data sets, cell by cell; notes count what does not join.
 
     The key of a sample is its `question_id` if every row on both sides has one, otherwise its `sample_id`. Images and
     question types come from the accuracy files.
 
     Args:
-        exp5_dir: holds `exp5_accuracy_<data set with dashes>/`, or the files. Not read with `exp6_accuracy`.
-        exp6_dir: holds `exp6_latency_<data set with dashes>/`, or the files.
-        dataset_name: such as `text_vqa`; or several.
+        exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or the files.
         latency: which time the budget limits, in ms.
         accuracy: which value of the exp5 rows is the accuracy, such as `soft_score`.
-        exp6_accuracy: take the accuracy recorded in the latency files.
+        exp6_accuracy: take the accuracy recorded in the latency files, and read no others.
         broadcast_latency: if a configuration has only a mean latency, give it to all its samples.
-        name: of the table; by default the data set's name.
 
     Raises:
         InputError: naming the file, if there are no files, JSON is broken, types are wrong, values out of range, ids
             occur twice, knobs disagree with the file name, or exp5 and exp6 have nothing in common.
     """
-    if latency not in ("total", "prefill", "decode"):
-        raise InputError(f"latency={latency!r} is unknown for exp6 files; known are total, prefill, decode")
+    one_of("latency", latency, ("total", "prefill", "decode"))
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
     notes: list[str] = []
     joined = []
@@ -91,9 +65,7 @@ def read_exp5_exp6(
             cells = keyed([times], KNOBS, dataset, notes)[0]
         else:
             if exp5_dir is None:
-                raise InputError(
-                    "no directory of exp5 accuracy files: give exp5_dir, or exp6_accuracy=true to do without"
-                )
+                raise InputError("no directory of exp5 files: give exp5_dir, or exp6_accuracy=true to do without")
             pattern, columns = re.compile(rf"exp5_accuracy(_results)?_{SETTING}"), {"accuracy": [(accuracy,)]}
             scores, _ = read_configurations(
                 exp5_dir, "exp5_accuracy", pattern, dataset, ["all_samples"], columns, notes
@@ -186,14 +158,13 @@ def write_exp5_exp6(
             numbers), `accuracy`, `latency_ms`; optionally `soft_score`, `prefill_ms`, `decode_ms`, `num_*_tokens`,
             `question_id`, `image_id`, `question_type`, `pred`, `answers`. Rows without accuracy or latency are left
             out.
-        exp5_dir, exp6_dir: get the folders `exp5_accuracy_<data set with dashes>` and `exp6_latency_<…>`.
         metadata: added to the `config` of every file: the machine, the model, the split of the data set.
 
     Raises:
         InputError: if a table would refuse the frame, it has other knobs, or JSON cannot hold the metadata. Nothing is
             written then.
     """
-    frame, config = _to_write(frame, KNOBS, dataset_name, metadata, "the frame for exp5 and exp6 files")
+    frame, config = _to_write(frame, dataset_name, metadata)
     frame = frame.with_columns(T_total_ms="latency_ms", score="accuracy")
     frame = frame.rename({"prefill_ms": "T_prefill_ms", "decode_ms": "T_decode_ms"}, strict=False)
     stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in frame.columns]
@@ -206,41 +177,38 @@ def write_exp5_exp6(
         summary = {k: setting[k] for k in KNOBS} | {"accuracy": cells["accuracy"].mean(), "num_samples": cells.height}
         stem = "crops{max_crops}_topk{top_k}_blocks{num_active_blocks}.json".format(**setting)
         exp5, exp6 = ([k for k in keys if k in cells.columns] for keys in (exp5_keys, exp6_keys))
-        _write(
-            Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}",
-            {"summary": [summary], "all_samples": cells.select(exp5).to_dicts(), "config": config},
-        )
         times = {f"latency_{stage}_ms": _spread(cells[f"T_{stage}_ms"]) for stage in stages}
-        _write(
-            Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}",
-            {
-                "summary": [summary | times],
-                "per_sample_latencies": cells.select(exp6).to_dicts(),
-                "per_sample_predictions": [],
-                "config": {"batch_size": 1, **config},
-            },
-        )
+        scores = {"summary": [summary], "all_samples": cells.select(exp5).to_dicts(), "config": config}
+        latencies = {
+            "summary": [summary | times],
+            "per_sample_latencies": cells.select(exp6).to_dicts(),
+            "per_sample_predictions": [],
+            "config": {"batch_size": 1, **config},
+        }
+        for path, content in (
+            (Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}", scores),
+            (Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}", latencies),
+        ):
+            with written_whole(path) as temporary:
+                temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
 
 
 def _to_write(
-    frame: pl.DataFrame, knobs: Sequence[str], dataset_name: str, metadata: Mapping[str, Any] | None, source: str
-) -> tuple[pl.DataFrame, Record]:
+    frame: pl.DataFrame, dataset_name: str, metadata: Mapping[str, Any] | None
+) -> tuple[pl.DataFrame, dict[str, Any]]:
     """The rows that were profiled, null for NaN, and what is notes of the run; refuses what cannot be read again."""
-    table = table_from_frame(frame, name=dataset_name, knobs=knobs, source=source)
+    source = "the frame for exp5 and exp6 files"
+    table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)
     if len(set(table.dataset_names)) > 1:
         raise InputError(f"{source}: holds {len(set(table.dataset_names))} data sets; write each under its own name")
     for knob in table.knobs:
-        if knob.name == "tier":
-            if not set(knob.values) <= set(TIERS):
-                raise InputError(f"{source}: knob tier must be {', '.join(TIERS)}, has {knob.values[:5]}")
-        elif not all(isinstance(value, int) and value >= 0 for value in knob.values):
+        if not all(isinstance(value, int) and value >= 0 for value in knob.values):
             raise InputError(f"{source}: knob {knob.name} must be whole numbers ≥ 0, has {knob.values[:5]}")
     try:
         config = {**json.loads(json.dumps(metadata or {}, allow_nan=False)), "dataset_name": dataset_name}
     except (TypeError, ValueError) as error:
         raise InputError(f"{source}: metadata that JSON cannot hold ({error})") from error
-    frame = frame.drop_nulls(["accuracy", "latency_ms"])
-    frame = frame.with_columns(pl.col(k).cast(pl.String if k == "tier" else pl.Int64) for k in knobs)
+    frame = frame.drop_nulls(["accuracy", "latency_ms"]).with_columns(pl.col(KNOBS).cast(pl.Int64))
     return frame.with_columns(pl.selectors.float().fill_nan(None)), config  # JSON has no NaN
 
 
@@ -248,11 +216,6 @@ def _spread(times: pl.Series) -> dict[str, float | None]:
     """Mean, standard deviation and percentiles as the summary of a latency file names them."""
     percentiles = {f"P{p}": times.quantile(p / 100, "linear") for p in (50, 95, 99)}
     return {"mean": times.mean(), "std": times.std(ddof=0), **percentiles}  # type: ignore[dict-item]
-
-
-def _write(path: Path, content: Record) -> None:
-    with written_whole(path) as temporary:
-        temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
 
 
 def read_core_exp(
@@ -263,17 +226,12 @@ def read_core_exp(
     features: str | Path | Features | None = None,
     name: str | None = None,
 ) -> ProfileTable:
-    """Read core_exp files, which hold accuracies and times. The knobs are tier, top_k and num_active_blocks.
+    """Read core_exp files, which hold accuracies and times, from `directory` or its folder `<data set with dashes>`.
 
-    Args:
-        directory: holds `<data set with dashes>/`, or the files.
-        latency: which time the budget limits, in ms; `vision_prefill` is the sum of the two.
-
-    Raises:
-        InputError: as `read_exp5_exp6`.
+    The knobs are tier, top_k and num_active_blocks. `latency` is the time that the budget limits, in ms. Raises
+    InputError as `read_exp5_exp6`.
     """
-    if latency not in CORE_STAGES:
-        raise InputError(f"latency={latency!r} is unknown for core_exp files; known are {', '.join(CORE_STAGES)}")
+    one_of("latency", latency, CORE_STAGES)
     notes: list[str] = []
     pattern = re.compile(rf"{re.escape(dataset_name).replace('_', '[-_]')}_imgsizetier-(?P<tier>[a-z]+)_{SETTING}")
     columns = {"accuracy": [("accuracy",)], "latency_ms": [(stage,) for stage in CORE_STAGES[latency]]}
@@ -286,51 +244,3 @@ def read_core_exp(
         source=str(directory),
         notes=notes,
     )
-
-
-def write_core_exp(
-    frame: pl.DataFrame,
-    directory: str | Path,
-    dataset_name: str,
-    tier_crops: Mapping[str, tuple[int, int]],
-    metadata: Mapping[str, Any] | None = None,
-) -> None:
-    """Write one file per configuration, as `read_core_exp` reads them.
-
-    Args:
-        frame: one row per (sample, configuration): `sample_id`, the knobs tier, top_k and num_active_blocks,
-            `accuracy`, `latency_ms`, `vision_ms`, `prefill_ms`, `decode_ms`; optionally `num_vision_tokens`,
-            `num_language_tokens`, `num_output_tokens`, `num_total_tokens`, `question_id`, `image_id`, `question_type`,
-            `pred`, `metadata`. Rows without accuracy or latency are left out.
-        directory: gets the folder of the data set, with dashes.
-        tier_crops: the fewest and the most crops of each tier.
-        metadata: the `config` of every file: the machine, the model, the split of the data set.
-
-    Raises:
-        InputError: as `write_exp5_exp6`; if a tier has no crops, or a stage is missing. Nothing is written then.
-    """
-    source = "the frame for core_exp files"
-    if missing := sorted({"tier", "vision_ms", "prefill_ms", "decode_ms"} - set(frame.columns)):
-        raise InputError(f"{source}: has no column {', '.join(missing)}")
-    if missing := sorted(set(frame["tier"].cast(pl.String)) - set(tier_crops)):
-        raise InputError(f"{source}: tier_crops does not say how many crops {', '.join(missing)} has")
-    frame, config = _to_write(frame, CORE_KNOBS, dataset_name, metadata, source)
-    frame = frame.rename({k: v for k, v in CORE_COLUMNS.items() if k in frame.columns})
-    keys = [k for k in (*WORDS, *CORE_COLUMNS.values(), "accuracy", "pred", "metadata") if k in frame.columns]
-    for _, cells in frame.group_by(CORE_KNOBS, maintain_order=True):
-        setting = {knob: cells[knob][0] for knob in CORE_KNOBS}
-        least, most = tier_crops[setting["tier"]]
-        spreads = {s: _spread(cells[s]).items() for s in CORE_COLUMNS.values() if s.startswith("T_")}
-        content = {
-            **setting,
-            "tier_range": {"min_crops": least, "max_crops": most},
-            "max_crops": most,
-            "num_samples": cells.height,
-            "accuracy": cells["accuracy"].mean(),
-            "accuracy_std": cells["accuracy"].std(ddof=0),
-            "latency_stats": {f"{s}_{name.lower()}": value for s, spread in spreads.items() for name, value in spread},
-            "per_sample_results": cells.select(keys).to_dicts(),
-            "config": config,
-        }
-        stem = f"imgsizetier-{setting['tier']}_crops{most}_topk{setting['top_k']}_blocks{setting['num_active_blocks']}"
-        _write(Path(directory) / dataset_name.replace("_", "-") / f"{dataset_name}_{stem}.json", content)

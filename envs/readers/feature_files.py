@@ -19,7 +19,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.tensor_file import tensors_of
+from knobwise.envs.tables.tensor_file import read_arrays
 
 
 class Features(NamedTuple):
@@ -35,11 +35,8 @@ def read_features(path: str | Path) -> Features:
 
     Besides the blocks [n, d] or [n] the file holds `sample_id` [n] and optionally `dataset` [n]; in safetensors as
     integers, or as a JSON list of names in the metadata. In a table file a list column is a block, and the other
-    columns make one block, `features`.
-
-    Raises:
-        InputError: if there is no such file, it is not of its kind, ids are missing or occur twice, or a block is not
-            numeric, infinite or of the wrong length.
+    columns make one block, `features`. Raises InputError if there is no such file, it is not of its kind, ids are
+    missing or occur twice, or a block is not numeric, infinite or of the wrong length.
     """
     path = Path(path)
     if not path.is_file():
@@ -49,7 +46,7 @@ def read_features(path: str | Path) -> Features:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{path}: cannot be read as features without executing code in it ({error})") from error
+        raise InputError(f"{path}: cannot be read as features ({error})") from error
     ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}
     ids = {key: values.astype(str) if values.dtype.kind == "S" else values for key, values in ids.items()}
     if "sample_id" not in ids or not arrays:
@@ -66,16 +63,14 @@ def read_features(path: str | Path) -> Features:
         if np.isinf(block).any():
             raise InputError(f"{path}: features {key!r} hold infinite values; write NaN for what is missing")
         blocks[key] = torch.from_numpy(block)
-    features = Features(names["sample_id"], blocks, names.get("dataset", ()))
     if twice := n - len(set(zip(*names.values(), strict=True))):
         raise InputError(f"{path}: {twice} ids occur more than once; a sample has one row of features")
-    return features
+    return Features(names["sample_id"], blocks, names.get("dataset", ()))
 
 
 def attach_features(table: ProfileTable, features: str | Path | Features) -> ProfileTable:
     """The table with a row of features for each of its samples, matched by id (and by data set, if both name it).
-    Raises InputError if a sample has no features, or `read_features` refuses the file.
-    """
+    Raises InputError if a sample has no features, or `read_features` refuses the file."""
     source = "features" if isinstance(features, Features) else str(features)
     if not isinstance(features, Features):
         features = read_features(features)
@@ -83,11 +78,9 @@ def attach_features(table: ProfileTable, features: str | Path | Features) -> Pro
     both = bool(datasets) and (bool(table.datasets) or table.name in datasets)
     keys = list(zip(table.dataset_names, table.sample_ids, strict=True)) if both else [(i,) for i in table.sample_ids]
     known = list(zip(datasets, sample_ids, strict=True)) if both else [(i,) for i in sample_ids]
-    for whose, ids in (("the profile", keys), ("the features", known)):
+    for whose, ids in (("profile", keys), ("features", known)):
         if len(set(ids)) < len(ids):
-            raise InputError(
-                f"{source}: ids occur in several data sets of {whose}; name the data set of each in `dataset`"
-            )
+            raise InputError(f"{source}: ids occur in several data sets of the {whose}; name them in `dataset`")
     place = {key: i for i, key in enumerate(known)}
     if missing := [" ".join(key) for key in keys if key not in place]:
         raise InputError(
@@ -120,20 +113,14 @@ def write_features(table: ProfileTable, path: str | Path) -> None:
 
 def _read_arrays(path: Path) -> dict[str, ArrayLike]:
     """Read ids and blocks of a feature file, unchecked."""
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            return dict(arrays)
-    if path.suffix == ".pt":
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        return {
-            k: v.detach().float().numpy() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for k, v in content.items()
-        }
-    if path.suffix == ".safetensors":
-        with safe_open(str(path), framework="pt") as file:
-            words = {k: json.loads(v) for k, v in (file.metadata() or {}).items() if k in ("sample_id", "dataset")}
-        tensors = {k: v.float() if v.is_floating_point() else v for k, v in tensors_of(path).items()}
-        return {**tensors, **words}
+    if path.suffix in (".npz", ".pt", ".safetensors"):
+        arrays = read_arrays(path, "features")
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="pt") as file:
+                words = file.metadata() or {}
+            arrays |= {key: json.loads(words[key]) for key in ("sample_id", "dataset") if key in words}
+        floats = {k: v for k, v in arrays.items() if isinstance(v, Tensor) and v.is_floating_point()}
+        return arrays | {k: v.detach().float().numpy() for k, v in floats.items()}
     arrays_by_name: dict[str, ArrayLike] = {}
     scalars = []
     for column in read_frame(path):

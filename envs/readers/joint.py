@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -22,13 +23,9 @@ def join_tables(
 ) -> ProfileTable:
     """One table of all samples, with the configurations of all tables; cells not profiled in their table stay so.
 
-    Args:
-        tables: profiles with the same knobs; the values of a knob may differ. A data set may be spread over several.
-        dataset_input: add the data set as a feature block, see `with_dataset_input`.
-        missing_blocks: fill in feature blocks that a table lacks as missing (NaN) instead of refusing them.
-
-    Raises:
-        InputError: if knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
+    The values of a knob may differ, and a data set may be spread over several tables. `dataset_input` adds the data set
+    as a feature block, see `with_dataset_input`; `missing_blocks` fills in feature blocks that a table lacks as missing
+    (NaN). Raises InputError if knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
     """
     if not tables:
         raise InputError(f"profile {name!r}: no tables to join")
@@ -44,9 +41,7 @@ def join_tables(
         accuracy[rows].index_copy_(1, columns, table.accuracy)
         latency_ms[rows].index_copy_(1, columns, table.latency_ms)
     parts, notes = _parts(tables)
-    question_types: tuple[str, ...] = ()
-    if any(table.question_types for table in tables):
-        question_types = _all(t.question_types or ("unknown",) * t.num_samples for t in tables)
+    typed, with_images = (any(getattr(t, name) for t in tables) for name in ("question_types", "image_ids"))
     joint = ProfileTable(
         name=name,
         knobs=knobs,
@@ -58,9 +53,9 @@ def join_tables(
         features=_features(tables, missing_blocks),
         datasets=_all(table.dataset_names for table in tables),
         # image ids are unique inside their data set only
-        image_ids=_all(t.image_ids or t.sample_ids for t in tables) if any(t.image_ids for t in tables) else (),
+        image_ids=_all(t.image_ids or t.sample_ids for t in tables) if with_images else (),
         parts=parts,
-        question_types=question_types,
+        question_types=_all(t.question_types or ("unknown",) * t.num_samples for t in tables) if typed else (),
         notes=(*(f"{table.name}: {note}" for table in tables for note in table.notes), *notes),
         unit=tables[0].unit,
     )
@@ -71,8 +66,8 @@ def with_dataset_input(table: ProfileTable, names: Sequence[str] | None = None) 
     """The table with a feature block `dataset`: one column per data set, 1 for its samples and 0 for the others.
 
     `names` are those of the columns; None for the table's data sets in alphabetical order. A sample of another data set
-    is 0 everywhere. A policy reads a row of NaN as the median of its training samples: as none of the data sets, or as
-    the one with more than half of the samples. Raises InputError if the table has a block of this name already.
+    is 0 everywhere; NaN would be read as the median of the training samples. Raises InputError if the table has a block
+    of this name already.
     """
     if DATASET in table.features:
         raise InputError(f"profile {table.name!r} has a feature block {DATASET!r} already; leave dataset_input out")
@@ -90,7 +85,7 @@ def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
 
 
 def _all(words: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(word for some in words for word in some)
+    return tuple(chain.from_iterable(words))
 
 
 def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
@@ -119,12 +114,12 @@ def _joined_knobs(tables: Sequence[ProfileTable]) -> tuple[Knob, ...]:
 
 def _codes(table: ProfileTable, knobs: tuple[Knob, ...]) -> Tensor:
     """The table's configurations in the values of these knobs, int64 [C, K]."""
-    column_of = {knob.name: (knob, table.configurations[:, k]) for k, knob in enumerate(table.knobs)}
+    names = [knob.name for knob in table.knobs]
     columns = []
     for knob in knobs:
-        table_knob, chosen = column_of[knob.name]
-        place = {value: i for i, value in enumerate(knob.values)}
-        columns.append(torch.tensor([place[value] for value in table_knob.values])[chosen])
+        number = names.index(knob.name)
+        places = torch.tensor([knob.values.index(value) for value in table.knobs[number].values])
+        columns.append(places[table.configurations[:, number]])
     return torch.stack(columns, 1)
 
 
@@ -132,8 +127,7 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
     widths: dict[str, int] = {}
     for table in tables:
         for block, values in table.features.items():
-            width = widths.setdefault(block, values.shape[1])
-            if width != values.shape[1]:
+            if (width := widths.setdefault(block, values.shape[1])) != values.shape[1]:
                 raise InputError(
                     f"features: block {block!r} is {values.shape[1]} wide in profile {table.name!r} and {width} in one "
                     "before it; all profiles that are joined must have features of the same encoder"
@@ -158,13 +152,11 @@ def _parts(tables: Sequence[ProfileTable]) -> tuple[tuple[str, ...], list[str]]:
     whole = all(set(table.parts) == {"train", "test"} for table in tables)
     parts_of_tables, notes = [], []
     for table in tables:
-        parts = list(table.parts)
-        if not parts or (set(parts) == {"train", "test"} and not whole):
+        parts = np.array(table.parts or ("",) * table.num_samples, dtype=object)
+        if not table.parts or (set(table.parts) == {"train", "test"} and not whole):
             for part, rows in table.split()._asdict().items():
-                parts = parts or [""] * table.num_samples
-                for row in rows.tolist():
-                    parts[row] = part
+                parts[rows.numpy()] = part
             fixes = "fixes no validation part" if table.parts else "fixes no split"
             notes.append(f"{table.name}: {fixes}, as others do; divided {'75/25' if table.parts else '60/20/20'}")
-        parts_of_tables.append(parts)
+        parts_of_tables.append(parts.tolist())
     return _all(parts_of_tables), notes

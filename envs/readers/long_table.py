@@ -6,7 +6,7 @@ The columns are `sample_id`, one per knob, an accuracy and a cost; optionally `d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,12 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.feature_files import Features, attach_features, read_features, write_features
+from knobwise.envs.readers.feature_files import Features as Features
+from knobwise.envs.readers.feature_files import attach_features as attach_features
+from knobwise.envs.readers.feature_files import read_features as read_features
+from knobwise.envs.readers.feature_files import write_features as write_features
 from knobwise.envs.readers.frames import KEYS, knob_column, name_column, number_column, read_frame
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-
-__all__ = [
-    "Features",
-    "attach_features",
-    "long_frame",
-    "read_features",
-    "read_long_table",
-    "table_from_frame",
-    "write_features",
-    "write_long_table",
-]
 
 MEASURES = frozenset({"accuracy", "score", "soft_score", "pred", "prediction", "answer", "answers", "question"})
 WORD_COLUMNS = {
@@ -41,19 +33,14 @@ WORD_COLUMNS = {
     "question_types": "question_type",
 }
 """Fields of a `ProfileTable` with a name for each sample, and the columns that hold them."""
-PARTS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
+PARTS = {"train": "train", "training": "train", **dict.fromkeys(("validation", "val", "valid", "dev"), "validation")}
+PARTS |= {"test": "test", "testing": "test"}
 
 
 def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any) -> ProfileTable:
-    """Read a long table from CSV, Parquet or JSON lines (by suffix; CSV and JSON lines also gzipped).
-
-    The choices are those of `table_from_frame`; the default name is that of the file. Raises InputError if there is no
-    such file, if it is not of its kind, or if `table_from_frame` refuses it.
-    """
+    """Read a long table from CSV, Parquet or JSON lines (by suffix; CSV and JSON lines also gzipped) as
+    `table_from_frame`; the default name is that of the file. Raises InputError as it does, or if the file is not of its
+    kind."""
     name = name or Path(path).name.split(".")[0]
     return table_from_frame(read_frame(Path(path)), name=name, source=str(path), **choices)
 
@@ -80,10 +67,7 @@ def table_from_frame(
             `dataset`, and `image_id`, `split` and `question_type`, constant inside a sample.
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
-        accuracy: the column to maximise.
-        latency: the column that the budget limits: a time, or any other cost (energy, price).
-        unit: the unit of that column, and so of the budgets.
-        features: a feature file, or what `read_features` returned.
+        latency, unit: the column that the budget limits, a time or any other cost (energy, price), and its unit.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
@@ -99,18 +83,22 @@ def table_from_frame(
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
     samples = _samples(frame.drop(columns), keys, source)
-    if knobs is None:
-        _refuse_measured_knobs(settings, len(configurations), len(frame), source)
+    if knobs is None and len(configurations) > 50 and 2 * len(configurations) > len(frame):
+        sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in settings)
+        raise InputError(
+            f"{source}: {len(configurations)} configurations in {len(frame)} rows, so a column taken as a knob must be "
+            f"a measurement: {sizes}. Name the knobs with knobs="
+        )
     cell = _row_numbers(keys, samples) * len(configurations) + _row_numbers(chosen, configurations)
     _refuse_repeated(cell, samples, configurations, settings, source)
-    values = _place_cells(measured, cell, (len(samples), len(configurations)))
+    accuracies, latencies = _place_cells(measured, cell, (len(samples), len(configurations)))
     table = ProfileTable(
         name=name,
         knobs=settings,
         configurations=torch.from_numpy(configurations.to_numpy().astype(np.int64)),
-        accuracy=values["accuracy"],
-        latency_ms=values["latency"],
-        mask=~values["accuracy"].isnan(),
+        accuracy=accuracies,
+        latency_ms=latencies,
+        mask=~accuracies.isnan(),
         **_names(samples, notes),
         notes=tuple(notes),
         unit=unit,
@@ -132,12 +120,11 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
 def write_long_table(table: ProfileTable, path: str | Path) -> None:
     """Write the profiled cells as CSV, Parquet or JSON lines (by suffix). Features go to `write_features`."""
     frame, suffix = long_frame(table), Path(path).suffix
-    writers: dict[str, Callable[[Path], Any]]
-    writers = {".csv": frame.write_csv, ".parquet": frame.write_parquet, ".jsonl": frame.write_ndjson}
+    writers = {".csv": "write_csv", ".parquet": "write_parquet", ".jsonl": "write_ndjson"}
     if suffix not in writers:
         raise InputError(f"{path}: a table is written as .csv, .parquet or .jsonl")
     with written_whole(path) as temporary:
-        writers[suffix](temporary)
+        getattr(frame, writers[suffix])(temporary)
 
 
 def _check_columns(
@@ -164,14 +151,11 @@ def _check_columns(
     return frame, keys, measured
 
 
-def _place_cells(measured: pl.DataFrame, cell: np.ndarray, shape: tuple[int, int]) -> dict[str, Tensor]:
+def _place_cells(measured: pl.DataFrame, cell: np.ndarray, shape: tuple[int, int]) -> list[Tensor]:
     """Accuracy and latency as float32 [N, C], NaN where not profiled, from the cell number of each row."""
-    dense = {}
-    for measure in measured.columns:
-        values = np.full(shape[0] * shape[1], np.nan, np.float32)
-        values[cell] = measured[measure].clip(0, 1 if measure == "accuracy" else None)
-        dense[measure] = torch.from_numpy(values.reshape(shape))
-    return dense
+    dense = np.full((2, shape[0] * shape[1]), np.nan, np.float32)
+    dense[:, cell] = measured["accuracy"].clip(0, 1), measured["latency"].clip(0)
+    return list(torch.from_numpy(dense).view(2, *shape).unbind())
 
 
 def _refuse_repeated(
@@ -200,9 +184,9 @@ def _refuse(bad: pl.Series, what: str, keys: pl.DataFrame, source: str) -> None:
 
 def _find_knobs(frame: pl.DataFrame, keys: pl.DataFrame, measures: set[str], notes: list[str]) -> list[str]:
     """The columns that are knobs by default; notes which others might have been."""
-    names = [c for c in frame.columns if c not in KEYS | MEASURES | measures and not c.endswith("_ms")]
-    nested = [c for c in names if frame[c].dtype.is_nested()]
-    names = [c for c in names if c not in nested]
+    columns = [c for c in frame.columns if c not in KEYS | MEASURES | measures and not c.endswith("_ms")]
+    nested = [c for c in columns if frame[c].dtype.is_nested()]
+    names = [c for c in columns if c not in nested]
     samples = keys.hstack(frame.select(names)).group_by(keys.columns)
     spread = samples.agg(pl.col(names).n_unique())
     fixed = []
@@ -229,16 +213,6 @@ def _check_knobs(frame: pl.DataFrame, knobs: Sequence[str], other: set[str], sou
         )
 
 
-def _refuse_measured_knobs(knobs: Sequence[Knob], configurations: int, rows: int, source: str) -> None:
-    """Raise if nearly every row has its own configuration."""
-    if configurations > 50 and 2 * configurations > rows:
-        sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in knobs)
-        raise InputError(
-            f"{source}: {configurations} configurations in {rows} rows, so a column taken as a knob must be a "
-            f"measurement: {sizes}. Name the knobs with knobs="
-        )
-
-
 def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl.DataFrame:
     """One row per sample, sorted by data set, then whole-number ids by size, then the other ids by name."""
     optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
@@ -247,9 +221,7 @@ def _samples(frame: pl.DataFrame, keys_of_rows: pl.DataFrame, source: str) -> pl
     samples, n = rows.unique(), rows.select(keys).n_unique()
     for column in rows.columns[len(keys) :]:
         if (more := rows.select(*keys, column).n_unique() - n) > 0:
-            raise InputError(
-                f"{source}: {column} must be the same in all rows of a sample; there are {more} other values"
-            )
+            raise InputError(f"{source}: {column} must be the same in all rows of a sample; there are {more} others")
     if "split" in samples.columns:
         words = samples["split"].str.to_lowercase()
         if unknown := sorted(set(words) - set(PARTS)):

@@ -8,7 +8,7 @@ called `simulated-…`: nothing was measured. For sample i of a data set and con
 - There are (crops + 1)·144 vision tokens, or up to 5 % fewer, depending on the size of the image. `max_crops` is the
   number of crops; a tier is a range of crops, and the size of the image decides which number in it.
 - Vision time is a curve over crops, the only thing that is solved for: what the published totals leave for it. Prefill
-  is `PREFILL_MS` times powers of vision tokens, text tokens, top_k and blocks, times noise, and rarely a stall. A
+  is 135 ms times powers of vision tokens, text tokens, top_k and blocks, times noise, and rarely a stall. A
   decoding step takes 36–48 ms depending on blocks and top_k, at every position alike, times noise. The first token
   comes with the prefill, so that total = vision + prefill + (tokens − 1)·step.
 - The answer is right if Φ⁻¹ of the configuration's mean accuracy + difficulty + the effect of knobs on this sample +
@@ -19,17 +19,20 @@ called `simulated-…`: nothing was measured. For sample i of a data set and con
 
 Two published numbers contradict each other: inside one configuration prefill varies by 18 %, but over all records of
 the 240 configurations, with the configurations' own differences, by 16 %. They come from different runs; the effect of
-the text length (`TEXT_EFFECT`) follows the first on tiers and the second elsewhere.
+the text length (`text_effect`) follows the first on tiers and the second elsewhere.
 
 `python benchmarks/calibration.py` prints published and simulated numbers side by side.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
+import tomllib
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,78 +41,23 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
+from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
+from knobwise.envs.simulated.kinds import full_grid, knobs_of
 from knobwise.envs.simulated.settings import CalibratedConfig
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable
 
 Floats = NDArray[np.float64]
 
-TOTAL_BLOCKS = 16
-TIERS = {"low": (1, 3), "medium": (4, 8), "high": (9, 15)}
+_NUMBERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PREFILL, ANSWERS = SimpleNamespace(**_NUMBERS["prefill"]), SimpleNamespace(**_NUMBERS["answers"])
+TIERS: dict[str, tuple[int, int]] = _NUMBERS["tiers"]
 """Fewest and most crops."""
-GRIDS: dict[str, tuple[Knob, ...]] = {
-    "240": (
-        Knob("max_crops", (2, 4, 6, 8, 10, 12)),
-        Knob("top_k", (4, 8, 12, 16, 20, 24, 28, 32)),
-        Knob("num_active_blocks", (8, 10, 12, 14, 16)),
-    ),
-    "27": (Knob("max_crops", (2, 6, 10)), Knob("top_k", (4, 8, 12)), Knob("num_active_blocks", (12, 14, 16))),
-    "tiers": (
-        Knob("tier", tuple(TIERS)),
-        Knob("top_k", (4, 5, 6, 7, 8)),
-        Knob("num_active_blocks", (12, 13, 14, 15, 16)),
-    ),
-}
-
-
-class DataSet(NamedTuple):
-    """What was published about a data set, and choices for what was not."""
-
-    worst: tuple[float, float]
-    """Accuracy and mean total ms at the fast end of the Pareto front: tier low, top_k 4, 12 blocks."""
-    best: tuple[float, float]
-    """The same at its accurate end: tier `best_tier`, top_k 8, 16 blocks."""
-    best_tier: str
-    tokens: tuple[float, int, int]
-    """Generated tokens: mean, least, most."""
-    medium_loss: float
-    """Accuracy lost with 6 crops as a share of that lost with 2 (chosen)."""
-    high_loss: float
-    """The same with 12 crops."""
-    other_vision: float
-    """Vision time of the other of medium and high, relative to that of `best_tier` (chosen)."""
-
-
-DATA_SETS = {
-    "text_vqa": DataSet((0.378, 218.6), (0.768, 371.5), "high", (3.4, 2, 15), 0.25, 0.0, 0.6),
-    "coco_vqa": DataSet((0.654, 166.5), (0.826, 294.7), "medium", (2.2, 2, 6), 0.0, 0.3, 1.3),
-    "okvqa": DataSet((0.366, 177.9), (0.644, 289.2), "medium", (2.4, 2, 8), 0.0, 0.2, 1.3),
-}
-"""The best tier of coco_vqa and the tokens of okvqa were not published. They are chosen so that the two, which show the
-same images, have about the same vision time."""
-BLOCK_LOSS: Floats = np.array(
-    [0.627, 0.055, 0.051, 0.046, 0.039, 0.034, 0.031, 0.028, 0.027, 0.026, 0.026, 0.027, 0.030, 0.033, 0.037, 0.043]
-)
-"""Accuracy lost by removing one block. The value of block 0 was published, and no more can be lost."""
-PREFILL_MS = 135.0
-"""With `REFERENCE` tokens, experts and blocks."""
-REFERENCE = {"vision": 1000.0, "text": 40.0, "top_k": 15.0, "blocks": 11.7}
-VISION_EFFECT, EXPERT_EFFECT, BLOCK_EFFECT = 0.15, 0.08, 0.40
-"""Exponents in the prefill time."""
-TEXT_EFFECT = {"240": 0.18, "27": 0.18, "tiers": 0.37}
-TEXT_SPREAD = 0.45
-"""Standard deviation of the logarithm of text tokens."""
-PREFILL_NOISE, STALLS, STALL = 0.046, 1e-4, 0.6
-"""Standard deviation of the logarithm; share of records that stall; mean relative delay of a stall."""
-STEP_NOISE = 0.193
-LEVELS = ((0.3, 0.05), (0.6, 0.08), (0.9, 0.07), (1.0, 0.80))
-"""Scores of a right answer, and how often each occurs."""
-DIFFICULTY, SUITS, ANSWER_NOISE = 1.0, 0.8, 0.5
-"""Standard deviations, before scaling."""
-NEW_ANSWERS = 0.1
-"""Share of records in which the length of the answer is drawn anew."""
-COLUMN_NOISE = 2.0
-"""Standard deviation of the noise in a feature column; a latent has 1."""
+GRIDS = {grid: knobs_of(values) for grid, values in _NUMBERS["grids"].items()}
+DATA_SETS = {name: SimpleNamespace(**published) for name, published in _NUMBERS["data_sets"].items()}
+BLOCK_LOSS: Floats = np.array(_NUMBERS["block_loss"])
+"""Accuracy lost by removing one block."""
+TOTAL_BLOCKS = len(BLOCK_LOSS)
 
 
 class Records(NamedTuple):
@@ -131,33 +79,29 @@ class Records(NamedTuple):
         return (self.tokens - 1) * self.step
 
     @property
+    def vision_prefill(self) -> Floats:
+        return self.vision + self.prefill
+
+    @property
     def total(self) -> Floats:
         return self.vision + self.prefill + self.decode
 
 
 def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
     """Draw the profile. The same config gives the same table; a data set has the same samples whatever other data sets
-    are drawn.
-
-    Raises:
-        InputError: for an unknown data set, grid or latency, no samples, a signal outside [0, 1], or negative numbers.
-    """
+    are drawn. Raises InputError for an unknown data set, grid or latency, no samples, a signal outside [0, 1], or
+    negative numbers."""
     _check(config)
     drawn = {dataset: _draw(config, dataset) for dataset in config.datasets}
-    time: Callable[[Records], Floats] = {
-        "total": lambda r: r.total,
-        "prefill": lambda r: r.prefill,
-        "vision_prefill": lambda r: r.vision + r.prefill,
-    }[config.latency]
     parts = list(drawn.values())
-    n = config.samples
+    times, n = [getattr(part, config.latency) for part in parts], config.samples
     accuracy = torch.from_numpy(np.concatenate([part.accuracy for part in parts], dtype=np.float32))
     return ProfileTable(
         name="simulated-" + "+".join(drawn),
         knobs=GRIDS[config.grid],
-        configurations=torch.from_numpy(_configurations(config.grid)),
+        configurations=torch.from_numpy(full_grid(GRIDS[config.grid])),
         accuracy=accuracy,
-        latency_ms=torch.from_numpy(np.concatenate([time(part) for part in parts], dtype=np.float32)),
+        latency_ms=torch.from_numpy(np.concatenate(times, dtype=np.float32)),
         mask=torch.ones_like(accuracy, dtype=torch.bool),
         sample_ids=tuple(map(str, range(n))) * len(parts),
         datasets=tuple(dataset for dataset in drawn for _ in range(n)) if len(parts) > 1 else (),
@@ -167,14 +111,12 @@ def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
 
 
 def calibrated_records(config: CalibratedConfig) -> pl.DataFrame:
-    """The same draw with one row per (configuration, sample), and with the stages and tokens of record files.
-
-    Columns: `dataset`, `sample_id`, the knobs, `accuracy`, `latency_ms` (the total), `vision_ms`, `prefill_ms`,
-    `decode_ms`, `step_ms`, and `num_*_tokens` for vision, language, output and total. Name files with these records
-    so that nobody takes them for measured.
-    """
+    """The same draw with one row per (configuration, sample), and the stages and tokens of record files: `dataset`,
+    `sample_id`, the knobs, `accuracy`, `latency_ms` (the total), `vision_ms`, `prefill_ms`, `decode_ms`, `step_ms`, and
+    `num_*_tokens` for vision, language, output and total. Name files with these records so that nobody takes them for
+    measured."""
     _check(config)
-    knobs, chosen = GRIDS[config.grid], _configurations(config.grid)
+    knobs, chosen = GRIDS[config.grid], full_grid(GRIDS[config.grid])
     frames = []
     for dataset in config.datasets:
         drawn = _draw(replace(config, image_width=0, language_width=0), dataset)
@@ -201,26 +143,17 @@ def blocks_lost(removed: tuple[int, ...]) -> float:
     return float(most * (1 - np.prod(1 - BLOCK_LOSS[list(removed)] / most)))
 
 
-# -- one data set ------------------------------------------------------------------------------------------------------
-
-
 def _check(config: CalibratedConfig) -> None:
-    unknown = [name for name in config.datasets if name not in DATA_SETS]
-    if unknown or not config.datasets or len(set(config.datasets)) < len(config.datasets):
+    names = set(config.datasets)
+    if not names or not names <= DATA_SETS.keys() or len(names) < len(config.datasets):
         raise InputError(f"profile.datasets={list(config.datasets)}: must be some of {', '.join(DATA_SETS)}, each once")
-    for name, known in (("grid", tuple(GRIDS)), ("latency", ("total", "prefill", "vision_prefill"))):
-        if (value := getattr(config, name)) not in known:
-            raise InputError(f"profile.{name}={value!r}: must be one of {', '.join(known)}")
-    for name, least in (("samples", 1), ("image_width", 0), ("language_width", 0)):
-        if (value := getattr(config, name)) < least:
-            raise InputError(f"profile.{name}={value}: must be at least {least}")
+    one_of("profile.grid", config.grid, GRIDS)
+    one_of("profile.latency", config.latency, ("total", "prefill", "vision_prefill"))
+    at_least("profile.samples", config.samples, 1)
+    for name in ("image_width", "language_width"):
+        at_least(f"profile.{name}", getattr(config, name), 0)
     if not 0 <= config.signal <= 1:
         raise InputError(f"profile.signal={config.signal}: must be between 0 and 1")
-
-
-def _configurations(grid: str) -> NDArray[np.int64]:
-    """Int64 [C, 3]: the index of each knob's value."""
-    return np.array(list(itertools.product(*(range(len(knob.values)) for knob in GRIDS[grid]))), dtype=np.int64)
 
 
 def _draw(config: CalibratedConfig, dataset: str) -> Records:
@@ -231,9 +164,8 @@ def _draw(config: CalibratedConfig, dataset: str) -> Records:
     z = latents.standard_normal((n, 7))
     _, size, text, length, *suits = z.T
 
-    first, top_k, blocks = (
-        np.array(k.values)[i] for k, i in zip(GRIDS[config.grid], _configurations(config.grid).T, strict=True)
-    )
+    knobs = GRIDS[config.grid]
+    first, top_k, blocks = (np.array(k.values)[i] for k, i in zip(knobs, full_grid(knobs).T, strict=True))
     if config.grid == "tiers":
         least, most = np.array([TIERS[tier] for tier in first]).T
         nominal = (least + most) / 2
@@ -242,28 +174,30 @@ def _draw(config: CalibratedConfig, dataset: str) -> Records:
         nominal = first.astype(np.float64)
         crops = np.broadcast_to(nominal, (n, len(nominal)))
     vision_tokens = np.rint((crops + 1) * 144 * (1 - 0.05 * ndtr(-size)[:, None])).astype(np.int64)
-    text_tokens = np.rint(REFERENCE["text"] * np.exp(TEXT_SPREAD * text)).clip(4).astype(np.int64)
+    text_tokens = np.rint(PREFILL.reference["text"] * np.exp(PREFILL.text_spread * text)).clip(4).astype(np.int64)
     shape = crops.shape
 
-    noise = np.exp(PREFILL_NOISE * for_prefill.standard_normal(shape) - PREFILL_NOISE**2 / 2)
-    noise *= 1 + (for_prefill.random(shape) < STALLS) * for_prefill.exponential(STALL, shape)
-    effect = TEXT_EFFECT[config.grid]
-    prefill = _prefill(vision_tokens, top_k, blocks) * (text_tokens / REFERENCE["text"])[:, None] ** effect * noise
+    noise = np.exp(PREFILL.noise * for_prefill.standard_normal(shape) - PREFILL.noise**2 / 2)
+    noise *= 1 + (for_prefill.random(shape) < PREFILL.stalls) * for_prefill.exponential(PREFILL.stall, shape)
+    effect = PREFILL.text_effect[config.grid]
+    text_factor = (text_tokens / PREFILL.reference["text"])[:, None] ** effect
+    prefill = _prefill(vision_tokens, top_k, blocks) * text_factor * noise
     vision = _vision(published, effect)(nominal) * (crops + 1) / (nominal + 1)
-    step = _step(top_k, blocks) * np.exp(STEP_NOISE * for_steps.standard_normal(shape) - STEP_NOISE**2 / 2)
-    place = np.where(for_lengths.random(shape) < NEW_ANSWERS, for_lengths.random(shape), ndtr(length)[:, None])
+    step = _step(top_k, blocks) * np.exp(
+        ANSWERS.step_noise * for_steps.standard_normal(shape) - ANSWERS.step_noise**2 / 2
+    )
+    place = np.where(for_lengths.random(shape) < ANSWERS.new_lengths, for_lengths.random(shape), ndtr(length)[:, None])
     tokens = _lengths(*published.tokens)(place)
 
     # each knob scaled to −1 … 1; a sample gains or loses by it
-    ranges = [(np.log1p(nominal), 2, 12), (np.log(top_k), 4, 32), (blocks, 8, 16)]
-    scale: list[Callable[[Any], Any]] = [np.log1p, np.log, np.asarray]
-    places = [2 * (v - f(a)) / (f(b) - f(a)) - 1 for (v, a, b), f in zip(ranges, scale, strict=True)]
-    matters = SUITS * np.stack(places)
-    spread = np.sqrt(DIFFICULTY**2 + np.square(matters).sum(0) + ANSWER_NOISE**2)
-    agreed, often = np.array(LEVELS).T
+    ranges = (np.log1p(nominal), np.log1p(2), np.log1p(12)), (np.log(top_k), np.log(4), np.log(32)), (blocks, 8, 16)
+    places = [2 * (value - low) / (high - low) - 1 for value, low, high in ranges]
+    matters = ANSWERS.suits * np.stack(places)
+    spread = np.sqrt(ANSWERS.difficulty**2 + np.square(matters).sum(0) + ANSWERS.noise**2)
+    agreed, often = np.array(ANSWERS.scores), np.array(ANSWERS.shares)
     right = spread * ndtri(_mean_accuracy(published, nominal, top_k, blocks) / (agreed @ often))
-    right = right + DIFFICULTY * z[:, :1] + np.stack(suits, 1) @ matters
-    right = right + ANSWER_NOISE * for_answers.standard_normal(shape) > 0
+    right = right + ANSWERS.difficulty * z[:, :1] + np.stack(suits, 1) @ matters
+    right = right + ANSWERS.noise * for_answers.standard_normal(shape) > 0
     accuracy = right * for_answers.choice(agreed, (n, 1), p=often)
     features = _features(config, dataset, z, for_features)
     return Records(accuracy, vision, prefill, step, tokens, vision_tokens, text_tokens, features)
@@ -271,13 +205,9 @@ def _draw(config: CalibratedConfig, dataset: str) -> Records:
 
 def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
     """Prefill time in ms at the reference text length."""
-    inputs = {
-        "vision": (vision_tokens, VISION_EFFECT),
-        "top_k": (top_k, EXPERT_EFFECT),
-        "blocks": (blocks, BLOCK_EFFECT),
-    }
-    factors = [(value / REFERENCE[name]) ** power for name, (value, power) in inputs.items()]
-    return np.asarray(PREFILL_MS * factors[0] * factors[1] * factors[2])
+    inputs = {"vision": vision_tokens, "top_k": top_k, "blocks": blocks}
+    factors = [(value / PREFILL.reference[name]) ** PREFILL.effect[name] for name, value in inputs.items()]
+    return np.asarray(math.prod(factors, start=PREFILL.ms))
 
 
 def _step(top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
@@ -285,10 +215,10 @@ def _step(top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
     return np.asarray(36 + 9 * (blocks - 8) / 8 + 3 * np.log(top_k / 4) / np.log(8))
 
 
-def _vision(known: DataSet, text_effect: float) -> Callable[[Floats], Floats]:
+def _vision(known: SimpleNamespace, text_effect: float) -> Callable[[Floats], Floats]:
     """Mean vision ms by the number of crops: what prefill and decoding leave of the published totals at 2 crops and at
     the crops of the best tier, linear in between, and 0 without an image."""
-    longer = np.exp((text_effect * TEXT_SPREAD) ** 2 / 2)
+    longer = np.exp((text_effect * PREFILL.text_spread) ** 2 / 2)
 
     def left(total: float, crops: int, top_k: int, blocks: int) -> float:
         k, b = np.array(top_k), np.array(blocks)
@@ -302,7 +232,7 @@ def _vision(known: DataSet, text_effect: float) -> Callable[[Floats], Floats]:
     return lambda nominal: np.interp(nominal, [-1, 2, 6, 12], curve)
 
 
-def _mean_accuracy(known: DataSet, crops: Floats, top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
+def _mean_accuracy(known: SimpleNamespace, crops: Floats, top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:
     """Mean accuracy of each configuration, [C]."""
     cheapest = np.argsort(BLOCK_LOSS, kind="stable")
     by_blocks = np.array([blocks_lost(tuple(cheapest[:removed])) for removed in range(TOTAL_BLOCKS - 7)])
@@ -331,20 +261,16 @@ def _features(
     both lengths and the usefulness of experts and blocks. All data sets share the encoder and differ by an offset."""
     visible = np.sqrt(config.signal) * z + np.sqrt(1 - config.signal) * generator.standard_normal(z.shape)
     visible[:, 1:3] = z[:, 1:3]
-    blocks = {
-        "image_features": (config.image_width, [0, 1, 4, 6]),
-        "language_features": (config.language_width, [0, 2, 3, 5, 6]),
-    }
+    image, language = (config.image_width, [0, 1, 4, 6]), (config.language_width, [0, 2, 3, 5, 6])
+    blocks = {"image_features": image, "language_features": language}
     features = {}
     for number, (name, (width, which)) in enumerate(blocks.items()):
         if width:
-            weights = np.random.default_rng([config.seed, number]).standard_normal(
-                (len(which), width), dtype=np.float32
-            )
-            offset = np.random.default_rng([config.seed, number, zlib.crc32(dataset.encode())]).standard_normal(
-                width, dtype=np.float32
-            )
-            block = visible[:, which].astype(np.float32) @ weights + 0.5 * offset
-            block += COLUMN_NOISE * generator.standard_normal(block.shape, dtype=np.float32)
+            encoder = np.random.default_rng([config.seed, number])
+            offset = np.random.default_rng([config.seed, number, zlib.crc32(dataset.encode())])
+            weights = encoder.standard_normal((len(which), width), dtype=np.float32)
+            block = visible[:, which].astype(np.float32) @ weights
+            block += 0.5 * offset.standard_normal(width, dtype=np.float32)
+            block += ANSWERS.column_noise * generator.standard_normal(block.shape, dtype=np.float32)
             features[name] = torch.from_numpy(block)
     return features

@@ -13,13 +13,11 @@ so that no report can pass them off as measured. For sample i and configuration 
 - Latency is exp(ln `BASE_MS` + range·p_c + size·s_i + interaction·g_i·f_c + noise); s_i is another projection of g_i.
 - A feature reads one or two latents and noise; some are folded, some heavy-tailed, all in arbitrary units.
 
-A larger simulation with the same kind and seed begins with the samples of a smaller one. (With fewer samples than
-configurations, some cells are profiled only so that every configuration has one.)
+A larger simulation with the same kind and seed begins with the samples of a smaller one.
 """
 
 from __future__ import annotations
 
-import itertools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.simulated.settings import SimulatedConfig
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
@@ -45,77 +44,57 @@ Floats = NDArray[np.float64]
 class Kind:
     """Parameters of one kind. Effects on accuracy are in logits, effects on latency in its natural logarithm."""
 
-    question: str
-    """What the kind stands for, and the question it puts to a policy."""
-    samples: int
-    """Number of samples, unless the config sets it."""
-    knobs: tuple[Knob, ...]
-    """The knobs. A larger number is more compute; names have no order."""
-    configurations: int | None = None
-    """How many of the combinations of knob values exist; None for all."""
-    unprofiled: float = 0.0
-    """Share of cells that were not profiled, at random."""
+    question: str  # what the kind stands for, and the question it puts to a policy
+    samples: int  # unless the config sets the number
+    knobs: tuple[Knob, ...]  # a larger number is more compute; names have no order
+    configurations: int | None = None  # how many of the combinations of knob values exist; None for all
+    unprofiled: float = 0.0  # share of cells that were not profiled, at random
 
-    blocks: tuple[tuple[str, int], ...] = (("features", 24),)
-    """Feature blocks: name and width."""
-    signal: float = 0.9
-    """Share of the variance of an informative column that comes from the latents."""
-    informative: float = 0.6
-    """Share of columns that are informative; the others are noise."""
-    missing: float = 0.0
-    """Share of feature values that are missing, all of them in one third of the columns."""
-    bend: float = 0.4
-    """Share of the visible part that is piecewise constant in the latents, not linear."""
-    hidden: float = 0.15
-    """Share of the variance of what matters about a sample that shows in no feature."""
+    blocks: tuple[tuple[str, int], ...] = (("features", 24),)  # name and width of each feature block
+    signal: float = 0.9  # share of the variance of an informative column that comes from the latents
+    informative: float = 0.6  # share of columns that are informative; the others are noise
+    missing: float = 0.0  # share of feature values that are missing, all of them in one third of the columns
+    bend: float = 0.4  # share of the visible part that is piecewise constant in the latents, not linear
+    hidden: float = 0.15  # share of the variance of what matters about a sample that shows in no feature
 
-    labels: bool = False
-    """Accuracy is a draw of 0 or 1 instead of a quality."""
-    base: float = 0.5
-    """Logit of the accuracy of an average sample under an average configuration."""
-    gain: float = 2.0
-    """Logits between the least and the most compute, for an average sample."""
-    difficulty: float = 1.0
-    """Standard deviation of how hard samples are for all configurations alike."""
-    accuracy_interaction: float = 1.5
-    """Standard deviation of how well a configuration suits a sample."""
-    accuracy_noise: float = 0.3
-    """Standard deviation of the noise in each cell."""
+    labels: bool = False  # accuracy is a draw of 0 or 1 instead of a quality
+    base: float = 0.5  # logit of the accuracy of an average sample under an average configuration
+    gain: float = 2.0  # logits between the least and the most compute, for an average sample
+    difficulty: float = 1.0  # standard deviation of how hard samples are for all configurations alike
+    accuracy_interaction: float = 1.5  # standard deviation of how well a configuration suits a sample
+    accuracy_noise: float = 0.3  # standard deviation of the noise in each cell
 
-    latency_range: float = 2.0
-    """ln of the latency at the most compute over that at the least."""
-    size: float = 0.5
-    """Standard deviation of how slow samples are under all configurations alike."""
-    latency_interaction: float = 0.3
-    """Standard deviation of how slow a configuration is for a sample."""
-    latency_noise: float = 0.1
-    """Scale of the noise in each cell."""
-    tail: float | None = None
-    """Degrees of freedom if that noise is Student t; None for normal noise."""
+    latency_range: float = 2.0  # ln of the latency at the most compute over that at the least
+    size: float = 0.5  # standard deviation of how slow samples are under all configurations alike
+    latency_interaction: float = 0.3  # standard deviation of how slow a configuration is for a sample
+    latency_noise: float = 0.1  # scale of the noise in each cell
+    tail: float | None = None  # degrees of freedom if that noise is Student t; None for normal noise
 
 
-def _kind(knobs: dict[str, Any], blocks: dict[str, int] | None = None, **parameters: Any) -> Kind:
-    """A kind from its table in kinds.toml."""
-    for name, values in knobs.items():
-        names = values if isinstance(values, list) else [f"{name}-{i + 1:02d}" for i in range(values)]
-        knobs[name] = Knob(name, tuple(names))
-    parameters |= {"blocks": tuple(blocks.items())} if blocks else {}
-    return Kind(knobs=tuple(knobs.values()), **parameters)
+def knobs_of(values: dict[str, Any]) -> tuple[Knob, ...]:
+    """Knobs from their values by name; a number instead of values stands for so many names without an order."""
+    knobs = []
+    for name, known in values.items():
+        names = [f"{name}-{i + 1:02d}" for i in range(known)] if isinstance(known, int) else known
+        knobs.append(Knob(name, tuple(names)))
+    return tuple(knobs)
+
+
+def full_grid(knobs: tuple[Knob, ...]) -> NDArray[np.int64]:
+    """All combinations of the knobs' values, int64 [C, K]: the index of each value; the last knob runs fastest."""
+    sizes = [len(knob.values) for knob in knobs]
+    return np.indices(sizes).reshape(len(sizes), -1).T.copy()
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8"))
-KINDS = {name: _kind(**parameters) for name, parameters in _TABLES.items()}
+KINDS = {name: Kind(**table | {"knobs": knobs_of(table["knobs"])}) for name, table in _TABLES.items()}
 """The kinds by name."""
 
 
 def simulate(config: SimulatedConfig) -> ProfileTable:
-    """Draw a profile of a kind; the same config gives the same table.
-
-    Raises:
-        InputError: for an unknown kind, or fewer than one sample.
-    """
-    if config.kind not in KINDS:
-        raise InputError(f"profile.kind={config.kind!r}: must be one of {', '.join(KINDS)}")
+    """Draw a profile of a kind; the same config gives the same table. Raises InputError for an unknown kind, or fewer
+    than one sample."""
+    one_of("profile.kind", config.kind, KINDS)
     kind = KINDS[config.kind]
     n = kind.samples if config.samples is None else config.samples
     if n < 1:
@@ -165,10 +144,10 @@ def simulate(config: SimulatedConfig) -> ProfileTable:
 
 def _combinations(kind: Kind, generator: np.random.Generator) -> NDArray[np.int64]:
     """The combinations of knob values that exist, int64 [C, K]; every value occurs."""
-    sizes = [len(knob.values) for knob in kind.knobs]
-    grid = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64)
+    grid = full_grid(kind.knobs)
     if kind.configurations is None:
         return grid
+    sizes = grid.max(0) + 1
     diagonal = np.stack([np.arange(max(sizes)) % size for size in sizes], 1)
     on_it = (grid[:, None] == diagonal).all(-1).any(1)
     first = np.lexsort((generator.random(len(grid)), ~on_it))[: kind.configurations]
@@ -187,10 +166,8 @@ def _compute(knobs: tuple[Knob, ...], grid: NDArray[np.int64], generator: np.ran
 
 
 def _vectors(knobs: tuple[Knob, ...], grid: NDArray[np.int64], generator: np.random.Generator) -> Floats:
-    """Which samples each configuration suits, [C, LATENTS], centred, with mean square length 1.
-
-    A knob of numbers moves along one direction as its value grows; each value also has its own direction, and to a
-    small degree each combination.
+    """Which samples each configuration suits, [C, LATENTS], centred, with mean square length 1. A knob of numbers moves
+    along one direction as its value grows; each value also has its own direction, and so, a little, each combination.
     """
     total = 0.3 * generator.standard_normal((len(grid), LATENTS))
     for k, knob in enumerate(knobs):

@@ -1,7 +1,6 @@
 """ProfileTable: measurements as dense arrays, samples × configurations.
 
-Every reader (`knobwise.envs.readers`) ends in this class; environments, baselines, policies and evaluation start from
-it.
+Every reader (`knobwise.envs.readers`) ends in this class; everything else starts from it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.splits import Split, split_samples
-from knobwise.envs.tables.tensor_file import read_table, with_prefix, write_tensors
+from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
 __all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split"]
 
@@ -38,13 +37,8 @@ class Knob:
 
 
 class ActionIndex(nn.Module):
-    """Finds configurations by their knob values, even if most combinations of values do not exist.
-
-    Args:
-        configurations: int64 [C, K], for each configuration the index of each knob's value.
-
-    Shapes: forward takes int64 [*, K] and gives int64 [*]; −1 if no configuration has these values.
-    """
+    """Finds configurations (int64 [C, K]: the index of each knob's value) by their knob values, even if most
+    combinations of values do not exist: int64 [*, K] → int64 [*]; −1 if no configuration has these values."""
 
     codes: Tensor
     order: Tensor
@@ -124,20 +118,12 @@ class ProfileTable:
     """Unit of `latency_ms` and of budgets in reports; another cost may stand for latency. Not part of the digest."""
 
     def __post_init__(self) -> None:
-        if self.accuracy.ndim != 2:
-            raise InputError(f"profile {self.name!r}: accuracy has shape {tuple(self.accuracy.shape)}, expected [N, C]")
+        parts: dict[str, tuple[Any, str]] = {k: (getattr(self, k), "NC") for k in ("accuracy", "latency_ms", "mask")}
+        parts |= {"knobs": (self.knobs, "K"), "configurations": (self.configurations, "CK")}
+        parts |= {"sample_ids": (self.sample_ids, "N"), **{k: (v, "N") for k in self.WORDS if (v := getattr(self, k))}}
+        parts |= {f"features[{k}]": (block, "N_") for k, block in self.features.items()}
+        check_axes(f"profile {self.name!r}", parts)
         n, c = self.accuracy.shape
-        shapes = {
-            "latency_ms": (tuple(self.latency_ms.shape), (n, c)),
-            "mask": (tuple(self.mask.shape), (n, c)),
-            "configurations": (tuple(self.configurations.shape), (c, len(self.knobs))),
-            "sample_ids": ((len(self.sample_ids),), (n,)),
-            **{f"features[{k}]": ((f.shape[0], f.ndim), (n, 2)) for k, f in self.features.items()},
-            **{k: ((len(v),), (n,)) for k in self.WORDS if (v := getattr(self, k))},
-        }
-        for what, (shape, expected) in shapes.items():
-            if shape != expected:
-                raise InputError(f"profile {self.name!r}: {what} has shape {shape}, expected {expected}")
         if n == 0 or c == 0 or not self.knobs:
             raise InputError(f"profile {self.name!r} is empty: {n} samples, {c} configurations")
         # in pieces, because a table mapped from a file may be larger than the memory

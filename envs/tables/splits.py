@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,10 +55,8 @@ def split_samples(table: ProfileTable, train: float = 0.6, validation: float = 0
     """Split by sample, or by image where images are known; the rest is the test part.
 
     A split fixed by the file (`table.parts`) is used as it is; if it has no validation part, that comes out of the
-    training part. Deterministic in `seed` and in the order of the samples.
-
-    Raises:
-        InputError: if the shares leave a part empty, or the fixed split lacks a part or tears an image apart.
+    training part. Deterministic in `seed` and in the order of the samples. Raises InputError if the shares leave a part
+    empty, or the fixed split lacks a part or tears an image apart.
     """
     groups = list(zip(table.dataset_names, table.image_ids or table.sample_ids, strict=True))
     if not table.parts:
@@ -74,11 +73,8 @@ def split_samples(table: ProfileTable, train: float = 0.6, validation: float = 0
             f"profile {table.name!r} fixes its split, but no sample is in: {', '.join(missing)}. Name the parts "
             "train, validation and test, or leave out the column `split`"
         )
-    parts_of: dict[tuple[str, str], set[str]] = {}
-    for group, part in zip(groups, table.parts, strict=True):
-        parts_of.setdefault(group, set()).add(part)
-    torn = [group for group, parts in parts_of.items() if len(parts) > 1]
-    if torn:
+    parts_of = Counter(group for group, _ in dict.fromkeys(zip(groups, table.parts, strict=True)))
+    if torn := [group for group, count in parts_of.items() if count > 1]:
         raise InputError(
             f"profile {table.name!r}: {len(torn)} images are in several parts of its split (the first: "
             f"{torn[0][1]!r}); give all samples of an image the same `split`"
@@ -95,51 +91,34 @@ def _shuffled(groups: Sequence[Hashable], seed: int) -> tuple[Tensor, int]:
 
 
 def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) -> dict[str, Split]:
-    """For each data set the split that tests on all of its samples. Those of the other data sets are divided into
-    training and validation, data set by data set and by image or sample; those that show an image of the test part
-    are left out (see `unseen`). A split fixed by the file is ignored.
-
-    Raises:
-        InputError: if there is only one data set, or too few samples.
-    """
-    names, everything = np.array(table.dataset_names), torch.arange(table.num_samples)
-    known = sorted(set(table.dataset_names))
+    """For each data set the split that tests on all of its samples. The others are divided into training and
+    validation, data set by data set and by image or sample, without those that show an image of the test part (see
+    `unseen`). A split fixed by the file is ignored. Raises InputError if there is one data set, or too few samples."""
+    names, known = np.array(table.dataset_names), sorted(set(table.dataset_names))
     if len(known) < 2:
         raise InputError(f"profile {table.name!r} has one data set, {known[0]!r}; leaving one out needs at least two")
-    splits = {}
-    for name in known:
-        out = torch.from_numpy(names == name)
-        splits[name] = unseen(table, Split(*_divided(table, everything[~out], validation, seed), everything[out]))
-    return splits
+    return {name: _held_out(table, torch.from_numpy(names == name), validation, seed) for name in known}
 
 
 def k_folds(table: ProfileTable, k: int, seed: int = 0, validation: float = 0.25) -> list[Split]:
     """k splits whose test parts are disjoint and together make up all samples. They are divided by image or sample, and
     every data set is spread evenly over them; no sample outside the test part shows one of its images (see `unseen`). A
-    split fixed by the file is ignored. `validation` is a share of the samples outside the test part.
-
-    Raises:
-        InputError: if k is below 2, or above the number of samples (or images).
-    """
+    split fixed by the file is ignored. `validation` is a share of the samples outside the test part. Raises InputError
+    if k is below 2, or above the number of samples (or images)."""
     if k < 2:
         raise InputError(f"split.folds={k}: must be at least 2")
-    everything = torch.arange(table.num_samples)
-    fold = (_places(table, everything, seed) * k).long()
+    fold = (_places(table, torch.arange(table.num_samples), seed) * k).long()
     if int(torch.bincount(fold, minlength=k).amin()) == 0:
         raise InputError(f"split.folds={k}: profile {table.name!r} has too few samples (or images) for that many")
-    return [
-        unseen(table, Split(*_divided(table, everything[fold != number], validation, seed), everything[fold == number]))
-        for number in range(k)
-    ]
+    return [_held_out(table, fold == number, validation, seed) for number in range(k)]
 
 
 def unseen(table: ProfileTable, split: Split) -> Split:
     """The split without the training and validation samples that show an image of the test part.
 
-    Inside a data set images are never split apart, but several data sets may show the same ones, as coco_vqa and okvqa
-    do. An image id is unique inside its data set only, so two samples of different data sets show the same image if
-    their ids agree and so does, bit for bit, a feature block. Without images or features, nothing is left out. Raises
-    InputError if nothing is left to train or to validate on.
+    Several data sets may show the same images, as coco_vqa and okvqa do. An image id is unique inside its data set
+    only, so two samples of different data sets show the same image if their ids agree and so does, bit for bit, a
+    feature block. Raises InputError if nothing is left to train or to validate on.
     """
     if not table.image_ids or not table.features or len(set(table.dataset_names)) < 2:
         return split
@@ -175,9 +154,8 @@ def divide(
     fold: int = 0,
 ) -> Split:
     """The split described by the settings: by shares, with a data set left out, or one of several folds; always without
-    samples that show an image of the test part (`unseen`). For the last two only the ratio of the shares counts. Raises
-    InputError if the data set or the fold does not exist, or both are given, or a part would be empty.
-    """
+    samples that show an image of the test part. For the last two only the ratio of the shares counts. Raises InputError
+    if the data set or the fold does not exist, or both are given, or a part would be empty."""
     if leave_out is not None and folds is not None:
         raise InputError("split.leave_out and split.folds: give only one of them")
     if folds is None and fold:
@@ -198,15 +176,16 @@ def divide(
     return k_folds(table, folds, seed, share)[fold]
 
 
-def _divided(table: ProfileTable, rows: Tensor, validation: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows to train and to validate on."""
-    held = _places(table, rows, seed) < validation
-    if not 0 < int(held.sum()) < len(rows):
+def _held_out(table: ProfileTable, test: Tensor, validation: float, seed: int) -> Split:
+    """The split with this test part (bool [N]), the other rows divided into training and validation."""
+    rows = (~test).nonzero().squeeze(1)
+    validated = _places(table, rows, seed) < validation
+    if not 0 < int(validated.sum()) < len(rows):
         raise InputError(
             f"profile {table.name!r}: {len(rows)} samples cannot be divided into training and validation "
             f"({validation:.0%})"
         )
-    return rows[~held], rows[held]
+    return unseen(table, Split(rows[~validated], rows[validated], test.nonzero().squeeze(1)))
 
 
 def _images(table: ProfileTable, rows: Tensor) -> list[set[tuple[str, str, bytes]]]:

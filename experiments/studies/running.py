@@ -50,7 +50,7 @@ def run_from_words(name: str, config: type, run: Callable[[Any], list[str]], arg
 
 def rendered(template: str, **values: Any) -> str:
     """A page of Markdown, from a template beside this file; it knows the words of reports too."""
-    environment = Environment(  # noqa: S701: Markdown, not HTML
+    environment = Environment(  # Markdown, not HTML
         loader=PackageLoader("knobwise.experiments.studies", "."),
         undefined=StrictUndefined,
         keep_trailing_newline=True,

@@ -15,13 +15,12 @@ from knobwise.envs.tables.profile_table import ProfileTable
 ONE_KNOB = table_of([[0.1, 0.5, 1.0], [0.2, torch.nan, 0.8]], [[1.0, 2.0, 4.0], [1.5, torch.nan, 6.0]])
 
 
-@pytest.mark.parametrize(
-    "modes", [{"lean": True}, {"lean": True, "full_information": True}, {"full_information": True}]
-)
+@pytest.mark.parametrize(("lean", "full_information"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("table", [small_table(), small_table(holes=0.6, features=False), ONE_KNOB])
-def test_specs_hold(modes: dict[str, bool], group_size: int, table: ProfileTable) -> None:
-    check_env_specs(ConfigBandit(table, batch_size=4, group_size=group_size, **modes), seed=0)
+def test_specs_hold(lean: bool, full_information: bool, group_size: int, table: ProfileTable) -> None:
+    words = {"lean": lean, "full_information": full_information}
+    check_env_specs(ConfigBandit(table, batch_size=4, group_size=group_size, **words), seed=0)
 
 
 def test_shapes_of_everything() -> None:
@@ -29,24 +28,16 @@ def test_shapes_of_everything() -> None:
     out = ConfigBandit(table, batch_size=4, group_size=3, full_information=True).rollout(1).squeeze(-1)
     result = {key: tuple(value.shape) for key, value in out.items() if key != "next"}
     assert result == {
-        "row": (4,),
-        "budget_ms": (4,),
-        "mask": (4, 12),
-        "image_features": (4, 4),
-        "language_features": (4, 4),
-        "reward_per_configuration": (4, 12),
-        "accuracy": (4, 3),
-        "latency_ms": (4, 3),
+        **dict.fromkeys(("row", "budget_ms"), (4,)),
+        **dict.fromkeys(("mask", "reward_per_configuration"), (4, 12)),
+        **dict.fromkeys(("image_features", "language_features"), (4, 4)),
+        **dict.fromkeys(("accuracy", "latency_ms"), (4, 3)),
         "action": (4, 3, 3),
-        "done": (4, 1),
-        "terminated": (4, 1),
+        **dict.fromkeys(("done", "terminated"), (4, 1)),
     }
     assert out["next", "reward"].shape == (4, 3)
-
-
-def test_lean_carries_row_and_budget_alone() -> None:
-    reset = ConfigBandit(small_table(), batch_size=4, lean=True).reset()
-    assert set(reset.keys()) == {"row", "budget_ms", "done", "terminated"}
+    lean = ConfigBandit(table, batch_size=4, lean=True).reset()
+    assert set(lean.keys()) == {"row", "budget_ms", "done", "terminated"}
 
 
 def test_every_episode_is_one_decision_on_one_context() -> None:
@@ -74,27 +65,7 @@ def test_a_step_gives_what_was_measured_for_the_sample_and_the_action(kind: str)
     assert torch.equal(out["mask"], table.mask[out["row"]])
     assert torch.equal(out["image_features"], table.features["image_features"][out["row"]])
     assert (out["reward_per_configuration"].isnan() == ~out["mask"]).all()
-    rewards = RewardTable(table, config).chosen(out["row"], chosen, out["budget_ms"])
-    assert torch.equal(out["next", "reward"], rewards)
-
-
-def test_a_step_and_the_contexts_after_it_are_what_stepping_and_resetting_gives() -> None:
-    table = small_table(holes=0.3)
-    one, two = (ConfigBandit(table, batch_size=5, group_size=2, full_information=True) for _ in range(2))
-    context = one.rand_action(one.reset())
-    two.reset()
-    stepped, following = one.step_and_maybe_reset(context.clone())
-    for result, wanted in ((stepped, two.step(context.clone())), (following, two.reset())):
-        torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_seed_gives_the_same_on_a_device_that_is_named() -> None:
-    table = small_table(holes=0.3)
-    here, there = (ConfigBandit(table, batch_size=6, group_size=2, seed=3, device=device) for device in (None, "cpu"))
-    context = here.rand_action(here.reset())
-    assert torch.equal(there.reset()["budget_ms"], context["budget_ms"])
-    rewards = [env.step(context.clone())["next", "reward"] for env in (here, there)]
-    assert torch.equal(*rewards)
+    assert torch.equal(out["next", "reward"], RewardTable(table, config).chosen(out["row"], chosen, out["budget_ms"]))
 
 
 def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
@@ -151,9 +122,6 @@ def test_what_was_never_profiled_is_refused_and_never_rewarded() -> None:
     context = env.reset().update({"row": torch.tensor([0, 1]), "action": torch.tensor([[[1], [0]], [[0], [1]]])})
     with pytest.raises(InputError, match=r"1 of the actions.*'1'.*'by hand'"):
         env.step(context)
-
-
-def test_an_action_that_does_not_exist_is_refused() -> None:
     for action in (-1, 3):
         with pytest.raises(InputError, match="'0'"):
             check_profiled(ONE_KNOB, torch.tensor([0]), ONE_KNOB.find(torch.tensor([[[action]]])))

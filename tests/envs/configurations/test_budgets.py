@@ -41,21 +41,16 @@ def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor() -> N
     assert hit.any(2).float().sum(0).min() > 0  # and every configuration at times
 
 
-def test_fixed_draws_each_value() -> None:
+def test_fixed_draws_each_value_and_uniform_is_even_between_its_ends() -> None:
     drawn = draw(small_table(), torch.zeros(3000, dtype=torch.int64), strategy="fixed", values_ms=(5.0, 7.0))
     assert sorted(set(drawn.tolist())) == [5.0, 7.0]
     assert drawn.mean().item() == pytest.approx(6.0, abs=0.1)
-
-
-def test_uniform_is_even_between_its_ends() -> None:
     drawn = draw(small_table(), torch.zeros(20_000, dtype=torch.int64), strategy="uniform", low_ms=10.0, high_ms=30.0)
     assert drawn.min() >= 10
     assert drawn.max() <= 30
     quarters = torch.histc(drawn, 4, 10, 30) / len(drawn)
     torch.testing.assert_close(quarters, torch.full((4,), 0.25), atol=0.02, rtol=0)
-
-
-def test_uniform_takes_its_ends_from_the_table_when_none_are_given() -> None:
+    # without ends in the settings they are those of the table
     table = of_latencies(torch.arange(101.0).reshape(101, 1) + 1)  # 3 % and 97 % quantiles: 4 and 98
     drawn = draw(table, torch.zeros(5000, dtype=torch.int64), strategy="uniform")
     assert drawn.min().item() == pytest.approx(4, abs=0.2)
@@ -69,9 +64,7 @@ def test_quantiles_follows_the_latencies_between_its_ends() -> None:
     assert drawn.max() <= 64 + 1e-4
     quarters = drawn.quantile(torch.tensor([0.25, 0.5, 0.75]))  # at ranks .35, .5, .65
     torch.testing.assert_close(quarters, torch.tensor([12.25, 25.0, 42.25]), rtol=0.03, atol=0)
-
-
-def test_ranges_are_taken_from_the_rows_given() -> None:
+    # ranges are taken from some of the rows
     table = of_latencies(torch.tensor([[1.0, 2.0], [100.0, 200.0]]))
     sampler = BudgetSampler(table, BudgetConfig("quantiles", low=0, high=1), rows=torch.tensor([0]))
     drawn = sampler(torch.ones(100, dtype=torch.int64), torch.Generator().manual_seed(0))
@@ -100,6 +93,10 @@ def test_the_range_of_worths_and_those_that_are_judged_by_hand() -> None:
     # five, evenly apart in logarithm, the ends left out
     step = (30 * 98 / 4) ** (1 / 6)
     assert judged_worths(of_latencies(latency)).tolist() == pytest.approx([4 * step**k for k in range(1, 6)], rel=1e-4)
+    # what costs nothing is left out
+    paid = torch.arange(101.0) + 1
+    assert torch.equal(worths_range(torch.cat([paid, torch.zeros(50)])), worths_range(paid))
+    assert worths_range(torch.zeros(4)).tolist() == [1, 30]
 
 
 def test_worths_are_drawn_evenly_in_logarithm() -> None:
@@ -111,16 +108,10 @@ def test_worths_are_drawn_evenly_in_logarithm() -> None:
     torch.testing.assert_close(quarters, torch.full((4,), 0.25), atol=0.02, rtol=0)
 
 
-def test_what_costs_nothing_is_left_out_of_the_range_of_worths() -> None:
-    paid = torch.arange(101.0) + 1
-    assert torch.equal(worths_range(torch.cat([paid, torch.zeros(50)])), worths_range(paid))
-    assert worths_range(torch.zeros(4)).tolist() == [1, 30]
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sense": "median"}, "must be deadline or mean"),
+        ({"sense": "median"}, "budget.sense='median': must be one of deadline, mean"),
         ({"strategy": "best"}, "relative, uniform, quantiles, fixed"),
         ({"strategy": "relative", "factors": ()}, "factors must be positive"),
         ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must be positive"),
@@ -155,9 +146,6 @@ def test_default_budgets_are_raised_to_what_three_quarters_of_the_samples_can_me
     table = small_table(holes=0.5)
     fastest = table.latency_ms.nan_to_num(torch.inf).amin(1)
     assert all((fastest <= budget).float().mean() >= 0.75 for budget in default_budgets(table))
-
-
-def test_default_budgets_are_positive() -> None:
     assert default_budgets(of_latencies(torch.zeros(4, 2))).tolist() == pytest.approx([LEAST_LATENCY_MS] * 5)
 
 
@@ -171,14 +159,11 @@ def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_
     assert log_measured(torch.zeros(2)).tolist() == pytest.approx([math.log(LEAST_LATENCY_MS)] * 2)
 
 
-def test_linear_encoding_by_hand() -> None:
+def test_encodings_by_hand() -> None:
     encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), "linear")  # ln: 0 and 2, so μ = 1, σ = 1
     assert encoding.width == 1
     result = encoding(torch.tensor([[math.e, math.e**3], [1e-9, 1e9]]))
     torch.testing.assert_close(result, torch.tensor([[[0.0], [2.0]], [[-4.0], [4.0]]]), atol=1e-6, rtol=0)
-
-
-def test_sinusoidal_encoding_by_hand() -> None:
     encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), "sinusoidal", 5)
     result = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
     half = math.sqrt(0.5)
@@ -200,8 +185,5 @@ def test_encodings_have_the_width_they_say_and_rise_with_the_budget(kind: str, a
 def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
     for latencies in (torch.full((5,), 7.0), torch.zeros(3)):
         assert BudgetEncoding(latencies)(torch.tensor([0.0, 7.0, 1e6])).isfinite().all()
-
-
-def test_another_encoding_is_refused() -> None:
     with pytest.raises(InputError, match=r"policy\.budget_encoding='fourier'"):
         BudgetEncoding(torch.ones(2), "fourier")

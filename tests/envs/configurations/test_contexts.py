@@ -27,18 +27,14 @@ def test_rows_are_drawn_evenly_from_those_given() -> None:
 
 
 def test_of_several_lists_contexts_are_drawn_in_turn_and_evenly_from_each() -> None:
-    rows, _ = sampler(LISTS)(9000)
+    contexts = sampler(LISTS)
+    contexts(4)  # no whole round: whose turn it is does not depend on what was drawn before
+    rows, _ = contexts(9000)
     for number, own in enumerate(LISTS):
         drawn = rows[number::3]
         assert set(drawn.tolist()) == set(own.tolist())
         shares = drawn.bincount(minlength=60)[own] / 3000
         torch.testing.assert_close(shares, torch.full((len(own),), 1 / len(own)), atol=0.03, rtol=0)
-
-
-def test_whose_turn_it_is_does_not_depend_on_what_was_drawn_before() -> None:
-    contexts = sampler(LISTS)
-    contexts(4)  # no whole round
-    assert set(contexts(9)[0][1::3].tolist()) == {0}
 
 
 def test_budgets_are_those_of_the_rows_of_all_lists_together() -> None:
@@ -60,12 +56,6 @@ def test_under_a_mean_budget_worths_are_drawn() -> None:
     assert measured.max() < worths.max() <= 30 * measured.max()
 
 
-def test_nothing_to_draw_from() -> None:
-    for rows in (torch.tensor([], dtype=torch.int64), [], [torch.arange(3), torch.tensor([], dtype=torch.int64)]):
-        with pytest.raises(InputError, match="no samples to draw from"):
-            sampler(rows)
-
-
 def unbalanced() -> ProfileTable:
     """Data set a has 48 rows and b 12; configuration 0 was profiled for rows 0 to 5 only, of two samples each."""
     table = small_table()
@@ -73,12 +63,8 @@ def unbalanced() -> ProfileTable:
     table = replace(table, datasets=("a",) * 48 + ("b",) * 12, question_types=types)
     mask = table.mask.clone()
     mask[6:, 0] = False
-    return replace(
-        table,
-        mask=mask,
-        accuracy=table.accuracy.masked_fill(~mask, torch.nan),
-        latency_ms=table.latency_ms.masked_fill(~mask, torch.nan),
-    )
+    cells = {name: getattr(table, name).masked_fill(~mask, torch.nan) for name in ("accuracy", "latency_ms")}
+    return replace(table, mask=mask, **cells)
 
 
 @pytest.mark.parametrize(
@@ -110,21 +96,15 @@ def test_question_types_and_configurations() -> None:
     some = row_weights(table, BalanceConfig(by="configuration", power=0.5), torch.arange(3, 13))
     assert some is not None
     assert some[[0, 3, 6]].tolist() == pytest.approx([0, 11 / 10**0.5 + 1 / 3**0.5, 11 / 10**0.5])
-
-
-def test_what_is_not_drawn_from_does_not_count() -> None:
-    weights = row_weights(unbalanced(), BalanceConfig(by="dataset"), torch.arange(40, 60))
-    assert weights is not None
-    assert weights[:40].sum() == 0
-    assert weights[40].item() == pytest.approx(1 / 8)
-    assert weights[59].item() == pytest.approx(1 / 12)
+    later = row_weights(table, BalanceConfig(by="dataset"), torch.arange(40, 60))  # of a 8 rows, of b 12
+    assert later is not None
+    assert later[:40].sum() == 0
+    assert later[[40, 59]].tolist() == pytest.approx([1 / 8, 1 / 12])
 
 
 def test_weights_hold_in_each_of_several_lists() -> None:
-    weights = torch.arange(60.0)
-    rows, _ = ContextSampler(small_table(), BudgetConfig(), [torch.tensor([0, 10, 30]), torch.tensor([5])], 0, weights)(
-        20_000
-    )
+    lists = [torch.tensor([0, 10, 30]), torch.tensor([5])]
+    rows, _ = ContextSampler(small_table(), BudgetConfig(), lists, 0, torch.arange(60.0))(20_000)
     assert set(rows[1::2].tolist()) == {5}
     assert set(rows[::2].tolist()) == {10, 30}
     shares = rows[::2].bincount(minlength=60)[[0, 10, 30]] / 10_000
@@ -149,7 +129,10 @@ def test_equal_seeds_without_weights_draw_what_they_always_drew() -> None:
     assert row_weights(small_table(), BalanceConfig(), torch.arange(60)) is None
 
 
-def test_a_balance_that_cannot_be() -> None:
+def test_nothing_to_draw_from_and_a_balance_that_cannot_be() -> None:
+    for rows in (torch.tensor([], dtype=torch.int64), [], [torch.arange(3), torch.tensor([], dtype=torch.int64)]):
+        with pytest.raises(InputError, match="no samples to draw from"):
+            sampler(rows)
     with pytest.raises(InputError, match=r"balance\.by='colour'"):
         BalanceConfig(by="colour")
     with pytest.raises(InputError, match=r"balance\.power=0"):

@@ -58,9 +58,9 @@ def test_utility_kind_by_hand() -> None:
     config = RewardConfig(kind="utility", alpha=2.0, miss=0.3)
     assert one(config, latency=100.0) == 1.6
     assert one(config, latency=100.1) == -0.3
-
-
-def test_utility_counts_accuracy_only_inside_the_budget() -> None:
+    with pytest.raises(InputError, match=r"reward\.kind='sparse'"):
+        RewardConfig(kind="sparse")
+    # the utility that everything is judged by counts accuracy only inside the budget
     latency = torch.tensor([9.0, 10.0, 10.0001, math.nan])
     accuracy = torch.tensor([0.5, 0.7, 0.9, math.nan])
     torch.testing.assert_close(utility(accuracy, latency, torch.tensor(10.0)), torch.tensor([0.5, 0.7, 0.0, 0.0]))
@@ -108,11 +108,5 @@ def test_all_and_of_say_the_same_of_every_configuration(seed: int, kind: str, bu
     rows = torch.randint(15, (9,), generator=torch.Generator().manual_seed(seed))
     budgets = budget * torch.linspace(0.5, 2, 9)
     every = torch.arange(table.num_configurations).expand(9, -1)
-    torch.testing.assert_close(
-        rewards.all(rows, budgets), rewards.chosen(rows, every, budgets), rtol=0, atol=0, equal_nan=True
-    )
-
-
-def test_another_kind_is_refused() -> None:
-    with pytest.raises(InputError, match=r"reward\.kind='sparse'"):
-        RewardConfig(kind="sparse")
+    chosen = rewards.chosen(rows, every, budgets)
+    torch.testing.assert_close(rewards.all(rows, budgets), chosen, rtol=0, atol=0, equal_nan=True)

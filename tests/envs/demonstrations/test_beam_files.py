@@ -36,6 +36,11 @@ def rl(*rows: dict[str, Any], **record: Any) -> dict[str, Any]:
     return {"3": {"candidate_pool_ids": [7, 9, 5], "pointer_candidates": list(rows)} | record}
 
 
+def read(folder: Path, content: Any, **words: Any) -> BeamTable:
+    """The table of a file with this content; queries are rows of ASKED, candidates of BANK."""
+    return read_beam_data(written(folder, content), BANK, ASKED, **words)
+
+
 def row(pointer: list[int], **changes: Any) -> dict[str, Any]:
     return {"pointer": pointer, "gen_method": "beam", "beam_score": 0.5} | changes
 
@@ -46,8 +51,7 @@ def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
         "1": {"id_list": [[8, 2, 4, 1]], "score_list": [1e-7]},
         "0": {"id_list": [], "score_list": []},
     }
-    path = written(tmp_path, content)
-    table = read_beam_data(path, BANK, ASKED)
+    table = read(tmp_path, content)
     assert (table.name, table.query_ids) == ("beams", ("3", "1", "0"))
     assert table.pool.tolist() == [[7, 9, 5], [8, 2, 4], [X, X, X]]
     assert table.sequences.tolist() == [[[0, 1, X], [2, 0, X]], [[0, 1, 2], [X, X, X]], [[X, X, X], [X, X, X]]]
@@ -62,6 +66,10 @@ def test_legacy_rows_with_and_without_the_querys_own_id(tmp_path) -> None:
         "1 queries without any beam",
         "1 queries with only one beam, which is compared with nothing",
     )
+    rows = torch.randperm(300, generator=torch.Generator().manual_seed(0)).reshape(100, 3).tolist()
+    path = written(tmp_path, {"0": {"id_list": rows, "score_list": [0.0] * 100}})
+    large = read_beam_data(path, torch.zeros(300, 2), ASKED)
+    assert large.pool[0][large.sequences[0]].tolist() == rows
 
 
 def test_a_trailing_id_may_be_a_candidate_of_another_bank(tmp_path) -> None:
@@ -72,7 +80,7 @@ def test_a_trailing_id_may_be_a_candidate_of_another_bank(tmp_path) -> None:
     auto = read_beam_data(path, BANK, ASKED)
     assert auto.sequences.tolist() == [[[0]]]
     assert "1 rows dropped: without demonstrations" in auto.notes
-    with pytest.raises(InputError, match="trailing_query='often' is unknown"):
+    with pytest.raises(InputError, match="trailing_query='often': must be one of auto, never"):
         read_beam_data(path, BANK, ASKED, trailing_query="often")  # type: ignore[arg-type]
 
 
@@ -88,13 +96,6 @@ def test_a_query_is_no_candidate_of_its_own(tmp_path) -> None:
             "1 rows dropped: they use such candidates",
         )
     assert read_beam_data(path, BANK, ASKED).pool.tolist() == [[7, 9, 3, 5]]
-
-
-def test_more_than_64_ids_for_one_query(tmp_path) -> None:
-    rows = torch.randperm(300, generator=torch.Generator().manual_seed(0)).reshape(100, 3).tolist()
-    path = written(tmp_path, {"0": {"id_list": rows, "score_list": [0.0] * 100}})
-    table = read_beam_data(path, torch.zeros(300, 2), ASKED)
-    assert table.pool[0][table.sequences[0]].tolist() == rows
 
 
 def test_rl_data_by_hand(tmp_path) -> None:
@@ -121,7 +122,7 @@ def test_rl_data_by_hand(tmp_path) -> None:
             ],
         },
     }  # fmt: skip
-    table = read_beam_data(written(tmp_path, content), BANK, ASKED)
+    table = read(tmp_path, content)
     assert table.query_ids == ("3", "0")
     assert table.query_images == ("12", "b.jpg")
     assert table.pool.tolist() == [[7, 9, 5], [8, 2, 4]]
@@ -164,9 +165,9 @@ def test_failed_and_fallback_rows_are_dropped_and_counted(tmp_path) -> None:
 
 def test_nothing_left_says_why(tmp_path) -> None:
     with pytest.raises(InputError, match=r"beams\.json: no beam is left. 1 rows dropped: vqa_eval_mode fallback \(see"):
-        read_beam_data(written(tmp_path, rl(row([7], vqa_eval_mode="fallback"))), BANK, ASKED)
+        read(tmp_path, rl(row([7], vqa_eval_mode="fallback")))
     with pytest.raises(InputError, match=r"no beam is left. 1 queries without any beam"):
-        read_beam_data(written(tmp_path, rl(candidate_pool_ids=[])), BANK, ASKED)
+        read(tmp_path, rl(candidate_pool_ids=[]))
 
 
 IMAGES = ["same" if i == 9 else f"i{i}" for i in range(20)]
@@ -183,8 +184,7 @@ def test_candidates_that_show_the_querys_image_are_dropped(tmp_path, form: str) 
         frame = pl.DataFrame({"id": range(20), "image_id": IMAGES}).sample(fraction=1, shuffle=True, seed=0)
         frame.write_csv(given) if form.endswith("csv") else frame.write_parquet(given)
     rows = (row([7, 5]), row([9, 5], gen_method="sample"), row([5, 7], gen_method="policy-2", beam_score=0.25))
-    path = written(tmp_path, rl(*rows, query={"image_id": "same"}))
-    table = read_beam_data(path, BANK, ASKED, candidate_images=given)
+    table = read(tmp_path, rl(*rows, query={"image_id": "same"}), candidate_images=given)
     assert table.pool.tolist() == [[7, 5]]
     assert table.sequences.tolist() == [[[0, 1], [1, 0]]]
     assert (table.found_by.tolist(), table.round.tolist()) == ([[0, 4]], [[0, 2]])
@@ -207,9 +207,8 @@ def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path) -> None:
     assert table.candidate_images == tuple("a" if i in (3, 7) else "" for i in range(20))
     assert "1 queries of unknown image" in table.notes
     legacy = {"3": {"id_list": [[7, 9, 3], [9, 3]], "score_list": [2, 1]}}
-    table = read_beam_data(
-        written(tmp_path, legacy), BANK, candidate_images=["a" if i in (3, 7) else "b" for i in range(20)]
-    )
+    images = ["a" if i in (3, 7) else "b" for i in range(20)]
+    table = read_beam_data(written(tmp_path, legacy), BANK, candidate_images=images)
     assert table.pool.tolist() == [[9]]
     assert table.query_images == ("a",)
 
@@ -226,32 +225,26 @@ def test_in_one_bank_an_items_image_is_known_from_either_side(tmp_path) -> None:
     ],
 )
 def test_images_that_do_not_fit(tmp_path, suffix: str, images: Any, message: str) -> None:
-    path = written(tmp_path, rl(row([7])))
     with pytest.raises(InputError, match=rf"i\.{suffix}: {message}"):
-        read_beam_data(path, BANK, ASKED, candidate_images=written(tmp_path, images, f"i.{suffix}"))
+        read(tmp_path, rl(row([7])), candidate_images=written(tmp_path, images, f"i.{suffix}"))
 
 
 @given(data=st.data(), shared=st.booleans(), images=st.lists(st.sampled_from("abc"), min_size=20, max_size=20))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_left_is_what_a_slow_reading_leaves(
-    tmp_path, data: st.DataObject, shared: bool, images: list[str]
-) -> None:
+def test_what_is_left_is_what_a_slow_reading_leaves(tmp_path, data: Any, shared: bool, images: list[str]) -> None:
     """Ids in, ids out: no candidate of a query's own image, no beam that uses one, the rest in its order."""
     ids = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)
     asked = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
     beams = {str(q): data.draw(st.lists(ids, max_size=4)) for q in asked}
     left = {q: [beam for beam in beams[q] if all(images[i] != images[int(q)] for i in beam)] for q in beams}
-    content = {
-        q: {"query": {"image_id": images[int(q)]}, "pointer_candidates": [row(beam) for beam in beams[q]]}
-        for q in beams
-    }
-    path, bank = written(tmp_path, content), ASKED
-    words: Any = {"query_embeddings": None if shared else BANK[:10], "candidate_images": images[:10]}
+    about = {q: {"image_id": images[int(q)]} for q in beams}
+    content = {q: {"query": about[q], "pointer_candidates": [row(beam) for beam in beams[q]]} for q in beams}
+    files: Any = (written(tmp_path, content), ASKED, None if shared else BANK[:10])
     if not any(left.values()):
         with pytest.raises(InputError, match="no beam is left"):
-            read_beam_data(path, bank, **words)
+            read_beam_data(*files, candidate_images=images[:10])
         return
-    table = read_beam_data(path, bank, **words)
+    table = read_beam_data(*files, candidate_images=images[:10])
     for q, (query, pool) in enumerate(zip(table.query_ids, table.pool.tolist(), strict=True)):
         result = [[pool[place] for place in beam if place >= 0] for beam in table.sequences[q].tolist()]
         assert [beam for beam in result if beam] == left[query]
@@ -304,10 +297,7 @@ def test_what_is_left_is_what_a_slow_reading_leaves(
         (rl(row([7], gen_method="policy-0")), "row 0: gen_method 'policy-0' with round None; draws of a policy count"),
         (rl(row([7], gen_method="policy-2", round=3)), "row 0: gen_method 'policy-2' with round 3"),
         (rl(row([7], round=1)), "row 0: gen_method 'beam' with round 1"),
-        (
-            rl(row([7], vqa_correct=0.5)),
-            r"query 3: vqa_correct is 0.5, expected 0 or 1 \(soft scores are vqa_acc_score",
-        ),
+        (rl(row([7], vqa_correct=0.5)), r"query 3: vqa_correct is 0.5, expected 0 or 1 \(soft scores are vqa_acc"),
         (rl(row([7], vqa_acc_score="1")), "query 3: vqa_acc_score is '1', expected a finite number"),
         (rl(row([7], eval_failed="false")), "row 0: eval_failed is 'false'"),
         (rl(row([7], vqa_eval_mode=3)), "row 0: .*vqa_eval_mode 3; expected"),
@@ -323,20 +313,18 @@ def test_what_is_left_is_what_a_slow_reading_leaves(
 )
 def test_broken_files(tmp_path, content: Any, message: str) -> None:
     with pytest.raises(InputError, match=rf"beams\.json: (query 3[:,] )?{message}"):
-        read_beam_data(written(tmp_path, content), BANK, ASKED)
+        read(tmp_path, content)
+
+
+def test_what_is_around_the_json(tmp_path) -> None:
     with pytest.raises(InputError, match="query embeddings are 3 wide, candidates 2; both must come from the same"):
         read_beam_data(written(tmp_path, rl(row([7]))), BANK, torch.ones(10, 3))
-
-
-def test_no_such_file_and_what_is_no_text(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"none\.json: no such file"):
+    with pytest.raises(InputError, match=r"none\.json: cannot be read \(No such file or directory\)"):
         read_beam_data(tmp_path / "none.json", BANK)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"bytes\.json: not JSON"):
         read_beam_data(tmp_path / "bytes.json", BANK)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path) -> None:
+    # a byte order mark is no part of the text
     (tmp_path / "mark.json").write_text(json.dumps({"3": PAIR}), encoding="utf-8-sig")
     assert read_beam_data(tmp_path / "mark.json", BANK).num_queries == 1
 
@@ -350,24 +338,20 @@ def tables(draw: st.DrawFn) -> BeamTable:
         pool = draw(st.lists(st.integers(0, 19), min_size=1, max_size=6, unique=True))
         places = st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=3, unique=True)
         outcome = st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda x: abs(x) < 3e38)
-        beam = st.tuples(places, st.tuples(*[outcome] * 5), st.integers(0, 6), st.sampled_from([None, 0.0, 1.0]))
+        outcomes = st.tuples(outcome, outcome, st.sampled_from([None, 0.0, 1.0]), outcome, outcome, outcome)
+        beam = st.tuples(places, outcomes, st.integers(0, 6))
         records.append((pool, draw(st.lists(beam, min_size=not records, max_size=3))))
     ids = draw(st.permutations(range(10)))[: len(records)]
-    b, t, n = (max(1, *sizes) for sizes in (
-        [0, *(len(beams) for _, beams in records)],
-        [0, *(len(beam[0]) for _, beams in records for beam in beams)],
-        [0, *(len(pool) for pool, _ in records)],
-    ))  # fmt: skip
-    q = len(records)
+    b, n = max(len(beams) for _, beams in records), max(len(pool) for pool, _ in records)
+    t, q = max(len(beam[0]) for _, beams in records for beam in beams), len(records)
     pools, sequences = torch.full((q, n), X), torch.full((q, b, t), X)
     fields = {name: torch.full((q, b), NAN) for name in FIELDS}
     found_by, rounds = torch.full((q, b), X), torch.zeros(q, b, dtype=torch.int64)
     for i, (pool, beams) in enumerate(records):
         pools[i, : len(pool)] = torch.tensor(pool)
-        for j, (places, outcomes, method, correct) in enumerate(beams):
+        for j, (places, outcomes, method) in enumerate(beams):
             sequences[i, j, : len(places)] = torch.tensor(places)
-            values = [*outcomes[:2], correct, *outcomes[2:]]
-            for name, value in zip(FIELDS, values, strict=True):
+            for name, value in zip(FIELDS, outcomes, strict=True):
                 fields[name][i, j] = NAN if value is None else value
             found_by[i, j], rounds[i, j] = min(method, 4), max(method - 3, 0)
     return BeamTable(
@@ -401,32 +385,23 @@ def test_what_was_written_reads_the_same(tmp_path, table: BeamTable) -> None:
 
 def test_what_is_written_by_hand(tmp_path) -> None:
     record = rl(row([7, 5], vqa_correct=1), {"pointer": [9], "gen_method": "policy-2"}, query={"image_id": 12})
-    table = read_beam_data(written(tmp_path, record), BANK, ASKED, name="okvqa")
+    table = read(tmp_path, record, name="okvqa")
     write_rl_data(table, tmp_path / "t.json", {"vqa_model": "some"})
+    first = {"pointer": [0, 2], "pointer_global": [7, 5], "gen_method": "beam", "beam_score": 0.5, "vqa_correct": 1}
+    second = {"pointer": [1], "pointer_global": [9], "gen_method": "policy", "round": 2}
+    noted = {"name": "okvqa", "notes": list(table.notes), "candidate_images": []}
     assert json.loads((tmp_path / "t.json").read_text()) == {
-        "_meta": {
-            "vqa_model": "some",
-            "knobwise": {"name": "okvqa", "notes": list(table.notes), "candidate_images": []},
-        },
+        "_meta": {"vqa_model": "some", "knobwise": noted},
         "3": {
             "query": {"question_id": 3, "image_id": "12"},
             "candidate_pool_ids": [7, 9, 5],
-            "pointer_candidates": [
-                {
-                    "pointer": [0, 2],
-                    "pointer_global": [7, 5],
-                    "gen_method": "beam",
-                    "beam_score": 0.5,
-                    "vqa_correct": 1,
-                },
-                {"pointer": [1], "pointer_global": [9], "gen_method": "policy", "round": 2},
-            ],
+            "pointer_candidates": [first, second],
         },
     }
 
 
 def test_what_cannot_be_written(tmp_path) -> None:
-    table = read_beam_data(written(tmp_path, rl(row([7]))), BANK, ASKED)
+    table = read(tmp_path, rl(row([7])))
     with pytest.raises(InputError, match=r"1 query ids of beam table 'beams' are not row numbers \('a7'\)"):
         write_rl_data(replace(table, query_ids=("a7",)), tmp_path / "t.json")
     with pytest.raises(InputError, match=r"t\.json: metadata that JSON cannot hold"):
@@ -463,7 +438,7 @@ def test_embeddings_of_every_kind(tmp_path, suffix: str, dtype: torch.dtype) -> 
         (torch.ones(3, 2) > 0, r"embeddings have shape \(3, 2\) of torch.bool"),
         (torch.tensor([[NAN], [1.0], [torch.inf]]), "2 of 3 embeddings hold NaN or infinite"),
         (torch.tensor([[1e300]], dtype=torch.float64), "1 of 1 embeddings hold NaN or infinite"),
-        ([1, 2], "cannot be read as embeddings without executing code"),
+        ([1, 2], "expected one matrix, or one named embeddings; it holds none"),
         (Path("x"), "cannot be read as embeddings without executing code"),
     ],
 )
@@ -489,11 +464,10 @@ def test_embeddings_with_code_in_them_or_of_an_unknown_kind(tmp_path) -> None:
         read_embeddings(tmp_path / "e.pt")
     assert not (tmp_path / "touched").exists()
     np.savez(tmp_path / "e.npz", embeddings=np.array([[Path("x")]], dtype=object))
-    with pytest.raises(InputError, match=r"e\.npz: cannot be read as embeddings without executing code"):
-        read_embeddings(tmp_path / "e.npz")
     (tmp_path / "e.safetensors").write_text("hello")
-    with pytest.raises(InputError, match=r"e\.safetensors: cannot be read"):
-        read_embeddings(tmp_path / "e.safetensors")
+    for name in ("e.npz", "e.safetensors"):
+        with pytest.raises(InputError, match=f"{name}: cannot be read as embeddings without executing code"):
+            read_embeddings(tmp_path / name)
     for name in ("e.csv", "none.pt"):
         with pytest.raises(InputError, match="no such file, or none of"):
             read_embeddings(tmp_path / name)

@@ -5,27 +5,30 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import check_env_specs
 
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.reward import demonstration_reward
 from knobwise.envs.demonstrations.settings import FIELDS, MODES, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Passes, recorded_groups
+from knobwise.envs.single_step import SingleStepEnv
 
 X = -1
+ROW = torch.tensor([0])
 SEQUENCES = torch.tensor(
     [
         [[0, 1, X], [2, X, X], [3, 1, 0], [1, 0, X]],
-        [[0, X, X], [X, X, X], [X, X, X], [X, X, X]],  # one candidate
-        [[X, X, X], [X, X, X], [X, X, X], [X, X, X]],  # no candidate
-        [[X, X, X], [X, X, X], [X, X, X], [X, X, X]],  # candidates, no sequence
-        [[2, 1, X], [0, 2, X], [X, X, X], [X, X, X]],
+        [[0, X, X], *[[X, X, X]] * 3],  # one candidate
+        [[X, X, X]] * 4,  # no candidate
+        [[X, X, X]] * 4,  # candidates, no sequence
+        [[2, 1, X], [0, 2, X], *[[X, X, X]] * 2],
     ]
 )
 
@@ -71,9 +74,15 @@ class CountingScorer:
         }
 
 
-def replayed(env: DemonstrationBandit) -> TensorDictBase:
-    context = env.reset()
-    return env.step(context.set("action", context["sequences"]))
+def bandit(live: bool = False, **words: Any) -> DemonstrationBandit:
+    return DemonstrationBandit(beams(), scorer=CountingScorer() if live else None, **words)
+
+
+def bandit_of(kind: str, **words: Any) -> SingleStepEnv:
+    """Each of the three TorchRL bandits: of configurations, and of recorded and scored demonstrations."""
+    if kind == "configurations":
+        return ConfigBandit(small_table(holes=0.3), full_information=True, **words)
+    return bandit(kind == "scored", reward=DemonstrationRewardConfig("multi_level", shuffled=True), **words)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,9 +90,7 @@ def replayed(env: DemonstrationBandit) -> TensorDictBase:
 @pytest.mark.parametrize("control", [False, True])
 def test_specs_hold_and_rewards_are_finite_in_every_mode(mode: str, live: bool, control: bool) -> None:
     reward = DemonstrationRewardConfig(mode, adaptive=control, shuffled=control)
-    scorer = CountingScorer() if live else None
-    env = DemonstrationBandit(beams(), batch_size=4, group_size=3, reward=reward, scorer=scorer)
-    check_env_specs(env, seed=0)
+    check_env_specs(env := bandit(live, batch_size=4, group_size=3, reward=reward), seed=0)
     out = env.rollout(5, break_when_any_done=False)
     assert out["next", "reward"].isfinite().all()
     empty = (out["action"] < 0).all(-1)
@@ -95,7 +102,7 @@ def test_specs_hold_and_rewards_are_finite_in_every_mode(mode: str, live: bool, 
 
 @pytest.mark.parametrize("live", [False, True])
 def test_shapes_of_everything(live: bool) -> None:
-    env = DemonstrationBandit(beams(), batch_size=2, group_size=6, scorer=CountingScorer() if live else None)
+    env = bandit(live, batch_size=2, group_size=6)
     result = {key: tuple(value.shape) for key, value in env.rollout(1).squeeze(-1).items() if key != "next"}
     g = 6 if live else 4
     wanted: dict[str, tuple[int, ...]] = {"row": (2,), "vqa_correct": (2, g), "action": (2, g, 3)}
@@ -104,17 +111,17 @@ def test_shapes_of_everything(live: bool) -> None:
     assert env.group_size == g
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_a_step_and_the_contexts_after_it_are_what_stepping_and_resetting_gives(live: bool) -> None:
-    reward = DemonstrationRewardConfig(shuffled=True)
-    one, two = (
-        DemonstrationBandit(
-            beams(), batch_size=3, group_size=4, reward=reward, scorer=CountingScorer() if live else None
-        )
-        for _ in range(2)
-    )
+@pytest.mark.parametrize("kind", ["configurations", "recorded", "scored"])
+def test_what_all_bandits_keep(kind: str) -> None:
+    """`step_and_maybe_reset` steps and resets, and a seed gives the same on a device that is named."""
+    one, two, named = (bandit_of(kind, batch_size=5, group_size=3, seed=3, device=d) for d in (None, None, "cpu"))
+    reseeded = bandit_of(kind, batch_size=5, group_size=3, seed=0)
+    reseeded.set_seed(3)
     context = one.rand_action(one.reset())
-    two.reset()
+    for reset in (two.reset(), named.reset(), reseeded.reset()):
+        assert all(torch.equal(reset[key], context[key]) for key in ("row", "budget_ms") if key in context)
+    rewards = [env.step(context.clone())["next", "reward"] for env in (one, named)]
+    assert torch.equal(*rewards)
     stepped, following = one.step_and_maybe_reset(context.clone())
     for result, wanted in ((stepped, two.step(context.clone())), (following, two.reset())):
         torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
@@ -122,26 +129,11 @@ def test_a_step_and_the_contexts_after_it_are_what_stepping_and_resetting_gives(
 
 @pytest.mark.parametrize("live", [False, True])
 def test_the_collector_passes_over_the_queries(live: bool) -> None:
-    env = DemonstrationBandit(beams(), batch_size=5, group_size=2, scorer=CountingScorer() if live else None)
+    env = bandit(live, batch_size=5, group_size=2)
     collector = Collector(env, env.rand_action, frames_per_batch=5, total_frames=15, reset_at_each_iter=True)
     rows = [batch["row"].flatten().sort().values.tolist() for batch in collector]
     collector.shutdown()
     assert rows == [[0, 1, 2, 3, 4]] * 3
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_a_seed_gives_the_same_on_a_device_that_is_named(live: bool) -> None:
-    reward = DemonstrationRewardConfig("multi_level", shuffled=True)
-    here, there = (
-        DemonstrationBandit(
-            beams(), batch_size=5, group_size=3, seed=3, reward=reward, device=device,
-            scorer=CountingScorer() if live else None,
-        )
-        for device in (None, "cpu")
-    )  # fmt: skip
-    context = here.rand_action(here.reset())
-    assert torch.equal(there.reset()["row"], context["row"])
-    assert torch.equal(*(env.step(context.clone())["next", "reward"] for env in (here, there)))
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 3]])
@@ -160,7 +152,7 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list
 
 
 def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
-    env = DemonstrationBandit(beams(), batch_size=1, rows=torch.tensor([4]))
+    env = DemonstrationBandit(beams(), rows=torch.tensor([4]))
     context = env.reset()
     for wrong in ([1, 2, X], [2, 1, 0], [2, X, X]):
         action = context["sequences"].clone()
@@ -171,7 +163,7 @@ def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
 
 def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
     table = beams().with_beams(SEQUENCES[:, :1], {n: torch.full((5, 1), 0.5) for n in FIELDS}, 4, 3)
-    env = DemonstrationBandit(table, batch_size=1, rows=torch.tensor([0]))
+    env = DemonstrationBandit(table, rows=ROW)
     rewards = env.rewards[0]
     context = env.reset()
     assert torch.equal(context["sequences"][0, 0], context["sequences"][0, 4])
@@ -181,7 +173,7 @@ def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
 
 
 def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
-    env = DemonstrationBandit(beams(), batch_size=400, rows=torch.tensor([0]))
+    env = bandit(batch_size=400, rows=ROW)
     drawn = env.rand_action(env.reset())["action"].reshape(-1, 3)
     sequences, counts = drawn.unique(dim=0, return_counts=True)
     assert sorted(sequences.tolist()) == sorted(SEQUENCES[0].tolist())
@@ -205,16 +197,16 @@ def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -
 def test_legacy_beams_have_a_reward_and_an_unknown_correctness() -> None:
     table = beams()
     legacy = replace(table, fields={"beam_score": table.fields["beam_score"]})
-    out = replayed(DemonstrationBandit(legacy, batch_size=5, reward=DemonstrationRewardConfig("legacy")))
+    env = DemonstrationBandit(legacy, batch_size=5, reward=DemonstrationRewardConfig("legacy"))
+    context = env.reset()
+    out = env.step(context.set("action", context["sequences"]))
     assert torch.equal(out["next", "reward"], table.fields["beam_score"].nan_to_num()[out["row"]])
     assert out["next", "vqa_correct"].isnan().all()
 
 
 def test_shuffled_rewards_stay_in_their_group_and_as_they_are() -> None:
     plain = DemonstrationBandit(beams())
-    one, same, other = (
-        DemonstrationBandit(beams(), seed=seed, reward=DemonstrationRewardConfig(shuffled=True)) for seed in (1, 1, 2)
-    )
+    one, same, other = (bandit(seed=seed, reward=DemonstrationRewardConfig(shuffled=True)) for seed in (1, 1, 2))
     assert torch.equal(one.rewards.sort(1).values, plain.rewards.sort(1).values)
     assert torch.equal(one.rewards[1], plain.rewards[1])
     assert torch.equal(one.rewards, same.rewards)
@@ -227,9 +219,8 @@ def test_the_level_of_the_sequence_is_that_of_the_demonstrations_shown() -> None
     reward = DemonstrationRewardConfig("multi_level", coherence_weight=1.0, **weights)
     shown = beams().candidates[[6, 0, 4]]  # what stands at places 3, 1, 0 of query a
     cosines = torch.cosine_similarity(shown[1:], shown[:-1])
-    recorded = DemonstrationBandit(beams(), batch_size=1, rows=torch.tensor([0]), reward=reward)
-    torch.testing.assert_close(recorded.rewards[0, 2], cosines.mean())
-    env = DemonstrationBandit(beams(), rows=torch.tensor([0]), reward=reward, scorer=CountingScorer())
+    torch.testing.assert_close(bandit(rows=ROW, reward=reward).rewards[0, 2], cosines.mean())
+    env = bandit(True, rows=ROW, reward=reward)
     out = env.step(env.reset().set("action", torch.tensor([[[3, 1, 0]]])))
     torch.testing.assert_close(out["next", "reward"][0, 0], cosines.mean())
 
@@ -278,14 +269,15 @@ def test_settings_that_make_no_sense() -> None:
             GroupConfig(methods)
     with pytest.raises(InputError, match=r"groups.rounds=0: must be"):
         GroupConfig(rounds=0)
-    with pytest.raises(
-        InputError, match=r"'five' has no sequence for groups.methods=policy and shots=4; it has .*\[1, 2, 3\]"
-    ):
-        DemonstrationBandit(beams(), groups=GroupConfig("own"), shots=4)
+    with pytest.raises(InputError, match=r"'five' has no sequence for groups.methods=policy and shots=4;.*\[1, 2, 3\]"):
+        bandit(groups=GroupConfig("own"), shots=4)
     with pytest.raises(InputError, match="no queries to draw from"):
-        DemonstrationBandit(beams(), rows=torch.tensor([], dtype=torch.int64))
+        bandit(rows=torch.tensor([], dtype=torch.int64))
     with pytest.raises(InputError, match="shots=0, group_size=1"):
-        DemonstrationBandit(beams(), shots=0, scorer=CountingScorer())
+        bandit(True, shots=0)
+    none = torch.full((5, 0), X)  # the table needs no recorded sequence, but candidates
+    table = beams(sequences=none[..., None], fields={}, found_by=none, round=none)
+    check_env_specs(DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()), seed=0)
     none = torch.full((5, 4), X)
     empty = beams(pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none)
     with pytest.raises(InputError, match="the pools of all queries are empty"):
@@ -303,9 +295,8 @@ def test_a_scorer_is_given_the_rows_behind_the_places_once_each() -> None:
     rows, bank = torch.tensor([0, 0, 0, 4, 4]), torch.tensor([[4, 2], [2, 4], [4, 2], [0, X], [6, 0]])
     scored = CountingScorer()(rows, bank)
     there = torch.tensor([[True, True, True], [True, False, True]])
-    torch.testing.assert_close(
-        out["next", "reward"][there], 2 * scored["vqa_correct"] + scored["vqa_acc_score"], rtol=0, atol=1e-6
-    )
+    wanted = 2 * scored["vqa_correct"] + scored["vqa_acc_score"]
+    torch.testing.assert_close(out["next", "reward"][there], wanted, rtol=0, atol=1e-6)
     assert torch.equal(out["next", "vqa_correct"][there], scored["vqa_correct"])
     assert out["next", "reward"][1, 1] == 0
     assert out["next", "vqa_correct"][1, 1].isnan()
@@ -316,8 +307,7 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
     env = DemonstrationBandit(beams(), batch_size=5, group_size=2, scorer=scorer, reward=config)
     for _ in range(3):
         context = env.rand_action(env.reset())
-        out = env.step(context)
-        rows, action = context["row"], context["action"]
+        out, rows, action = env.step(context), context["row"], context["action"]
         bank = beams().pool[rows][:, None].expand(5, 2, 4).gather(2, action.clamp_min(0)).masked_fill(action < 0, X)
         for g in range(2):
             gain = CountingScorer()(rows, bank[:, g])["vqa_gt_prob"]
@@ -329,15 +319,13 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
 
 @pytest.mark.parametrize("wrong", [[0, 4], [2, 2], [X, 1], [-2, 0], [3, 0]])
 def test_sequences_that_do_not_exist_are_refused(wrong: list[int]) -> None:
-    env = DemonstrationBandit(
-        beams(), batch_size=1, group_size=2, shots=2, rows=torch.tensor([4]), scorer=CountingScorer()
-    )
+    env = bandit(True, group_size=2, shots=2, rows=torch.tensor([4]))
     with pytest.raises(InputError, match=r"1 of the sequences do not exist.*query e of 'five'"):
         env.step(env.reset().set("action", torch.tensor([[[0, 1], wrong]])))
 
 
 def test_random_actions_are_drawn_without_replacement_from_the_pool() -> None:
-    env = DemonstrationBandit(beams(), batch_size=5, group_size=2000, shots=3, scorer=CountingScorer())
+    env = bandit(True, batch_size=5, group_size=2000, shots=3)
     context = env.rand_action(env.reset())
     action = dict(zip(context["row"].tolist(), context["action"], strict=True))
     lengths = {row: (places >= 0).sum(1).unique().tolist() for row, places in action.items()}
@@ -354,26 +342,20 @@ def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
     def without(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         return {"vqa_gt_prob": torch.ones(len(queries)), "vqa_acc_score": torch.full((len(queries),), torch.nan)}
 
-    for mode, message in (
-        ("hard_only", "vqa_correct, which is not recorded"),
-        ("soft_only", "vqa_acc_score.*returned NaN"),
-    ):
-        env = DemonstrationBandit(
-            beams(), rows=torch.tensor([0]), scorer=without, reward=DemonstrationRewardConfig(mode)
-        )
-        with pytest.raises(InputError, match=f"reward.mode={mode} needs {message}"):
-            env.rollout(1)
-    env = DemonstrationBandit(
-        beams(), rows=torch.tensor([0]), scorer=without, reward=DemonstrationRewardConfig("legacy")
+    hard, soft, legacy = (
+        DemonstrationBandit(beams(), rows=ROW, scorer=without, reward=DemonstrationRewardConfig(mode))
+        for mode in ("hard_only", "soft_only", "legacy")
     )
-    assert env.rollout(1)["next", "vqa_correct"].isnan().all()
+    with pytest.raises(InputError, match=r"reward.mode=hard_only needs vqa_correct, which is not recorded"):
+        hard.rollout(1)
+    with pytest.raises(InputError, match=r"reward.mode=soft_only needs vqa_acc_score.*returned NaN"):
+        soft.rollout(1)
+    assert legacy.rollout(1)["next", "vqa_correct"].isnan().all()
 
 
 def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts() -> None:
     config = DemonstrationRewardConfig("soft_only", shuffled=True)
-    env = DemonstrationBandit(
-        beams(), batch_size=1, group_size=6, rows=torch.tensor([4]), shots=3, scorer=CountingScorer(), reward=config
-    )
+    env = bandit(True, group_size=6, rows=torch.tensor([4]), shots=3, reward=config)
     action = torch.tensor([[[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]]])
     result = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(4)]
     assert len({tuple(reward[0].tolist()) for reward in result}) > 2
@@ -381,12 +363,6 @@ def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts
     env.contexts.drawn = 2
     again = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(2)]
     assert torch.equal(torch.cat(again), torch.cat(result[2:]))
-
-
-def test_the_table_needs_no_recorded_sequence_when_there_is_a_scorer() -> None:
-    none = torch.full((5, 0), X)
-    table = beams(sequences=torch.full((5, 0, 0), X), fields={}, found_by=none, round=none)
-    check_env_specs(DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()), seed=0)
 
 
 @given(rows=st.integers(1, 12), count=st.integers(1, 30), seed=st.integers(0, 2**62), batches=st.integers(1, 6))
@@ -409,15 +385,4 @@ def test_passes_come_in_other_orders() -> None:
     orders = [tuple(passes().tolist()) for _ in range(3)]
     assert len({*orders, tuple(Passes(torch.arange(50), 50, seed=1)().tolist())}) == 4
     assert tuple(Passes(torch.arange(50), 50, seed=0)().tolist()) == orders[0]
-
-
-def test_setting_the_seed_starts_the_contexts_anew() -> None:
-    env, other = (DemonstrationBandit(beams(), batch_size=4, seed=seed) for seed in (0, 5))
-    env.reset()
-    env.set_seed(5)
-    assert torch.equal(env.reset()["row"], other.reset()["row"])
-
-
-def test_contexts_come_from_the_rows_given_and_from_nowhere_else() -> None:
-    env = DemonstrationBandit(beams(), batch_size=4, rows=torch.tensor([1, 4]))
-    assert env.reset()["row"].sort().values.tolist() == [1, 1, 4, 4]
+    assert bandit(batch_size=4, rows=torch.tensor([1, 4])).reset()["row"].sort().values.tolist() == [1, 1, 4, 4]

@@ -25,13 +25,14 @@ RECORDED = {
 COHERENCE, DIVERSITY = torch.tensor([0.5, 1.0, 0.0, NAN]), torch.tensor([0.5, 0.0, 1.0, NAN])
 MASK = torch.tensor([True, True, True, False])
 LENGTHS = torch.tensor([1, 2, 2, 0])
+ONLY_COHERENCE = {"sequence_weight": 1.0, "coherence_weight": 1.0, "diversity_weight": 0.0}
 
 
 def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **settings: Any) -> Tensor:
     fields = RECORDED if fields is None else fields
     lengths = LENGTHS[: mask.shape[-1]]
-    extra = (x[: mask.shape[-1]] for x in (COHERENCE, DIVERSITY))
-    return demonstration_reward(fields, lengths, mask, DemonstrationRewardConfig(**settings), *extra)
+    levels = {"coherence": COHERENCE[: mask.shape[-1]], "diversity": DIVERSITY[: mask.shape[-1]]}
+    return demonstration_reward(fields | levels, lengths, mask, DemonstrationRewardConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,7 @@ def rewards(fields: dict[str, Tensor] | None = None, mask: Tensor = MASK, **sett
         ({"mode": "hybrid", "alpha": 0.0, "hard_weight": 2.0, "soft_weight": 1.0}, [2.9, 0.3, 2.6]),
         ({"mode": "hybrid", "alpha": 1.0}, [0.5, -0.2, 1.0]),
         ({"mode": "multi_level"}, [1.325, 0.53, 1.4]),
-        (
-            {"mode": "multi_level", "beam_weight": 0.0, "task_weight": 2.0, "sequence_weight": 1.0}
-            | {"coherence_weight": 1.0, "diversity_weight": 0.0},
-            [2.3, 1.6, 1.2],
-        ),
+        ({"mode": "multi_level", "beam_weight": 0.0, "task_weight": 2.0, **ONLY_COHERENCE}, [2.3, 1.6, 1.2]),
         ({"mode": "hard_plus_soft", "by_shots": {2: {"hard_weight": 3.0}}}, [1.9, 0.3, 3.6]),
         ({"mode": "hard_plus_soft", "by_shots": {"1": {"hard_weight": 0, "soft_weight": 2.0}, 9: {}}}, [1.8, 0.3, 1.6]),
         ({"mode": "soft_only", "soft_weight": 2.0, "by_shots": {2: {"soft_weight": 1.0}}}, [1.8, 0.3, 0.6]),
@@ -78,11 +75,10 @@ def test_every_mode_by_hand(config: dict[str, Any], wanted: list[float]) -> None
 
 
 def test_the_default_puts_every_right_answer_above_every_wrong_one() -> None:
-    accuracy = torch.linspace(0, 1, 11)
+    lengths = torch.ones(11, dtype=torch.int64)
     for correct, low, high in ((1.0, 2.0, 3.0), (0.0, 0.0, 1.0)):
-        fields = {"vqa_correct": torch.full((11,), correct), "vqa_acc_score": accuracy}
-        mask, lengths = torch.ones(11, dtype=torch.bool), torch.ones(11, dtype=torch.int64)
-        reward = demonstration_reward(fields, lengths, mask, DemonstrationRewardConfig())
+        fields = {"vqa_correct": torch.full((11,), correct), "vqa_acc_score": torch.linspace(0, 1, 11)}
+        reward = demonstration_reward(fields, lengths, lengths > 0, DemonstrationRewardConfig())
         assert (float(reward.min()), float(reward.max())) == (low, high)
 
 
@@ -114,11 +110,11 @@ def test_a_mode_needs_what_it_is_made_of_and_nothing_else(config: dict[str, Any]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive: bool) -> None:
-    fields = {name: torch.stack([x, x]) for name, x in RECORDED.items()}
+    every = RECORDED | {"coherence": COHERENCE, "diversity": DIVERSITY}
+    fields = {name: torch.stack([x, x]) for name, x in every.items()}
     mask = torch.tensor([[True, False, False, False], [False] * 4])
     config = DemonstrationRewardConfig(mode, adaptive=adaptive)
-    both = (torch.stack([x, x]) for x in (COHERENCE, DIVERSITY))
-    reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config, *both)
+    reward = demonstration_reward(fields, torch.stack([LENGTHS, LENGTHS]), mask, config)
     torch.testing.assert_close(reward[0, 0], rewards(mode=mode)[0])  # nothing to compare with: the weights stay
     assert not reward[:, 1:].any()
     assert not reward[1].any()
@@ -127,18 +123,12 @@ def test_groups_of_one_and_of_none_are_finite_in_every_mode(mode: str, adaptive:
 @pytest.mark.parametrize(
     ("correct", "accuracy", "config", "wanted"),
     [
-        # all right: the soft accuracy gets both weights
-        ([1.0, 1.0, 1.0], [0.9, 0.3, 0.6], {}, [1.8, 0.6, 1.2]),
-        # all wrong, all alike: nothing separates, nothing moves
-        ([0.0, 0.0, 0.0], [0.4, 0.4, 0.4], {}, [0.4, 0.4, 0.4]),
-        # deviations .5 and .2 share 2 as 10/7 and 4/7
-        ([1.0, 0.0], [0.6, 0.2], {}, [12.4 / 7, 0.8 / 7]),
-        # weighted 2·.5 and 1·.2 share 3 as 2.5 and .5
-        ([1.0, 0.0], [0.6, 0.2], {"hard_weight": 2.0}, [2.8, 0.1]),
-        # the soft accuracy is the same everywhere
-        ([1.0, 0.0], [0.5, 0.5], {"hard_weight": 2.0}, [3.0, 0.0]),
-        # a weight of 0 stays 0
-        ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),
+        ([1.0, 1.0, 1.0], [0.9, 0.3, 0.6], {}, [1.8, 0.6, 1.2]),  # all right: the soft accuracy gets both weights
+        ([0.0, 0.0, 0.0], [0.4, 0.4, 0.4], {}, [0.4, 0.4, 0.4]),  # all wrong, all alike: nothing separates or moves
+        ([1.0, 0.0], [0.6, 0.2], {}, [12.4 / 7, 0.8 / 7]),  # deviations .5 and .2 share 2 as 10/7 and 4/7
+        ([1.0, 0.0], [0.6, 0.2], {"hard_weight": 2.0}, [2.8, 0.1]),  # weighted 2·.5 and 1·.2 share 3 as 2.5 and .5
+        ([1.0, 0.0], [0.5, 0.5], {"hard_weight": 2.0}, [3.0, 0.0]),  # the soft accuracy is the same everywhere
+        ([1.0, 1.0], [0.6, 0.2], {"soft_weight": 0.0}, [1.0, 1.0]),  # a weight of 0 stays 0
         # of one demonstration hard weighs 1·.5 beside .2, of two 3·.5 beside .2 of a sum of 4
         ([1.0, 0.0], [0.6, 0.2], {"by_shots": {2: {"hard_weight": 3.0}}}, [12.4 / 7, 0.2 * 4 * 0.2 / 1.7]),
     ],
@@ -153,26 +143,17 @@ def test_adaptive_weights_by_hand(
 
 
 def test_adaptive_weights_are_those_of_each_group() -> None:
-    fields = {
-        "vqa_correct": torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
-        "vqa_acc_score": torch.tensor([[0.5, 0.25], [0.5, 0.5]]),
-    }
-    config = DemonstrationRewardConfig("hard_plus_soft", adaptive=True)
-    everywhere = torch.ones(2, 2, dtype=torch.bool)
-    reward = demonstration_reward(fields, torch.ones(2, 2, dtype=torch.int64), everywhere, config)
+    correct, accuracy = torch.tensor([[1.0, 1.0], [1.0, 0.0]]), torch.tensor([[0.5, 0.25], [0.5, 0.5]])
+    config, lengths = DemonstrationRewardConfig("hard_plus_soft", adaptive=True), torch.ones(2, 2, dtype=torch.int64)
+    fields = {"vqa_correct": correct, "vqa_acc_score": accuracy}
+    reward = demonstration_reward(fields, lengths, lengths > 0, config)
     torch.testing.assert_close(reward, torch.tensor([[1.0, 0.5], [2.0, 0.0]]))
 
 
 def test_coherence_and_diversity_by_hand() -> None:
-    embeddings = torch.tensor(
-        [
-            [[1.0, 0.0], [0.0, 2.0], [5.0, 0.0]],  # cosines 0 and 0 in a row; 0, 0 and 1 of all pairs
-            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # two: .6
-            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # one
-            [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]],  # none
-            [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]],  # zeros are like nothing
-        ]
-    )
+    orthogonal, similar = [[1.0, 0.0], [0.0, 2.0], [5.0, 0.0]], [[1.0, 0.0], [3.0, 4.0], [9.0, 9.0]]
+    # cosines 0 and 0 in a row, 0, 0 and 1 of all pairs; .6 of two, then one and none; zeros are like nothing
+    embeddings = torch.tensor([orthogonal, similar, similar, similar, [[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]])
     coherence, diversity = coherence_and_diversity(embeddings, torch.tensor([3, 2, 1, 0, 3]))
     torch.testing.assert_close(coherence, torch.tensor([0.0, 0.6, 0.0, 0.0, 0.5]))
     torch.testing.assert_close(diversity, torch.tensor([2 / 3, 0.4, 0.0, 0.0, 2 / 3]))

@@ -1,5 +1,6 @@
 """The selector's bandit in gymnasium: what its checker says, and the same queries and rewards as in TorchRL."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
+from helpers import small_table
 from torch import Tensor
 from torchrl.envs import GymWrapper, check_env_specs
 
+import knobwise  # noqa: F401  (registers the environments)
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
+from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
@@ -54,13 +59,37 @@ def made(**words: Any) -> DemonstrationBanditEnv:
     return DemonstrationBanditEnv(beams(), **words)
 
 
-@pytest.mark.parametrize("words", [{}, {"scorer": scorer}])
-def test_gymnasium_finds_nothing_to_complain_of(words: dict[str, Any]) -> None:
-    check_env(made(**words), skip_render_check=True)
+ENVIRONMENTS: dict[str, Callable[[], Any]] = {
+    "configurations": lambda: gymnasium.make("knobwise/ConfigBandit-v0", table=small_table()),
+    "worths": lambda: ConfigBanditEnv(small_table(), BudgetConfig(sense="mean")),
+    "without features": lambda: ConfigBanditEnv(small_table(features=False)),
+    "recorded": lambda: gymnasium.make("knobwise/DemonstrationBandit-v0", table=beams()),
+    "scored": lambda: made(scorer=scorer),
+}
 
 
-def test_torchrl_wraps_it() -> None:
-    check_env_specs(GymWrapper(made(scorer=scorer), categorical_action_encoding=True))
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_what_every_environment_keeps(kind: str) -> None:
+    """Gymnasium and TorchRL have nothing to complain of, every episode is one decision, observations share no memory,
+    and without a seed no two environments draw the same."""
+    env = ENVIRONMENTS[kind]().unwrapped
+    check_env(env, skip_render_check=True)
+    if kind != "recorded":  # whose random actions were not all recorded
+        check_env_specs(GymWrapper(env, categorical_action_encoding=True))
+    env, other = (ENVIRONMENTS[kind]().unwrapped for _ in range(2))
+    action = np.zeros(env.action_space.shape, dtype=np.int64)
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(action)
+    first, _ = env.reset()
+    second, _, terminated, truncated, _ = env.step(action)
+    assert (terminated, truncated) == (True, False)
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(action)
+    for mine in first.values():
+        assert not any(np.shares_memory(mine, theirs) for theirs in second.values())
+    drawn = [[str(e.reset()[1]) for _ in range(20)] for e in (env, other)]
+    assert drawn[0] != drawn[1]
+    assert env.render() is None
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -85,8 +114,7 @@ def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
         if row < 2:
             action[0, 0] = torch.tensor([1, 0])
         stepped = native.step(context.set("action", action))["next"]
-        _, reward, terminated, truncated, info = env.step(np.array([1, 0]))
-        assert (terminated, truncated) == (True, False)
+        _, reward, _, _, info = env.step(np.array([1, 0]))
         assert reward == float(stepped["reward"][0, 0])
         assert info["vqa_correct"] == float(stepped["vqa_correct"][0, 0]) or row == 2
     assert sorted(rows[:3]) == sorted(rows[3:]) == [0, 1, 2]
@@ -127,49 +155,20 @@ def test_a_query_without_candidates_has_reward_0() -> None:
 
 def test_what_was_never_recorded_is_refused_by_name() -> None:
     table = beams()
-    kept = replace(
-        table,
-        sequences=table.sequences[:, :3],
-        fields={name: field[:, :3] for name, field in table.fields.items()},
-        found_by=table.found_by[:, :3],
-        round=table.round[:, :3],
-    )
+    kept = {name: getattr(table, name)[:, :3] for name in ("sequences", "found_by", "round")}
+    kept = replace(table, **kept, fields={name: field[:, :3] for name, field in table.fields.items()})
     env = DemonstrationBanditEnv(kept, rows=torch.tensor([1]))
     env.reset()
     with pytest.raises(InputError, match=r"never recorded.*query q1 of 'twos', places \[1, 0\]"):
         env.step(np.array([1, 0]))
 
 
-def test_every_episode_is_one_decision_of_the_right_shape() -> None:
+def test_an_action_of_another_width_is_refused() -> None:
     env = made()
-    with pytest.raises(gymnasium.error.ResetNeeded):
-        env.step(np.array([0, 1]))
-    env.reset()
+    env.reset()[0]["query"][:] = 9  # a copy
+    assert not (env.table.queries == 9).any()
     with pytest.raises(InputError, match=r"the action has shape \(3,\), expected \(2,\)"):
         env.step(np.array([0, 1, 1]))
-    env.step(np.array([0, 1]))
-    with pytest.raises(gymnasium.error.ResetNeeded):
-        env.step(np.array([0, 1]))
-
-
-def test_without_a_seed_no_two_environments_draw_the_same() -> None:
-    table = beams(40)
-    orders = []
-    for _ in range(2):
-        env = DemonstrationBanditEnv(table)
-        orders.append([env.reset()[1]["query_id"] for _ in range(40)])
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1])
-
-
-def test_observations_share_no_memory() -> None:
-    env = made()
-    one, _ = env.reset()
-    two, *_ = env.step(np.array([0, 1]))
-    for mine in one.values():
-        assert not any(np.shares_memory(mine, theirs) for theirs in two.values())
-    one["query"][:] = 9
-    assert not (env.table.queries == 9).any()
 
 
 def test_render_tells_in_words_what_happened() -> None:
@@ -183,4 +182,3 @@ def test_render_tells_in_words_what_happened() -> None:
     live.reset()
     live.step(np.array([1, 0]))
     assert live.render() == "Query q1.\nShown: [1, 0]; answer wrong, reward +0.090."
-    assert made().render() is None

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_core_exp, write_exp5_exp6
+from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import long_frame, table_from_frame, write_features
 
 SMALL, LARGE = (2, 4, 12), (10, 12, 16)
@@ -73,14 +73,14 @@ def pair(tmp_path):
 
 def test_joins_scores_and_times(pair):
     table = read(pair)
-    assert table.name == "text_vqa"
-    assert table.sample_ids == ("0", "1")
+    assert (table.name, table.sample_ids) == ("text_vqa", ("0", "1"))
     assert [table.configuration(c) for c in range(2)] == [named(SMALL), named(LARGE)]
     assert table.accuracy.tolist() == [[0.5, 1.0], [0.0, 0.0]]
     assert table.latency_ms.tolist() == [[100.0, 300.0], [108.0, 308.0]]
-    assert table.notes == ()
-    assert table.datasets == ()
-    assert table.parts == ()
+    assert table.notes == table.datasets == table.parts == ()
+    table.features["language_features"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    write_features(table, pair / "f.npz")
+    assert read(pair, features=pair / "f.npz").digest == table.digest
 
 
 def test_latency_is_a_choice(pair):
@@ -96,34 +96,26 @@ def test_older_spelling_reads_the_same(pair, tmp_path_factory):
     old = tmp_path_factory.mktemp("old")
     for setting, score, time in ((SMALL, 0.5, 100.0), (LARGE, 1.0, 300.0)):
         put_exp5(old, setting, {0: score, 1: 0.0})
-        rows = [
-            {"sample_id": i, "score": 0.25, "latency_total": t, "latency_prefill": t / 4, "latency_decode": t / 2}
-            for i, t in ((0, time), (1, time + 8))
-        ]
-        summary = {**named(setting), "latency_mean": time, "latency_p50": time}
-        put(
-            old / "exp6" / "exp6_latency_text-vqa" / f"exp6_latency_{stem(setting)}",
-            {"summary": [summary], "all_samples": rows},
-        )
-    for stage in ("total", "prefill", "decode"):
+        times = [{f"latency_{stage}": t * share for stage, share in SHARES.items()} for t in (time, time + 8)]
+        rows = [{"sample_id": i, "score": 0.25, **values} for i, values in enumerate(times)]
+        content = {"summary": [{**named(setting), "latency_mean": time, "latency_p50": time}], "all_samples": rows}
+        put(old / "exp6" / "exp6_latency_text-vqa" / f"exp6_latency_{stem(setting)}", content)
+    for stage in SHARES:
         assert read(old, latency=stage).digest == read(pair, latency=stage).digest
     assert read(old, exp6_accuracy=True).digest == read(pair, exp6_accuracy=True).digest
 
 
-def test_exp5_is_the_truth_unless_asked_otherwise(pair):
+def test_exp5_is_the_truth_and_accuracy_a_choice(pair):
     assert read(pair).accuracy[0, 0] == 0.5
     asked = read_exp5_exp6(None, pair / "exp6", "text_vqa", exp6_accuracy=True)
     assert (asked.accuracy == 0.25).all()
     with pytest.raises(InputError, match="exp5_dir"):
         read_exp5_exp6(None, pair / "exp6", "text_vqa")
-
-
-def test_accuracy_is_a_choice(tmp_path):
-    put_exp5(tmp_path, SMALL, [{"sample_id": 0, "score": 1.0, "soft_score": 0.75}])
-    put_exp6(tmp_path, SMALL, {0: 10.0})
-    assert read(tmp_path, accuracy="soft_score").accuracy.item() == 0.75
-    with pytest.raises(InputError, match=r"blocks12\.json.*no fluency.*soft_score"):
-        read(tmp_path, accuracy="fluency")
+    for setting in (SMALL, LARGE):
+        put_exp5(pair, setting, [{"sample_id": 0, "score": 1.0, "soft_score": 0.75}])
+    assert read(pair, accuracy="soft_score").accuracy.tolist() == [[0.75, 0.75]]
+    with pytest.raises(InputError, match=r"blocks\d\d\.json.*no fluency.*soft_score"):
+        read(pair, accuracy="fluency")
 
 
 def test_files_may_lie_in_the_directory_itself(tmp_path):
@@ -148,24 +140,12 @@ def test_several_data_sets_keep_their_ids_apart(pair):
     assert table.accuracy[:, 0].tolist() == [0.25, 0.75, 0.5, 0.0]
 
 
-def test_image_ids_travel_with_the_samples(tmp_path):
-    put_exp5(tmp_path, SMALL, [{"sample_id": i, "score": 1.0, "metadata": {"image_id": 70 + i // 2}} for i in range(3)])
-    put_exp6(tmp_path, SMALL, dict.fromkeys(range(3), 10.0))
-    assert read(tmp_path).image_ids == ("70", "70", "71")
-
-
-def test_features_are_attached(pair):
-    table = read(pair)
-    table.features["language_features"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    write_features(table, pair / "f.npz")
-    assert read(pair, features=pair / "f.npz").digest == table.digest
-
-
 def test_summaries_of_the_whole_run_are_no_configuration(pair):
-    put(pair / "exp5" / "exp5_accuracy_text-vqa" / "exp5_accuracy_results.json", {"summary": [1, 2], "all_samples": []})
+    folder = pair / "exp5" / "exp5_accuracy_text-vqa"
+    put(folder / "exp5_accuracy_results.json", {"summary": [1, 2], "all_samples": []})
     put(pair / "exp6" / "exp6_latency_text-vqa" / "exp6_latency_results.json", "{")
     assert read(pair).notes == ()
-    put(pair / "exp5" / "exp5_accuracy_text-vqa" / "crops2.json", {})
+    put(folder / "crops2.json", {})
     assert "1 JSON files not read" in read(pair).notes[0]
 
 
@@ -187,23 +167,18 @@ def test_rank_files_without_a_merge_are_all_read(tmp_path):
     assert table.sample_ids == ("0", "1", "2")
     assert table.accuracy[:, 0].tolist() == [1.0, 0.5, 0.0]
     assert table.latency_ms[:, 0].tolist() == [10.0, 11.0, 12.0]
-
-
-def test_a_merge_without_the_padding_of_a_distributed_sampler_is_fine(tmp_path):
-    for rank, ids in enumerate(((0, 2), (1, 0))):
-        put_exp5(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
+    # a merge may lack what a distributed sampler repeated
+    put_exp5(tmp_path, SMALL, {1: 0.5, 0: 1.0}, rank=1)
     put_exp5(tmp_path, SMALL, dict.fromkeys(range(3), 1.0))
-    put_exp6(tmp_path, SMALL, dict.fromkeys(range(3), 1.0))
     assert read(tmp_path).num_samples == 3
 
 
 @pytest.mark.parametrize("side", ["exp5", "exp6"])
 def test_ids_that_restart_on_every_rank_are_refused(tmp_path, side):
     for rank in (0, 1):
-        ids = range(3) if side == "exp5" else (2 * rank, 2 * rank + 1)
-        put_exp5(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
-        ids = range(3) if side == "exp6" else (2 * rank, 2 * rank + 1)
-        put_exp6(tmp_path, SMALL, dict.fromkeys(ids, 9.0), rank=rank)
+        for name, write in (("exp5", put_exp5), ("exp6", put_exp6)):
+            ids = range(3) if side == name else (2 * rank, 2 * rank + 1)
+            write(tmp_path, SMALL, dict.fromkeys(ids, 1.0), rank=rank)
     message = rf"{side}.*rank0\.json.*rank1\.json: in data set text_vqa, 3 .*pairs in 1 config.*2 × sample_id 0"
     with pytest.raises(InputError, match=message):
         read(tmp_path)
@@ -223,11 +198,8 @@ def test_question_id_is_the_key_where_every_row_has_it(tmp_path, inside):
     assert table.sample_ids == ("900", "901", "902", "903")
     assert table.accuracy[:, 0].tolist() == [0, 0.25, 0.5, 0.75]
     assert table.latency_ms[:, 0].tolist() == [0, 1, 2, 3]
-
-
-def test_question_id_on_one_side_only_is_not_the_key(tmp_path):
     put_exp5(tmp_path, SMALL, [{"sample_id": 0, "question_id": 900, "score": 1.0}])
-    put_exp6(tmp_path, SMALL, {0: 10.0})
+    put_exp6(tmp_path, SMALL, {0: 10.0})  # on one side only it is not the key
     table = read(tmp_path)
     assert table.sample_ids == ("0",)
     assert "not every row has a question_id" in table.notes[0]
@@ -239,8 +211,7 @@ def test_what_does_not_join_is_counted(pair):
     put_exp5(pair, SMALL, {0: 0.5, 1: 0.0, 5: 1.0, 6: 1.0})
     put_exp6(pair, LARGE, {0: 300.0, 1: 308.0, 8: 1.0})
     table = read(pair)
-    assert table.num_configurations == 2
-    assert table.num_samples == 2
+    assert (table.num_samples, table.num_configurations) == (2, 2)
     assert table.notes == (
         "text_vqa: 1 configurations are only in exp5 (4/4/12)",
         "text_vqa: 2 cells of 2 samples have no partner in exp6: not profiled",
@@ -311,9 +282,8 @@ def test_bad_files_are_named(pair, change, message):
 
 def test_nothing_that_matches(pair):
     put(pair / "exp6" / "notes.txt", "")
-    with pytest.raises(
-        InputError, match=r"no exp6_latency files of 'ok_vqa'.*exp6_latency_ok-vqa.*holds: exp6_lat.*notes\.txt"
-    ):
+    message = r"no exp6_latency files of 'ok_vqa'.*exp6_latency_ok-vqa.*holds: exp6_lat.*notes\.txt"
+    with pytest.raises(InputError, match=message):
         read(pair, "ok_vqa")
 
 
@@ -355,29 +325,19 @@ def test_reading_gives_back_what_was_written(tmp_path_factory, frame):
 
 
 def test_written_files_follow_the_profilers_spelling(tmp_path):
-    frame = pl.DataFrame(
-        {
-            "sample_id": [0, 1, 2],
-            "question_id": [5, 6, 7],
-            "max_crops": [2, 2, 2],
-            "top_k": [4, 4, 4],
-            "num_active_blocks": [12, 12, 12],
-            "accuracy": [1.0, 0.0, None],
-            "latency_ms": [100.0, 300.0, 5.0],
-            "prefill_ms": [25.0, float("nan"), 1.0],
-            "num_vision_tokens": [400, 300, 1],
-        }
-    )
+    names = ("sample_id", "question_id", "question_type", "accuracy", "latency_ms", "prefill_ms", "num_vision_tokens")
+    values = [(0, 5, "number", 1.0, 100.0, 25.0, 400), (1, 6, "other", 0.0, 300.0, float("nan"), 300)]
+    values.append((2, 7, "other", None, 5.0, 1.0, 1))
+    frame = pl.DataFrame([named(SMALL) | dict(zip(names, row, strict=True)) for row in values])
     write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa", {"machine": "x", "batch_size": 2})
-    exp5 = json.loads(
-        (tmp_path / "exp5/exp5_accuracy_text-vqa/exp5_accuracy_results_crops2_topk4_blocks12.json").read_text()
-    )
-    exp6 = json.loads((tmp_path / "exp6/exp6_latency_text-vqa/exp6_latency_crops2_topk4_blocks12.json").read_text())
+    folders = tmp_path / "exp5/exp5_accuracy_text-vqa", tmp_path / "exp6/exp6_latency_text-vqa"
+    exp5 = json.loads((folders[0] / "exp5_accuracy_results_crops2_topk4_blocks12.json").read_text())
+    exp6 = json.loads((folders[1] / "exp6_latency_crops2_topk4_blocks12.json").read_text())
     assert exp5 == {
         "summary": [{**named(SMALL), "accuracy": 0.5, "num_samples": 2}],
         "all_samples": [
-            {"sample_id": 0, "question_id": 5, "score": 1.0},
-            {"sample_id": 1, "question_id": 6, "score": 0.0},
+            {"sample_id": 0, "question_id": 5, "question_type": "number", "score": 1.0},
+            {"sample_id": 1, "question_id": 6, "question_type": "other", "score": 0.0},
         ],
         "config": {"machine": "x", "batch_size": 2, "dataset_name": "text_vqa"},
     }
@@ -389,6 +349,7 @@ def test_written_files_follow_the_profilers_spelling(tmp_path):
     total = exp6["summary"][0]["latency_total_ms"]
     assert total == {"mean": 200.0, "std": 100.0, "P50": 200.0, "P95": pytest.approx(290), "P99": pytest.approx(298)}
     assert read(tmp_path).sample_ids == ("5", "6")
+    assert read(tmp_path).question_types == ("number", "other")
     prefill = read(tmp_path, latency="prefill")
     assert prefill.sample_ids == ("5",)
     assert "1 rows without accuracy or latency" in prefill.notes[0]
@@ -417,7 +378,7 @@ def put_core(root, level, scores, rank="", folder="text-vqa", dataset="text_vqa"
     crops = {"low": 3, "medium": 8, "high": 15}[level]
     rows = [
         {"sample_id": i, "accuracy": s, "T_vision_total": 20.0, "T_LLM_prefill": 70.0 + i, "T_LLM_decode": 40.0,
-         "T_total": 130.0 + i, "metadata": {"image_id": 5}}
+         "T_total": 130.0 + i, "metadata": {"image_id": 5, "question_type": "number"}}
         for i, s in scores.items()
     ]  # fmt: skip
     content = {
@@ -437,14 +398,9 @@ def test_core_exp_tiers_go_from_low_to_high(tmp_path, spelling):
     ]  # fmt: skip
     assert table.accuracy.tolist() == [[0, 0.5, 1]] * 2
     assert table.latency_ms.tolist() == [[130.0] * 3, [131.0] * 3]
-    assert table.image_ids == ("5", "5")
-    assert table.notes == ()
-
-
-@pytest.mark.parametrize(("stage", "time"), [("total", 130.0), ("prefill", 70.0), ("vision_prefill", 90.0)])
-def test_core_exp_latency_is_a_choice(tmp_path, stage, time):
-    put_core(tmp_path, "low", {0: 1.0})
-    assert read_core_exp(tmp_path, "text_vqa", latency=stage).latency_ms.item() == time
+    assert (table.image_ids, table.question_types, table.notes) == (("5", "5"), ("number", "number"), ())
+    for stage, time in (("total", 130.0), ("prefill", 70.0), ("vision_prefill", 90.0)):
+        assert read_core_exp(tmp_path, "text_vqa", latency=stage).latency_ms[0].tolist() == [time] * 3
 
 
 @pytest.mark.parametrize(
@@ -461,72 +417,6 @@ def test_bad_core_exp_files_are_named(tmp_path, change, message):
     change(tmp_path)
     with pytest.raises(InputError, match=re.compile(message, re.DOTALL)):
         read_core_exp(tmp_path, "text_vqa")
-
-
-@st.composite
-def core_cells(draw):
-    ids = draw(st.lists(st.integers(0, 10**9), min_size=1, max_size=4, unique=True))
-    keys = st.tuples(st.sampled_from(ids), st.sampled_from(["low", "medium", "high"]), st.sampled_from([4, 8]))
-    time = st.floats(0, 1e6, width=32)
-    rows = [
-        {"sample_id": i, "tier": tier, "top_k": k, "num_active_blocks": 12, "accuracy": draw(st.floats(0, 1, width=32)),
-         "latency_ms": draw(time), "vision_ms": draw(time), "prefill_ms": draw(time), "decode_ms": draw(time)}
-        for i, tier, k in draw(st.lists(keys, min_size=1, max_size=8, unique=True))
-    ]  # fmt: skip
-    return pl.DataFrame(rows)
-
-
-CROPS = {"low": (1, 3), "medium": (4, 8), "high": (9, 15)}
-
-
-@given(frame=core_cells())
-@settings(max_examples=10, deadline=None)
-def test_reading_core_exp_gives_back_what_was_written(tmp_path_factory, frame):
-    root = tmp_path_factory.mktemp("core")
-    write_core_exp(frame, root, "text_vqa", CROPS)
-    for latency, column in (("total", "latency_ms"), ("prefill", "prefill_ms")):
-        wanted = table_from_frame(frame, name="text_vqa", knobs=["tier", "top_k", "num_active_blocks"], latency=column)
-        assert read_core_exp(root, "text_vqa", latency=latency).digest == wanted.digest
-
-
-def test_written_core_exp_files_follow_the_profilers_spelling(tmp_path):
-    row = {"sample_id": 7, "tier": "low", "top_k": 4, "num_active_blocks": 12, "accuracy": 1.0, "latency_ms": 90.0,
-           "vision_ms": 10.0, "prefill_ms": 50.0, "decode_ms": 30.0, "num_vision_tokens": 400, "num_output_tokens": 2,
-           "metadata": {"image_id": 5}}  # fmt: skip
-    frame = pl.DataFrame([row, row | {"sample_id": 8, "accuracy": 0.0, "latency_ms": 110.0}])
-    write_core_exp(frame, tmp_path, "text_vqa", CROPS, {"machine": "x"})
-    content = json.loads((tmp_path / "text-vqa" / "text_vqa_imgsizetier-low_crops3_topk4_blocks12.json").read_text())
-    stats, rows = content.pop("latency_stats"), content.pop("per_sample_results")
-    assert content == {
-        "tier": "low", "top_k": 4, "num_active_blocks": 12, "tier_range": {"min_crops": 1, "max_crops": 3},
-        "max_crops": 3, "num_samples": 2, "accuracy": 0.5, "accuracy_std": 0.5,
-        "config": {"machine": "x", "dataset_name": "text_vqa"},
-    }  # fmt: skip
-    assert rows[0] == {
-        "sample_id": 7, "output_tokens": 2, "actual_vision_tokens": 400, "T_vision_total": 10.0, "T_LLM_prefill": 50.0,
-        "T_LLM_decode": 30.0, "T_total": 90.0, "accuracy": 1.0, "metadata": {"image_id": 5},
-    }  # fmt: skip
-    assert stats["T_total_mean"] == 100
-    assert stats["T_total_std"] == 10
-    assert len(stats) == 4 * 5
-    assert read_core_exp(tmp_path, "text_vqa").image_ids == ("5", "5")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tier": "huge"}, "how many crops huge has"),
-        ({"top_k": 4.5}, "top_k must be whole numbers"),
-        ({"vision_ms": ...}, "has no column vision_ms"),
-    ],
-)
-def test_core_exp_files_that_could_not_be_read_are_not_written(tmp_path, change, message):
-    row = {"sample_id": 7, "tier": "low", "top_k": 4, "num_active_blocks": 12, "accuracy": 1.0, "latency_ms": 90.0,
-           "vision_ms": 10.0, "prefill_ms": 50.0, "decode_ms": 30.0} | change  # fmt: skip
-    frame = pl.DataFrame([{k: v for k, v in row.items() if v is not ...}])
-    with pytest.raises(InputError, match=message):
-        write_core_exp(frame, tmp_path, "text_vqa", CROPS)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_ids_are_exact_or_refused(pair):
@@ -578,29 +468,20 @@ def test_a_progress_bar_ends_where_reading_fails(pair, monkeypatch):
     assert open_bars == []
 
 
-def test_question_types_are_read_from_rows_or_their_metadata(pair, tmp_path):
+def test_images_and_question_types_are_read_from_rows_or_their_metadata(pair):
     typed = [{"sample_id": 0, "score": 1.0, "question_type": "yes/no"}, {"sample_id": 1, "score": 0.0}]
     put_exp5(pair, SMALL, typed)
     assert read(pair).question_types == ("yes/no", "unknown")  # of the other file nothing but the sample is known
-    rows = [{"sample_id": i, "score": 1.0, "metadata": {"question_type": kind}} for i, kind in enumerate("ab")]
+    facts = [{"question_type": kind, "image_id": 70 + i} for i, kind in enumerate("ab")]
+    rows = [{"sample_id": i, "score": 1.0, "metadata": fact} for i, fact in enumerate(facts)]
     for setting in (SMALL, LARGE):
         put_exp5(pair, setting, rows)
-    assert read(pair).question_types == ("a", "b")
-    rows[0]["metadata"]["question_type"] = "c"
+    table = read(pair)
+    assert (table.question_types, table.image_ids) == (("a", "b"), ("70", "71"))
+    facts[0]["question_type"] = "c"
     put_exp5(pair, LARGE, rows)
     with pytest.raises(InputError, match="question_type must be the same in all rows of a sample"):
         read(pair)
-
-
-def test_question_types_are_written(tmp_path):
-    frame = pl.DataFrame({"sample_id": [0, 1], **{k: [v] * 2 for k, v in named(SMALL).items()}, "accuracy": [0.5, 1],
-                          "latency_ms": [3.0, 4], "question_type": ["number", "other"]})  # fmt: skip
-    write_exp5_exp6(frame, tmp_path / "exp5", tmp_path / "exp6", "text_vqa")
-    assert read(tmp_path).question_types == ("number", "other")
-    tiers = frame.drop("max_crops").with_columns(tier=pl.lit("low"))
-    stages = {name: pl.lit(1.0) for name in ("vision_ms", "prefill_ms", "decode_ms")}
-    write_core_exp(tiers.with_columns(**stages), tmp_path, "text_vqa", CROPS)
-    assert read_core_exp(tmp_path, "text_vqa").question_types == ("number", "other")
 
 
 def test_images_may_be_known_of_one_data_set_only(pair):

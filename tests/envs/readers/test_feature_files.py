@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_files import Features, attach_features, read_features, write_features
 
-from helpers import small_table  # isort: skip
+from helpers import small_table, table_of  # isort: skip
 
 SUFFIXES = [".safetensors", ".npz", ".pt", ".parquet"]
 NAN = float("nan")
@@ -58,20 +58,17 @@ def test_rows_are_matched_by_id_whatever_their_order(tmp_path):
     table = attach_features(bare(), tmp_path / "f.npz")
     assert table.features["x"].tolist() == [[0.0], [10.0], [20.0]]
     assert table.notes == ("1 rows of features without a sample: not used",)
+    assert read_features(saved(tmp_path / "b.npz", ids=[b"a", b"b"])).sample_ids == ("a", "b")
+    saved(tmp_path / "f.npz", ids=["0", "x", "y"])
+    with pytest.raises(InputError, match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y"):
+        attach_features(bare(), tmp_path / "f.npz")
 
 
 def test_rows_are_matched_by_data_set_where_both_name_it():
     features = Features(("0", "0"), {"x": torch.tensor([[1.0], [2.0]])}, ("b", "a"))
     both = bare(2, sample_ids=("0", "0"), datasets=("a", "b"))
     assert attach_features(both, features).features["x"].tolist() == [[2.0], [1.0]]
-    one = bare(
-        1,
-        sample_ids=("0",),
-        name="a",
-        accuracy=torch.zeros(1, 12),
-        latency_ms=torch.ones(1, 12),
-        mask=torch.ones(1, 12) > 0,
-    )
+    one = replace(table_of([[0.0]], [[1.0]]), name="a")
     assert attach_features(one, features).features["x"].tolist() == [[2.0]]
     with pytest.raises(InputError, match="ids occur in several data sets of the features"):
         attach_features(replace(one, name="c"), features)
@@ -79,13 +76,10 @@ def test_rows_are_matched_by_data_set_where_both_name_it():
         attach_features(both, Features(("0",), {"x": torch.zeros(1, 1)}))
 
 
-@pytest.mark.parametrize("kind", [np.float16, np.float64, np.int8, np.uint16, bool])
-def test_every_kind_of_number(tmp_path, kind):
-    saved(tmp_path / "f.npz", x=np.array([[0], [1], [1]], kind))
-    assert read_features(tmp_path / "f.npz").blocks["x"].tolist() == [[0.0], [1.0], [1.0]]
-
-
-def test_half_precision_tensors(tmp_path):
+def test_every_kind_of_number(tmp_path):
+    for kind in (np.float16, np.float64, np.int8, np.uint16, bool):
+        saved(tmp_path / "f.npz", x=np.array([[0], [1], [1]], kind))
+        assert read_features(tmp_path / "f.npz").blocks["x"].tolist() == [[0.0], [1.0], [1.0]]
     blocks = {"x": torch.tensor([[0.5], [2.0]], dtype=torch.bfloat16)}
     save_file({"sample_id": torch.tensor([4, 2]), **blocks}, tmp_path / "f.safetensors")
     torch.save({"sample_id": [4, 2], **blocks}, tmp_path / "f.pt")
@@ -95,20 +89,9 @@ def test_half_precision_tensors(tmp_path):
         assert features.blocks["x"].tolist() == [[0.5], [2.0]]
 
 
-def test_ids_as_bytes(tmp_path):
-    assert read_features(saved(tmp_path / "f.npz", ids=[b"a", b"b"])).sample_ids == ("a", "b")
-
-
 def test_columns_of_a_table_file(tmp_path):
-    data = pl.DataFrame(
-        {
-            "sample_id": [1, 2],
-            "split": ["train", "test"],
-            "width": [640, None],
-            "vision": [[1.0, 2.0], [3.0, None]],
-            "dark": [True, False],
-        }
-    )
+    columns = {"sample_id": [1, 2], "split": ["train", "test"], "width": [640, None], "dark": [True, False]}
+    data = pl.DataFrame(columns | {"vision": [[1.0, 2.0], [3.0, None]]})
     data.write_parquet(tmp_path / "f.parquet")
     blocks = read_features(tmp_path / "f.parquet").blocks
     assert list(blocks) == ["vision", "features"]
@@ -116,12 +99,6 @@ def test_columns_of_a_table_file(tmp_path):
     torch.testing.assert_close(blocks["features"], torch.tensor([[640, 1], [NAN, 0]]), equal_nan=True)
     data.drop("vision", "split").write_csv(tmp_path / "f.csv")
     torch.testing.assert_close(read_features(tmp_path / "f.csv").blocks["features"], blocks["features"], equal_nan=True)
-
-
-def test_samples_without_features(tmp_path):
-    saved(tmp_path / "f.npz", ids=["0", "x", "y"])
-    with pytest.raises(InputError, match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y"):
-        attach_features(bare(), tmp_path / "f.npz")
 
 
 @pytest.mark.parametrize(

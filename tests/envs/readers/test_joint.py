@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.joint import join_tables, rows_by_dataset, with_dataset_input
-from knobwise.envs.readers.long_table import write_long_table
+from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.settings.profiles import read_profile
@@ -20,16 +20,9 @@ def table(name: str, knobs: dict[str, tuple[Any, ...]], configurations: list[lis
     """Two samples; sample i under configuration c takes 10·i + c + 1 ms and is right with 0.1·c."""
     c = len(configurations)
     ms = 10.0 * torch.arange(2).unsqueeze(1) + torch.arange(c) + 1
-    return ProfileTable(
-        name=name,
-        knobs=tuple(Knob(k, v) for k, v in knobs.items()),
-        configurations=torch.tensor(configurations),
-        accuracy=(0.1 * torch.arange(c)).expand(2, c).clone(),
-        latency_ms=ms,
-        mask=torch.ones(2, c, dtype=torch.bool),
-        sample_ids=("0", "1"),
-        **more,
-    )
+    cells = table_of([[0.1 * i for i in range(c)]] * 2, ms.tolist())
+    named = tuple(Knob(k, v) for k, v in knobs.items())
+    return replace(cells, name=name, knobs=named, configurations=torch.tensor(configurations), **more)
 
 
 def cells(of: ProfileTable) -> set[tuple[Any, ...]]:
@@ -58,17 +51,14 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 0.8)), min_size=1, max_size=3), st.booleans())
 def test_whatever_is_joined_every_cell_is_kept(sizes: list[tuple[int, float]], told: bool) -> None:
-    tables = []
-    for number, (samples, holes) in enumerate(sizes):
-        one = small_table(12 + samples, seed=number, holes=holes)
-        tables.append(replace(one, name=f"t{number}"))
+    tables = [
+        replace(small_table(12 + samples, seed=number, holes=holes), name=f"t{number}")
+        for number, (samples, holes) in enumerate(sizes)
+    ]
     joint = join_tables(tables, dataset_input=told)
     assert cells(joint) == set().union(*map(cells, tables))
-    first = 0
-    for one in tables:
-        last = first + one.num_samples
-        assert torch.equal(joint.features["image_features"][first:last], one.features["image_features"])
-        first = last
+    features = torch.cat([one.features["image_features"] for one in tables])
+    assert torch.equal(joint.features["image_features"], features)
     assert ("dataset" in joint.features) == told
 
 
@@ -81,6 +71,8 @@ def test_the_dataset_as_an_input() -> None:
     assert with_dataset_input(ONE, ["c"]).features["dataset"].tolist() == [[0], [0]]
     with pytest.raises(InputError, match="has a feature block 'dataset' already"):
         with_dataset_input(joint)
+    rows = rows_by_dataset(joint, torch.tensor([3, 0, 2]))
+    assert {name: places.tolist() for name, places in rows.items()} == {"a": [0, 2], "b": [1]}
 
 
 def test_images_parts_and_question_types_are_kept() -> None:
@@ -95,8 +87,7 @@ def test_images_parts_and_question_types_are_kept() -> None:
 def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does() -> None:
     free, fixed = small_table(20), replace(small_table(20, seed=1), name="fixed", parts=("train", "test") * 10)
     joint = join_tables([free, fixed])
-    split = joint.split()
-    places = free.split()
+    split, places = joint.split(), free.split()
     assert split.test.tolist() == [*places.test.tolist(), *range(21, 40, 2)]
     # of `fixed` a quarter of the training part
     assert split.validation[:4].tolist() == places.validation.tolist()
@@ -134,18 +125,10 @@ def test_what_cannot_be_joined_is_named(other: ProfileTable | None, words: str) 
         join_tables([ONE, other] if other else [])
 
 
-def test_rows_by_dataset() -> None:
-    joint = join_tables([OTHER, ONE])
-    result = rows_by_dataset(joint, torch.tensor([3, 0, 2]))
-    assert {name: places.tolist() for name, places in result.items()} == {"a": [0, 2], "b": [1]}
-
-
 def test_several_files_are_one_profile(tmp_path: Path) -> None:
     tables = [replace(small_table(20, seed=seed), name=name) for seed, name in enumerate(("first", "second"))]
     tables[0].save(tmp_path / "first.safetensors")
     write_long_table(replace(tables[1], features={}), tmp_path / "second.parquet")
-    from knobwise.envs.readers.long_table import write_features
-
     write_features(tables[1], tmp_path / "second.npz")
     words = [
         "profile=joint",
@@ -166,8 +149,6 @@ def test_several_files_are_one_profile(tmp_path: Path) -> None:
 
 
 def test_question_types_are_read_written_and_saved(tmp_path: Path) -> None:
-    from knobwise.envs.readers.long_table import read_long_table
-
     typed = replace(small_table(20), question_types=("yes/no", "number") * 10, features={})
     write_long_table(typed, tmp_path / "t.csv")
     again = read_long_table(tmp_path / "t.csv")

@@ -33,17 +33,15 @@ def table(data=None, **choices):
 
 def test_rows_become_cells():
     made = table()
-    assert made.sample_ids == ("a", "b")
+    assert (made.sample_ids, made.notes) == (("a", "b"), ())
     assert [made.configuration(c) for c in range(2)] == [{"top_k": 4}, {"top_k": 8}]
     assert made.accuracy.tolist() == [[0.5, 1.0], [0.0, 0.25]]
     assert made.latency_ms.tolist() == [[10.0, 20.0], [30.0, 40.0]]
     assert made.accuracy.dtype == made.latency_ms.dtype == torch.float32
     assert made.configurations.dtype == torch.int64
-    assert made.notes == ()
-
-
-def test_the_order_of_the_rows_does_not_matter():
-    data = frame(dataset=["y", "x", "x", "y"])
+    made = table(frame(sample_id=["a"] * 4, dataset=["x", "x", "y", "y"]))  # two samples
+    assert (made.datasets, made.sample_ids) == (("x", "y"), ("a", "a"))
+    data = frame(dataset=["y", "x", "x", "y"])  # the order of the rows does not matter
     assert table(data.reverse()).digest == table(data).digest
 
 
@@ -57,12 +55,6 @@ def test_samples_are_sorted(ids, order):
     assert table(data).sample_ids == order
 
 
-def test_same_id_in_two_data_sets_is_two_samples():
-    made = table(frame(sample_id=["a"] * 4, dataset=["x", "x", "y", "y"]))
-    assert made.datasets == ("x", "y")
-    assert made.sample_ids == ("a", "a")
-
-
 def test_missing_rows_and_empty_cells_are_holes():
     data = frame(accuracy=[1.0, 0.5, None, 0.0], latency_ms=[20.0, None, 40.0, 30.0])
     made = table(data)
@@ -73,17 +65,23 @@ def test_missing_rows_and_empty_cells_are_holes():
     assert table(data[[0, 3]]).digest == made.digest
 
 
-def test_a_configuration_that_was_never_profiled_is_not_there():
-    made = table(frame(latency_ms=[20.0, None, 40.0, None]))
-    assert [(k.name, k.values) for k in made.knobs] == [("top_k", (8,))]
-
-
-def test_a_latency_of_zero_is_kept():
-    assert table(frame(latency_ms=[0, 0, 0, 1])).latency_ms.tolist() == [[0, 0], [1, 0]]
-
-
-def test_rounding_errors_above_one_are_clipped():
-    assert table(frame(accuracy=[1 + 1e-9, -1e-9, 0.25, 0.0])).accuracy.tolist() == [[0, 1], [0, 0.25]]
+@pytest.mark.parametrize(
+    ("changes", "accuracy", "latency"),
+    [
+        ({"latency_ms": [0, 0, 0, 1]}, [[0.5, 1], [0, 0.25]], [[0, 0], [1, 0]]),
+        ({"accuracy": [1 + 1e-9, -1e-9, 0.25, 0.0]}, [[0, 1], [0, 0.25]], [[10, 20], [30, 40]]),
+        # a configuration that was never profiled is not there
+        ({"latency_ms": [20.0, None, 40.0, None]}, [[1], [0.25]], [[20], [40]]),
+        *(
+            ({"accuracy": right}, [[1, 1], [0, 0]], [[10, 20], [30, 40]])
+            for right in ([True, True, False, False], ["true", "TRUE", "false", "0"], [1, 1, 0, 0])
+        ),
+    ],
+)
+def test_what_becomes_of_numbers(changes, accuracy, latency):
+    made = table(frame(**changes))
+    assert made.accuracy.tolist() == accuracy
+    assert made.latency_ms.tolist() == latency
 
 
 @pytest.mark.parametrize(
@@ -114,21 +112,11 @@ def test_any_number_of_knobs_in_the_order_of_the_columns():
     made = table(data)
     assert [k.name for k in made.knobs] == ["top_k", "preset", "codec"]
     assert made.configurations.tolist() == [[0, 0, 1], [1, 1, 0]]
+    assert made.label(0) == "top_k=4 preset=fast codec=y"
     chosen = table(data, knobs=["codec", "top_k"])
     assert [k.name for k in chosen.knobs] == ["codec", "top_k"]
     assert chosen.configurations.tolist() == [[0, 1], [1, 0]]
     assert chosen.accuracy.tolist() == [[1.0, 0.5], [0.25, 0.0]]
-
-
-def test_without_knobs_a_column_names_the_configuration():
-    made = table(frame().rename({"top_k": "configuration"}).with_columns(configuration=pl.Series(["x", "y", "x", "y"])))
-    assert [made.label(c) for c in range(2)] == ["configuration=x", "configuration=y"]
-
-
-def test_measurements_and_keys_are_not_knobs():
-    known = ("fold", "score", "soft_score", "prefill_ms", "pred", "question_id", "image_id", "split")
-    data = frame().with_columns([pl.lit("train" if c == "split" else 1).alias(c) for c in known])
-    assert [k.name for k in table(data).knobs] == ["top_k"]
 
 
 def test_columns_that_cannot_be_knobs_are_named_in_the_notes():
@@ -142,15 +130,21 @@ def test_columns_that_cannot_be_knobs_are_named_in_the_notes():
     )
 
 
+KNOWN = ("fold", "score", "soft_score", "prefill_ms", "pred", "question_id", "image_id", "split")
+"""Measurements and keys."""
+
+
 @pytest.mark.parametrize(
     ("data", "knobs"),
     [
+        (frame(configuration=["x", "y", "x", "y"]).drop("top_k"), ["configuration"]),  # nothing else is a knob
+        (frame(**{c: ["train" if c == "split" else 1] * 4 for c in KNOWN}), ["top_k"]),
         (frame(top_k=[8, 8, 8, 8], config_id=[1, 0, 1, 0]), ["top_k", "config_id"]),  # the label tells more
         (frame(sample_id=["a", "a", "b", "a"], top_k=[8, 4, 8, 2], width=[640, 640, 800, 640]), ["top_k"]),  # sparse
         (frame()[[0, 3]], ["top_k"]),  # one row for each sample tells nothing about knobs
     ],
 )
-def test_knobs_where_it_is_a_close_call(data, knobs):
+def test_which_columns_are_knobs(data, knobs):
     assert [k.name for k in table(data).knobs] == knobs
 
 
@@ -169,17 +163,9 @@ def test_accuracy_and_latency_are_a_choice():
     assert made.accuracy[0].tolist() == pytest.approx([0.2, 0.1])
     assert made.latency_ms.tolist() == [[3, 4], [1, 2]]
     assert [k.name for k in table(data.drop("cost"), accuracy="soft_score").knobs] == ["top_k"]
-
-
-def test_score_serves_as_accuracy():
+    # a score serves as accuracy
     assert table(frame().rename({"accuracy": "score"})).digest == table().digest
-    both = frame(score=[0.0] * 4)
-    assert table(both).accuracy[0, 1] == 1
-
-
-@pytest.mark.parametrize("column", [[True, True, False, False], ["true", "TRUE", "false", "0"], [1, 1, 0, 0]])
-def test_right_and_wrong_are_one_and_zero(column):
-    assert table(frame(accuracy=column)).accuracy.tolist() == [[1, 1], [0, 0]]
+    assert table(frame(score=[0.0] * 4)).accuracy[0, 1] == 1
 
 
 def six(words):
@@ -196,26 +182,17 @@ def test_split_words(tmp_path):
     assert read_long_table(tmp_path / "t.csv").digest == made.digest
     assert made.image_ids == ("0", "0", "1", "1", "2", "2")
     assert table(six(["train", "train", "dev", "validation", "test", "test"])).parts == made.parts
+    assert table(frame(image_id=[None] * 4)).image_ids == ()
 
 
-def test_an_unknown_split_word_is_refused():
+def test_splits_that_do_not_divide_samples():
     with pytest.raises(InputError, match=r"split minival is unknown; known are train, .*val.*test"):
         table(six(["train", "minival", "test"]))
-
-
-def test_one_split_for_all_is_where_they_come_from():
-    made = table(six(["validation"] * 6))
-    assert made.parts == ()
-    assert made.notes == ("every sample is in split 'validation': the samples are divided anew",)
-
-
-def test_split_must_be_the_same_in_all_rows_of_a_sample():
     with pytest.raises(InputError, match="split must be the same in all rows of a sample; there are 1 other"):
         table(frame(split=["train", "test", "test", "test"]))
-
-
-def test_empty_image_ids_are_no_image_ids():
-    assert table(frame(image_id=[None] * 4)).image_ids == ()
+    made = table(six(["validation"] * 6))  # this is where they come from
+    assert made.parts == ()
+    assert made.notes == ("every sample is in split 'validation': the samples are divided anew",)
 
 
 @pytest.mark.parametrize(
@@ -272,28 +249,21 @@ VALUES = st.one_of(
         st.tuples(
             st.sampled_from(["x", "y"]),
             st.one_of(NAMES, st.integers(0, 99).map(str)),
-            st.tuples(VALUES, st.sampled_from(["low", "high", "medium"])),
+            VALUES.map(str),
+            st.sampled_from(["low", "high", "medium"]),
             st.floats(0, 1, width=32),
             st.floats(0, 1e6, width=32),
         ),
         min_size=1,
         max_size=12,
-        unique_by=lambda row: (row[0], row[1], str(row[2])),
+        unique_by=lambda row: row[:4],
     )
 )
 @settings(max_examples=40, deadline=None)
 def test_any_table_survives_every_format(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("round")
-    data = pl.DataFrame(
-        {
-            "dataset": [r[0] for r in rows],
-            "sample_id": [r[1] for r in rows],
-            "knob, one": pl.Series([str(r[2][0]) for r in rows]),
-            "tier": [r[2][1] for r in rows],
-            "accuracy": [r[3] for r in rows],
-            "latency_ms": [r[4] for r in rows],
-        }
-    )  # fmt: skip
+    names = ["dataset", "sample_id", "knob, one", "tier", "accuracy", "latency_ms"]
+    data = pl.DataFrame(rows, schema=names, orient="row")
     knobs = data.columns[2:4]
     made = table_from_frame(data, name="t", knobs=knobs)
     assert int(made.mask.sum()) == len(rows)
@@ -304,15 +274,16 @@ def test_any_table_survives_every_format(tmp_path_factory, rows):
         assert (again.name, again.digest) == ("t", made.digest)
 
 
-def test_zipped_texts(tmp_path):
+def test_texts_zipped_and_plain(tmp_path):
+    with pytest.raises(InputError, match=r"\.csv, \.parquet or \.jsonl"):
+        write_long_table(table(), tmp_path / "t.xlsx")
+    assert list(tmp_path.iterdir()) == []
     data = frame()
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(data.write_csv().encode()))
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(data.write_ndjson().encode()))
     assert read_long_table(tmp_path / "t.csv.gz").digest == table().digest
     assert read_long_table(tmp_path / "t.jsonl.gz").digest == table().digest
-
-
-def test_ids_of_a_csv_stay_text(tmp_path):
+    # the ids of a CSV stay text
     (tmp_path / "t.csv").write_text("\ufeffsample_id,k,accuracy,latency_ms\n007,1,1,2\n7,1,0,3\n")
     assert read_long_table(tmp_path / "t.csv").sample_ids == ("007", "7")
 
@@ -346,25 +317,16 @@ def test_bad_table_files(tmp_path, name, content, message):
         read_long_table(tmp_path / name)
 
 
-def test_unknown_suffix_is_not_written(tmp_path):
-    with pytest.raises(InputError, match=r"\.csv, \.parquet or \.jsonl"):
-        write_long_table(table(), tmp_path / "t.xlsx")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_large_table_is_made_in_seconds():
     """1.6 million cells, as in the largest grid in use. It takes a second or two; the limit is for slow machines."""
     n, c = 6800, 240
-    data = pl.DataFrame(
-        {
-            "sample_id": np.repeat(np.arange(n), c),
-            "max_crops": np.tile(np.repeat([2, 4, 6, 8, 10, 12], 40), n),
-            "top_k": np.tile(np.repeat(np.arange(4, 36, 4), 5), 6 * n),
-            "num_active_blocks": np.tile([8, 10, 12, 14, 16], 48 * n),
-            "accuracy": np.linspace(0, 1, n * c),
-            "latency_ms": np.arange(n * c),
-        }
+    knobs = {"max_crops": np.repeat([2, 4, 6, 8, 10, 12], 40), "top_k": np.tile(np.repeat(np.arange(4, 36, 4), 5), 6)}
+    knobs = {name: np.tile(values, n) for name, values in knobs.items()}
+    knobs["num_active_blocks"] = np.tile([8, 10, 12, 14, 16], 48 * n)
+    made = table(
+        pl.DataFrame({"sample_id": np.repeat(np.arange(n), c), **knobs}).with_columns(
+            accuracy=np.linspace(0, 1, n * c), latency_ms=np.arange(n * c)
+        )
     )
-    made = table(data)
     assert made.accuracy.shape == (n, c)
     assert made.latency_ms[3, 5] == 3 * c + 5

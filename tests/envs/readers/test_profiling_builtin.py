@@ -26,6 +26,7 @@ from knobwise.profiling.measuring.outputs import profile_figures
 
 FOLDER = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
 KNOBS = list(Configuration._fields)
+ABOUT: dict[str, Any] = json.loads((FOLDER / "profile.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +46,24 @@ def figures(arrays: dict[str, Any]) -> dict[str, Any]:
     return profile_figures(arrays["accuracy"], arrays["latency_ms"], arrays["configurations"], Configuration._fields)
 
 
-@pytest.fixture(scope="module")
-def about() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((FOLDER / "profile.json").read_text(encoding="utf-8"))
-    return content
-
-
-def test_it_is_small_and_whole(about: dict[str, Any]) -> None:
+def test_it_is_small_and_whole() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 4e6
-    for name, digest in about["sha256"].items():
+    for name, digest in ABOUT["sha256"].items():
         assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == digest
 
 
-def test_every_sample_was_measured_at_every_configuration(table: pl.DataFrame, about: dict[str, Any]) -> None:
-    samples, configurations = about["samples"], about["configurations"]
+def test_every_sample_was_measured_at_every_configuration(table: pl.DataFrame) -> None:
+    samples, configurations = ABOUT["samples"], ABOUT["configurations"]
     assert samples >= 2000
     assert configurations >= 64
     assert table.height == table.select("sample_id", *KNOBS).unique().height == samples * configurations
 
 
-def test_knobs_and_inputs_move_accuracy_and_latency(figures: dict[str, Any], about: dict[str, Any]) -> None:
+def test_knobs_and_inputs_move_accuracy_and_latency(figures: dict[str, Any]) -> None:
     for effect in figures["knobs"].values():
         assert effect["accuracy_range"] >= 0.05
         assert effect["latency_range"] >= 0.20
-    for question in about["questions"].values():
+    for question in ABOUT["questions"].values():
         assert max(question["accuracy_range"].values()) >= 0.05
     assert figures["config_dependent_share"] >= 0.60
     assert figures["latency_cv_within_configuration"] >= 0.25
@@ -86,19 +81,17 @@ def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) 
     normaliser = FeatureNormaliser.fit(profile, rows)
     (fitted,) = fit_experts(profile, Measured.from_table(profile, rows, budgets_ms, 0), normaliser, ("ridge",), 0)
     ridge = PredictThenChoose("ridge", fitted.expert, normaliser)
-    choosers = [BudgetAwareStatic(profile, rows), ridge, Oracle(profile, split.test)]
-    static, learned, best = (
-        float(judge(chooser, profile, split.test, budgets_ms, rewards).utility.mean()) for chooser in choosers
-    )
+    policies = [BudgetAwareStatic(profile, rows), ridge, Oracle(profile, split.test)]
+    judged = [judge(policy, profile, split.test, budgets_ms, rewards) for policy in policies]
+    static, learned, best = (float(outcome.utility.mean()) for outcome in judged)
     assert (learned - static) / (best - static) > 0.15
 
 
-def test_the_description_of_the_run_is_the_default_configuration(about: dict[str, Any]) -> None:
-    assert about["command"] == "knobwise profile model=elastic out=DIR"
+def test_the_description_of_the_run_is_the_default_configuration() -> None:
+    assert ABOUT["command"] == "knobwise profile model=elastic out=DIR"
     config = ElasticProfileConfig()
-    assert (config.samples, config.repeats, config.seed) == tuple(
-        about["config"][k] for k in ("samples", "repeats", "seed")
-    )
+    keys = ("samples", "repeats", "seed")
+    assert [getattr(config, key) for key in keys] == [ABOUT["config"][key] for key in keys]
 
 
 def test_the_shipped_model_still_gives_the_recorded_answers_and_features(arrays: dict[str, Any]) -> None:

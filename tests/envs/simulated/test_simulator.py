@@ -23,30 +23,10 @@ from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.experiments.command_line.compose import field_docs, read_settings
 from knobwise.experiments.settings.profiles import SimulatedProfile, read_profile
 
-PLAIN = Kind(
-    question="Nothing but compute.",
-    samples=3,
-    knobs=(Knob("level", (1, 2, 3)),),
-    difficulty=0.0,
-    accuracy_interaction=0.0,
-    accuracy_noise=0.0,
-    size=0.0,
-    latency_interaction=0.0,
-    latency_noise=0.0,
-)
-SHAPES = {
-    "router": (1000, 12),
-    "encoder": (1300, 82),
-    "portfolio": (300, 37),
-    "noisy_labels": (800, 24),
-    "heavy_tails": (600, 24),
-    "weak_features": (600, 24),
-    "few_samples": (150, 24),
-    "low_headroom": (600, 24),
-    "no_headroom": (500, 10),
-    "unattainable": (600, 24),
-    "wide_knobs": (800, 240),
-}
+EFFECTS = ("difficulty", "accuracy_interaction", "accuracy_noise", "size", "latency_interaction", "latency_noise")
+PLAIN = Kind("Nothing but compute.", 3, (Knob("level", (1, 2, 3)),), **dict.fromkeys(EFFECTS, 0.0))  # type: ignore[arg-type]
+SIZES = (1000, 1300, 300, 800, 600, 600, 150, 600, 500, 600, 800), (12, 82, 37, 24, 24, 24, 24, 24, 10, 24, 240)
+SHAPES = dict(zip(KINDS, zip(*SIZES, strict=True), strict=True))
 
 
 def made(kind: str, samples: int | None = None, seed: int = 0) -> ProfileTable:
@@ -95,9 +75,6 @@ def explained(table: ProfileTable, model: Any) -> float:
     return sum(scores) / 2
 
 
-# -- the formulae ------------------------------------------------------------------------------------------------------
-
-
 def test_accuracy_and_latency_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     table = simulated(monkeypatch, base=0.0, gain=2.0, latency_range=math.log(4))
     # saturating(p) = 1 − exp(−3p) over its largest value at p = 0, ½, 1: 0, .817574, 1, of mean .605858
@@ -116,8 +93,7 @@ def test_effects_have_the_standard_deviations_that_they_are_given(bend: float, m
         effect = log_ms(table.latency_ms) if name.startswith(("size", "latency")) else table.accuracy.logit()
         return float(effect.double().var(0).mean().sqrt())  # over samples, root mean square over configurations
 
-    on_accuracy, on_latency = ("difficulty", "accuracy_interaction", "accuracy_noise"), ("size", "latency_interaction")
-    for name in (*on_accuracy, *on_latency, "latency_noise"):
+    for name in EFFECTS:
         assert spread(name, 0.5) == pytest.approx(0.5, rel=0.03)
 
 
@@ -129,8 +105,7 @@ def test_an_interaction_favours_no_configuration_over_all_samples(monkeypatch: p
 
 
 def test_labels_are_draws_with_the_probability_that_a_quality_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    quality = simulated(monkeypatch, samples=20_000)
-    labels = simulated(monkeypatch, samples=20_000, labels=True)
+    quality, labels = (simulated(monkeypatch, samples=20_000, labels=drawn) for drawn in (False, True))
     assert set(labels.accuracy.unique().tolist()) == {0.0, 1.0}
     assert labels.accuracy.mean(0) == pytest.approx(quality.accuracy.mean(0), abs=0.02)
 
@@ -150,9 +125,6 @@ def test_hidden_and_signal_are_what_features_can_tell(monkeypatch: pytest.Monkey
     assert share(hidden=0.4, signal=1.0) == pytest.approx(0.6, abs=0.05)
     assert share(hidden=0.0, signal=0.0) < 0.03
     assert 0.1 < share(hidden=0.0, signal=0.2) < 0.9
-
-
-# -- what is drawn -----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=15, deadline=None)
@@ -204,18 +176,12 @@ def test_more_compute_helps_on_average_and_not_always(kind: str) -> None:
     assert worse.float().mean() < 0.02 if same_for_all else 0.05 < worse.float().mean() < 0.4
 
 
-def test_where_cells_and_combinations_are_missing() -> None:
-    encoder = made("encoder")
-    assert math.prod(encoder.knob_sizes) == 120
-    assert encoder.num_configurations == 82
-    assert math.prod(made("wide_knobs").knob_sizes) == 240
-    for kind, parameters in KINDS.items():
-        assert 1 - made(kind).mask.double().mean() == pytest.approx(parameters.unprofiled, abs=0.01)
-
-
-def test_which_features_are_missing_and_how_they_look() -> None:
+def test_what_is_missing_and_how_features_look() -> None:
+    sizes = {kind: math.prod(made(kind).knob_sizes) for kind in ("encoder", "wide_knobs")}
+    assert sizes == {"encoder": 120, "wide_knobs": 240}
     for kind, parameters in KINDS.items():
         table = made(kind)
+        assert 1 - table.mask.double().mean() == pytest.approx(parameters.unprofiled, abs=0.01)
         joined = torch.cat(list(table.features.values()), 1)
         missing = joined.isnan().double()
         assert float(missing.mean()) == pytest.approx(parameters.missing, abs=0.01)
@@ -226,21 +192,15 @@ def test_which_features_are_missing_and_how_they_look() -> None:
     assert set(made("wide_knobs").features) == {"image_features", "language_features"}
 
 
-def test_heavy_tails() -> None:
+def test_heavy_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = simulated(monkeypatch, samples=20_000, latency_noise=1.0, tail=0.5)  # ProfileTable checks it too
+    assert table.latency_ms.isfinite().all()
     assert kurtosis(made("heavy_tails").latency_ms) > 500
     assert kurtosis(residuals(made("heavy_tails"))) > 15
     portfolio = made("portfolio").latency_ms
     assert portfolio[portfolio.isfinite()].quantile(0.99) > 100 * portfolio[portfolio.isfinite()].quantile(0.1)
     for kind in ("router", "few_samples", "unattainable"):
         assert kurtosis(residuals(made(kind))) < 6
-
-
-def test_a_latency_is_finite_however_heavy_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = simulated(monkeypatch, samples=20_000, latency_noise=1.0, tail=0.5)  # ProfileTable checks it too
-    assert table.latency_ms.isfinite().all()
-
-
-# -- what a kind claims ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -282,9 +242,6 @@ def test_budgets_that_cannot_be_kept_and_budgets_that_can(seed: int) -> None:
 
     assert (kept("unattainable")[:4] < 0.9).all()
     assert (kept("no_headroom") > 0.98).all()
-
-
-# -- on the command line -----------------------------------------------------------------------------------------------
 
 
 def test_as_a_profile_of_the_command_line() -> None:

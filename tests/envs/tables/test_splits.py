@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import small_beams, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide, k_folds, leave_one_out
@@ -28,6 +29,45 @@ def disjoint(split: Split, samples: int | None = None) -> None:
     assert len(joined.unique()) == len(joined)
     if samples is not None:
         assert len(joined) == samples
+
+
+def images_of(kind: str, rows: int, images: int) -> tuple[ProfileTable | BeamTable, tuple[str, ...]]:
+    """A table of samples or of queries that show so many images, in turn; 0 for unknown ones."""
+    names = tuple(str(i % images) for i in range(rows)) if images else ()
+    if kind == "samples":
+        return replace(small_table(rows), image_ids=names), names
+    return replace(small_beams(rows)[0], query_images=names or ("",) * rows), names
+
+
+@given(
+    kind=st.sampled_from(["samples", "queries"]), rows=st.integers(12, 60), seed=st.integers(0, 99), shown=st.booleans()
+)
+@settings(max_examples=40, deadline=None)
+def test_split_keeps_images_together_and_rows_apart(kind: str, rows: int, seed: int, shown: bool) -> None:
+    table, images = images_of(kind, rows, rows // 2 if shown else 0)
+    split = table.split(seed=seed)
+    assert isinstance(split, Split)
+    disjoint(split, rows)
+    assert all(len(part) for part in split)
+    if images:
+        groups = [{images[i] for i in part.tolist()} for part in split]
+        assert sum(map(len, groups)) == len(set.union(*groups)) == rows // 2
+    assert all(map(torch.equal, split, table.split(seed=seed)))
+
+
+@pytest.mark.parametrize("kind", ["samples", "queries"])
+def test_shares_that_leave_a_part_empty(kind: str) -> None:
+    table, _ = images_of(kind, 20, 0)
+    assert [len(part) for part in table.split()] == [12, 4, 4]
+    for shares in ((0.99, 0.005), (0.0, 0.5), (0.5, 0.0), (1.0, 0.0), (0.6, 0.6)):
+        with pytest.raises(InputError, match=f"leave a part of its 20 {kind}"):
+            table.split(*shares)
+    with pytest.raises(InputError, match=f"leave a part of its 1 {kind}"):
+        images_of(kind, 20, 1)[0].split()
+    # what is not judged on its own queries may be judged on other beams
+    assert len(images_of("queries", 20, 0)[0].split(0.9, 0.1).test) == 0
+    with pytest.raises(InputError, match="leave a part of its 20 samples"):
+        images_of("samples", 20, 0)[0].split(0.9, 0.1)
 
 
 def test_the_data_set_left_out_is_judged_on_and_nothing_else_is() -> None:
@@ -94,18 +134,14 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
         leave_one_out(coco(ids, ids, 20))
 
 
-def test_what_a_data_set_that_is_left_out_takes_is_not_in_the_budgets() -> None:
-    table = three(20, 20)
-    left = divide(table, leave_out="set 1")
-    assert budget_rows(table, left).sort().values.tolist() == list(range(20))
-    assert torch.equal(budget_rows(table, divide(table)), torch.arange(40))
-
-
 def test_settings_say_which() -> None:
     table = three(20, 20)
     assert all(map(torch.equal, divide(table, 0.5, 0.3, 2), table.split(0.5, 0.3, 2)))
     left = divide(table, leave_out="set 1")
     assert all(map(torch.equal, left, leave_one_out(table)["set 1"]))
+    # what a data set that is left out takes is not in the budgets
+    assert budget_rows(table, left).sort().values.tolist() == list(range(20))
+    assert torch.equal(budget_rows(table, divide(table)), torch.arange(40))
     assert all(map(torch.equal, divide(table, seed=3, folds=4, fold=2), k_folds(table, 4, 3)[2]))
     # half and half of what is not judged, by the seed
     for split in (divide(table, 0.4, 0.4, 1, leave_out="set 1"), divide(table, 0.4, 0.4, 1, folds=4)):

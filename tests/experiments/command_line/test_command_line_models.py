@@ -340,7 +340,7 @@ TRAIN = ["train", *QUICK]
         ([*TRAIN, "profile=calibrated", "profile.grid=99"], "profile.grid='99': must be one of 240, 27, tiers"),
         ([*TRAIN, "profile=calibrated", "profile.signal=2"], "profile.signal=2.0"),
         ([*TRAIN, *FIRST, "balance=dataset"], "balance is a section; its options are balance.…"),
-        ([*TRAIN, *FIRST, "balance.by=colour"], "balance.by='colour': must be none, dataset"),
+        ([*TRAIN, *FIRST, "balance.by=colour"], "balance.by='colour': must be one of none, dataset"),
         ([*TRAIN, *FIRST, "balance.by=question_type"], "profile 'first' has no question types"),
         ([*TRAIN, *FIRST, "balance.by=dataset", "balance.power=0"], "balance.power=0.0"),
         ([*TRAIN, *FIRST, "runs=files/occupied"], "files/occupied is a file and no folder"),

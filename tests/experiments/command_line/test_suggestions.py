@@ -35,7 +35,7 @@ MISTAKES = [
     ("train split=3", "split=3: split is a section; its options are split.…"),
     ("train baselines=4.5", "baselines=4.5: must be true or false"),
     ("train profile=table", "profile.path must be given"),
-    ("train reward.kind=nice", "reward.kind='nice': must be shaped, utility or priced"),
+    ("train reward.kind=nice", "reward.kind='nice': must be one of shaped, utility, priced"),
     ("train optimiser.schedule=linear", "optimiser.schedule='linear': must be one of "),
     ("train policy.layers=0", "policy.layers=0: must be at least 1"),
     ("train policy.structure=tree", "additive"),
