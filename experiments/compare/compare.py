@@ -49,7 +49,7 @@ def compare(config: CompareRun) -> Comparison:
 
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page and return its path."""
-    from knobwise.experiments.compare.charts import comparison_charts, forest  # they import altair, which is slow
+    from knobwise.experiments.compare import charts  # imports altair, which is slow
     from knobwise.experiments.report.page import render_page
 
     head, lines = words.settings_cells(comparison)
@@ -57,8 +57,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         path,
         "compare.html.j2",
         settings=(head, [list(map(_in_lines, line)) for line in lines]),
-        forest=forest(comparison) if comparison.differences else None,
-        charts=comparison_charts(comparison),
+        charts=charts,
         comparison=comparison,
         words=words,
     )

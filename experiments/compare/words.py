@@ -198,5 +198,5 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         values = {key: ", ".join(dict.fromkeys(words)) for key, words in comparison.settings.items()}
         print_lines(console, [f"differs: {key} ({words})" for key, words in values.items()])
     few = (0, 1, 2, 4) if comparison.problem.averaged else (0, 1, 3, 4)
-    print_table(console, header(comparison), cells(comparison), few, comparison.reference.label)
+    print_table(console, header(comparison), cells(comparison), few, [0])
     print_lines(console, [*verdict(comparison), method(comparison), *comparison.notes])

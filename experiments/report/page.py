@@ -1,12 +1,14 @@
 """The self-contained page around charts and tables, from the templates beside this file.
 
 A chart is built once and drawn in the colours of the reader's theme: whatever differs between light and dark stands in
-`THEMES` (the palette, text, grid, the style "quiet"), never in a mark. Nothing on a page comes from a network.
+`THEMES` (the palette, text, grid, the style "quiet"), never in a mark. Charts name hues only by their position in the
+palette (`domain`); `policies.json` says which policy has which. Nothing on a page comes from a network.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,61 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from knobwise.common.files import written_whole
-from knobwise.experiments.report.colours import palette
-from knobwise.experiments.report.words import environment
+from knobwise.experiments.report.words import POLICIES, environment
+
+OTHERS = "others"
+HUES = {
+    "blue": ("#1d4ed8", "#7aa7ff"),
+    "orange": ("#d97706", "#f0a94a"),
+    "green": ("#15803d", "#5fcf8a"),
+    "purple": ("#7c3aed", "#c4a1ff"),
+    "pink": ("#db2777", "#f48fb1"),
+    "cyan": ("#0891b2", "#5fd3e8"),
+    "brown": ("#92400e", "#c89b7b"),
+    "lime": ("#65a30d", "#b5d96b"),
+    "red": ("#dc2626", "#ff8a80"),
+    "teal": ("#0f766e", "#3fb8a6"),
+    "gold": ("#a16207", "#e6d06a"),
+    "indigo": ("#312e81", "#9fa8f5"),
+    "violet": ("#c084fc", "#e3c8ff"),
+    "slate": ("#475569", "#a3aebd"),
+    "grey": ("#b4b4b4", "#666a73"),
+}
+"""Name → the colour on white and on black. The first are the easiest to distinguish; policies that are never drawn
+together may share a hue."""
+HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
+"""The name of a policy → its hue."""
 
 
-def _theme(categories: list[str], text: str, grid: str, quiet: str) -> dict[str, Any]:
+def domain(labels: Sequence[str]) -> list[str]:
+    """The domain of a colour scale over the whole palette.
+
+    The label of a policy stands at the position of its hue, any other (a run, say) at the first free one; blanks fill
+    the remaining positions.
+    """
+    hues: dict[str, str] = {}
+    for label in labels:
+        if label in HUE_OF:
+            hues.setdefault(HUE_OF[label], label)
+    free = [hue for hue in HUES if hue not in hues and hue != "grey"]
+    others = [label for label in labels if label not in hues.values()]
+    return by_hue(hues | dict(zip(free, others, strict=False))) + others[len(free) :]
+
+
+def by_hue(labels: Mapping[str, str]) -> list[str]:
+    """The domain of a colour scale that gives each hue its label: hue → label."""
+    return [labels.get(hue, " " * place) for place, hue in enumerate(HUES, 1)]
+
+
+def _theme(dark: bool, text: str, grid: str, quiet: str) -> dict[str, Any]:
+    palette = [pair[dark] for pair in HUES.values()]
     words = {"labelColor": text, "titleColor": text, "titleFontWeight": "normal", "titleFontSize": 12}
     return {
         "background": "transparent",
         "font": "system-ui, sans-serif",
         "view": {"stroke": "transparent"},
-        "range": {"category": categories, "ordinal": {"scheme": "viridis"}, "heatmap": {"scheme": "viridis"}},
-        "mark": {"color": categories[0]},
+        "range": {"category": palette, "ordinal": {"scheme": "viridis"}, "heatmap": {"scheme": "viridis"}},
+        "mark": {"color": palette[0]},
         "axis": {**words, "gridColor": grid, "domainColor": quiet, "tickColor": quiet, "labelFontSize": 11},
         "legend": {**words, "labelFontSize": 12},
         "header": {**words, "labelFontSize": 12, "labelFontWeight": 600},
@@ -36,8 +81,8 @@ def _theme(categories: list[str], text: str, grid: str, quiet: str) -> dict[str,
 
 
 THEMES = {
-    "light": _theme(palette(), "#333333", "#e6e6e6", "#8a8a8a"),
-    "dark": _theme(palette(dark=True), "#d6d6d6", "#34373d", "#8d9199"),
+    "light": _theme(False, "#333333", "#e6e6e6", "#8a8a8a"),
+    "dark": _theme(True, "#d6d6d6", "#34373d", "#8d9199"),
 }
 
 
@@ -47,11 +92,11 @@ def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
         return chart.to_dict()
 
 
-def png(chart: alt.TopLevelMixin, theme: str = "light") -> bytes:
-    """The chart as a picture, twice as fine as on screen, on white or black."""
+def png(chart: alt.TopLevelMixin) -> bytes:
+    """The chart as a picture, twice as fine as on screen, on white."""
     import vl_convert
 
-    config = THEMES[theme] | {"background": "white" if theme == "light" else "black"}
+    config = THEMES["light"] | {"background": "white"}
     return vl_convert.vegalite_to_png(specification(chart), scale=2, config=config)
 
 

@@ -21,7 +21,7 @@ WORTH_EXPORTING = 0.05
 def verdict(results: Mapping[str, Any]) -> list[str]:
     """What the run shows, the most important first."""
     problem = problem_of(results).name
-    return words.sentences(f"{problem}.txt.j2", **_NUMBERS[problem](results))
+    return words.sentences(f"{problem}.txt.j2", results=results, **_NUMBERS[problem](results))
 
 
 def on_decisions(results: Mapping[str, Any]) -> str:
@@ -38,22 +38,16 @@ def on_decisions(results: Mapping[str, Any]) -> str:
     return f"{sentence}."
 
 
-def _training(results: Mapping[str, Any]) -> dict[str, int]:
-    """The number of seeds, and of those that GRPO did not improve."""
-    return {"early": words.kept_before_grpo(results), "seeds": len(results.get("chosen") or ())}
-
-
 def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
     ranked = {row["policy"]: row for row in words.ranked(results)}
     learned = ranked.get(LEARNED)
     rivals = [row for name, row in ranked.items() if name not in (LEARNED, STATIC, ORACLE)]
-    return _training(results) | {
+    return {
         "learned": learned,
         "static": ranked.get(STATIC),
         "best": next((row for name, row in ranked.items() if name != ORACLE), None),
         "rivals": rivals,
         "better": [row for row in rivals if learned and words.value_of(row) > words.value_of(learned)],
-        "level": results.get("satisfaction_level"),
         "guard": _of_guard(results),
     }
 
@@ -85,25 +79,22 @@ def _of_guard(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _under_mean_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
-    budgets, at = words.budgets_of(results), words.at_budgets(results)
-    ranked = {row["policy"]: row for row in words.ranked(results, "over_static_mix")}
-    learned = ranked.get(LEARNED)
-    if learned is None:
+    ranked = {row["policy"]: row for row in words.ranked(results, MEAN_BUDGET.ranked_by)}
+    if LEARNED not in ranked:
         return {"learned": None}
-    rivals = [row for name, row in ranked.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
-    tight = [at[LEARNED, budget] for budget in budgets[:2]]
+    budgets = MEAN_BUDGET.judged_at(results)
+    tight = [MEAN_BUDGET.row(results, LEARNED, budget) for budget in budgets[:2]]
     most = [row["oracle_accuracy"] - row["accuracy"] + row["over_best_single"] for row in tight]
-    deployed = [row["deployed"] for rows in results.get("guard") or [] for row in rows]
-    return _training(results) | {
-        "learned": learned,
+    rivals = [row for name, row in ranked.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
+    return {
+        "learned": ranked[LEARNED],
         "budgets": len(budgets),
         "gains": [words.points(row["over_best_single"]) for row in tight],
         "latencies": [quantity(row["latency_ms_mean"], words.unit_of(results)) for row in tight],
         "most": list(map(words.points, most)),
         "rivals": rivals,
-        "better": sum(row["over_static_mix"] > learned["over_static_mix"] for row in rivals),
-        "fallbacks": deployed.count(False),
-        "cases": len(deployed),
+        "better": sum(row["over_static_mix"] > ranked[LEARNED]["over_static_mix"] for row in rivals),
+        "deployed": [row["deployed"] for rows in results.get("guard") or [] for row in rows],
     }
 
 
@@ -112,15 +103,7 @@ def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
     rows, at = words.rows_at(results, shots), words.differences_at(results, shots)
     simple = sorted((name for name in SIMPLE if name in rows), key=lambda name: -float(rows[name]["accuracy"]))
     with_accuracy = {name: f"{policy_name(name, results)} ({row['accuracy']:.3f})" for name, row in rows.items()}
-    numbers = {
-        "results": results,
-        "shots": shots,
-        "policy": policy,
-        "row": rows.get(policy or ""),
-        "simple": simple,
-        "with_accuracy": with_accuracy,
-        "judged_by": results.get("judged_by"),
-    }
+    numbers = {"shots": shots, "policy": policy, "rows": rows, "simple": simple, "with_accuracy": with_accuracy}
     if policy not in rows:
         return numbers
     gains = {
@@ -140,15 +123,7 @@ def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
         "rivals": rivals,
         "winners": [name for name in rivals if signs[name] < 0],
         "close": [with_accuracy[name] for name in rivals if signs[name] == 0],
-        "shuffled": {
-            group: (at[control, "sft"], at.get((control, "rce")))
-            for group, control in shuffled.items()
-            if (control, "sft") in at
-        },
-        "features": words.listed(results.get("hidden") or ["information"]),
-        "hidden": at.get(("hidden_live", "hidden_sft")),
-        "real": at.get((policy, "sft")),
-        "vote": words.rows_at(results, shots, "votes").get(policy),
+        "shuffled": {group: control for group, control in shuffled.items() if (control, "sft") in at},
         "elsewhere": [f"{row['accuracy']:.3f} with {n}" for n, row in others.items() if row],
     }
 

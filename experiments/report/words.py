@@ -1,7 +1,4 @@
-"""The words of reports, comparisons and studies: names of policies and metrics, numbers, intervals, differences.
-
-Also what every page reads off a `results.json`.
-"""
+"""The words of reports, comparisons and studies, and what every page reads off a `results.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +26,6 @@ def policy_name(policy: str, results: Mapping[str, Any] | None = None) -> str:
     """A policy in plain words; the names of some controls say what was hidden in these results."""
     hidden = listed((results or {}).get("hidden") or ["information"])
     return POLICIES[policy]["name"].format(hidden=hidden) if policy in POLICIES else policy.replace("_", " ")
-
-
-def policy_of(label: str) -> str:
-    """The policy that has this name in plain words; the label itself where none has."""
-    return next((policy for policy, words in POLICIES.items() if words["name"] == label), label)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -122,26 +114,21 @@ def difference_cell(difference: float, ci95: Sequence[float]) -> str:
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def environment(autoescape: bool) -> Environment:
-    """For the templates beside this file."""
-    loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    return Environment(
-        loader=loader, autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-
-
 @functools.cache
-def _plain() -> Environment:
-    plain = environment(autoescape=False)
-    functions: list[Callable[..., Any]] = [policy_name, known, quantity, number, interval, points, span, listed]
-    functions += [shots_words, sign_of, difference_words, value_of]
-    plain.globals |= {function.__name__: function for function in functions} | {"COMPARED": COMPARED}
-    return plain
+def environment(autoescape: bool = False) -> Environment:
+    """For the templates beside this file; they may call the functions of this module."""
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    style = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    templates = Environment(loader=loader, autoescape=autoescape, **style)
+    templates.globals |= globals()
+    templates.filters["quantity"] = quantity
+    templates.tests["known"] = known
+    return templates
 
 
 def sentences(template: str, **content: Any) -> list[str]:
     """The paragraphs of a template of plain text, each on one line."""
-    paragraphs = re.split(r"\n\s*\n", _plain().get_template(template).render(content))
+    paragraphs = re.split(r"\n\s*\n", environment().get_template(template).render(content))
     return [" ".join(words) for paragraph in paragraphs if (words := paragraph.split())]
 
 
@@ -181,14 +168,6 @@ def means_of(results: Mapping[str, Any]) -> dict[str, Row]:
     return {row["policy"]: row for row in results["rows"] if row.get("budget_ms") is None}
 
 
-def budgets_of(results: Mapping[str, Any]) -> list[float]:
-    return sorted({row["budget_ms"] for row in results["rows"] if row.get("budget_ms") is not None})
-
-
-def at_budgets(results: Mapping[str, Any]) -> dict[tuple[str, float], Row]:
-    return {(row["policy"], row["budget_ms"]): row for row in results["rows"] if row.get("budget_ms") is not None}
-
-
 def ranked(results: Mapping[str, Any], metric: str = "utility") -> list[Row]:
     """The means over the budgets, best first."""
     return sorted(means_of(results).values(), key=lambda row: value_of(row, metric), reverse=True)
@@ -203,6 +182,21 @@ def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
     """What the guard found at each budget: one row a seed. [] without a guard."""
     at = {rows[0]["budget_ms"]: list(rows) for rows in zip(*(results.get("guard") or []), strict=True)}
     return list(at.values())
+
+
+def guard_words(rows: Sequence[Row]) -> str:
+    """The guard's decision at a budget and its reason; if the seeds differ, the number of seeds for each, and a reason
+    of each."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        title = "deployed" if row["deployed"] else "fell back"
+        title += ", unattainable" * row["unattainable"] + ", too dear" * row["too_dear"]
+        groups.setdefault(title, []).append(row)
+    reasons = [group[0]["reason"] for group in groups.values()]
+    if len(groups) == 1:
+        return str(reasons[0]).replace("; ", "\n", 1)
+    counts = "; ".join(f"{title}: {len(group)} of {len(rows)} seeds" for title, group in groups.items())
+    return "\n".join([counts, *reasons])
 
 
 def mean_of(rows: Sequence[Row], name: str) -> float:

@@ -28,7 +28,7 @@ def data_of(spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def drawn(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    return {name: page.specification(chart) for name, (_, chart) in comparison_charts(comparison).items()}
+    return {name: page.specification(chart) for name, chart in comparison_charts(comparison).items()}
 
 
 @pytest.fixture(scope="module")
