@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import polars as pl
@@ -9,19 +10,21 @@ import polars as pl
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import ComparedRun
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.result_charts import Charts, knob_usage, logged_numbers, metrics_in_time
+from knobwise.experiments.report.result_charts import (
+    Charts,
+    is_shown_first,
+    knob_usage,
+    logged_numbers,
+    metrics_in_time,
+    numbers,
+    title_of,
+)
 from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name
-from knobwise.experiments.results.problem import CONTROLS, FEASIBLE, Problem
+from knobwise.experiments.results.problem import FEASIBLE
 
 COLOURED = 4
 """So many runs have a colour: the first one, and those with the best scores."""
-CURVES = {
-    "Utility": "utility (0 to 1)",
-    "Reward_Mean": "reward, mean",
-    "Accuracy_Mean": "accuracy, mean (0 to 1)",
-    "Latency_Mean": "latency, mean ({unit})",
-    "Budget_Violation_Rate": "over budget (share)",
-}
+CURVES = ("Utility", "Reward_Mean", "Accuracy_Mean", "Latency_Mean", "Budget_Violation_Rate")
 """The training curves, in this order; the reward only where there is no utility, since runs may differ in it."""
 POINTS = 400
 """How many points a curve has at most."""
@@ -31,22 +34,23 @@ def comparison_charts(comparison: Comparison) -> Charts:
     """The charts that the runs have numbers for."""
     problem, labels, unit = comparison.problem, order(comparison), comparison.unit
     runs = list(zip(comparison.runs, comparison.policies, strict=True))
-    rows = _numbers(comparison, [(run, policy, _line(comparison, run)) for run, policy in runs])
+    lines = [_numbers(comparison, run, policy, _line(comparison, run)) for run, policy in runs]
+    rows = pl.DataFrame(list(itertools.chain(*lines)), infer_schema_length=None)
     if len(runs) > COLOURED:
         rows = rows.drop("low", "high")
     names = [row["policy"] for row in comparison.reference_rows()]
-    references = None
-    if names:
-        lines = [(comparison.reference, name, {"policy": policy_name(name)}) for name in names]
-        references = _numbers(comparison, lines).drop("low", "high")
+    lines = [_numbers(comparison, comparison.reference, name, {"policy": policy_name(name)}) for name in names]
+    references = pl.DataFrame(list(itertools.chain(*lines)), infer_schema_length=None).drop("low", "high", strict=False)
     drawn: Charts = {}
     if configurations := comparison.reference.results.get("configurations"):
         path = ["policy", "budget_ms", "accuracy", "latency_ms"]
-        behind = None if references is None else references.select(path)
+        behind = references.select(path) if len(references) else None
         drawn["Accuracy and latency"] = charts.plane(configurations, rows.select("name", *path), labels, unit, behind)
-    heading, name = score_heading(problem), _score(problem)
+    name = next(metric.name for metric in problem.metrics if metric.key == problem.ranked_by)
+    heading = f"{name.capitalize()} by {problem.place_words[0]}"
     if problem.averaged:
-        drawn[heading] = charts.by_budget(rows, problem.ranked_by, name, labels, unit=unit, references=references)
+        behind = references if len(references) else None
+        drawn[heading] = charts.by_budget(rows, problem.ranked_by, name, labels, unit=unit, references=behind)
     elif len(comparison.places) > 1:
         drawn[heading] = charts.by_shots(rows, labels, int(comparison.main or 0))
     if FEASIBLE in problem.metrics:
@@ -58,15 +62,6 @@ def comparison_charts(comparison: Comparison) -> Charts:
     if training := _training(comparison):
         drawn[f"Training, on validation {problem.samples}"] = training
     return drawn
-
-
-def score_heading(problem: Problem) -> str:
-    """The heading of the chart of what runs are ranked by."""
-    return f"{_score(problem).capitalize()} by {problem.place_words[0]}"
-
-
-def _score(problem: Problem) -> str:
-    return next(metric.name for metric in problem.metrics if metric.key == problem.ranked_by)
 
 
 def forest(comparison: Comparison) -> charts.alt.LayerChart:
@@ -93,66 +88,52 @@ def _line(comparison: Comparison, run: ComparedRun) -> dict[str, str]:
     return {"policy": run.label if run.label in order(comparison) else charts.OTHER, "name": run.label}
 
 
-def _numbers(comparison: Comparison, lines: list[tuple[ComparedRun, str, dict[str, str]]]) -> pl.DataFrame:
-    """The numbers of each (run, policy, columns that name the line) at each place; `low` and `high` are the interval of
-    what runs are ranked by."""
-    problem, rows = comparison.problem, []
-    for run, policy, names in lines:
-        for place in comparison.places:
-            if row := run.row(policy, place):
-                low, high = row.get(f"{problem.ranked_by}_ci95") or (None, None)
-                numbers: dict[str, Any] = {metric.key: row.get(metric.key) for metric in problem.metrics}
-                numbers |= {problem.place: place, "latency_ms": row.get("latency_ms_mean"), "low": low, "high": high}
-                rows.append(names | numbers)
-    return pl.DataFrame(rows, infer_schema_length=None)
+def _numbers(comparison: Comparison, run: ComparedRun, policy: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """The numbers of a policy of a run at each place, after the columns that name its line."""
+    problem, rows = comparison.problem, [(place, run.row(policy, place)) for place in comparison.places]
+    return [names | numbers(problem, row) | {problem.place: place} for place, row in rows if row]
 
 
 # -- training curves ---------------------------------------------------------------------------------------------------
 
 
 def _training(comparison: Comparison) -> charts.alt.FacetChart | None:
-    frames = [frame for run in comparison.runs if (frame := _curves(comparison, run)) is not None]
-    titles = _titles(pl.concat(frames), comparison.unit) if frames else {}
+    """For each metric and step of a run the mean, the lowest and the highest seed."""
+    frames = []
+    for run in comparison.runs:
+        logged = logged_numbers(run.folder / "metrics.csv")
+        if logged is not None:
+            line = {name: pl.lit(value) for name, value in _line(comparison, run).items()}
+            frames.append(logged.with_columns(grpo=pl.lit(grpo_begins(run.results), pl.Int64), **line))
+    if not frames:
+        return None
+    logged = pl.concat(frames).filter(pl.col("part") == "validation").with_columns(pl.col("seed").fill_null(""))
+    titles = {name: title_of(name, comparison.unit) for name in _shown(metrics_in_time(logged))}
     if not titles:
         return None
-    points = pl.concat(frames).filter(pl.col("metric").is_in(list(titles)))
-    points = points.with_columns(pl.col("metric").replace(titles).alias("panel")).drop("metric")
-    return charts.curves(points, list(titles.values()), order(comparison))
-
-
-def _curves(comparison: Comparison, run: ComparedRun) -> pl.DataFrame | None:
-    """For each metric and step of a run the mean, the lowest and the highest seed."""
-    logged = logged_numbers(run.folder / "metrics.csv")
-    if logged is None:
-        return None
-    logged = logged.filter(pl.col("part") == "validation").with_columns(seed=pl.col("seed").fill_null(""))
+    value, curve = pl.col("value"), ["name", "metric"]
     # steps that only some seeds reached have no mean over the seeds
-    last = pl.col("step").max().over("metric", "seed").min().over("metric")
-    value, every = pl.col("value"), pl.len().over("metric") // POINTS + 1
-    points = logged.filter(pl.col("step") <= last).group_by("metric", "step")
-    return (
-        points.agg(mean=value.mean(), low=value.min(), high=value.max())
-        .filter(pl.int_range(pl.len()).over("metric", order_by="step") % every == 0)
-        .sort("metric", "step")
+    last = pl.col("step").max().over(*curve, "seed").min().over(curve)
+    points = logged.filter(pl.col("metric").is_in(list(titles)), pl.col("step") <= last)
+    points = points.group_by("policy", *curve, "grpo", "step").agg(mean=value.mean(), low=value.min(), high=value.max())
+    every = pl.len().over(curve) // POINTS + 1
+    points = (
+        points.filter(pl.int_range(pl.len()).over(curve, order_by="step") % every == 0)
+        .sort(*curve, "step")
         .with_columns(
             pl.col("mean", "low", "high").round_sig_figs(5),
-            **{name: pl.lit(value) for name, value in _line(comparison, run).items()},
-            grpo=pl.lit(grpo_begins(run.results), pl.Int64),
-            alone=pl.len().over("metric") == 1,
+            pl.col("metric").replace(titles).alias("panel"),
+            alone=pl.len().over(curve) == 1,
         )
     )
+    return charts.curves(points.drop("metric"), list(titles.values()), order(comparison))
 
 
-def _titles(points: pl.DataFrame, unit: str) -> dict[str, str]:
-    """Metric → title of its panel; stages of training are panels under their names."""
-    by_start = metrics_in_time(points)
-    titles = {name: title.format(unit=unit) for name, title in CURVES.items() if name in by_start}
-    if "Utility" in titles:
-        titles.pop("Reward_Mean", None)
-    if titles:
-        return titles
+def _shown(metrics: list[str]) -> list[str]:
+    """Of the logged metrics those to draw; stages of training are panels under their names."""
+    names = [name for name in CURVES if name in metrics]
+    if "Utility" in names and "Reward_Mean" in names:
+        names.remove("Reward_Mean")
     for number in ("Accuracy_Mean", "Reward_Mean"):
-        stages = [name.removesuffix(f"/{number}") for name in by_start if name.endswith(f"/{number}")]
-        if trained := [stage for stage in stages if stage not in CONTROLS]:
-            return {f"{stage}/{number}": f"{stage}: {CURVES[number]}".replace("_", " ") for stage in trained}
-    return {}
+        names = names or [name for name in metrics if name.endswith(f"/{number}") and is_shown_first(name)]
+    return names

@@ -134,12 +134,8 @@ def by_budget(
 
 
 def on_time(rows: pl.DataFrame, policies: Sequence[str], level: float | None, unit: str) -> alt.HConcatChart:
-    """The share on time against the budget: of all requests, and of the feasible ones.
-
-    Args:
-        rows: policy, name, budget_ms, satisfaction, satisfaction_feasible.
-        level: draws a line at this height.
-    """
+    """The share on time against the budget, of all requests and of the feasible ones: policy, name, budget_ms,
+    satisfaction, satisfaction_feasible."""
     rows, style = rows.drop("low", "high", strict=False), {"percent": True, "level": level, "size": (350, 250)}
     panels = [by_budget(rows, share.key, share.name, policies, unit=unit, **style) for share in (ON_TIME, FEASIBLE)]
     return alt.hconcat(*panels, spacing=40).resolve_scale(color="shared")
@@ -147,11 +143,7 @@ def on_time(rows: pl.DataFrame, policies: Sequence[str], level: float | None, un
 
 def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.LayerChart:
     """Accuracy against the number of demonstrations: the policies named are coloured, all others thin and grey.
-
-    Args:
-        rows: policy, name, shots, accuracy, low, high.
-        trained: the number of shots that selectors were trained on; a dashed line stands there.
-    """
+    Columns: policy, name, shots, accuracy, low, high. A dashed line stands at the number trained with."""
     axis = alt.Axis(values=sorted(rows["shots"].unique()), format="d", grid=False)
     x = alt.X("shots:Q", title="demonstrations (shots)", axis=axis, scale=alt.Scale(padding=24, nice=False, zero=False))
     mark = alt.Chart(pl.DataFrame({"shots": [trained]})).mark_rule(**DASHED).encode(x)
@@ -189,10 +181,9 @@ def curves(
     """Small charts of numbers against the training step, with a dashed line where GRPO begins: one panel a number.
 
     Args:
-        points: panel, `colour`, `line`, step, `y`; low and high for a band; grpo, the step at which GRPO begins, null
-            where that is not known; alone, whether it is the only point of its line.
-        panels: their order.
-        labels: what the colours stand for: policies in order, all others being thin and grey, or hue → label.
+        points: panel, `colour`, `line`, step, `y`; low and high for a band; grpo, the step where GRPO begins; alone,
+            whether it is the only point of its line.
+        labels: policies in order, all others being thin and grey, or hue → label.
     """
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False))
     number = alt.Y(f"{y}:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4))
@@ -220,9 +211,52 @@ def curves(
 # -- bars, and dots with their intervals -------------------------------------------------------------------------------
 
 
-def _with_spans(marks: alt.Chart, base: alt.Chart) -> alt.LayerChart:
-    """Bars with their intervals (low, high)."""
-    return alt.layer(marks, base.mark_rule(style="quiet", strokeWidth=2).encode(alt.X("low:Q"), alt.X2("high:Q")))
+def _bars(rows: pl.DataFrame, x: alt.X, y: alt.Y, colour: alt.Color, tooltip: Sequence[Any] = ()) -> alt.LayerChart:
+    """Bars, with their intervals where these are known (low, high)."""
+    base = alt.Chart(rows).encode(y, tooltip=list(tooltip))
+    bars = base.mark_bar(height={"band": 0.6}, opacity=0.75).encode(x, colour.legend(None))
+    if "low" not in rows.columns:
+        return alt.layer(bars)
+    return bars + base.mark_rule(style="quiet", strokeWidth=2).encode(alt.X("low:Q"), alt.X2("high:Q"))
+
+
+def policy_bars(policies: pl.DataFrame) -> alt.LayerChart:
+    """Accuracy of each policy as a bar in its colour, with its interval and its number; controls are grey.
+    Columns: name, kind, accuracy, low, high, in order. A kind other than "learned" is written beside the bar."""
+    kind = pl.col("kind")
+    rows = policies.with_columns(
+        colour=pl.when(kind == "control").then(pl.lit(OTHER)).otherwise(pl.col("name")),
+        beside=pl.when(kind == "learned").then(pl.lit("")).otherwise("  " + kind),
+    )
+    scale, axis = alt.Scale(domain=[0, 1.25 * max(1.0, *policies["high"])]), alt.Axis(values=[0, 0.2, 0.4, 0.6, 0.8, 1])
+    x = alt.X("accuracy:Q", title="accuracy (0 to 1)", scale=scale, axis=axis)
+    y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=260))
+    tooltip = ["name:N", "kind:N", *(alt.Tooltip(f"{name}:Q", format=".3f") for name in ("accuracy", "low", "high"))]
+    bars = _bars(rows, x, y, _colour(rows["colour"].unique(maintain_order=True).to_list(), "colour"), tooltip)
+    label = alt.Chart(rows).transform_calculate(label="format(datum.accuracy, '.3f') + datum.beside")
+    words = label.mark_text(style="quiet", align="left", dx=6).encode(y, alt.X("high:Q"), alt.Text("label:N"))
+    return alt.layer(bars, words).properties(width=640, height=alt.Step(24))
+
+
+def share_bars(shares: pl.DataFrame) -> alt.HConcatChart:
+    """Shares as bars with their intervals, a panel for each metric: metric, policy, value, low, high, in order."""
+    policies, sides = shares["policy"].unique(maintain_order=True).to_list(), []
+    for (title,), rows in shares.group_by("metric", maintain_order=True):
+        x = alt.X("value:Q", title=title, scale=alt.Scale(domain=[0, 1]))
+        y = alt.Y("policy:N", sort=policies, title=None, axis=alt.Axis(labels=not sides, ticks=False))
+        sides.append(_bars(rows, x, y, _colour(policies)).properties(width=340, height=28 * len(policies)))
+    return alt.hconcat(*sides)
+
+
+def weights(members: pl.DataFrame) -> alt.LayerChart:
+    """The weight of each member of a stack, a bar for the mean and a dot for each seed: member, seed, weight."""
+    x = alt.X("weight:Q", title="weight in the stack", axis=alt.Axis(format="%", tickCount=8))
+    y = alt.Y("member:N", sort=None, title=None)
+    means = members.group_by("member", maintain_order=True).agg(pl.col("weight").mean())
+    tooltip = ["member:N", alt.Tooltip("weight:Q", format=".1%")]
+    bars = _bars(means, x, y, _colour(means["member"].to_list(), "member"), tooltip)
+    dots = alt.Chart(members).mark_circle(style="quiet", size=36, opacity=1).encode(x, y, tooltip=[*tooltip, "seed:N"])
+    return alt.layer(bars, dots).properties(width=680, height=alt.Step(26))
 
 
 def _dots_with_spans(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
@@ -230,15 +264,12 @@ def _dots_with_spans(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
     return [spans, base.mark_circle(size=75, opacity=1).encode(x)]
 
 
-def by_dataset(rows: pl.DataFrame, policies: Sequence[str]) -> alt.LayerChart:
-    """Mean utility and its interval: a band for each data set, in it a line for each policy.
-
-    Args:
-        rows: dataset, policy, utility, low, high.
-        policies: their order, which gives their colours.
-    """
+def by_dataset(rows: pl.DataFrame) -> alt.LayerChart:
+    """Mean utility and its interval, a band for each data set and in it a line for each policy: dataset, policy,
+    utility, low, high, in order."""
+    policies = rows["policy"].unique(maintain_order=True).to_list()
     y = alt.Y("dataset:N", title=None, axis=alt.Axis(labelLimit=200))
-    offset = alt.YOffset("policy:N", scale=alt.Scale(domain=list(policies), paddingOuter=0.4))
+    offset = alt.YOffset("policy:N", scale=alt.Scale(domain=policies, paddingOuter=0.4))
     base = alt.Chart(rows).encode(y, offset, _colour(policies), tooltip=_tooltip(rows))
     layers = _dots_with_spans(base, alt.X("utility:Q", title="utility (0 to 1)", scale=CLOSE))
     height = 18 * len(policies) * rows["dataset"].n_unique() + 20
@@ -246,12 +277,8 @@ def by_dataset(rows: pl.DataFrame, policies: Sequence[str]) -> alt.LayerChart:
 
 
 def differences(rows: pl.DataFrame, title: str) -> alt.LayerChart:
-    """Differences with their intervals, one below the other, and a line where there is none.
-
-    Args:
-        rows: run, difference, low, high, shown (better, worse, no difference shown), in order.
-        title: of the axis.
-    """
+    """Differences with their intervals, one below the other, and a line at 0: run, difference, low, high, shown
+    (better, worse, no difference shown), in order."""
     y = alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=400))
     colour = _colour({"blue": "better", "orange": "worse", "grey": "no difference shown"}, "shown")
     detail = ["run:N", *(alt.Tooltip(f"{name}:Q", format="+.3f") for name in ("difference", "low", "high")), "shown:N"]
@@ -261,69 +288,12 @@ def differences(rows: pl.DataFrame, title: str) -> alt.LayerChart:
     return alt.layer(zero, *layers).properties(width=500, height=alt.Step(24))
 
 
-def policy_bars(policies: pl.DataFrame) -> alt.LayerChart:
-    """Accuracy of each policy as a bar in its colour, with its interval and its number; controls are grey.
-
-    Args:
-        policies: name, kind, accuracy, low, high, in order. A kind other than "learned" is written beside the bar.
-    """
-    kind = pl.col("kind")
-    bars_of = policies.with_columns(
-        colour=pl.when(kind == "control").then(pl.lit(OTHER)).otherwise(pl.col("name")),
-        beside=pl.when(kind == "learned").then(pl.lit("")).otherwise("  " + kind),
-    )
-    highest = max(1.0, *policies["high"])
-    scale, axis = alt.Scale(domain=[0, highest * 1.25]), alt.Axis(values=[0, 0.2, 0.4, 0.6, 0.8, 1])
-    x = alt.X("accuracy:Q", title="accuracy (0 to 1)", scale=scale, axis=axis)
-    y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=260))
-    tooltip = ["name:N", "kind:N", *(alt.Tooltip(f"{name}:Q", format=".3f") for name in ("accuracy", "low", "high"))]
-    base = alt.Chart(bars_of).encode(y, tooltip=tooltip)
-    colour = _colour(bars_of["colour"].unique(maintain_order=True).to_list(), "colour").legend(None)
-    label = base.transform_calculate(label="format(datum.accuracy, '.3f') + datum.beside")
-    words = label.mark_text(style="quiet", align="left", dx=6).encode(alt.X("high:Q"), alt.Text("label:N"))
-    bars = _with_spans(base.mark_bar(height=15, opacity=0.75).encode(x, colour), base)
-    return alt.layer(bars, words).properties(width=640, height=alt.Step(24))
-
-
-def share_bars(shares: pl.DataFrame) -> alt.HConcatChart:
-    """Shares as bars with their intervals, a panel for each metric: metric, policy, value, low, high, in order."""
-    policies = shares["policy"].unique(maintain_order=True).to_list()
-    sides: list[alt.LayerChart] = []
-    for (title,), rows in shares.group_by("metric", maintain_order=True):
-        x = alt.X("value:Q", title=title, scale=alt.Scale(domain=[0, 1]))
-        axis = alt.Axis(labels=not sides, ticks=False)
-        base = alt.Chart(rows).encode(alt.Y("policy:N", sort=policies, title=None, axis=axis))
-        bars = base.mark_bar(opacity=0.85).encode(x, _colour(policies).legend(None))
-        sides.append(_with_spans(bars, base).properties(width=340, height=28 * len(policies)))
-    return alt.hconcat(*sides)
-
-
-def weights(members: pl.DataFrame) -> alt.LayerChart:
-    """The weight of each member of a stack: a bar for the mean, a dot a seed.
-
-    Args:
-        members: member, seed, weight; in the order in which the members are to stand.
-    """
-    x = alt.X("weight:Q", title="weight in the stack", axis=alt.Axis(format="%", tickCount=8))
-    y = alt.Y("member:N", sort=None, title=None)
-    means = members.group_by("member", maintain_order=True).agg(pl.col("weight").mean())
-    colour = _colour(means["member"].to_list(), "member").legend(None)
-    tooltip = ["member:N", alt.Tooltip("weight:Q", format=".1%")]
-    bars = alt.Chart(means).mark_bar(height=14, opacity=0.75).encode(x, y, colour, tooltip=tooltip)
-    dots = alt.Chart(members).mark_circle(style="quiet", size=36, opacity=1).encode(x, y, tooltip=[*tooltip, "seed:N"])
-    return alt.layer(bars, dots).properties(width=680, height=alt.Step(26))
-
-
 # -- knobs -------------------------------------------------------------------------------------------------------------
 
 
 def knob_usage(usage: pl.DataFrame, policies: Sequence[str], unit: str = "ms") -> alt.VConcatChart:
     """Which share of the requests gets which value of a knob, per budget: one row a knob, one column a policy.
-
-    Args:
-        usage: policy, budget_ms, knob, value, share.
-        policies: the columns, in order.
-    """
+    Columns: policy, budget_ms, knob, value, share."""
     width = 200 if usage["policy"].n_unique() <= 3 else 150
     # the name of a run says several things, one below the other
     header = alt.Header(labelLimit=width + 20, labelExpr="split(datum.label, ', ')")
@@ -359,11 +329,7 @@ def in_order(value: object) -> tuple[bool, float, str]:
 
 
 def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> alt.VConcatChart:
-    """Mean accuracy (left) and mean latency (right) for each value of each knob.
-
-    Args:
-        knobs: name → values, accuracy, latency_ms, equally long.
-    """
+    """Mean accuracy (left) and latency (right) for each value of each knob: name → values, accuracy, latency_ms."""
     rows = []
     # one scale for all knobs, so that a knob which does little looks like it
     domains = {y: np.concatenate([knob[y] for knob in knobs.values()]) for y in ("accuracy", "latency_ms")}
@@ -389,11 +355,7 @@ def knob_effects(knobs: Mapping[str, Mapping[str, Sequence[Any]]]) -> alt.VConca
 
 
 def coverage(frames: Iterable[pl.DataFrame]) -> alt.ConcatChart:
-    """How much was profiled, for pairs of knobs (or for one knob): white is nothing.
-
-    Args:
-        frames: one or two columns named after knobs, and share (0 to 1).
-    """
+    """How much was profiled: one or two columns named after knobs, and share (0 to 1); white is nothing."""
     colour = alt.Color("share:Q", title="profiled", scale=alt.Scale(domain=[0, 1]), legend=alt.Legend(format="%"))
     panels = []
     for frame in frames:

@@ -8,6 +8,7 @@ palette (`domain`); `policies.json` says which policy has which. Nothing on a pa
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,7 @@ from knobwise.common.files import written_whole
 from knobwise.experiments.report.words import POLICIES, environment
 
 OTHERS = "others"
-HUES = {
-    "blue": ("#1d4ed8", "#7aa7ff"),
-    "orange": ("#d97706", "#f0a94a"),
-    "green": ("#15803d", "#5fcf8a"),
-    "purple": ("#7c3aed", "#c4a1ff"),
-    "pink": ("#db2777", "#f48fb1"),
-    "cyan": ("#0891b2", "#5fd3e8"),
-    "brown": ("#92400e", "#c89b7b"),
-    "lime": ("#65a30d", "#b5d96b"),
-    "red": ("#dc2626", "#ff8a80"),
-    "teal": ("#0f766e", "#3fb8a6"),
-    "gold": ("#a16207", "#e6d06a"),
-    "indigo": ("#312e81", "#9fa8f5"),
-    "violet": ("#c084fc", "#e3c8ff"),
-    "slate": ("#475569", "#a3aebd"),
-    "grey": ("#b4b4b4", "#666a73"),
-}
+HUES: dict[str, list[str]] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
 """Name → the colour on white and on black. The first are the easiest to distinguish; policies that are never drawn
 together may share a hue."""
 HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}

@@ -12,7 +12,7 @@ from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page, words
 from knobwise.experiments.report.words import MIX, ORACLE, SINGLE, policy_name, rows_at, shots_words
-from knobwise.experiments.results.problem import CONTROLS, DEMONSTRATIONS, LEARNED, UPPER, problem_of, shown_at
+from knobwise.experiments.results.problem import CONTROLS, DEMONSTRATIONS, LEARNED, UPPER, Problem, problem_of, shown_at
 
 if TYPE_CHECKING:
     import altair as alt
@@ -23,14 +23,17 @@ KINDS = {name: kind for kind, names in (("simple baseline", SIMPLE), ("sees the 
 KINDS |= dict.fromkeys(CONTROLS, "control")
 """Of the policies that are not learned, for the bars."""
 SAME_EVERYWHERE = ("controller", "budget_aware_static", "static_per_dataset", "static_mix", "best_single", "oracle")
-SHARED = {
+TITLES = {
+    "Utility": "utility (0 to 1)",
     "Reward_Mean": "reward, mean",
     "Accuracy_Mean": "accuracy, mean (0 to 1)",
-    "Latency_Mean": "latency, mean (ms)",
+    "Latency_Mean": "latency, mean ({unit})",
     "Budget_Violation_Rate": "over budget (share)",
     "Loss": "loss",
 }
-"""The logged numbers shown first, in this order, and their titles."""
+"""Of logged numbers."""
+SHOWN_FIRST = list(TITLES)[1:]
+"""Those shown first, in this order."""
 OF_STAGES = ("Reward_Mean", "Accuracy_Mean")
 """Those shown first if a run logs several stages of training, each under its name, as in `Val/rce/Reward_Mean`."""
 POINTS = 6000
@@ -55,7 +58,7 @@ def by_dataset(results: Mapping[str, Any]) -> alt.LayerChart:
         | dict(zip(("low", "high"), row["utility_ci95"], strict=True))
         for name, row in zip(names, results["by_dataset"], strict=True)
     ]
-    return charts.by_dataset(pl.DataFrame(rows), list(map(policy_name, dict.fromkeys(names))))
+    return charts.by_dataset(pl.DataFrame(rows))
 
 
 def weights(results: Mapping[str, Any]) -> alt.LayerChart:
@@ -85,6 +88,14 @@ def knob_usage(runs: Sequence[tuple[str, str, Mapping[str, Any]]], unit: str) ->
     return charts.knob_usage(usage, [label for label, *_ in runs], unit) if rows else None
 
 
+def numbers(problem: Problem, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a row of results for a chart; `low` and `high` are the interval of what policies are ranked by."""
+    low, high = row.get(f"{problem.ranked_by}_ci95") or (None, None)
+    metrics = {metric.key: row.get(metric.key) for metric in problem.metrics}
+    place, latency = row[problem.place], row.get("latency_ms_mean")
+    return {problem.place: place, "latency_ms": latency, **metrics, "low": low, "high": high}
+
+
 def strongest(results: Mapping[str, Any]) -> str:
     """The name of the best policy that is neither learned nor a reference; "" without any."""
     return next((policy_name(policy, results) for policy in _others(results)), "")
@@ -111,10 +122,7 @@ def _over_budgets(results: Mapping[str, Any]) -> Charts:
     labels = {name: policy_name(name) for name in named if name in words.means_of(results)}
     legend = [*labels.values(), *([charts.OTHER] if len(others) > 1 else [])]
     rows = [
-        {"policy": labels.get(row["policy"], charts.OTHER), "name": policy_name(row["policy"])}
-        | {"budget_ms": float(row["budget_ms"]), "latency_ms": row.get("latency_ms_mean")}
-        | {metric.key: row.get(metric.key) for metric in problem.metrics}
-        | dict(zip(("low", "high"), row.get(f"{problem.ranked_by}_ci95") or (None, None), strict=True))
+        {"policy": labels.get(row["policy"], charts.OTHER), "name": policy_name(row["policy"])} | numbers(problem, row)
         for row in results["rows"]
         if row.get("budget_ms") is not None
     ]
@@ -156,9 +164,9 @@ def _over_budgets(results: Mapping[str, Any]) -> Charts:
 def _over_shots(results: Mapping[str, Any]) -> Charts:
     shots = shown_at(results)
     rows = [
-        {"policy": row["policy"], "name": policy_name(row["policy"], results), "shots": row["shots"]}
-        | {"accuracy": row["accuracy"], "low": row["accuracy_ci95"][0], "high": row["accuracy_ci95"][1]}
+        {"policy": row["policy"], "name": policy_name(row["policy"], results)}
         | {"kind": KINDS.get(row["policy"], "learned")}
+        | numbers(DEMONSTRATIONS, row)
         for row in DEMONSTRATIONS.rows(results)
     ]
     frame = pl.DataFrame(rows, infer_schema_length=None)
@@ -189,7 +197,8 @@ def training_curves(path: Path, begins: int | None = None) -> list[alt.FacetChar
     if logged is None:
         return []
     in_time = metrics_in_time(logged)
-    first = sorted(filter(_is_shown_first, in_time), key=lambda name: list(SHARED).index(name) if name in SHARED else 0)
+    shared = [name for name in SHOWN_FIRST if name in in_time]
+    first = shared + [name for name in in_time if is_shown_first(name) and name not in shared]
     rest = sorted(set(in_time) - set(first))
     return [_curves(logged, names, begins) if names else None for names in (first, rest)]
 
@@ -227,14 +236,16 @@ def metrics_in_time(logged: pl.DataFrame) -> list[str]:
     return logged.group_by("metric").agg(pl.col("step").min()).sort("step", "metric")["metric"].to_list()
 
 
-def _is_shown_first(metric: str) -> bool:
+def is_shown_first(metric: str) -> bool:
+    """Whether a logged number matters most; of the stages of training the controls do not."""
     stage, _, number = metric.rpartition("/")
-    return number in OF_STAGES and stage not in CONTROLS if stage else number in SHARED
+    return number in OF_STAGES and stage not in CONTROLS if stage else number in SHOWN_FIRST
 
 
-def _title(metric: str) -> str:
+def title_of(metric: str, unit: str = "ms") -> str:
+    """The title of a panel; that of a stage of training begins with its name."""
     stage, _, number = metric.rpartition("/")
-    return f"{stage}: {SHARED.get(number, number)}".removeprefix(": ").replace("_", " ")
+    return f"{stage}: {TITLES.get(number, number).format(unit=unit)}".removeprefix(": ").replace("_", " ")
 
 
 def _curves(logged: pl.DataFrame, metrics: list[str], begins: int | None) -> alt.FacetChart:
@@ -245,7 +256,7 @@ def _curves(logged: pl.DataFrame, metrics: list[str], begins: int | None) -> alt
     thinned = logged.group_by(*curve, place.alias("bin")).agg(
         pl.col("step").max(), pl.col("value").mean().round_sig_figs(5)
     )
-    titles = {name: _title(name) for name in metrics}
+    titles = {name: title_of(name) for name in metrics}
     points = thinned.sort(*curve, "step").drop("bin").with_columns(pl.col("metric").replace(titles).alias("panel"))
     if begins is not None:
         points = points.with_columns(grpo=pl.lit(begins))

@@ -11,8 +11,7 @@ from typing import Any
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.experiments.report import words
 from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, Row, policy_name, quantity
-from knobwise.experiments.results.problem import CONTROLS, DEADLINE, DEMONSTRATIONS, MEAN_BUDGET, problem_of, shown_at
-from knobwise.experiments.results.problem import LEARNED as SELECTORS
+from knobwise.experiments.results.problem import DEADLINE, DEMONSTRATIONS, MEAN_BUDGET, problem_of, shown_at
 
 WORTH_EXPORTING = 0.05
 """Share of the mean latency above which a decision is too slow."""
@@ -106,31 +105,17 @@ def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {"shots": shots, "policy": policy, "rows": rows, "simple": simple, "with_accuracy": with_accuracy}
     if policy not in rows:
         return numbers
-    gains = {
-        name: [at[name, other] for other in ("rce", "sft") if (name, other) in at] for name in (policy, *SELECTORS)
-    }
-    # trainings that changed nothing: validation preferred the policy that they started from
-    idle = {name: epochs.count(0) for name, epochs in results.get("epochs", {}).items() if name in SELECTORS}
     rivals = [name for name in simple if (policy, name) in at]
     signs = {name: words.sign_of(at[policy, name]["ci95"]) for name in rivals}
-    shuffled = {"recorded groups": CONTROLS[0], "live draws": CONTROLS[1]}
     others = {n: words.rows_at(results, n).get(policy) for n in results["shots"] if n != results["trained_shots"]}
     return numbers | {
         "at": at,
-        "gains": {name: rows for name, rows in gains.items() if rows},
-        "idle": {name: count for name, count in idle.items() if count},
-        "of_last_round": of_last_round,
+        "learned": list(dict.fromkeys((policy, *DEMONSTRATIONS.trained))),
         "rivals": rivals,
         "winners": [name for name in rivals if signs[name] < 0],
         "close": [with_accuracy[name] for name in rivals if signs[name] == 0],
-        "shuffled": {group: control for group, control in shuffled.items() if (control, "sft") in at},
         "elsewhere": [f"{row['accuracy']:.3f} with {n}" for n, row in others.items() if row],
     }
-
-
-def of_last_round(name: str) -> str:
-    """The epochs of a policy that is trained in rounds are those of the last round, which starts from the previous."""
-    return " of its last round" if name == "grpo_rounds" else ""
 
 
 _NUMBERS = {DEADLINE.name: _under_deadlines, MEAN_BUDGET.name: _under_mean_budgets, DEMONSTRATIONS.name: _of_selectors}

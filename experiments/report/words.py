@@ -89,6 +89,11 @@ def shots_words(count: int) -> str:
     return f"{count} shot{'s' * (count > 1)}"
 
 
+def of_last_round(policy: str) -> str:
+    """The epochs of a policy that is trained in rounds are those of the last round, which starts from the previous."""
+    return " of its last round" if policy == "grpo_rounds" else ""
+
+
 # -- differences -------------------------------------------------------------------------------------------------------
 
 COMPARED = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}
