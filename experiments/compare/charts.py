@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import polars as pl
 
 from knobwise.experiments.compare.comparison import Comparison
@@ -34,23 +31,22 @@ def comparison_charts(comparison: Comparison) -> Charts:
     """The charts that the runs have numbers for."""
     problem, labels, unit = comparison.problem, order(comparison), comparison.unit
     runs = list(zip(comparison.runs, comparison.policies, strict=True))
-    lines = [_numbers(comparison, run, policy, _line(comparison, run)) for run, policy in runs]
-    rows = pl.DataFrame(list(itertools.chain(*lines)), infer_schema_length=None)
+    rows = _numbers(comparison, [(run, policy, _line(comparison, run)) for run, policy in runs])
     if len(runs) > COLOURED:
         rows = rows.drop("low", "high")
     names = [row["policy"] for row in comparison.reference_rows()]
-    lines = [_numbers(comparison, comparison.reference, name, {"policy": policy_name(name)}) for name in names]
-    references = pl.DataFrame(list(itertools.chain(*lines)), infer_schema_length=None).drop("low", "high", strict=False)
+    references = None
+    if names:
+        lines = [(comparison.reference, name, {"policy": policy_name(name)}) for name in names]
+        references = _numbers(comparison, lines).drop("low", "high")
     drawn: Charts = {}
     if configurations := comparison.reference.results.get("configurations"):
-        path = ["policy", "budget_ms", "accuracy", "latency_ms"]
-        behind = references.select(path) if len(references) else None
-        drawn["Accuracy and latency"] = charts.plane(configurations, rows.select("name", *path), labels, unit, behind)
+        paths = rows.select("name", "policy", "budget_ms", "accuracy", "latency_ms")
+        drawn["Accuracy and latency"] = charts.plane(configurations, paths, labels, unit, references)
     name = next(metric.name for metric in problem.metrics if metric.key == problem.ranked_by)
     heading = f"{name.capitalize()} by {problem.place_words[0]}"
     if problem.averaged:
-        behind = references if len(references) else None
-        drawn[heading] = charts.by_budget(rows, problem.ranked_by, name, labels, unit=unit, references=behind)
+        drawn[heading] = charts.by_budget(rows, problem.ranked_by, name, labels, unit=unit, references=references)
     elif len(comparison.places) > 1:
         drawn[heading] = charts.by_shots(rows, labels, int(comparison.main or 0))
     if FEASIBLE in problem.metrics:
@@ -88,10 +84,16 @@ def _line(comparison: Comparison, run: ComparedRun) -> dict[str, str]:
     return {"policy": run.label if run.label in order(comparison) else charts.OTHER, "name": run.label}
 
 
-def _numbers(comparison: Comparison, run: ComparedRun, policy: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """The numbers of a policy of a run at each place, after the columns that name its line."""
-    problem, rows = comparison.problem, [(place, run.row(policy, place)) for place in comparison.places]
-    return [names | numbers(problem, row) | {problem.place: place} for place, row in rows if row]
+def _numbers(comparison: Comparison, lines: list[tuple[ComparedRun, str, dict[str, str]]]) -> pl.DataFrame:
+    """The numbers of each (run, policy, columns that name the line) at each place."""
+    problem = comparison.problem
+    rows = [
+        names | numbers(problem, row) | {problem.place: place}
+        for run, policy, names in lines
+        for place in comparison.places
+        if (row := run.row(policy, place))
+    ]
+    return pl.DataFrame(rows, infer_schema_length=None)
 
 
 # -- training curves ---------------------------------------------------------------------------------------------------
