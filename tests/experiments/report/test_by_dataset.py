@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import small_table, table_of
-from rich.console import Console
+from page_parts import printed
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
@@ -106,11 +105,9 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
     assert "4 samples" in text
     section = text.split("Data set by data set")[1].split("<h2>")[0]
     assert section.count("class=strong><td>") == 2
-    console = Console(file=io.StringIO(), width=200)
-    print_results(results, console)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "static per data set" in printed
-    assert printed.count("learned controller") >= 3
+    text = printed(print_results, results)
+    assert "static per data set" in text
+    assert text.count("learned controller") >= 3
     wide = by_dataset(results).rows
     assert [line[0].split("\n")[0] for line in wide] == ["a", "", "", "", "", "b", "", "", "", ""]
 
@@ -168,9 +165,7 @@ def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
     text = write_report(tmp_path).read_text()
     assert "Data set by data set" in text
     assert "A budget limits the mean over all data sets" in text
-    console = Console(file=io.StringIO(), width=200)
-    print_results(results, console)
-    assert "over best single" in console.file.getvalue().split("data set")[1]  # type: ignore[attr-defined]
+    assert "over best single" in printed(print_results, results).split("data set")[1]
     table = by_dataset(results)
     assert {len(line) for line in table.rows} == {len(table.header)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -12,10 +11,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
+from page_parts import charts_of, data_of, points_of, printed, rows_of, svg_of
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
@@ -152,19 +150,10 @@ def test_training_curves_say_where_grpo_begins(run: Path) -> None:
     text = write_report(run).read_text()
     assert "Dashed: where GRPO begins." in text
     drawn = [spec for spec in charts_of(text) if "training step" in json.dumps(spec)]
-    panels = [{point["panel"] for points in data_of(spec) for point in points} for spec in drawn]
-    svgs = [vl_convert.vegalite_to_svg(spec, config=page.THEMES["light"]) for spec in drawn]
-    assert [svg.count('stroke-dasharray="5,4"') for svg in svgs] == list(map(len, panels)) == [1, 1]
+    panels = [{point["panel"] for point in points_of(spec)} for spec in drawn]
+    assert [svg_of(spec).count('stroke-dasharray="5,4"') for spec in drawn] == list(map(len, panels)) == [1, 1]
     (run / "results.json").write_text(json.dumps(results() | {"training": training | {"iterations": 0}}))
     assert "where GRPO begins" not in write_report(run).read_text()
-
-
-def charts_of(text: str) -> list[dict]:
-    return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
-
-
-def data_of(spec: dict) -> list[list[dict]]:
-    return list(spec["datasets"].values())
 
 
 def test_the_report_needs_no_network(run: Path) -> None:
@@ -183,7 +172,7 @@ def test_the_report_needs_no_network(run: Path) -> None:
 
 def test_the_report_holds_every_number_of_every_policy(run: Path) -> None:
     text = write_report(run).read_text()
-    means, per_budget = (re.findall(r"<tr.*?</tr>", t, re.S) for t in re.findall(r"<tbody>(.*?)</tbody>", text, re.S))
+    means, per_budget = rows_of(text)
     order = sorted(POLICIES, key=lambda p: -POLICIES[p])
     infeasible = per_budget.pop()
     assert "infeasible" in infeasible
@@ -201,7 +190,7 @@ def test_the_report_holds_every_number_of_every_policy(run: Path) -> None:
 def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
     plane, utility, satisfaction, usage, training, rest = charts_of(write_report(run).read_text())
     for spec in (plane, utility, satisfaction, usage, training, rest):
-        assert "<svg" in vl_convert.vegalite_to_svg(spec, config=page.THEMES["dark"])
+        svg_of(spec)
     dots = next(rows for rows in data_of(plane) if "label" in rows[0])
     assert [(d["accuracy"], d["latency_ms"]) for d in dots] == [(0.412, 100.0), (0.733, 400.0)]
     lines = max(data_of(utility), key=len)
@@ -213,7 +202,7 @@ def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
     # the strongest baseline is named, weaker ones are grey
     assert {r["policy"] for r in lines} == {*map(policy_name, set(POLICIES) - {"ridge"}), charts.OTHER}
     assert any(rows == [{"level": 0.95}] for rows in data_of(satisfaction))
-    shares = [r for rows in data_of(usage) for r in rows]
+    shares = points_of(usage)
     assert len(shares) == len(results()["knob_usage"])
     assert {(r["value"], r["share"]) for r in shares} == {("2", 0.25), ("10", 0.75), ("fast", 0.25), ("<slow>", 0.75)}
 
@@ -328,7 +317,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     assert "the network of iteration 40, 41 (seeds 0, 1)" in chosen
     assert "accuracy constant, latency (0.0, 0.3)<small>accuracy constant, latency (1.0, 0.3)" in chosen
     (weights,) = charts_of(chosen)
-    assert "<svg" in vl_convert.vegalite_to_svg(weights, config=page.THEMES["dark"])
+    svg_of(weights)
     bars, dots = sorted(data_of(weights), key=len)
     assert [(r["member"], r["weight"]) for r in bars] == [("network", 0.375), ("kernel ridge", 0.625)]
     assert {(r["member"], r["seed"], r["weight"]) for r in dots} >= {("network", "1", 0.5), ("kernel ridge", "0", 0.75)}
@@ -347,26 +336,19 @@ def test_equal_budgets_are_listed_once() -> None:
     assert verdict(content)[3:] == [
         "At 120 ms (90.0% on time), 95% on time would cost too much utility, so it is not enforced."
     ]
-    usage = page.specification(result_charts(content)["Which settings are used"][1])
-    assert sum(r["share"] for rows in data_of(usage) for r in rows) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
+    usage = page.specification(result_charts(content)["Which settings are used"])
+    assert sum(row["share"] for row in points_of(usage)) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
 
 
 def test_results_are_printed_plainly_where_there_is_no_terminal() -> None:
-    plain = io.StringIO()
-    print_results(results(), Console(file=plain))
-    lines = plain.getvalue().splitlines()
-    assert "\x1b" not in plain.getvalue()
-    assert "…" not in plain.getvalue()
+    lines = printed(print_results, results()).splitlines()
     assert [line.split("  ")[0].strip() for line in lines[1:6]] == [
         policy_name(p) for p in sorted(POLICIES, key=lambda p: -POLICIES[p])
     ]
     assert "0.600 [0.585, 0.615]" in lines[2]
     assert lines[6:] == verdict(results())
     for width in (80, 100, 160):
-        printed = io.StringIO()
-        print_results(results(), Console(file=printed, force_terminal=True, width=width))
-        assert "…" not in printed.getvalue()
-        assert "\x1b[1m" in printed.getvalue()
+        assert "\x1b[1m" in printed(print_results, results(), width)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=8))
