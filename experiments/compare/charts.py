@@ -10,7 +10,6 @@ from knobwise.experiments.report import charts
 from knobwise.experiments.report.result_charts import (
     Charts,
     is_shown_first,
-    knob_usage,
     logged_numbers,
     metrics_in_time,
     numbers,
@@ -53,7 +52,7 @@ def comparison_charts(comparison: Comparison) -> Charts:
         level = comparison.reference.results.get("satisfaction_level")
         drawn["On time"] = charts.on_time(rows, labels, level, unit)
     columns = [(run.label, policy, run.results) for run, policy in runs if run.label in labels]
-    if usage := knob_usage(columns, unit):
+    if usage := charts.knob_usage(columns, unit):
         drawn["Which settings are used"] = usage
     if training := _training(comparison):
         drawn[f"Training, on validation {problem.samples}"] = training

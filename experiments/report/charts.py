@@ -11,12 +11,14 @@ import polars as pl
 
 from knobwise.experiments.report.page import OTHERS as OTHER
 from knobwise.experiments.report.page import by_hue, domain
-from knobwise.experiments.report.words import quantity
+from knobwise.experiments.report.words import policy_name, quantity
 from knobwise.experiments.results.problem import FEASIBLE, ON_TIME
 
 DASHED: dict[str, Any] = {"style": "quiet", "strokeWidth": 1.5, "strokeDash": [5, 4]}
 MOST_VALUES = 12
 """A knob with more values than this is drawn with its most used ones and "other"."""
+SAME_EVERYWHERE = ("controller", "budget_aware_static", "static_per_dataset", "static_mix", "best_single", "oracle")
+"""Policies that are drawn in every data set; of all others only the best."""
 CLOSE = alt.Scale(zero=False, padding=12)
 
 
@@ -73,7 +75,7 @@ def plane(
         configurations: label, accuracy, latency_ms, and perhaps samples, of each.
         paths: policy, budget_ms, accuracy, latency_ms; perhaps name, where several policies have one colour.
         policies: the order of the policies, which gives their colours.
-        references: what the policies are seen against, drawn without colour: as `paths`.
+        references: without colour, as `paths`.
     """
     x = alt.X("latency_ms:Q", title=f"mean latency ({unit})", scale=CLOSE, axis=alt.Axis(tickCount=10))
     y = alt.Y("accuracy:Q", title="mean accuracy (0 to 1)", scale=CLOSE)
@@ -119,7 +121,7 @@ def by_budget(
     Args:
         rows: policy, name, budget_ms, `y`, and low and high where the interval is to be drawn.
         level: draws a line at this height.
-        references: what they are seen against, drawn without colour: policy, budget_ms, `y`.
+        references: without colour: policy, budget_ms, `y`.
     """
     positive = [budget for budget in rows["budget_ms"] if budget > 0] or [1.0]
     wide = max(positive) > 20 * min(positive)
@@ -248,8 +250,14 @@ def share_bars(shares: pl.DataFrame) -> alt.HConcatChart:
     return alt.hconcat(*sides)
 
 
-def weights(members: pl.DataFrame) -> alt.LayerChart:
-    """The weight of each member of a stack, a bar for the mean and a dot for each seed: member, seed, weight."""
+def weights(chosen: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> alt.LayerChart:
+    """The weight of each member of the stack: a bar for the mean over the seeds and a dot for each of them."""
+    rows = [
+        {"member": policy_name(name), "seed": str(seed), "weight": weight}
+        for seed, stack in zip(seeds, chosen, strict=True)
+        for name, weight in stack["weights"].items()
+    ]
+    members = pl.DataFrame(rows)
     x = alt.X("weight:Q", title="weight in the stack", axis=alt.Axis(format="%", tickCount=8))
     y = alt.Y("member:N", sort=None, title=None)
     means = members.group_by("member", maintain_order=True).agg(pl.col("weight").mean())
@@ -264,9 +272,16 @@ def _dots_with_spans(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
     return [spans, base.mark_circle(size=75, opacity=1).encode(x)]
 
 
-def by_dataset(rows: pl.DataFrame) -> alt.LayerChart:
-    """Mean utility and its interval, a band for each data set and in it a line for each policy: dataset, policy,
-    utility, low, high, in order."""
+def by_dataset(judged: Sequence[Mapping[str, Any]]) -> alt.LayerChart:
+    """Mean utility and its interval: a band for each data set, and in it a line for each policy."""
+    rows = pl.DataFrame(
+        [
+            {"dataset": row["dataset"], "policy": row["policy"] if row["policy"] in SAME_EVERYWHERE else "best_other"}
+            | {"utility": row["utility"], "low": row["utility_ci95"][0], "high": row["utility_ci95"][1]}
+            for row in judged
+        ]
+    )
+    rows = rows.with_columns(pl.col("policy").replace({policy: policy_name(policy) for policy in rows["policy"]}))
     policies = rows["policy"].unique(maintain_order=True).to_list()
     y = alt.Y("dataset:N", title=None, axis=alt.Axis(labelLimit=200))
     offset = alt.YOffset("policy:N", scale=alt.Scale(domain=policies, paddingOuter=0.4))
@@ -291,9 +306,27 @@ def differences(rows: pl.DataFrame, title: str) -> alt.LayerChart:
 # -- knobs -------------------------------------------------------------------------------------------------------------
 
 
-def knob_usage(usage: pl.DataFrame, policies: Sequence[str], unit: str = "ms") -> alt.VConcatChart:
+def knob_usage(runs: Sequence[tuple[str, str, Mapping[str, Any]]], unit: str = "ms") -> alt.VConcatChart | None:
     """Which share of the requests gets which value of a knob, per budget: one row a knob, one column a policy.
-    Columns: policy, budget_ms, knob, value, share."""
+
+    Args:
+        runs: label, policy and results of each column.
+
+    Returns:
+        None where no usage is known.
+    """
+    shares = [
+        row | {"policy": label, "value": str(row["value"])}
+        for label, policy, results in runs
+        for row in results.get("knob_usage", [])
+        if row["policy"] == policy
+    ]
+    if not shares:
+        return None
+    usage, policies = (
+        pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True),
+        [run[0] for run in runs],
+    )
     width = 200 if usage["policy"].n_unique() <= 3 else 150
     # the name of a run says several things, one below the other
     header = alt.Header(labelLimit=width + 20, labelExpr="split(datum.label, ', ')")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knobwise.experiments.report.tables import Table, print_lines, print_table
-from knobwise.experiments.report.words import LEARNED, STATIC, interval, number, policy_name, sentences
+from knobwise.experiments.report.words import LEARNED, STATIC, interval, number, policy_name, ranked, sentences
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ WITH_INTERVAL = ("satisfaction", "accuracy", "utility")
 
 def policies(results: Mapping[str, Any]) -> Table:
     """Every policy, the best utility first; the last two columns are of the replay."""
-    rows = sorted(results["rows"], key=lambda row: -float(row["utility"]))
+    rows = ranked(results)
     replay = {(row["policy"], row["what"]): row["replay"] for row in results["agreement"]}
     cells = []
     for row in rows:
@@ -74,13 +74,12 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
     from knobwise.experiments.report.page import render_page
 
     table = policies(results)
-    rows = sorted(results["rows"], key=lambda row: -float(row["utility"]))
     frame = pl.DataFrame(
         [
             {"policy": policy_name(row["policy"])}
             | {"value": row[metric], "low": row[f"{metric}_ci95"][0], "high": row[f"{metric}_ci95"][1], "metric": name}
             for metric, name in (("satisfaction", "share on time"), ("utility", "utility"))
-            for row in rows
+            for row in ranked(results)
         ]
     )
     return render_page(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knobwise.agents.selector.baselines import SIMPLE
+from knobwise.experiments.report import charts, tables, words
 from knobwise.experiments.report import result_charts as drawn
-from knobwise.experiments.report import tables, words
 from knobwise.experiments.report.page import render_page
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.tables import print_lines, print_table
@@ -43,7 +43,7 @@ def write_report(run_folder: str | Path) -> Path:
         verdict=verdict(results),
         tables=tables,
         charts=drawn.result_charts(results),
-        drawn=drawn,
+        drawing=charts,
         strongest=drawn.strongest(results),
         shots=None if problem.averaged else shown_at(results),
         simple=SIMPLE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ Charts = dict[str, "alt.TopLevelMixin"]
 KINDS = {name: kind for kind, names in (("simple baseline", SIMPLE), ("sees the answer", UPPER)) for name in names}
 KINDS |= dict.fromkeys(CONTROLS, "control")
 """Of the policies that are not learned, for the bars."""
-SAME_EVERYWHERE = ("controller", "budget_aware_static", "static_per_dataset", "static_mix", "best_single", "oracle")
 TITLES = {
     "Utility": "utility (0 to 1)",
     "Reward_Mean": "reward, mean",
@@ -48,44 +47,6 @@ def result_charts(results: Mapping[str, Any]) -> Charts:
 def result_images(results: Mapping[str, Any]) -> dict[str, bytes]:
     """The same charts as pictures (PNG), for W&B: heading → bytes."""
     return {name: page.png(chart) for name, chart in result_charts(results).items()}
-
-
-def by_dataset(results: Mapping[str, Any]) -> alt.LayerChart:
-    """Mean utility of the policies in each data set."""
-    names = [row["policy"] if row["policy"] in SAME_EVERYWHERE else "best_other" for row in results["by_dataset"]]
-    rows = [
-        {"dataset": row["dataset"], "policy": policy_name(name), "utility": row["utility"]}
-        | dict(zip(("low", "high"), row["utility_ci95"], strict=True))
-        for name, row in zip(names, results["by_dataset"], strict=True)
-    ]
-    return charts.by_dataset(pl.DataFrame(rows))
-
-
-def weights(results: Mapping[str, Any]) -> alt.LayerChart:
-    """The weight of each member of the stack, in each seed."""
-    seeds = map(str, results.get("seeds", range(len(results["chosen"]))))
-    rows = [
-        {"member": policy_name(name), "seed": seed, "weight": weight}
-        for seed, chosen in zip(seeds, results["chosen"], strict=True)
-        for name, weight in chosen["weights"].items()
-    ]
-    return charts.weights(pl.DataFrame(rows))
-
-
-def knob_usage(runs: Sequence[tuple[str, str, Mapping[str, Any]]], unit: str) -> alt.VConcatChart | None:
-    """How often each value of a knob is used; None if it is not known.
-
-    Args:
-        runs: label, policy and results of each column.
-    """
-    rows = [
-        row | {"policy": label, "value": str(row["value"])}
-        for label, policy, results in runs
-        for row in results.get("knob_usage", [])
-        if row["policy"] == policy
-    ]
-    usage = pl.DataFrame(rows, infer_schema_length=None).unique(maintain_order=True)
-    return charts.knob_usage(usage, [label for label, *_ in runs], unit) if rows else None
 
 
 def numbers(problem: Problem, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +115,7 @@ def _over_budgets(results: Mapping[str, Any]) -> Charts:
     title, level = "utility (0 to 1)", results.get("satisfaction_level")
     drawn["Utility against budget"] = charts.by_budget(utility, problem.ranked_by, title, legend, unit=unit)
     drawn["On time"] = charts.on_time(frame, legend, 0.95 if level is None else float(level), unit)
-    usage = knob_usage([(policy_name(policy), policy, results) for policy in problem.usage], unit)
+    usage = charts.knob_usage([(policy_name(policy), policy, results) for policy in problem.usage], unit)
     return drawn if usage is None else drawn | {"Which settings are used": usage}
 
 
@@ -213,15 +174,11 @@ def logged_numbers(path: Path) -> pl.DataFrame | None:
     if not path.exists():
         return None
     try:
-        frame = pl.read_csv(path, infer_schema_length=None, schema_overrides={"seed": pl.String})
-    except pl.exceptions.NoDataError:
-        return None
+        frame = pl.read_csv(path, infer_schema_length=None, schema_overrides={"seed": pl.String}, raise_if_empty=False)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
-    if not {"seed", "step"} <= set(frame.columns):
-        return None
     names = [name for name in frame.columns if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric()]
-    if not names:
+    if not names or not {"seed", "step"} <= set(frame.columns):
         return None
     frame = frame.with_columns(pl.col("step").cast(pl.Int64, strict=False))
     logged = frame.unpivot(names, index=["seed", "step"]).drop_nulls().cast({"value": pl.Float64})

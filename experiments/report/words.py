@@ -123,8 +123,9 @@ def difference_cell(difference: float, ci95: Sequence[float]) -> str:
 def environment(autoescape: bool = False) -> Environment:
     """For the templates beside this file; they may call the functions of this module."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    style = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    templates = Environment(loader=loader, autoescape=autoescape, **style)
+    templates = Environment(
+        loader=loader, autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     templates.globals |= globals()
     templates.filters["quantity"] = quantity
     templates.tests["known"] = known

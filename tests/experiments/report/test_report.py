@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -364,10 +363,11 @@ def test_pareto_front_is_what_nothing_else_beats(points: list[tuple[int, int]]) 
 
 def test_a_knob_with_many_values_keeps_its_most_used_ones() -> None:
     shares = np.arange(1, 31) / np.arange(1, 31).sum()
-    usage = pl.DataFrame(
-        [{"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": f"{v}", "share": s} for v, s in enumerate(shares)]
-    )
-    spec = page.specification(charts.knob_usage(usage, ["p"]))
+    usage = [
+        {"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": v, "share": s}
+        for v, s in enumerate(shares.tolist())
+    ]
+    spec = page.specification(charts.knob_usage([("p", "p", {"knob_usage": usage})]))
     (rows,) = data_of(spec)
     kept = {r["value"]: r["share"] for r in rows}
     assert set(kept) == {*map(str, range(30 - charts.MOST_VALUES, 30)), "other"}
