@@ -109,7 +109,7 @@ def _training(comparison: Comparison) -> charts.alt.FacetChart | None:
     if not frames:
         return None
     logged = pl.concat(frames).filter(pl.col("part") == "validation").with_columns(pl.col("seed").fill_null(""))
-    titles = {name: title_of(name, comparison.unit) for name in _shown(metrics_in_time(logged))}
+    titles = {name: title_of(name, comparison.unit) for name in _curves(metrics_in_time(logged))}
     if not titles:
         return None
     value, curve = pl.col("value"), ["name", "metric"]
@@ -130,7 +130,7 @@ def _training(comparison: Comparison) -> charts.alt.FacetChart | None:
     return charts.curves(points.drop("metric"), list(titles.values()), order(comparison))
 
 
-def _shown(metrics: list[str]) -> list[str]:
+def _curves(metrics: list[str]) -> list[str]:
     """Of the logged metrics those to draw; stages of training are panels under their names."""
     names = [name for name in CURVES if name in metrics]
     if "Utility" in names and "Reward_Mean" in names:

@@ -26,8 +26,7 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import DATASET
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
-from knobwise.experiments.report.report import print_results
-from knobwise.experiments.report.verdicts import on_decisions
+from knobwise.experiments.report.report import on_decisions, print_results
 from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets, selector_decisions
 from knobwise.experiments.results.summary import held_out_choices, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import altair as alt
@@ -138,8 +139,8 @@ def by_budget(
 def on_time(rows: pl.DataFrame, policies: Sequence[str], level: float | None, unit: str) -> alt.HConcatChart:
     """The share on time against the budget, of all requests and of the feasible ones: policy, name, budget_ms,
     satisfaction, satisfaction_feasible."""
-    rows, style = rows.drop("low", "high", strict=False), {"percent": True, "level": level, "size": (350, 250)}
-    panels = [by_budget(rows, share.key, share.name, policies, unit=unit, **style) for share in (ON_TIME, FEASIBLE)]
+    panel = partial(by_budget, rows.drop("low", "high", strict=False), policies=policies, unit=unit, level=level)
+    panels = [panel(y=share.key, title=share.name, percent=True, size=(350, 250)) for share in (ON_TIME, FEASIBLE)]
     return alt.hconcat(*panels, spacing=40).resolve_scale(color="shared")
 
 
@@ -242,7 +243,8 @@ def policy_bars(policies: pl.DataFrame) -> alt.LayerChart:
 
 def share_bars(shares: pl.DataFrame) -> alt.HConcatChart:
     """Shares as bars with their intervals, a panel for each metric: metric, policy, value, low, high, in order."""
-    policies, sides = shares["policy"].unique(maintain_order=True).to_list(), []
+    policies = shares["policy"].unique(maintain_order=True).to_list()
+    sides: list[alt.LayerChart] = []
     for (title,), rows in shares.group_by("metric", maintain_order=True):
         x = alt.X("value:Q", title=title, scale=alt.Scale(domain=[0, 1]))
         y = alt.Y("policy:N", sort=policies, title=None, axis=alt.Axis(labels=not sides, ticks=False))
@@ -323,10 +325,7 @@ def knob_usage(runs: Sequence[tuple[str, str, Mapping[str, Any]]], unit: str = "
     ]
     if not shares:
         return None
-    usage, policies = (
-        pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True),
-        [run[0] for run in runs],
-    )
+    usage = pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True)
     width = 200 if usage["policy"].n_unique() <= 3 else 150
     # the name of a run says several things, one below the other
     header = alt.Header(labelLimit=width + 20, labelExpr="split(datum.label, ', ')")
@@ -346,7 +345,7 @@ def knob_usage(runs: Sequence[tuple[str, str, Mapping[str, Any]]], unit: str = "
         part = part.group_by("policy", "budget_ms", "budget", "value", maintain_order=True).agg(pl.col("share").sum())
         part = part.with_columns(pl.col("value").replace_strict(values, range(len(values))).alias("place"))
         colour = alt.Color("value:O", sort=values, title=knob, scale=alt.Scale(domain=values))
-        column = alt.Column("policy:N", sort=list(policies), title=None, header=header)
+        column = alt.Column("policy:N", sort=[run[0] for run in runs], title=None, header=header)
         tooltip = ["policy:N", "budget:O", "value:O", alt.Tooltip("share:Q", format=".1%")]
         bars = alt.Chart(part).mark_bar().encode(x, y, colour, column, order="place:Q", tooltip=tooltip)
         rows.append(bars.properties(width=width, height=130))

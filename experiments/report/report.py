@@ -1,12 +1,12 @@
-"""The results of a finished run, on the terminal and as `report.html`.
+"""The results of a finished run: in sentences, on the terminal and as `report.html`.
 
 Reads only the files that the run left in its folder (`results.json`, `metrics.csv`, `config.yaml`), so that a report
-can be written again at any time. The words of the page are in `templates/`.
+can be written again at any time. This module gathers the numbers; the words are in `templates/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,15 @@ from knobwise.experiments.report import result_charts as drawn
 from knobwise.experiments.report.page import render_page
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.tables import print_lines, print_table
-from knobwise.experiments.report.verdicts import verdict
-from knobwise.experiments.results.problem import problem_of, shown_at
+from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, Row, policy_name, quantity
+from knobwise.experiments.results.problem import DEADLINE, DEMONSTRATIONS, MEAN_BUDGET, problem_of, shown_at
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+WORTH_EXPORTING = 0.05
+"""Share of the mean latency above which a decision is too slow."""
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -63,3 +67,110 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
         few = tables.NARROW_BY_DATASET[problem_of(results).name]
         print_table(console, table.header, table.rows, few, table.strong)
     print_lines(console, verdict(results))
+
+
+# -- in sentences ----------------------------------------------------------------------------------------------------
+
+
+def verdict(results: Mapping[str, Any]) -> list[str]:
+    """What the run shows, the most important first."""
+    problem = problem_of(results).name
+    return words.sentences(f"{problem}.txt.j2", results=results, **_NUMBERS[problem](results))
+
+
+def on_decisions(results: Mapping[str, Any]) -> str:
+    """The time that a decision takes, compared with the latency, in a sentence; without features and setting knobs,
+    which only a live run measures. Empty if it is not known, or if the budget limits no time."""
+    learned = words.means_of(results).get(LEARNED, {})
+    micros, mean = (float(learned.get(key) or 0) for key in ("decision_us_p50", "latency_ms_mean"))
+    if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
+        return ""
+    share = micros / 1e3 / mean
+    sentence = f"A decision takes {quantity(micros, 'µs')}, {share:.1%} of the mean latency"
+    if share > WORTH_EXPORTING:
+        sentence += "; an exported controller is faster, and its student the fastest (knobwise export student=true)"
+    return f"{sentence}."
+
+
+def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
+    ranked = {row["policy"]: row for row in words.ranked(results)}
+    learned = ranked.get(LEARNED)
+    rivals = [row for name, row in ranked.items() if name not in (LEARNED, STATIC, ORACLE)]
+    return {
+        "learned": learned,
+        "static": ranked.get(STATIC),
+        "best": next((row for name, row in ranked.items() if name != ORACLE), None),
+        "rivals": rivals,
+        "better": [row for row in rivals if learned and words.value_of(row) > words.value_of(learned)],
+        "guard": _of_guard(results),
+    }
+
+
+def _of_guard(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The budgets where it fell back to static, and where it does not enforce the level, in words."""
+    budgets = words.guarantees(results)
+
+    def places(test: Callable[[Row], bool], on_time: bool = False) -> str:
+        """The budgets where the test holds, with the share on time and the number of seeds."""
+        names = []
+        for rows in budgets:
+            passed = [row for row in rows if test(row)]
+            notes = [f"{words.mean_of(passed, 'satisfaction_deployed'):.1%} on time"] * on_time
+            notes += [f"{len(passed)} of {len(rows)} seeds"] * (len(passed) < len(rows))
+            if passed:
+                budget = quantity(rows[0]["budget_ms"], words.unit_of(results))
+                names.append(budget + (f" ({', '.join(notes)})" if notes else ""))
+        return words.listed(names) if names else ""
+
+    return {
+        "worse": places(lambda row: not row["deployed"] and not row["better"]),
+        "everywhere": not any(row["deployed"] or row["better"] for rows in budgets for row in rows),
+        "safer": places(lambda row: not row["deployed"] and row["better"]),
+        "unattainable": places(lambda row: row["unattainable"], on_time=True),
+        "too_dear": places(lambda row: row["too_dear"], on_time=True),
+        "level": f"{100 * budgets[0][0]['level']:g}% on time" if budgets else "",
+    }
+
+
+def _under_mean_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
+    ranked = {row["policy"]: row for row in words.ranked(results, MEAN_BUDGET.ranked_by)}
+    if LEARNED not in ranked:
+        return {"learned": None}
+    budgets = MEAN_BUDGET.judged_at(results)
+    tight = [MEAN_BUDGET.row(results, LEARNED, budget) for budget in budgets[:2]]
+    most = [row["oracle_accuracy"] - row["accuracy"] + row["over_best_single"] for row in tight]
+    rivals = [row for name, row in ranked.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
+    return {
+        "learned": ranked[LEARNED],
+        "budgets": len(budgets),
+        "gains": [words.points(row["over_best_single"]) for row in tight],
+        "latencies": [quantity(row["latency_ms_mean"], words.unit_of(results)) for row in tight],
+        "most": list(map(words.points, most)),
+        "rivals": rivals,
+        "better": sum(row["over_static_mix"] > ranked[LEARNED]["over_static_mix"] for row in rivals),
+        "deployed": [row["deployed"] for rows in results.get("guard") or [] for row in rows],
+    }
+
+
+def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
+    shots, policy = shown_at(results), DEMONSTRATIONS.main_policy(results)
+    rows, at = words.rows_at(results, shots), words.differences_at(results, shots)
+    simple = sorted((name for name in SIMPLE if name in rows), key=lambda name: -float(rows[name]["accuracy"]))
+    with_accuracy = {name: f"{policy_name(name, results)} ({row['accuracy']:.3f})" for name, row in rows.items()}
+    numbers = {"shots": shots, "policy": policy, "rows": rows, "simple": simple, "with_accuracy": with_accuracy}
+    if policy not in rows:
+        return numbers
+    rivals = [name for name in simple if (policy, name) in at]
+    signs = {name: words.sign_of(at[policy, name]["ci95"]) for name in rivals}
+    others = {n: words.rows_at(results, n).get(policy) for n in results["shots"] if n != results["trained_shots"]}
+    return numbers | {
+        "at": at,
+        "learned": list(dict.fromkeys((policy, *DEMONSTRATIONS.trained))),
+        "rivals": rivals,
+        "winners": [name for name in rivals if signs[name] < 0],
+        "close": [with_accuracy[name] for name in rivals if signs[name] == 0],
+        "elsewhere": [f"{row['accuracy']:.3f} with {n}" for n, row in others.items() if row],
+    }
+
+
+_NUMBERS = {DEADLINE.name: _under_deadlines, MEAN_BUDGET.name: _under_mean_budgets, DEMONSTRATIONS.name: _of_selectors}

@@ -217,6 +217,5 @@ def _curves(logged: pl.DataFrame, metrics: list[str], begins: int | None) -> alt
     points = thinned.sort(*curve, "step").drop("bin").with_columns(pl.col("metric").replace(titles).alias("panel"))
     if begins is not None:
         points = points.with_columns(grpo=pl.lit(begins))
-    parts = {"slate": "train", "blue": "validation"}
-    of_parts = {"colour": "part", "line": "seed", "y": "value", "columns": 3}
-    return charts.curves(points.drop("metric"), list(titles.values()), parts, **of_parts)
+    points, parts = points.drop("metric"), {"slate": "train", "blue": "validation"}
+    return charts.curves(points, list(titles.values()), parts, colour="part", line="seed", y="value", columns=3)

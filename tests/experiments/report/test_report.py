@@ -16,9 +16,8 @@ from page_parts import charts_of, data_of, points_of, printed, rows_of, svg_of
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.report import print_results, write_report
+from knobwise.experiments.report.report import on_decisions, print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
-from knobwise.experiments.report.verdicts import on_decisions, verdict
 from knobwise.experiments.report.words import policy_name, quantity, read_results
 
 BUDGETS = (120.0, 480.0)
@@ -362,11 +361,8 @@ def test_pareto_front_is_what_nothing_else_beats(points: list[tuple[int, int]]) 
 
 
 def test_a_knob_with_many_values_keeps_its_most_used_ones() -> None:
-    shares = np.arange(1, 31) / np.arange(1, 31).sum()
-    usage = [
-        {"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": v, "share": s}
-        for v, s in enumerate(shares.tolist())
-    ]
+    shares = (np.arange(1, 31) / np.arange(1, 31).sum()).tolist()
+    usage = [{"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": v, "share": s} for v, s in enumerate(shares)]
     spec = page.specification(charts.knob_usage([("p", "p", {"knob_usage": usage})]))
     (rows,) = data_of(spec)
     kept = {r["value"]: r["share"] for r in rows}

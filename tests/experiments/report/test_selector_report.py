@@ -16,10 +16,9 @@ from torch import Tensor
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.report import print_results, write_report
+from knobwise.experiments.report.report import print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts, result_images
 from knobwise.experiments.report.tables import policies
-from knobwise.experiments.report.verdicts import verdict
 from knobwise.experiments.results.judge import selector_decisions
 from knobwise.experiments.results.problem import CONTROLS, LEARNED
 from knobwise.experiments.results.summary import selector_results
