@@ -36,10 +36,13 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     budget: the best static configuration, and the best of each sample), `static_choices`, `feasible_share`,
     `configuration_means` with `pareto`, `datasets`, `features`, `digest`, `notes` (the reader's), `warnings` (ours).
     """
+    from knobwise.experiments.report.charts import pareto_front
+
     mask, accuracy, latency = table.mask, table.accuracy.nan_to_num(), table.latency_ms.nan_to_num()
     profiled = mask.sum(0)
     means = {"accuracy": _mean(accuracy, mask), "latency_ms": _mean(latency, mask)}
     spread = ((latency - means["latency_ms"]).square() * mask).sum(0).div(profiled).sqrt()
+    front = pareto_front(*(values.numpy() for values in means.values()))
     lowest, highest = _range(accuracy.where(mask, torch.nan).T)
     facts: dict[str, Any] = {
         "name": table.name,
@@ -65,7 +68,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
             for name, block in table.features.items()
         ],
         "notes": list(table.notes),
-        "pareto": _pareto(means["accuracy"], means["latency_ms"]),
+        "pareto": [c for c in means["latency_ms"].argsort().tolist() if front[c]],
     }
     return facts | {"warnings": sentences("profile_warnings.txt.j2", **facts)}
 
@@ -110,13 +113,6 @@ def _headroom(table: ProfileTable, accuracy: Tensor) -> dict[str, Any]:
         "static_choices": choices,
         "feasible_share": feasible,
     }
-
-
-def _pareto(accuracy: Tensor, latency_ms: Tensor) -> list[int]:
-    from knobwise.experiments.report.charts import pareto_front
-
-    front = torch.from_numpy(pareto_front(accuracy.numpy(), latency_ms.numpy())).nonzero().squeeze(1)
-    return front[latency_ms[front].argsort()].tolist()
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

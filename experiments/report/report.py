@@ -6,7 +6,7 @@ can be written again at any time. This module gathers the numbers; the words are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from knobwise.experiments.report import result_charts as drawn
 from knobwise.experiments.report.page import render_page
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.tables import print_lines, print_table
-from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, Row, policy_name, quantity
+from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, policy_name, quantity
 from knobwise.experiments.results.problem import DEADLINE, DEMONSTRATIONS, MEAN_BUDGET, problem_of, shown_at
 
 if TYPE_CHECKING:
@@ -102,33 +102,7 @@ def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
         "best": next((row for name, row in ranked.items() if name != ORACLE), None),
         "rivals": rivals,
         "better": [row for row in rivals if learned and words.value_of(row) > words.value_of(learned)],
-        "guard": _of_guard(results),
-    }
-
-
-def _of_guard(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The budgets where it fell back to static, and where it does not enforce the level, in words."""
-    budgets = words.guarantees(results)
-
-    def places(test: Callable[[Row], bool], on_time: bool = False) -> str:
-        """The budgets where the test holds, with the share on time and the number of seeds."""
-        names = []
-        for rows in budgets:
-            passed = [row for row in rows if test(row)]
-            notes = [f"{words.mean_of(passed, 'satisfaction_deployed'):.1%} on time"] * on_time
-            notes += [f"{len(passed)} of {len(rows)} seeds"] * (len(passed) < len(rows))
-            if passed:
-                budget = quantity(rows[0]["budget_ms"], words.unit_of(results))
-                names.append(budget + (f" ({', '.join(notes)})" if notes else ""))
-        return words.listed(names) if names else ""
-
-    return {
-        "worse": places(lambda row: not row["deployed"] and not row["better"]),
-        "everywhere": not any(row["deployed"] or row["better"] for rows in budgets for row in rows),
-        "safer": places(lambda row: not row["deployed"] and row["better"]),
-        "unattainable": places(lambda row: row["unattainable"], on_time=True),
-        "too_dear": places(lambda row: row["too_dear"], on_time=True),
-        "level": f"{100 * budgets[0][0]['level']:g}% on time" if budgets else "",
+        "guard": words.guarantees(results),
     }
 
 

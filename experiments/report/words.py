@@ -185,8 +185,13 @@ def value_of(row: Row, metric: str = "utility") -> float:
 
 
 def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
-    """What the guard found at each budget: one row a seed. [] without a guard."""
-    at = {rows[0]["budget_ms"]: list(rows) for rows in zip(*(results.get("guard") or []), strict=True)}
+    """What the guard found at each budget: one row a seed. [] without a guard. Where it fell back, the policy was
+    `worse` than static, or only static is on time often enough (`safer`)."""
+    at = {}
+    for rows in zip(*(results.get("guard") or []), strict=True):
+        worse = [not (row["deployed"] or row.get("better")) for row in rows]
+        both = [{"worse": bad, "safer": not bad and not row["deployed"]} for bad, row in zip(worse, rows, strict=True)]
+        at[rows[0]["budget_ms"]] = [row | more for row, more in zip(rows, both, strict=True)]
     return list(at.values())
 
 
