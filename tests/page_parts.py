@@ -6,12 +6,20 @@ import io
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import vl_convert
 from rich.console import Console
 
 from knobwise.experiments.report import page
+from knobwise.experiments.report.report import write_report
+
+
+def report_of(folder: Path, results: dict[str, Any]) -> str:
+    """The report of a run with these results, in a folder where its other files may be."""
+    (folder / "results.json").write_text(json.dumps(results))
+    return write_report(folder).read_text()
 
 
 def charts_of(text: str) -> list[dict[str, Any]]:

@@ -187,12 +187,15 @@ def value_of(row: Row, metric: str = "utility") -> float:
 def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
     """What the guard found at each budget: one row a seed. [] without a guard. Where it fell back, the policy was
     `worse` than static, or only static is on time often enough (`safer`)."""
-    at = {}
+    at: dict[float, list[Row]] = {}
     for rows in zip(*(results.get("guard") or []), strict=True):
-        worse = [not (row["deployed"] or row.get("better")) for row in rows]
-        both = [{"worse": bad, "safer": not bad and not row["deployed"]} for bad, row in zip(worse, rows, strict=True)]
-        at[rows[0]["budget_ms"]] = [row | more for row, more in zip(rows, both, strict=True)]
+        at[rows[0]["budget_ms"]] = [_with_fallback(row) for row in rows]
     return list(at.values())
+
+
+def _with_fallback(row: Row) -> Row:
+    worse = not (row["deployed"] or row.get("better"))
+    return {**row, "worse": worse, "safer": not worse and not row["deployed"]}
 
 
 def guard_words(rows: Sequence[Row]) -> str:

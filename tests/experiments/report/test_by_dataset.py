@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import small_table, table_of
-from page_parts import printed
+from page_parts import printed, report_of
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
@@ -20,7 +20,7 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import BalanceConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.report.report import print_results, write_report
+from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset
 from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets
 from knobwise.experiments.train import controller
@@ -98,8 +98,7 @@ def test_one_data_set_changes_nothing() -> None:
 
 def test_the_report_shows_them(tmp_path: Path) -> None:
     results = judged(two_sets(), torch.arange(10))
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    text = write_report(tmp_path).read_text()
+    text = report_of(tmp_path, results)
     assert "Data set by data set" in text
     assert "static per data set" in text
     assert "4 samples" in text
@@ -161,8 +160,7 @@ def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it()
 
 def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
     results = judged_at_means() | {"guard": [], "chosen": []}
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    text = write_report(tmp_path).read_text()
+    text = report_of(tmp_path, results)
     assert "Data set by data set" in text
     assert "A budget limits the mean over all data sets" in text
     assert "over best single" in printed(print_results, results).split("data set")[1]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_parts import charts_of, data_of, points_of, printed, rows_of, svg_of
+from page_parts import charts_of, data_of, points_of, printed, report_of, rows_of, svg_of
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
@@ -26,22 +26,11 @@ POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58
 
 def row(policy: str, budget: float | None, utility: float) -> dict[str, Any]:
     gap = (utility - 0.5) / 0.3
-    return {
-        "policy": policy,
-        "budget_ms": budget,
-        "accuracy": utility + 0.05,
-        "latency_ms_mean": 0.8 * (budget or 300.0),
-        "latency_ms_p95": 400.0,
-        "satisfaction": 0.9,
-        "satisfaction_feasible": 0.96,
-        "infeasible": 0.0 if budget == BUDGETS[1] else 0.04,
-        "utility": utility,
-        "utility_ci95": [utility - 0.015, utility + 0.015],
-        "reward": utility,
-        "gap_closed": gap,
-        "gap_closed_ci95": [gap - 0.1, gap + 0.1],
-        "decision_us_p50": 12.5,
-    }
+    row = {"policy": policy, "budget_ms": budget, "accuracy": utility + 0.05, "reward": utility}
+    row |= {"latency_ms_mean": 0.8 * (budget or 300.0), "latency_ms_p95": 400.0, "decision_us_p50": 12.5}
+    row |= {"satisfaction": 0.9, "satisfaction_feasible": 0.96, "infeasible": 0.0 if budget == BUDGETS[1] else 0.04}
+    row |= {"utility": utility, "utility_ci95": [utility - 0.015, utility + 0.015]}
+    return row | {"gap_closed": gap, "gap_closed_ci95": [gap - 0.1, gap + 0.1]}
 
 
 def results(**utilities: float) -> dict[str, Any]:
@@ -72,18 +61,10 @@ def results(**utilities: float) -> dict[str, Any]:
 
 
 def guard_row(budget: float, **more: Any) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "budget_ms": budget,
-        "level": 0.95,
-        "miss_price": 0.5,
-        "unattainable": False,
-        "too_dear": False,
-        "better": True,
-        "deployed": True,
-        "reason": "deployed: better than <static> by +0.100 ± 0.010",
-        **{"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955},
-        **{"satisfaction_static": 0.981, "gain": 0.1, "gain_se": 0.01},
-    }
+    content: dict[str, Any] = {"budget_ms": budget, "level": 0.95, "miss_price": 0.5, "gain": 0.1, "gain_se": 0.01}
+    content |= {"unattainable": False, "too_dear": False, "better": True, "deployed": True}
+    content |= {"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955}
+    content |= {"satisfaction_static": 0.981, "reason": "deployed: better than <static> by +0.100 ± 0.010"}
     return content | more
 
 
@@ -144,14 +125,12 @@ def run(tmp_path: Path) -> Path:
 def test_training_curves_say_where_grpo_begins(run: Path) -> None:
     assert "where GRPO begins" not in write_report(run).read_text()
     training = {"warmup_iterations": 600, "iterations": 400}
-    (run / "results.json").write_text(json.dumps(results() | {"training": training}))
-    text = write_report(run).read_text()
+    text = report_of(run, results() | {"training": training})
     assert "Dashed: where GRPO begins." in text
     drawn = [spec for spec in charts_of(text) if "training step" in json.dumps(spec)]
     panels = [{point["panel"] for point in points_of(spec)} for spec in drawn]
     assert [svg_of(spec).count('stroke-dasharray="5,4"') for spec in drawn] == list(map(len, panels)) == [1, 1]
-    (run / "results.json").write_text(json.dumps(results() | {"training": training | {"iterations": 0}}))
-    assert "where GRPO begins" not in write_report(run).read_text()
+    assert "where GRPO begins" not in report_of(run, results() | {"training": training | {"iterations": 0}})
 
 
 def test_the_report_needs_no_network(run: Path) -> None:
@@ -220,8 +199,7 @@ def test_report_is_written_from_the_bare_results(tmp_path: Path) -> None:
     bare = {
         "rows": [{"policy": "controller", "budget_ms": None, "utility": 0.5}, {"policy": "mine", "budget_ms": None}]
     }
-    (tmp_path / "results.json").write_text(json.dumps(bare))
-    text = write_report(tmp_path).read_text()
+    text = report_of(tmp_path, bare)
     assert "no static policy was judged" in text
     assert charts_of(text) == []
 
@@ -300,8 +278,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     assert "<h2>Guarantees" not in write_report(run).read_text()
     assert "<h2>What was chosen" not in write_report(run).read_text()
     content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, {"miss_price": 0.7, "satisfaction_deployed": 0.965}))
-    (run / "results.json").write_text(json.dumps(content))
-    text = write_report(run).read_text()
+    text = report_of(run, content)
     guarantees = text.split("<h2>Guarantees</h2>")[1].split("<h2>")[0]
     assert "95% of the feasible requests on time" in guarantees
     _, tight, loose = re.findall(r"<tr.*?</tr>", guarantees, re.S)
@@ -323,8 +300,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
 
 def test_report_of_a_network_alone(run: Path) -> None:
     content = with_guard(({}, {})) | {"chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 7}]}
-    (run / "results.json").write_text(json.dumps(content))
-    assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in write_report(run).read_text()
+    assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in report_of(run, content)
 
 
 def test_equal_budgets_are_listed_once() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from page_parts import charts_of, data_of, printed, rows_of, svg_of
+from page_parts import charts_of, data_of, printed, report_of, rows_of, svg_of
 from torch import Tensor
 
 from knobwise.agents.selector.evaluation import Decided
@@ -188,14 +188,12 @@ def test_one_number_of_shots_needs_no_chart_over_shots(tmp_path: Path) -> None:
     assert list(result_charts(content)) == ["Accuracy with 4 shots"]
     assert verdict(content)[0].startswith("With 4 shots, GRPO on live draws answers")
     assert policies(content).header == ["policy", "4 shots", "decision time"]
-    (tmp_path / "results.json").write_text(json.dumps(content))
-    assert write_report(tmp_path).exists()
+    assert report_of(tmp_path, content)
 
 
 def test_baselines_alone_make_a_report(tmp_path: Path) -> None:
     content = results(**dict.fromkeys((*LEARNED, *CONTROLS)))
-    (tmp_path / "results.json").write_text(json.dumps(content))
-    text = write_report(tmp_path).read_text()
+    text = report_of(tmp_path, content)
     assert "No learned policy was judged. The best simple baseline is careful-annotator rule (0.550)." in text
     assert policies(content).strong == []
     assert "<h2>Controls" not in text
@@ -266,8 +264,7 @@ def test_queries_that_were_left_out_are_counted(run: Path) -> None:
     for by_shots in correct.values():
         by_shots[4][:, :10] = torch.nan
     content = results_of(correct)
-    (run / "results.json").write_text(json.dumps(content))
-    text = write_report(run).read_text()
+    text = report_of(run, content)
     assert "for lack of a recorded sequence: 590 with 4. Every policy was judged on the same ones." in text
     assert "own bank" not in text
 
