@@ -150,9 +150,8 @@ def by_shots(rows: pl.DataFrame, policies: Sequence[str], trained: int) -> alt.L
     axis = alt.Axis(values=sorted(rows["shots"].unique()), format="d", grid=False)
     x = alt.X("shots:Q", title="demonstrations (shots)", axis=axis, scale=alt.Scale(padding=24, nice=False, zero=False))
     mark = alt.Chart(pl.DataFrame({"shots": [trained]})).mark_rule(**DASHED).encode(x)
-    return alt.layer(mark, *_lines(rows, x, "accuracy", "accuracy (0 to 1)", policies)).properties(
-        width=820, height=340
-    )
+    layers = [mark, *_lines(rows, x, "accuracy", "accuracy (0 to 1)", policies)]
+    return alt.layer(*layers).properties(width=820, height=340)
 
 
 def _lines(

@@ -48,26 +48,15 @@ def by_hue(labels: Mapping[str, str]) -> list[str]:
     return [labels.get(hue, " " * place) for place, hue in enumerate(HUES, 1)]
 
 
-def _theme(dark: bool, text: str, grid: str, quiet: str) -> dict[str, Any]:
-    palette = [pair[dark] for pair in HUES.values()]
-    words = {"labelColor": text, "titleColor": text, "titleFontWeight": "normal", "titleFontSize": 12}
-    return {
-        "background": "transparent",
-        "font": "system-ui, sans-serif",
-        "view": {"stroke": "transparent"},
-        "range": {"category": palette, "ordinal": {"scheme": "viridis"}, "heatmap": {"scheme": "viridis"}},
-        "mark": {"color": palette[0]},
-        "axis": {**words, "gridColor": grid, "domainColor": quiet, "tickColor": quiet, "labelFontSize": 11},
-        "legend": {**words, "labelFontSize": 12},
-        "header": {**words, "labelFontSize": 12, "labelFontWeight": 600},
-        "title": {"color": text, "fontSize": 13, "anchor": "start"},
-        "style": {"quiet": {"color": quiet}},
-    }
+def _theme(dark: bool, **greys: str) -> dict[str, Any]:
+    template, palette = environment().get_template("theme.json.j2"), [pair[dark] for pair in HUES.values()]
+    theme: dict[str, Any] = json.loads(template.render(palette=palette, **greys))
+    return theme
 
 
 THEMES = {
-    "light": _theme(False, "#333333", "#e6e6e6", "#8a8a8a"),
-    "dark": _theme(True, "#d6d6d6", "#34373d", "#8d9199"),
+    "light": _theme(False, text="#333333", grid="#e6e6e6", quiet="#8a8a8a"),
+    "dark": _theme(True, text="#d6d6d6", grid="#34373d", quiet="#8d9199"),
 }
 
 

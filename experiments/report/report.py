@@ -129,7 +129,7 @@ def _under_mean_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
 def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
     shots, policy = shown_at(results), DEMONSTRATIONS.main_policy(results)
     rows, at = words.rows_at(results, shots), words.differences_at(results, shots)
-    simple = sorted((name for name in SIMPLE if name in rows), key=lambda name: -float(rows[name]["accuracy"]))
+    simple = drawn.baselines(results)
     with_accuracy = {name: f"{policy_name(name, results)} ({row['accuracy']:.3f})" for name, row in rows.items()}
     numbers = {"shots": shots, "policy": policy, "rows": rows, "simple": simple, "with_accuracy": with_accuracy}
     if policy not in rows:

@@ -59,10 +59,10 @@ def numbers(problem: Problem, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def strongest(results: Mapping[str, Any]) -> str:
     """The name of the best policy that is neither learned nor a reference; "" without any."""
-    return next((policy_name(policy, results) for policy in _others(results)), "")
+    return next((policy_name(policy, results) for policy in baselines(results)), "")
 
 
-def _others(results: Mapping[str, Any]) -> list[str]:
+def baselines(results: Mapping[str, Any]) -> list[str]:
     """The policies that are neither learned nor references, the best first."""
     problem = problem_of(results)
     if not problem.averaged:
@@ -78,7 +78,7 @@ def _others(results: Mapping[str, Any]) -> list[str]:
 
 def _over_budgets(results: Mapping[str, Any]) -> Charts:
     """Learned policy, static reference, the strongest other baseline and oracle in colour, all others thin and grey."""
-    problem, unit, others = problem_of(results), words.unit_of(results), _others(results)
+    problem, unit, others = problem_of(results), words.unit_of(results), baselines(results)
     named = (*problem.trained, problem.low, *others[:1], problem.high)
     labels = {name: policy_name(name) for name in named if name in words.means_of(results)}
     legend = [*labels.values(), *([charts.OTHER] if len(others) > 1 else [])]
@@ -135,7 +135,7 @@ def _over_shots(results: Mapping[str, Any]) -> Charts:
     drawn: Charts = {f"Accuracy with {shots_words(shots)}": charts.policy_bars(bars.drop("policy", "shots"))}
     if len(results["shots"]) == 1:
         return drawn
-    named = dict.fromkeys((DEMONSTRATIONS.main_policy(results), *LEARNED[-2:], *_others(results)[:1]))
+    named = dict.fromkeys((DEMONSTRATIONS.main_policy(results), *LEARNED[-2:], *baselines(results)[:1]))
     judged = rows_at(results, shots)
     labels = {name: policy_name(name, results) for name in named if name in judged}
     colour = pl.when(pl.col("policy").is_in(list(labels))).then(pl.col("name")).otherwise(pl.lit(charts.OTHER))
