@@ -41,17 +41,11 @@ def _tooltip(rows: pl.DataFrame) -> list[alt.Tooltip]:
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
-def _thin_and_named(lines: alt.Chart, width: float) -> list[alt.Chart]:
-    """The policies that have a colour, and all others thin."""
-    thin, named = alt.datum.policy == OTHER, alt.datum.policy != OTHER
-    return [
-        lines.transform_filter(thin).mark_line(strokeWidth=1),
-        lines.transform_filter(named).mark_line(strokeWidth=width),
-    ]
-
-
-def _dots(lines: alt.Chart, size: int) -> alt.Chart:
-    return lines.transform_filter(alt.datum.policy != OTHER).mark_circle(size=size, opacity=1)
+def _thin_and_named(lines: alt.Chart, width: float, size: int = 0) -> list[alt.Chart]:
+    """The policies that have a colour, with dots of some size, and all others thin."""
+    thin, named = (lines.transform_filter(test) for test in (alt.datum.policy == OTHER, alt.datum.policy != OTHER))
+    dots = [named.mark_circle(size=size, opacity=1)] if size else []
+    return [thin.mark_line(strokeWidth=1), named.mark_line(strokeWidth=width), *dots]
 
 
 def _quiet(references: pl.DataFrame, x: alt.X, y: alt.Y) -> alt.Chart:
@@ -88,9 +82,8 @@ def plane(
     layers = [circles.encode(x, y, tooltip=_tooltip(dots)), steps.encode(x, y)]
     if paths is not None and len(paths):
         line = alt.Chart(paths).encode(x, y, _colour(policies), order="budget_ms:Q", tooltip=_tooltip(paths))
-        if "name" in paths.columns:
-            line = line.encode(detail="name:N")
-        layers += [*_thin_and_named(line, width=2), _dots(line, size=60)]
+        line = line.encode(detail="name:N") if "name" in paths.columns else line
+        layers += _thin_and_named(line, width=2, size=60)
     if references is not None:
         layers.append(_quiet(references, x, y))
     return alt.layer(*layers).properties(width=820, height=360)
@@ -163,7 +156,7 @@ def _lines(
     height = alt.Y(f"{y}:Q", title=title, axis=axis, scale=scale)
     tooltip = ["name:N", x.shorthand, alt.Tooltip(f"{y}:Q", format=".1%" if percent else ".3f")]
     line = alt.Chart(rows).encode(x, height, _colour(policies), detail="name:N", tooltip=tooltip)
-    layers = [*_thin_and_named(line, width=2.5), _dots(line, size=50)]
+    layers = _thin_and_named(line, width=2.5, size=50)
     if "low" in rows.columns:
         band = alt.Chart(rows.filter(pl.col("policy") != OTHER)).mark_area(opacity=0.15)
         layers.insert(0, band.encode(x, alt.Y("low:Q", title=title), _colour(policies), y2="high:Q"))
