@@ -75,22 +75,6 @@ def at_shots(results: Mapping[str, Any], rows: str = "rows") -> Table:
     return Table(header, cells, [place for place, name in enumerate(order) if name == policy])
 
 
-def differences(results: Mapping[str, Any], policies: Collection[str] = (), against: Collection[str] = ()) -> Table:
-    """Differences at every number of shots, in points, of these policies to those, () being all; the last column says
-    what they show."""
-    at = [words.differences_at(results, shots) for shots in results["shots"]]
-    main = words.differences_at(results, shown_at(results))
-    pairs = dict.fromkeys((row["policy"], row["against"]) for row in results.get("differences", []))
-    cells = []
-    for pair in pairs:
-        if pair[0] in (policies or pair) and pair[1] in (against or pair):
-            rows = [by.get(pair) for by in at]
-            line = ["–" if row is None else words.difference_cell(row["difference"], row["ci95"]) for row in rows]
-            result = words.SIGN_WORDS[words.sign_of(main[pair]["ci95"])] if pair in main else ""
-            cells.append([f"{policy_name(pair[0], results)}\nover {policy_name(pair[1], results)}", *line, result])
-    return Table([*at_shots(results).header[:-1], f"at {shots_words(shown_at(results))}"], cells)
-
-
 # -- on the terminal --------------------------------------------------------------------------------------------------
 
 

@@ -241,3 +241,8 @@ def rows_at(results: Mapping[str, Any], shots: int, rows: str = "rows") -> dict[
 def differences_at(results: Mapping[str, Any], shots: int) -> dict[tuple[str, str], Row]:
     """(policy, the policy it is compared with) → the difference at a number of shots."""
     return {(r["policy"], r["against"]): r for r in results.get("differences", []) if r["shots"] == shots}
+
+
+def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Every (policy, the policy it is compared with)."""
+    return list(dict.fromkeys((row["policy"], row["against"]) for row in results.get("differences", [])))

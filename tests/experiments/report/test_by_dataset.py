@@ -94,6 +94,7 @@ def test_one_data_set_changes_nothing() -> None:
     assert "by_dataset" not in results
     assert by_dataset(results).rows == []
     assert "by_dataset" not in judged(two_sets(), torch.arange(6))
+    assert "by_dataset" not in judged(replace(small_table(20), datasets=("only",) * 20), torch.arange(20))
 
 
 def test_the_report_shows_them(tmp_path: Path) -> None:
@@ -109,11 +110,6 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
     assert text.count("learned controller") >= 3
     wide = by_dataset(results).rows
     assert [line[0].split("\n")[0] for line in wide] == ["a", "", "", "", "", "b", "", "", "", ""]
-
-
-def test_a_table_of_one_data_set_with_a_name_is_one_data_set() -> None:
-    table = replace(small_table(20), datasets=("only",) * 20)
-    assert "by_dataset" not in judged(table, torch.arange(20))
 
 
 # -- under mean budgets ------------------------------------------------------------------------------------------------
