@@ -2,47 +2,64 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import polars as pl
 
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import ComparedRun
-from knobwise.experiments.compare.words import SIDE_BY_SIDE
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.training_curves import logged_numbers
-from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name, shots_words
-from knobwise.experiments.results.problem import CONTROLS, FEASIBLE, ON_TIME
-
-if TYPE_CHECKING:
-    import altair as alt
+from knobwise.experiments.report.result_charts import (
+    Charts,
+    is_shown_first,
+    logged_numbers,
+    metrics_in_time,
+    numbers,
+    title_of,
+)
+from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_name
+from knobwise.experiments.results.problem import FEASIBLE
 
 COLOURED = 4
 """So many runs have a colour: the first one, and those with the best scores."""
-CURVES = {
-    "Utility": "utility (0 to 1)",
-    "Reward_Mean": "reward, mean",
-    "Accuracy_Mean": "accuracy, mean (0 to 1)",
-    "Latency_Mean": "latency, mean ({unit})",
-    "Budget_Violation_Rate": "over budget (share)",
-}
+CURVES = ("Utility", "Reward_Mean", "Accuracy_Mean", "Latency_Mean", "Budget_Violation_Rate")
 """The training curves, in this order; the reward only where there is no utility, since runs may differ in it."""
 POINTS = 400
 """How many points a curve has at most."""
-Drawn = dict[str, tuple[str, "alt.TopLevelMixin"]]
-"""Heading → caption and chart."""
 
 
-def comparison_charts(comparison: Comparison) -> Drawn:
+def comparison_charts(comparison: Comparison) -> Charts:
     """The charts that the runs have numbers for."""
-    rows, references = _rows(comparison), _references(comparison)
-    drawn = _plane(comparison, rows, references) | _scores(comparison, rows, references)
-    if FEASIBLE in comparison.problem.metrics:
-        drawn |= _on_time(comparison, rows)
-    return drawn | _usage(comparison) | _training(comparison)
+    problem, labels, unit = comparison.problem, order(comparison), comparison.unit
+    runs = list(zip(comparison.runs, comparison.policies, strict=True))
+    rows = _numbers(comparison, [(run, policy, _line(comparison, run)) for run, policy in runs])
+    if len(runs) > COLOURED:
+        rows = rows.drop("low", "high")
+    names = [row["policy"] for row in comparison.reference_rows()]
+    references = None
+    if names:
+        lines = [(comparison.reference, name, {"policy": policy_name(name)}) for name in names]
+        references = _numbers(comparison, lines).drop("low", "high")
+    drawn: Charts = {}
+    if configurations := comparison.reference.results.get("configurations"):
+        paths = rows.select("name", "policy", "budget_ms", "accuracy", "latency_ms")
+        drawn["Accuracy and latency"] = charts.plane(configurations, paths, labels, unit, references)
+    name = next(metric.name for metric in problem.metrics if metric.key == problem.ranked_by)
+    heading = f"{name.capitalize()} by {problem.place_words[0]}"
+    if problem.averaged:
+        drawn[heading] = charts.by_budget(rows, problem.ranked_by, name, labels, unit=unit, references=references)
+    elif len(comparison.places) > 1:
+        drawn[heading] = charts.by_shots(rows, labels, int(comparison.main or 0))
+    if FEASIBLE in problem.metrics:
+        level = comparison.reference.results.get("satisfaction_level")
+        drawn["On time"] = charts.on_time(rows, labels, level, unit)
+    columns = [(run.label, policy, run.results) for run, policy in runs if run.label in labels]
+    if usage := charts.knob_usage(columns, unit):
+        drawn["Which settings are used"] = usage
+    if training := _training(comparison):
+        drawn[f"Training, on validation {problem.samples}"] = training
+    return drawn
 
 
-def forest(comparison: Comparison) -> alt.LayerChart:
+def forest(comparison: Comparison) -> charts.alt.LayerChart:
     """The differences at the main place, in points as in the tables."""
     rows = [
         {"run": difference.run, "difference": 100 * difference.difference}
@@ -66,167 +83,58 @@ def _line(comparison: Comparison, run: ComparedRun) -> dict[str, str]:
     return {"policy": run.label if run.label in order(comparison) else charts.OTHER, "name": run.label}
 
 
-def _grey(comparison: Comparison) -> str:
-    more = len(comparison.runs) - COLOURED
-    return f" In colour: the first run and the {COLOURED - 1} best others; grey: {more} more." if more > 0 else ""
-
-
-# -- results by place --------------------------------------------------------------------------------------------------
-
-
-def _rows(comparison: Comparison) -> pl.DataFrame:
-    """The numbers of each run at each place; `low` and `high` are the interval of what runs are ranked by, for few
-    runs."""
-    rows = [
-        _line(comparison, run) | _numbers(comparison, run, policy, place)
-        for run, policy in zip(comparison.runs, comparison.policies, strict=True)
-        for place in comparison.places
-        if run.row(policy, place)
-    ]
-    frame = pl.DataFrame(rows, infer_schema_length=None)
-    return frame if len(comparison.runs) <= COLOURED else frame.drop("low", "high")
-
-
-def _numbers(comparison: Comparison, run: ComparedRun, policy: str, place: float) -> dict[str, Any]:
-    row, problem = run.row(policy, place), comparison.problem
-    low, high = row.get(f"{problem.ranked_by}_ci95") or (None, None)
-    numbers = {metric.key: row.get(metric.key) for metric in problem.metrics}
-    return numbers | {problem.place: place, "latency_ms": row.get("latency_ms_mean"), "low": low, "high": high}
-
-
-def _references(comparison: Comparison) -> pl.DataFrame | None:
-    """The numbers of the reference policies of the first run at each place."""
-    run = comparison.reference
-    rows = [
-        {"policy": policy_name(row["policy"])} | _numbers(comparison, run, row["policy"], place)
-        for row in comparison.reference_rows()
-        for place in comparison.places
-        if run.row(row["policy"], place)
-    ]
-    return pl.DataFrame(rows, infer_schema_length=None).drop("low", "high") if rows else None
-
-
-def _plane(comparison: Comparison, rows: pl.DataFrame, references: pl.DataFrame | None) -> Drawn:
-    configurations = comparison.reference.results.get("configurations")
-    if not configurations:
-        return {}
-    dots = pl.DataFrame([{key: c[key] for key in ("label", "accuracy", "latency_ms")} for c in configurations])
-    caption = (
-        "A coloured line is what a run reached, one point per budget. Each grey dot is one configuration used for "
-        "every test input; the thin dashed line joins those that no other beats. Dots and reference policies are "
-        f"those of {comparison.reference.label}.{_grey(comparison)}"
-    )
-    columns = ["policy", "budget_ms", "accuracy", "latency_ms"]
-    behind = None if references is None else references.select(columns)
-    chart = charts.plane(dots, rows.select("name", *columns), order(comparison), comparison.unit, behind)
-    return {"Accuracy and latency": (caption, chart)}
-
-
-def _scores(comparison: Comparison, rows: pl.DataFrame, references: pl.DataFrame | None) -> Drawn:
-    """What runs are ranked by, at each place."""
+def _numbers(comparison: Comparison, lines: list[tuple[ComparedRun, str, dict[str, str]]]) -> pl.DataFrame:
+    """The numbers of each (run, policy, columns that name the line) at each place."""
     problem = comparison.problem
-    name = next(metric.name for metric in problem.metrics if metric.key == problem.ranked_by)
-    heading = f"{name.capitalize()} by {problem.place_words[0]}"
-    caption = "Shaded: 95% intervals." * ("low" in rows.columns) + _grey(comparison)
-    if problem.averaged:
-        chart = charts.by_budget(
-            rows, problem.ranked_by, name, order(comparison), unit=comparison.unit, references=references
-        )
-        return {heading: (caption.strip(), chart)}
-    if len(comparison.places) < 2:
-        return {}
-    trained = int(comparison.main or 0)
-    caption = f"Dashed: {shots_words(trained)}, the number compared above. {caption}{_policies(comparison)}"
-    return {heading: (caption, charts.by_shots(rows, order(comparison), trained))}
-
-
-def _policies(comparison: Comparison) -> str:
-    """Which policy each line is of."""
-    runs = zip(comparison.runs, comparison.policies, strict=True)
-    names = {run.label: policy_name(policy, run.results) for run, policy in runs}
-    if len(set(names.values())) == 1:
-        return f" All lines are of {next(iter(names.values()))}."
-    lines = ", ".join(f"{name} ({label})" for label, name in names.items())
-    return f" The lines are of {lines}." if len(names) <= SIDE_BY_SIDE else ""
-
-
-def _on_time(comparison: Comparison, rows: pl.DataFrame) -> Drawn:
-    level, rows = comparison.reference.results.get("satisfaction_level"), rows.drop("low", "high", strict=False)
-    style: dict[str, Any] = {"percent": True, "level": level, "size": (350, 250), "unit": comparison.unit}
-    panels = [charts.by_budget(rows, m.key, m.name, order(comparison), **style) for m in (ON_TIME, FEASIBLE)]
-    wanted = "" if level is None else f" Dashed: {level:.0%}, the level that the guard keeps."
-    caption = f"Share of requests on time; right: of those that some configuration can serve on time.{wanted}"
-    return {"On time": (caption + _grey(comparison), charts.side_by_side(panels))}
-
-
-def _usage(comparison: Comparison) -> Drawn:
-    labels = order(comparison)
-    usage = [
-        use | {"policy": run.label, "value": str(use["value"])}
-        for run, policy in zip(comparison.runs, comparison.policies, strict=True)
-        for use in run.results.get("knob_usage", [])
-        if use["policy"] == policy and run.label in labels
+    rows = [
+        names | numbers(problem, row) | {problem.place: place}
+        for run, policy, names in lines
+        for place in comparison.places
+        if (row := run.row(policy, place))
     ]
-    if not usage:
-        return {}
-    frame = pl.DataFrame(usage, infer_schema_length=None).unique(maintain_order=True)
-    labels = [label for label in labels if label in set(frame["policy"])]
-    few = f" Of the first run and the {COLOURED - 1} best others." if _grey(comparison) else ""
-    caption = f"Share of the test requests that get each value of a knob, per budget.{few}"
-    chart = charts.knob_usage(frame, labels, comparison.unit, width=200 if len(labels) <= 3 else 150)
-    return {"Which settings are used": (caption, chart)}
+    return pl.DataFrame(rows, infer_schema_length=None)
 
 
 # -- training curves ---------------------------------------------------------------------------------------------------
 
 
-def _training(comparison: Comparison) -> Drawn:
-    frames = [frame for run in comparison.runs if (frame := _curves(comparison, run)) is not None]
-    titles = _titles(pl.concat(frames), comparison.unit) if frames else {}
-    if not titles:
-        return {}
-    points = pl.concat(frames).filter(pl.col("metric").is_in(list(titles)))
-    points = points.with_columns(pl.col("metric").replace(titles).alias("panel")).drop("metric")
-    caption = "Means over the seeds, shaded from the lowest to the highest; a curve ends where its first seed ends."
-    caption += " Dashed: where GRPO begins." * (points["grpo"].null_count() < len(points))
-    caption += " The curves are of the network alone, without experts or guard." * comparison.problem.averaged
-    chart = charts.curves_of_runs(points, list(titles.values()), order(comparison))
-    return {f"Training, on validation {comparison.problem.samples}": (caption + _grey(comparison), chart)}
-
-
-def _curves(comparison: Comparison, run: ComparedRun) -> pl.DataFrame | None:
+def _training(comparison: Comparison) -> charts.alt.FacetChart | None:
     """For each metric and step of a run the mean, the lowest and the highest seed."""
-    logged = logged_numbers(run.folder / "metrics.csv")
-    if logged is None:
+    frames = []
+    for run in comparison.runs:
+        logged = logged_numbers(run.folder / "metrics.csv")
+        if logged is not None:
+            line = {name: pl.lit(value) for name, value in _line(comparison, run).items()}
+            frames.append(logged.with_columns(grpo=pl.lit(grpo_begins(run.results), pl.Int64), **line))
+    if not frames:
         return None
-    logged = logged.filter(pl.col("part") == "validation").with_columns(seed=pl.col("seed").fill_null(""))
+    logged = pl.concat(frames).filter(pl.col("part") == "validation").with_columns(pl.col("seed").fill_null(""))
+    titles = {name: title_of(name, comparison.unit) for name in _curves(metrics_in_time(logged))}
+    if not titles:
+        return None
+    value, curve = pl.col("value"), ["name", "metric"]
     # steps that only some seeds reached have no mean over the seeds
-    last = pl.col("step").max().over("metric", "seed").min().over("metric")
-    value, every = pl.col("value"), pl.len().over("metric") // POINTS + 1
-    points = logged.filter(pl.col("step") <= last).group_by("metric", "step")
-    return (
-        points.agg(mean=value.mean(), low=value.min(), high=value.max())
-        .filter(pl.int_range(pl.len()).over("metric", order_by="step") % every == 0)
-        .sort("metric", "step")
+    last = pl.col("step").max().over(*curve, "seed").min().over(curve)
+    points = logged.filter(pl.col("metric").is_in(list(titles)), pl.col("step") <= last)
+    points = points.group_by("policy", *curve, "grpo", "step").agg(mean=value.mean(), low=value.min(), high=value.max())
+    every = pl.len().over(curve) // POINTS + 1
+    points = (
+        points.filter(pl.int_range(pl.len()).over(curve, order_by="step") % every == 0)
+        .sort(*curve, "step")
         .with_columns(
             pl.col("mean", "low", "high").round_sig_figs(5),
-            **{name: pl.lit(value) for name, value in _line(comparison, run).items()},
-            grpo=pl.lit(grpo_begins(run.results), pl.Int64),
-            alone=pl.len().over("metric") == 1,
+            pl.col("metric").replace(titles).alias("panel"),
+            alone=pl.len().over(curve) == 1,
         )
     )
+    return charts.curves(points.drop("metric"), list(titles.values()), order(comparison))
 
 
-def _titles(points: pl.DataFrame, unit: str) -> dict[str, str]:
-    """Metric → title of its panel; stages of training are panels under their names."""
-    by_start = points.group_by("metric").agg(pl.col("step").min()).sort("step", "metric")["metric"].to_list()
-    titles = {name: title.format(unit=unit) for name, title in CURVES.items() if name in by_start}
-    if "Utility" in titles:
-        titles.pop("Reward_Mean", None)
-    if titles:
-        return titles
+def _curves(metrics: list[str]) -> list[str]:
+    """Of the logged metrics those to draw; stages of training are panels under their names."""
+    names = [name for name in CURVES if name in metrics]
+    if "Utility" in names and "Reward_Mean" in names:
+        names.remove("Reward_Mean")
     for number in ("Accuracy_Mean", "Reward_Mean"):
-        stages = [name.removesuffix(f"/{number}") for name in by_start if name.endswith(f"/{number}")]
-        if trained := [stage for stage in stages if stage not in CONTROLS]:
-            return {f"{stage}/{number}": f"{stage}: {CURVES[number]}".replace("_", " ") for stage in trained}
-    return {}
+        names = names or [name for name in metrics if name.endswith(f"/{number}") and is_shown_first(name)]
+    return names

@@ -43,14 +43,13 @@ def compare(config: CompareRun) -> Comparison:
 
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page and return its path."""
-    from knobwise.experiments.compare.charts import comparison_charts, forest  # they import altair, which is slow
+    from knobwise.experiments.compare import charts  # imports altair, which is slow
     from knobwise.experiments.report.page import render_page
 
     return render_page(
         path,
         "compare.html.j2",
-        forest=forest(comparison) if comparison.differences else None,
-        charts=comparison_charts(comparison),
+        charts=charts,
         comparison=comparison,
         words=words,
     )

@@ -136,5 +136,5 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         differing = {key: ", ".join(dict.fromkeys(values)) for key, values in comparison.settings.items()}
         print_lines(console, [f"differs: {key} ({values})" for key, values in differing.items()])
     few = (0, 1, 2, 4) if comparison.problem.averaged else (0, 1, 3, 4)
-    print_table(console, *results_cells(comparison), few, comparison.reference.label)
+    print_table(console, *results_cells(comparison), few, [0])
     print_lines(console, [*verdict(comparison), method(comparison), *comparison.notes])

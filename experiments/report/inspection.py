@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -37,13 +36,14 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     budget: the best static configuration, and the best of each sample), `static_choices`, `feasible_share`,
     `configuration_means` with `pareto`, `datasets`, `features`, `digest`, `notes` (the reader's), `warnings` (ours).
     """
+    from knobwise.experiments.report.charts import pareto_front
+
     mask, accuracy, latency = table.mask, table.accuracy.nan_to_num(), table.latency_ms.nan_to_num()
     profiled = mask.sum(0)
     means = {"accuracy": _mean(accuracy, mask), "latency_ms": _mean(latency, mask)}
     spread = ((latency - means["latency_ms"]).square() * mask).sum(0).div(profiled).sqrt()
-    variation = (spread / means["latency_ms"].clamp_min(1e-9)).mean()
-    lowest = accuracy.masked_fill(~mask, torch.inf).amin(1)
-    depends = accuracy.masked_fill(~mask, -torch.inf).amax(1) - lowest > 1e-6
+    front = pareto_front(*(values.numpy() for values in means.values()))
+    lowest, highest = _range(accuracy.where(mask, torch.nan).T)
     facts: dict[str, Any] = {
         "name": table.name,
         "digest": table.digest,
@@ -51,8 +51,8 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "configurations": table.num_configurations,
         "grid": math.prod(table.knob_sizes),
         "coverage": float(mask.double().mean()),
-        "config_dependent_share": float(depends.double().mean()),
-        "latency_cv_within_configuration": float(variation),
+        "config_dependent_share": float((highest - lowest > 1e-6).double().mean()),
+        "latency_cv_within_configuration": float((spread / means["latency_ms"].clamp_min(1e-9)).mean()),
         "knobs": {knob.name: _marginal(table, place, accuracy, latency) for place, knob in enumerate(table.knobs)},
         **_headroom(table, accuracy),
         "configuration_means": [
@@ -64,16 +64,13 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "images": len(set(table.image_ids)) or None,
         "features": [
             {"name": name, "width": block.shape[1], "missing": float(block.isnan().double().mean())}
-            | {"constant": int(_constant(block).sum())}
+            | {"constant": int(torch.ge(*_range(block)).sum())}
             for name, block in table.features.items()
         ],
         "notes": list(table.notes),
+        "pareto": [c for c in means["latency_ms"].argsort().tolist() if front[c]],
     }
-    facts["pareto"] = _pareto(means["accuracy"], means["latency_ms"])
-    headroom = facts["headroom"]
-    gain = max(map(operator.sub, headroom["oracle"], headroom["budget_aware_static"]))
-    facts["warnings"] = sentences("profile_warnings.txt.j2", **facts, gain=gain)
-    return facts
+    return facts | {"warnings": sentences("profile_warnings.txt.j2", **facts)}
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -81,54 +78,41 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values.double() * mask).sum(0) / mask.sum(0)
 
 
+def _range(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest known value of each column: float [n, d] → two float [d]."""
+    return values.nan_to_num(nan=torch.inf).amin(0), values.nan_to_num(nan=-torch.inf).amax(0)
+
+
 def _marginal(table: ProfileTable, place: int, accuracy: Tensor, latency: Tensor) -> dict[str, list[Any]]:
     """Mean accuracy and latency over all profiled cells that have each value of one knob."""
     values = table.knobs[place].values
     totals = torch.stack([table.mask.double().sum(0), *((x.double() * table.mask).sum(0) for x in (accuracy, latency))])
-    per_value = torch.zeros(3, len(values), dtype=torch.float64)
-    per_value.index_add_(1, table.configurations[:, place], totals)
-    return {
-        "values": list(values),
-        "accuracy": (per_value[1] / per_value[0]).tolist(),
-        "latency_ms": (per_value[2] / per_value[0]).tolist(),
-        "cells": per_value[0].int().tolist(),
-    }
+    cells, *sums = torch.zeros(3, len(values), dtype=torch.float64).index_add(1, table.configurations[:, place], totals)
+    means = {name: (total / cells).tolist() for name, total in zip(("accuracy", "latency_ms"), sums, strict=True)}
+    return {"values": list(values), **means, "cells": cells.int().tolist()}
 
 
 def _headroom(table: ProfileTable, accuracy: Tensor) -> dict[str, Any]:
-    budgets = default_budgets(table)
-    static, oracle, choices, feasible = [], [], [], []
-    for budget in budgets.tolist():
+    budgets = default_budgets(table).tolist()
+    oracle, choices, feasible = [], [], []
+    for budget in budgets:
         in_time = (table.latency_ms <= budget) & table.mask
         utility = accuracy * in_time
         per_configuration = _mean(utility, table.mask)
         best = int(per_configuration.argmax())
-        static.append(float(per_configuration[best]))
         oracle.append(float(utility.amax(1).double().mean()))
         feasible.append(float(in_time.any(1).double().mean()))
         choices.append(
-            {"budget_ms": budget, "label": table.label(best), "knobs": table.configuration(best), "utility": static[-1]}
-            | {"satisfaction": float(_mean(in_time, table.mask)[best]), "samples": int(table.mask[:, best].sum())}
+            {"budget_ms": budget, "label": table.label(best), "knobs": table.configuration(best)}
+            | {"utility": float(per_configuration[best]), "satisfaction": float(_mean(in_time, table.mask)[best])}
+            | {"samples": int(table.mask[:, best].sum())}
         )
+    static = [choice["utility"] for choice in choices]
     return {
-        "headroom": {"budgets_ms": budgets.tolist(), "budget_aware_static": static, "oracle": oracle},
+        "headroom": {"budgets_ms": budgets, "budget_aware_static": static, "oracle": oracle},
         "static_choices": choices,
         "feasible_share": feasible,
     }
-
-
-def _constant(block: Tensor) -> Tensor:
-    """Which columns never vary where they are known: float [n, d] → bool [d]."""
-    known = ~block.isnan()
-    highest = block.masked_fill(~known, -torch.inf).amax(0)
-    return highest <= block.masked_fill(~known, torch.inf).amin(0)
-
-
-def _pareto(accuracy: Tensor, latency_ms: Tensor) -> list[int]:
-    from knobwise.experiments.report.charts import pareto_front
-
-    front = torch.from_numpy(pareto_front(accuracy.numpy(), latency_ms.numpy())).nonzero().squeeze(1)
-    return front[latency_ms[front].argsort()].tolist()
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
@@ -149,7 +133,6 @@ def print_inspection(facts: Mapping[str, Any], console: Console) -> None:
 
 
 def _tables(facts: Mapping[str, Any]) -> dict[str, Table]:
-    front = [facts["configuration_means"][c] for c in facts["pareto"]]
     per_budget = zip(facts["static_choices"], facts["headroom"]["oracle"], facts["feasible_share"], strict=True)
     budgets = [
         [quantity(static["budget_ms"]), f"{static['utility']:.3f}", f"{oracle:.3f}", f"{share:.1%}", static["label"]]
@@ -160,6 +143,7 @@ def _tables(facts: Mapping[str, Any]) -> dict[str, Table]:
         for name, knob in facts["knobs"].items()
         for value, accuracy, latency in zip(knob["values"], knob["accuracy"], knob["latency_ms"], strict=True)
     ]
+    front = [facts["configuration_means"][c] for c in facts["pareto"]]
     best = [[c["label"], f"{c['accuracy']:.3f}", quantity(c["latency_ms"]), f"{c['samples']:,}"] for c in front]
     return {
         "Headroom per budget": Table(["budget", "static", "oracle", "feasible", "best static configuration"], budgets),
@@ -174,41 +158,34 @@ def write_inspection(facts: Mapping[str, Any], path: str | Path) -> Path:
     """Write the facts as a self-contained page with charts, and return its path."""
     from knobwise.experiments.report import charts, page
 
-    headroom_table, knob_table, front_table = _tables(facts).values()
-    cells = [{k: c[k] for k in ("label", "accuracy", "latency_ms", "samples")} for c in facts["configuration_means"]]
-    headroom = facts["headroom"]
     names = {key: policy_name(key) for key in ("budget_aware_static", "oracle")}
-    lines = [
-        {"policy": name, "name": name, "budget_ms": budget, "utility": utility}
-        for key, name in names.items()
-        for budget, utility in zip(headroom["budgets_ms"], headroom[key], strict=True)
-    ]
-    frame = pl.DataFrame(lines).unique(maintain_order=True)
+    lines = pl.DataFrame(facts["headroom"]).rename({"budgets_ms": "budget_ms"} | names)
+    lines = lines.unpivot(index="budget_ms", variable_name="policy", value_name="utility").unique(maintain_order=True)
+    lines = lines.with_columns(name="policy")
     holes = facts["coverage"] < 1 or facts["grid"] > facts["configurations"]
     return page.render_page(
         path,
         "inspection.html.j2",
         title=f"knobwise: profile {facts['name']}",
         facts=facts,
-        sentences=sentences("profile.txt.j2", **facts),
-        headroom=charts.by_budget(frame, "utility", "utility (0 to 1)", list(names.values())),
-        headroom_table=headroom_table,
-        plane=charts.plane(pl.DataFrame(cells)),
-        front_table=front_table,
+        tables=list(_tables(facts).values()),
+        headroom=charts.by_budget(lines, "utility", "utility (0 to 1)", list(names.values())),
+        plane=charts.plane(facts["configuration_means"]),
         knobs=charts.knob_effects(facts["knobs"]),
-        knob_table=knob_table,
         coverage=charts.coverage(_coverage(facts)) if holes else None,
+        sentences=sentences("profile.txt.j2", **facts),
     )
 
 
 def _coverage(facts: Mapping[str, Any]) -> list[pl.DataFrame]:
     """Per pair of knobs (first three knobs; or the one knob alone): x, y, share, and the knobs' names as columns."""
     names = list(facts["knobs"])[:3]
-    rows = [{**{n: c["knobs"][n] for n in names}, "samples": c["samples"]} for c in facts["configuration_means"]]
+    rows = pl.DataFrame(
+        [{n: c["knobs"][n] for n in names} | {"samples": c["samples"]} for c in facts["configuration_means"]]
+    )
     frames = []
     for pair in itertools.combinations(names, 2) if len(names) > 1 else [(names[0],)]:
         sizes = [len(knob["values"]) for name, knob in facts["knobs"].items() if name not in pair]
         whole = facts["samples"] * math.prod(sizes)
-        frame = pl.DataFrame(rows).group_by(*pair, maintain_order=True).agg(pl.col("samples").sum() / whole)
-        frames.append(frame.rename({"samples": "share"}))
+        frames.append(rows.group_by(*pair, maintain_order=True).agg(share=pl.col("samples").sum() / whole))
     return frames

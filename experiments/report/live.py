@@ -7,42 +7,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knobwise.experiments.report.tables import Table, print_lines, print_table
-from knobwise.experiments.report.words import LEARNED, STATIC, Row, interval, number, policy_name, sentences
+from knobwise.experiments.report.words import LEARNED, STATIC, interval, number, policy_name, ranked, sentences
 
 if TYPE_CHECKING:
-    import altair as alt
     from rich.console import Console
 
-METRICS = {"accuracy": "accuracy", "latency_ms": "mean ms", "satisfaction": "share on time", "utility": "utility"}
-HEADER = ["policy", "on time", "on time (feasible)", "accuracy", "utility", "mean ms", "p95 ms"]
-REPLAYED = ["replay: on time", "replay: ms"]
+COLUMNS = {
+    "on time": ("satisfaction", ".1%"),
+    "on time (feasible)": ("satisfaction_feasible", ".1%"),
+    "accuracy": ("accuracy", ".3f"),
+    "utility": ("utility", ".3f"),
+    "mean ms": ("latency_ms", ".2f"),
+    "p95 ms": ("latency_ms_p95", ".2f"),
+}
+REPLAYED = {"replay: on time": ("satisfaction", ".1%"), "replay: ms": ("latency_ms", ".2f")}
+WITH_INTERVAL = ("satisfaction", "accuracy", "utility")
 
 
-def cells(results: Mapping[str, Any]) -> list[list[str]]:
-    """One row for each policy, the best utility first, under `HEADER` and `REPLAYED`."""
+def policies(results: Mapping[str, Any]) -> Table:
+    """Every policy, the best utility first; the last two columns are of the replay."""
+    rows = ranked(results)
     replay = {(row["policy"], row["what"]): row["replay"] for row in results["agreement"]}
-    return [
-        [
-            name_of(results, row["policy"]),
-            _with_interval(row, "satisfaction", ".1%"),
-            number(row["satisfaction_feasible"], ".1%"),
-            _with_interval(row, "accuracy", ".3f"),
-            _with_interval(row, "utility", ".3f"),
-            number(row["latency_ms"], ".2f"),
-            number(row["latency_ms_p95"], ".2f"),
-            number(replay[row["policy"], "satisfaction"], ".1%"),
-            number(replay[row["policy"], "latency_ms"], ".2f"),
-        ]
-        for row in _ranked(results)
-    ]
-
-
-def _ranked(results: Mapping[str, Any]) -> list[Row]:
-    return sorted(results["rows"], key=lambda row: -float(row["utility"]))
-
-
-def _with_interval(row: Row, metric: str, how: str) -> str:
-    return number(row[metric], how) + interval(row[f"{metric}_ci95"], how)
+    cells = []
+    for row in rows:
+        line = [name_of(results, row["policy"])]
+        for key, how in COLUMNS.values():
+            line.append(number(row[key], how) + (interval(row[f"{key}_ci95"], how) if key in WITH_INTERVAL else ""))
+        cells.append([*line, *(number(replay[row["policy"], key], how) for key, how in REPLAYED.values())])
+    strong = [place for place, row in enumerate(rows) if row["policy"] == LEARNED]
+    return Table(["policy", *COLUMNS, *REPLAYED], cells, strong)
 
 
 def name_of(results: Mapping[str, Any], policy: str) -> str:
@@ -55,75 +48,46 @@ def name_of(results: Mapping[str, Any], policy: str) -> str:
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
     """What the run shows, in sentences."""
-    rows, agreement = {row["policy"]: row for row in results["rows"]}, results["agreement"]
+    latency, share = (
+        [row for row in results["agreement"] if row["what"] == what] for what in ("latency_ms", "satisfaction")
+    )
     return sentences(
         "live.txt.j2",
         **results,
-        learned=rows.pop(LEARNED),
-        best=max(rows.values(), key=lambda row: float(row["utility"])),
-        differing=[row for row in agreement if not row["agrees"]],
-        metrics=METRICS,
-        latency=max(abs(row["difference"]) / row["replay"] for row in agreement if row["what"] == "latency_ms"),
-        share=max(abs(row["difference"]) for row in agreement if row["what"] == "satisfaction"),
+        latency=max(abs(row["difference"]) / row["replay"] for row in latency),
+        share=max(abs(row["difference"]) for row in share),
     )
 
 
 def print_live(results: Mapping[str, Any], console: Console) -> None:
     """The table and the sentences; without frames if this is no terminal."""
-    print_table(console, HEADER + REPLAYED, cells(results), (0, 1, 3, 4, 5), policy_name(LEARNED))
+    table = policies(results)
+    print_table(console, table.header, table.rows, (0, 1, 3, 4, 5), table.strong)
     print_lines(console, verdict(results))
 
 
 def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
     """Write the page and return its path; it needs no network."""
+    import polars as pl
+
+    from knobwise.experiments.report import charts
     from knobwise.experiments.report.page import render_page
 
-    machine = f"{results['machine']['cpu']}, torch {results['machine']['torch']}, one thread"
-    strong = [place for place, row in enumerate(_ranked(results)) if row["policy"] == LEARNED]
-    compared = [
+    table = policies(results)
+    frame = pl.DataFrame(
         [
-            name_of(results, row["policy"]) if place % len(METRICS) == 0 else "",
-            METRICS[row["what"]],
-            number(row["live"], ".3f"),
-            number(row["replay"], ".3f"),
-            f"{row['difference']:+.4f}\n{row['ci95'][0]:+.4f} to {row['ci95'][1]:+.4f}",
-            "yes" if row["agrees"] else "no",
+            {"policy": policy_name(row["policy"])}
+            | {"value": row[metric], "low": row[f"{metric}_ci95"][0], "high": row[f"{metric}_ci95"][1], "metric": name}
+            for metric, name in (("satisfaction", "share on time"), ("utility", "utility"))
+            for row in ranked(results)
         ]
-        for place, row in enumerate(results["agreement"])
-    ]
+    )
     return render_page(
         path,
         "live.html.j2",
-        title="knobwise: live",
-        name=results["kind"],
-        facts=[machine, f"profile {results['profile']['name']}"],
+        results=results,
         verdict=verdict(results),
-        bars=bars(results),
-        policies=Table(HEADER, [row[: len(HEADER)] for row in cells(results)], strong),
-        replay=Table(["policy", "metric", "live", "replay", "difference", "agree"], compared),
+        bars=charts.share_bars(frame),
+        policies=Table(table.header[:-2], [row[:-2] for row in table.rows], table.strong),
+        name_of=name_of,
     )
-
-
-def bars(results: Mapping[str, Any]) -> alt.HConcatChart:
-    """Share on time and utility of every policy."""
-    import altair as alt
-    import polars as pl
-
-    from knobwise.experiments.report.charts import with_spans
-    from knobwise.experiments.report.colours import domain
-
-    names = [policy_name(row["policy"]) for row in _ranked(results)]
-    colour = alt.Color("policy:N", legend=None, scale=alt.Scale(domain=domain(names)))
-    panels: list[alt.LayerChart] = []
-    for metric, title in (("satisfaction", "share on time"), ("utility", "utility")):
-        rows = [
-            {"policy": policy_name(row["policy"]), "value": row[metric]}
-            | dict(zip(("low", "high"), row[f"{metric}_ci95"], strict=True))
-            for row in results["rows"]
-        ]
-        x = alt.X("value:Q", title=title, scale=alt.Scale(domain=[0, 1]))
-        y = alt.Y("policy:N", sort=names, title=None, axis=alt.Axis(labels=not panels, ticks=False))
-        base = alt.Chart(pl.DataFrame(rows)).encode(y)
-        layers = with_spans(base.mark_bar(opacity=0.85).encode(x, colour), base)
-        panels.append(layers.properties(width=340, height=28 * len(names)))
-    return alt.hconcat(*panels)

@@ -1,12 +1,15 @@
 """The self-contained page around charts and tables, from the templates beside this file.
 
 A chart is built once and drawn in the colours of the reader's theme: whatever differs between light and dark stands in
-`THEMES` (the palette, text, grid, the style "quiet"), never in a mark. Nothing on a page comes from a network.
+`THEMES` (the palette, text, grid, the style "quiet"), never in a mark. Charts name hues only by their position in the
+palette (`domain`); `policies.json` says which policy has which. Nothing on a page comes from a network.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +18,45 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from knobwise.common.files import written_whole
-from knobwise.experiments.report.colours import palette
-from knobwise.experiments.report.words import environment
+from knobwise.experiments.report.words import POLICIES, environment
+
+OTHERS = "others"
+HUES: dict[str, list[str]] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
+"""Name → the colour on white and on black. The first are the easiest to distinguish; policies that are never drawn
+together may share a hue."""
+HUE_OF = {words["name"]: words["colour"] for words in POLICIES.values()}
+"""The name of a policy → its hue."""
 
 
-def _theme(categories: list[str], text: str, grid: str, quiet: str) -> dict[str, Any]:
-    words = {"labelColor": text, "titleColor": text, "titleFontWeight": "normal", "titleFontSize": 12}
-    return {
-        "background": "transparent",
-        "font": "system-ui, sans-serif",
-        "view": {"stroke": "transparent"},
-        "range": {"category": categories, "ordinal": {"scheme": "viridis"}, "heatmap": {"scheme": "viridis"}},
-        "mark": {"color": categories[0]},
-        "axis": {**words, "gridColor": grid, "domainColor": quiet, "tickColor": quiet, "labelFontSize": 11},
-        "legend": {**words, "labelFontSize": 12},
-        "header": {**words, "labelFontSize": 12, "labelFontWeight": 600},
-        "title": {"color": text, "fontSize": 13, "anchor": "start"},
-        "style": {"quiet": {"color": quiet}},
-    }
+def domain(labels: Sequence[str]) -> list[str]:
+    """The domain of a colour scale over the whole palette.
+
+    The label of a policy stands at the position of its hue, any other (a run, say) at the first free one; blanks fill
+    the remaining positions.
+    """
+    hues: dict[str, str] = {}
+    for label in labels:
+        if label in HUE_OF:
+            hues.setdefault(HUE_OF[label], label)
+    free = [hue for hue in HUES if hue not in hues and hue != "grey"]
+    others = [label for label in labels if label not in hues.values()]
+    return by_hue(hues | dict(zip(free, others, strict=False))) + others[len(free) :]
+
+
+def by_hue(labels: Mapping[str, str]) -> list[str]:
+    """The domain of a colour scale that gives each hue its label: hue → label."""
+    return [labels.get(hue, " " * place) for place, hue in enumerate(HUES, 1)]
+
+
+def _theme(dark: bool, **greys: str) -> dict[str, Any]:
+    template, palette = environment().get_template("theme.json.j2"), [pair[dark] for pair in HUES.values()]
+    theme: dict[str, Any] = json.loads(template.render(palette=palette, **greys))
+    return theme
 
 
 THEMES = {
-    "light": _theme(palette(), "#333333", "#e6e6e6", "#8a8a8a"),
-    "dark": _theme(palette(dark=True), "#d6d6d6", "#34373d", "#8d9199"),
+    "light": _theme(False, text="#333333", grid="#e6e6e6", quiet="#8a8a8a"),
+    "dark": _theme(True, text="#d6d6d6", grid="#34373d", quiet="#8d9199"),
 }
 
 
@@ -47,11 +66,11 @@ def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
         return chart.to_dict()
 
 
-def png(chart: alt.TopLevelMixin, theme: str = "light") -> bytes:
-    """The chart as a picture, twice as fine as on screen, on white or black."""
+def png(chart: alt.TopLevelMixin) -> bytes:
+    """The chart as a picture, twice as fine as on screen, on white."""
     import vl_convert
 
-    config = THEMES[theme] | {"background": "white" if theme == "light" else "black"}
+    config = THEMES["light"] | {"background": "white"}
     return vl_convert.vegalite_to_png(specification(chart), scale=2, config=config)
 
 

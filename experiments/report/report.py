@@ -1,7 +1,7 @@
-"""The results of a finished run, on the terminal and as `report.html`.
+"""The results of a finished run: in sentences, on the terminal and as `report.html`.
 
 Reads only the files that the run left in its folder (`results.json`, `metrics.csv`, `config.yaml`), so that a report
-can be written again at any time. The words of the page are in `templates/`.
+can be written again at any time. This module gathers the numbers; the words are in `templates/`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knobwise.agents.selector.baselines import SIMPLE
+from knobwise.experiments.report import charts, tables, words
 from knobwise.experiments.report import result_charts as drawn
-from knobwise.experiments.report import tables, words
 from knobwise.experiments.report.page import render_page
 from knobwise.experiments.report.result_charts import result_images as result_images
-from knobwise.experiments.report.tables import print_lines
-from knobwise.experiments.report.tables import print_table as print_table
-from knobwise.experiments.report.training_curves import training_curves
-from knobwise.experiments.report.verdicts import verdict
-from knobwise.experiments.report.words import POLICIES, listed, policy_name, quantity, shots_words
-from knobwise.experiments.results.problem import CONTROLS, LEARNED, problem_of, shown_at
+from knobwise.experiments.report.tables import print_lines, print_table
+from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, policy_name, quantity
+from knobwise.experiments.results.problem import DEADLINE, DEMONSTRATIONS, MEAN_BUDGET, problem_of, shown_at
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+WORTH_EXPORTING = 0.05
+"""Share of the mean latency above which a decision is too slow."""
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -37,105 +38,113 @@ def write_report(run_folder: str | Path) -> Path:
     folder = Path(run_folder).resolve()
     results = words.read_results(folder)
     problem, config = problem_of(results), folder / "config.yaml"
-    name = f"{folder.parent.name} / {folder.name}"
-    sections = _of_budgets(results) if problem.averaged else _of_shots(results)
     return render_page(
         folder / "report.html",
         "report.html.j2",
-        title=f"knobwise: {name}",
-        name=name,
-        problem=problem,
-        facts=facts(results),
-        verdict=verdict(results),
+        name=f"{folder.parent.name} / {folder.name}",
         results=results,
+        problem=problem,
+        verdict=verdict(results),
+        tables=tables,
         charts=drawn.result_charts(results),
-        grpo_begins=words.grpo_begins(results),
-        curves=training_curves(folder / "metrics.csv", words.grpo_begins(results)),
+        drawing=charts,
+        strongest=drawn.strongest(results),
+        shots=None if problem.averaged else shown_at(results),
+        simple=SIMPLE,
+        curves=drawn.training_curves(folder / "metrics.csv", words.grpo_begins(results)),
         command=results.get("command") or f"knobwise train experiment={folder.parent.name}",
         version=__version__,
         config=config.read_text(encoding="utf-8") if config.exists() else None,
-        **sections,
     )
 
 
 def print_results(results: Mapping[str, Any], console: Console) -> None:
     """The results as a table, and the verdict; without colours and frames if this is no terminal."""
-    learned, table = tables.learned_name(results), tables.policies(results)
-    print_table(console, table.header, table.rows, tables.narrow(results), learned)
+    table = tables.policies(results)
+    print_table(console, table.header, table.rows, tables.narrow(results), table.strong)
     if results.get("by_dataset"):
         table = tables.by_dataset(results)
         few = tables.NARROW_BY_DATASET[problem_of(results).name]
-        print_table(console, table.header, table.rows, few, learned, strong=1)
+        print_table(console, table.header, table.rows, few, table.strong)
     print_lines(console, verdict(results))
 
 
-def facts(results: Mapping[str, Any]) -> list[str]:
-    """What was judged, and on which data."""
-    profile, seeds = results.get("profile", {}), ", ".join(map(str, results.get("seeds", [])))
-    if problem_of(results).averaged:
-        return [
-            f"profile {profile.get('name', 'unnamed')}: {profile.get('samples', '?')} samples × "
-            f"{profile.get('configurations', '?')} configurations",
-            f"judged on the {results.get('split', 'test')} split ({results.get('test_samples', '?')} samples)",
-            f"seeds {seeds}",
-            f"budgets {', '.join(quantity(budget, words.unit_of(results)) for budget in words.budgets_of(results))}",
-        ]
-    bank = f", with their own bank of {results['test_candidates']:,} candidates" if "test_candidates" in results else ""
-    return [
-        f"trained on {profile.get('name', 'unnamed')}: {profile.get('samples', 0):,} queries, "
-        f"{profile.get('candidates', 0):,} candidates",
-        f"judged on {results['test_queries']:,} held-out queries{bank}",
-        f"seeds {seeds}",
-        f"shots {', '.join(map(str, results['shots']))}, trained with {results['trained_shots']}",
-    ]
+# -- in sentences ----------------------------------------------------------------------------------------------------
 
 
-def _of_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the sections of the template need, if budgets limit latency."""
-    chosen, several = results.get("chosen") or [], bool(results.get("by_dataset"))
-    guard, mean = words.guarantees(results), problem_of(results).equal_latency
-    stacked = bool(chosen) and len(chosen[0]["weights"]) > 1
+def verdict(results: Mapping[str, Any]) -> list[str]:
+    """What the run shows, the most important first."""
+    problem = problem_of(results).name
+    return words.sentences(f"{problem}.txt.j2", results=results, **_NUMBERS[problem](results))
+
+
+def on_decisions(results: Mapping[str, Any]) -> str:
+    """The time that a decision takes, compared with the latency, in a sentence; without features and setting knobs,
+    which only a live run measures. Empty if it is not known, or if the budget limits no time."""
+    learned = words.means_of(results).get(LEARNED, {})
+    micros, mean = (float(learned.get(key) or 0) for key in ("decision_us_p50", "latency_ms_mean"))
+    if words.unit_of(results) != "ms" or not micros > 0 or not mean > 0:
+        return ""
+    share = micros / 1e3 / mean
+    sentence = f"A decision takes {quantity(micros, 'µs')}, {share:.1%} of the mean latency"
+    if share > WORTH_EXPORTING:
+        sentence += "; an exported controller is faster, and its student the fastest (knobwise export student=true)"
+    return f"{sentence}."
+
+
+def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
+    ranked = {row["policy"]: row for row in words.ranked(results)}
+    learned = ranked.get(LEARNED)
+    rivals = [row for name, row in ranked.items() if name not in (LEARNED, STATIC, ORACLE)]
     return {
-        "policies": tables.policies(results),
-        "descriptions": _descriptions(results),
-        "per_budget": tables.per_budget(results),
-        "by_dataset": tables.by_dataset(results) if several else None,
-        "dataset_chart": drawn.by_dataset(results) if several and not mean else None,
-        "guard": tables.guard(results) if guard else None,
-        "level": f"{100 * guard[0][0]['level']:g}%" if guard and "level" in guard[0][0] else "",
-        "chosen": chosen,
-        "seeds": results.get("seeds", range(len(chosen))),
-        "weights": drawn.weights(results) if stacked else None,
-        "experts": tables.experts(chosen) if stacked else None,
+        "learned": learned,
+        "static": ranked.get(STATIC),
+        "best": next((row for name, row in ranked.items() if name != ORACLE), None),
+        "rivals": rivals,
+        "better": [row for row in rivals if learned and words.value_of(row) > words.value_of(learned)],
+        "guard": words.guarantees(results),
     }
 
 
-def _of_shots(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the sections of the template need, if demonstrations are chosen."""
-    learned = tables.differences(results, lambda policy, against: policy in LEARNED and against in LEARNED)
-    left_out = {row["shots"]: row.get("queries") or results["test_queries"] for row in results["rows"]}
-    fewer = [f"{count:,} with {shots}" for shots, count in left_out.items() if count < results["test_queries"]]
+def _under_mean_budgets(results: Mapping[str, Any]) -> dict[str, Any]:
+    ranked = {row["policy"]: row for row in words.ranked(results, MEAN_BUDGET.ranked_by)}
+    if LEARNED not in ranked:
+        return {"learned": None}
+    budgets = MEAN_BUDGET.judged_at(results)
+    tight = [MEAN_BUDGET.row(results, LEARNED, budget) for budget in budgets[:2]]
+    most = [row["oracle_accuracy"] - row["accuracy"] + row["over_best_single"] for row in tight]
+    rivals = [row for name, row in ranked.items() if name not in (LEARNED, MIX, SINGLE, ORACLE)]
     return {
-        "policies": tables.policies(results),
-        "descriptions": _descriptions(results),
-        "shots": shots_words(shown_at(results)),
-        "fewer": listed(fewer) if fewer else "",
-        "learned": learned if learned.rows else None,
-        "against_simple": tables.differences(results, lambda policy, against: against in SIMPLE),
-        "votes": tables.at_shots(results, "votes") if results.get("votes") else None,
-        "controls": tables.at_shots(results, "controls") if results.get("controls") else None,
-        "of_controls": tables.differences(results, lambda policy, against: policy in CONTROLS),
-        "hidden": listed(results.get("hidden") or ["information"]),
-        "chosen": [],
+        "learned": ranked[LEARNED],
+        "budgets": len(budgets),
+        "gains": [words.points(row["over_best_single"]) for row in tight],
+        "latencies": [quantity(row["latency_ms_mean"], words.unit_of(results)) for row in tight],
+        "most": list(map(words.points, most)),
+        "rivals": rivals,
+        "better": sum(row["over_static_mix"] > ranked[LEARNED]["over_static_mix"] for row in rivals),
+        "deployed": [row["deployed"] for rows in results.get("guard") or [] for row in rows],
     }
 
 
-def _descriptions(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and description of every policy in the tables."""
-    names = dict.fromkeys(row["policy"] for row in problem_of(results).rows(results))
-    hidden = listed(results.get("hidden") or ["information"])
-    return [
-        (policy_name(name, results), POLICIES[name]["description"].format(hidden=hidden))
-        for name in names
-        if name in POLICIES
-    ]
+def _of_selectors(results: Mapping[str, Any]) -> dict[str, Any]:
+    shots, policy = shown_at(results), DEMONSTRATIONS.main_policy(results)
+    rows, at = words.rows_at(results, shots), words.differences_at(results, shots)
+    simple = drawn.baselines(results)
+    with_accuracy = {name: f"{policy_name(name, results)} ({row['accuracy']:.3f})" for name, row in rows.items()}
+    numbers = {"shots": shots, "policy": policy, "rows": rows, "simple": simple, "with_accuracy": with_accuracy}
+    if policy not in rows:
+        return numbers
+    rivals = [name for name in simple if (policy, name) in at]
+    signs = {name: words.sign_of(at[policy, name]["ci95"]) for name in rivals}
+    others = {n: words.rows_at(results, n).get(policy) for n in results["shots"] if n != results["trained_shots"]}
+    return numbers | {
+        "at": at,
+        "learned": list(dict.fromkeys((policy, *DEMONSTRATIONS.trained))),
+        "rivals": rivals,
+        "winners": [name for name in rivals if signs[name] < 0],
+        "close": [with_accuracy[name] for name in rivals if signs[name] == 0],
+        "elsewhere": [f"{row['accuracy']:.3f} with {n}" for n, row in others.items() if row],
+    }
+
+
+_NUMBERS = {DEADLINE.name: _under_deadlines, MEAN_BUDGET.name: _under_mean_budgets, DEMONSTRATIONS.name: _of_selectors}

@@ -1,7 +1,4 @@
-"""The words of reports, comparisons and studies: names of policies and metrics, numbers, intervals, differences.
-
-Also what every page reads off a `results.json`.
-"""
+"""The words of reports, comparisons and studies, and what every page reads off a `results.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +26,6 @@ def policy_name(policy: str, results: Mapping[str, Any] | None = None) -> str:
     """A policy in plain words; the names of some controls say what was hidden in these results."""
     hidden = listed((results or {}).get("hidden") or ["information"])
     return POLICIES[policy]["name"].format(hidden=hidden) if policy in POLICIES else policy.replace("_", " ")
-
-
-def policy_of(label: str) -> str:
-    """The policy that has this name in plain words; the label itself where none has."""
-    return next((policy for policy, words in POLICIES.items() if words["name"] == label), label)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -97,6 +89,11 @@ def shots_words(count: int) -> str:
     return f"{count} shot{'s' * (count > 1)}"
 
 
+def of_last_round(policy: str) -> str:
+    """The epochs of a policy that is trained in rounds are those of the last round, which starts from the previous."""
+    return " of its last round" if policy == "grpo_rounds" else ""
+
+
 # -- differences -------------------------------------------------------------------------------------------------------
 
 COMPARED = {1: "is better than", -1: "is worse than", 0: "is not shown to differ from"}
@@ -122,26 +119,22 @@ def difference_cell(difference: float, ci95: Sequence[float]) -> str:
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def environment(autoescape: bool) -> Environment:
-    """For the templates beside this file."""
+@functools.cache
+def environment(autoescape: bool = False) -> Environment:
+    """For the templates beside this file; they may call the functions of this module."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    return Environment(
+    templates = Environment(
         loader=loader, autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-
-
-@functools.cache
-def _plain() -> Environment:
-    plain = environment(autoescape=False)
-    functions: list[Callable[..., Any]] = [policy_name, known, quantity, number, interval, points, span, listed]
-    functions += [shots_words, sign_of, difference_words, value_of]
-    plain.globals |= {function.__name__: function for function in functions} | {"COMPARED": COMPARED}
-    return plain
+    templates.globals |= globals()
+    templates.filters["quantity"] = quantity
+    templates.tests["known"] = known
+    return templates
 
 
 def sentences(template: str, **content: Any) -> list[str]:
     """The paragraphs of a template of plain text, each on one line."""
-    paragraphs = re.split(r"\n\s*\n", _plain().get_template(template).render(content))
+    paragraphs = re.split(r"\n\s*\n", environment().get_template(template).render(content))
     return [" ".join(words) for paragraph in paragraphs if (words := paragraph.split())]
 
 
@@ -181,14 +174,6 @@ def means_of(results: Mapping[str, Any]) -> dict[str, Row]:
     return {row["policy"]: row for row in results["rows"] if row.get("budget_ms") is None}
 
 
-def budgets_of(results: Mapping[str, Any]) -> list[float]:
-    return sorted({row["budget_ms"] for row in results["rows"] if row.get("budget_ms") is not None})
-
-
-def at_budgets(results: Mapping[str, Any]) -> dict[tuple[str, float], Row]:
-    return {(row["policy"], row["budget_ms"]): row for row in results["rows"] if row.get("budget_ms") is not None}
-
-
 def ranked(results: Mapping[str, Any], metric: str = "utility") -> list[Row]:
     """The means over the budgets, best first."""
     return sorted(means_of(results).values(), key=lambda row: value_of(row, metric), reverse=True)
@@ -200,9 +185,32 @@ def value_of(row: Row, metric: str = "utility") -> float:
 
 
 def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
-    """What the guard found at each budget: one row a seed. [] without a guard."""
-    at = {rows[0]["budget_ms"]: list(rows) for rows in zip(*(results.get("guard") or []), strict=True)}
+    """What the guard found at each budget: one row a seed. [] without a guard. Where it fell back, the policy was
+    `worse` than static, or only static is on time often enough (`safer`)."""
+    at: dict[float, list[Row]] = {}
+    for rows in zip(*(results.get("guard") or []), strict=True):
+        at[rows[0]["budget_ms"]] = [_with_fallback(row) for row in rows]
     return list(at.values())
+
+
+def _with_fallback(row: Row) -> Row:
+    worse = not (row["deployed"] or row.get("better"))
+    return {**row, "worse": worse, "safer": not worse and not row["deployed"]}
+
+
+def guard_words(rows: Sequence[Row]) -> str:
+    """The guard's decision at a budget and its reason; if the seeds differ, the number of seeds for each, and a reason
+    of each."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        title = "deployed" if row["deployed"] else "fell back"
+        title += ", unattainable" * row["unattainable"] + ", too dear" * row["too_dear"]
+        groups.setdefault(title, []).append(row)
+    reasons = [group[0]["reason"] for group in groups.values()]
+    if len(groups) == 1:
+        return str(reasons[0]).replace("; ", "\n", 1)
+    counts = "; ".join(f"{title}: {len(group)} of {len(rows)} seeds" for title, group in groups.items())
+    return "\n".join([counts, *reasons])
 
 
 def mean_of(rows: Sequence[Row], name: str) -> float:
@@ -233,3 +241,8 @@ def rows_at(results: Mapping[str, Any], shots: int, rows: str = "rows") -> dict[
 def differences_at(results: Mapping[str, Any], shots: int) -> dict[tuple[str, str], Row]:
     """(policy, the policy it is compared with) → the difference at a number of shots."""
     return {(r["policy"], r["against"]): r for r in results.get("differences", []) if r["shots"] == shots}
+
+
+def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Every (policy, the policy it is compared with)."""
+    return list(dict.fromkeys((row["policy"], row["against"]) for row in results.get("differences", [])))

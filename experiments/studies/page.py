@@ -7,8 +7,7 @@ from typing import Any
 
 from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.report import words
-from knobwise.experiments.report.verdicts import of_last_round
-from knobwise.experiments.report.words import policy_name
+from knobwise.experiments.report.words import of_last_round, policy_name
 from knobwise.experiments.results.problem import FEASIBLE, GRPO, LATENCY, problem_of
 from knobwise.experiments.results.statistics import CHANCE, Difference
 from knobwise.experiments.studies import findings

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import vl_convert
+from page_parts import charts_of, data_of, points_of, rows_of, svg_of
 from run_folders import BUDGETS, write_run, write_selector_run
 
 from knobwise.experiments.compare.charts import COLOURED, comparison_charts, order
@@ -23,12 +22,8 @@ def runs(folder: Path, count: int, **more: Any) -> list[str]:
     return [str(write_run(names[n], gain=n / 20, settings=settings[n], **more)) for n in range(count)]
 
 
-def data_of(spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    return list(spec["datasets"].values())
-
-
 def drawn(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    return {name: page.specification(chart) for name, (_, chart) in comparison_charts(comparison).items()}
+    return {name: page.specification(chart) for name, chart in comparison_charts(comparison).items()}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +39,7 @@ def test_the_page_is_one_file_and_holds_every_number(tmp_path: Path, three: Comp
     assert not re.search(r"<(link|img|iframe|script[^>]* src)", text.replace(page._vega(), ""))
     assert "<script>" not in text.split("<main>")[1].split("<script")[0]
     assert "train &lt;script&gt;" in text
-    settings, means, per_budget = (
-        re.findall(r"<tr.*?</tr>", t, re.S) for t in re.findall(r"<tbody>(.*?)</tbody>", text, re.S)
-    )
+    settings, means, per_budget = rows_of(text)
     assert "loss.group_size</td><td>0</td><td>1</td><td>2" in settings[0]
     for i, run in enumerate(comparison.runs):
         assert f"{run.label}</td>" in means[i]
@@ -64,23 +57,22 @@ def test_every_chart_can_be_drawn_in_both_themes(three: Comparison) -> None:
     specs = drawn(three)
     assert len(specs) == 5
     for spec in specs.values():
-        for theme in page.THEMES.values():
-            assert "<svg" in vl_convert.vegalite_to_svg(spec, config=theme)
+        for theme in page.THEMES:
+            svg_of(spec, theme)
 
 
 def test_charts_hold_the_numbers_under_the_names_of_the_runs(three: Comparison) -> None:
     comparison, specs = three, drawn(three)
     labels = {run.label for run in comparison.runs}
-    lines = [row for rows in data_of(specs["Utility by budget"]) for row in rows]
+    lines = points_of(specs["Utility by budget"])
     for run in comparison.runs:
         found = {row["budget_ms"]: row["utility"] for row in lines if row.get("name") == run.label}
         assert found == {budget: run.row("controller", budget)["utility"] for budget in BUDGETS}
     quiet = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines if "name" not in row}
     oracle = {("oracle (upper bound)", b): comparison.runs[0].row("oracle", b)["utility"] for b in BUDGETS}
     assert quiet.items() >= oracle.items()
-    (usage,) = (rows for rows in data_of(specs["Which settings are used"]))
-    assert {row["policy"] for row in usage} == labels
-    plane = [row for rows in data_of(specs["Accuracy and latency"]) for row in rows]
+    assert {row["policy"] for row in points_of(specs["Which settings are used"])} == labels
+    plane = points_of(specs["Accuracy and latency"])
     assert {row["name"] for row in plane if "name" in row} == labels
     assert {row["label"] for row in plane if "label" in row} == {"crops=1", "crops=2", "crops=4"}
 
@@ -105,13 +97,12 @@ def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path
         folders.append(write_run(tmp_path / name, settings=settings))
     (folders[1] / "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
     comparison = comparison_of(list(map(str, folders)))
-    caption, chart = comparison_charts(comparison)["Training, on validation samples"]
-    assert "Dashed: where GRPO begins." in caption
-    (points,) = data_of(page.specification(chart))
+    assert "Dashed: where GRPO begins." in write_comparison(comparison, tmp_path / "page.html").read_text()
+    training = drawn(comparison)["Training, on validation samples"]
+    points = points_of(training)
     names = [run.label for run in comparison.runs]
     assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {(names[0], 10, False), (names[1], None, True)}
-    svg = vl_convert.vegalite_to_svg(page.specification(chart), config=page.THEMES["light"])
-    assert svg.count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
+    assert svg_of(training).count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
 
 
 def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Path) -> None:
@@ -121,21 +112,16 @@ def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Pat
     assert named == ["group_size=0", "group_size=9", "group_size=10", "group_size=11", charts.OTHER]
     assert len(named) == COLOURED + 1
     specs = drawn(comparison)
-    lines = [row for rows in data_of(specs["Utility by budget"]) for row in rows if "name" in row]
+    lines = [row for row in points_of(specs["Utility by budget"]) if "name" in row]
     assert {row["name"] for row in lines} == {run.label for run in comparison.runs}
     assert {row["policy"] for row in lines} == set(named)
-    (usage,) = data_of(specs["Which settings are used"])
-    assert {row["policy"] for row in usage} == set(named) - {charts.OTHER}
+    assert {row["policy"] for row in points_of(specs["Which settings are used"])} == set(named) - {charts.OTHER}
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
     assert "<h1>lean: 12 runs</h1>" in text
     assert "the first run and the 3 best others; grey: 8 more" in text
     assert all(f"{run.label}</td>" in text for run in comparison.runs)
     assert "<details><summary>Per budget" in text
-    (forest,) = (
-        spec
-        for one in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)
-        if "shown" in str(spec := json.loads(one))
-    )
+    (forest,) = (spec for spec in charts_of(text) if "shown" in str(spec))
     rows = next(rows for rows in data_of(forest) if "run" in rows[0])
     assert [(r["run"], r["difference"], r["low"], r["high"]) for r in rows] == [
         (one.run, *(100 * value for value in (one.difference, *one.ci95))) for one in comparison.differences
@@ -166,16 +152,15 @@ def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> N
     comparison = comparison_of(folders)
     specs = drawn(comparison)
     assert set(specs) == {"Accuracy by number of shots", "Training, on validation queries"}
-    lines = [row for rows in data_of(specs["Accuracy by number of shots"]) for row in rows if "name" in row]
+    lines = [row for row in points_of(specs["Accuracy by number of shots"]) if "name" in row]
     for run in comparison.runs:
         found = {row["shots"]: row["accuracy"] for row in lines if row["name"] == run.label}
         assert found == {n: run.row("grpo_recorded", n)["accuracy"] for n in (1, 2)}
-    assert {p["panel"] for p in data_of(specs["Training, on validation queries"])[0]} == {
-        "sft: accuracy, mean (0 to 1)"
-    }
+    panels = {point["panel"] for point in points_of(specs["Training, on validation queries"])}
+    assert panels == {"sft: accuracy, mean (0 to 1)"}
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
     for title in ("Per number of shots", "Stage by stage", "GRPO on recorded groups"):
         assert title in text
     assert "without experts or guard" not in text
     for spec in specs.values():
-        assert "<svg" in vl_convert.vegalite_to_svg(spec, config=page.THEMES["dark"])
+        svg_of(spec)

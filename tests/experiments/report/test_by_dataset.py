@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import small_table, table_of
-from rich.console import Console
+from page_parts import printed, report_of
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
@@ -21,7 +20,7 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import BalanceConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.report.report import print_results, write_report
+from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset
 from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets
 from knobwise.experiments.train import controller
@@ -95,29 +94,22 @@ def test_one_data_set_changes_nothing() -> None:
     assert "by_dataset" not in results
     assert by_dataset(results).rows == []
     assert "by_dataset" not in judged(two_sets(), torch.arange(6))
+    assert "by_dataset" not in judged(replace(small_table(20), datasets=("only",) * 20), torch.arange(20))
 
 
 def test_the_report_shows_them(tmp_path: Path) -> None:
     results = judged(two_sets(), torch.arange(10))
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    text = write_report(tmp_path).read_text()
+    text = report_of(tmp_path, results)
     assert "Data set by data set" in text
     assert "static per data set" in text
     assert "4 samples" in text
     section = text.split("Data set by data set")[1].split("<h2>")[0]
     assert section.count("class=strong><td>") == 2
-    console = Console(file=io.StringIO(), width=200)
-    print_results(results, console)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "static per data set" in printed
-    assert printed.count("learned controller") >= 3
+    text = printed(print_results, results)
+    assert "static per data set" in text
+    assert text.count("learned controller") >= 3
     wide = by_dataset(results).rows
     assert [line[0].split("\n")[0] for line in wide] == ["a", "", "", "", "", "b", "", "", "", ""]
-
-
-def test_a_table_of_one_data_set_with_a_name_is_one_data_set() -> None:
-    table = replace(small_table(20), datasets=("only",) * 20)
-    assert "by_dataset" not in judged(table, torch.arange(20))
 
 
 # -- under mean budgets ------------------------------------------------------------------------------------------------
@@ -164,13 +156,10 @@ def test_under_mean_budgets_every_data_set_is_compared_at_what_was_spent_on_it()
 
 def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
     results = judged_at_means() | {"guard": [], "chosen": []}
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    text = write_report(tmp_path).read_text()
+    text = report_of(tmp_path, results)
     assert "Data set by data set" in text
     assert "A budget limits the mean over all data sets" in text
-    console = Console(file=io.StringIO(), width=200)
-    print_results(results, console)
-    assert "over best single" in console.file.getvalue().split("data set")[1]  # type: ignore[attr-defined]
+    assert "over best single" in printed(print_results, results).split("data set")[1]
     table = by_dataset(results)
     assert {len(line) for line in table.rows} == {len(table.header)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -12,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import vl_convert
 from helpers import small_table
-from rich.console import Console
+from page_parts import charts_of, printed, svg_of
 
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-from knobwise.experiments.report import page
 from knobwise.experiments.report.inspection import inspect_table, print_inspection, write_inspection
 
 NAN = torch.nan
@@ -153,10 +150,10 @@ def test_page_is_whole_and_its_charts_can_be_drawn(table: ProfileTable, figures:
     text = path.read_text()
     assert path.stat().st_size < 2_000_000
     assert "default-src 'none'" in text
-    specs = [json.loads(s) for s in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
+    specs = charts_of(text)
     assert len(specs) == figures  # the last is the coverage, where there are holes
     for spec in specs:
-        assert "<svg" in vl_convert.vegalite_to_svg(spec, config=page.THEMES["light"])
+        svg_of(spec, "light")
     seen = re.sub(r"<script.*?</script>", "", text, flags=re.S)
     assert table.digest in seen
     assert "<solvers>" not in seen
@@ -164,17 +161,10 @@ def test_page_is_whole_and_its_charts_can_be_drawn(table: ProfileTable, figures:
 
 
 def test_facts_are_printed_plainly_where_there_is_no_terminal() -> None:
-    facts, plain = inspect_table(by_hand()), io.StringIO()
-    print_inspection(facts, Console(file=plain))
-    text = plain.getvalue()
-    assert "\x1b" not in text
-    assert "…" not in text
-    for words in (
-        "4 samples × 3 configurations (of 4 combinations of knob values)",
-        "91.7% of the cells",
-        facts["digest"],
-    ):
-        assert words in text
+    facts = inspect_table(by_hand())
+    text = printed(print_inspection, facts)
+    size = "4 samples × 3 configurations (of 4 combinations of knob values)"
+    assert all(words in text for words in (size, "91.7% of the cells", facts["digest"]))
     for line in (*facts["warnings"], *facts["notes"]):
         assert f"- {line}" in text
     assert re.search(r"crops +6 +0\.786 +34\.3 ms", text)

@@ -6,13 +6,13 @@ import json
 import re
 from pathlib import Path
 
-import polars as pl
 import pytest
 from jinja2 import ChoiceLoader, DictLoader
+from page_parts import points_of
 
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.colours import HUES, colour, domain, palette
-from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name, policy_of
+from knobwise.experiments.report.page import HUE_OF, HUES, domain
+from knobwise.experiments.report.words import POLICIES, cell, interval, number, policy_name
 from knobwise.experiments.results.problem import DECISION, GAP, OVER_MIX, UTILITY
 
 ATTACK = "</script><script>alert(1)</script><!--"
@@ -20,10 +20,12 @@ ATTACK = "</script><script>alert(1)</script><!--"
 
 def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with() -> None:
     first, second = (domain([*names, "oracle (upper bound)"]) for names in (["learned controller"], ["SFT", "a run"]))
-    assert len(first) == len(second) == len(palette()) == len(palette(dark=True))
+    light, dark = (theme["range"]["category"] for theme in page.THEMES.values())
+    assert len(first) == len(second) == len(light) == len(dark)
     place = first.index("oracle (upper bound)")
     assert second.index("oracle (upper bound)") == place
-    assert palette()[place] == colour("oracle") != colour("controller")
+    assert (light[place], dark[place]) == tuple(HUES[HUE_OF["oracle (upper bound)"]])
+    assert HUE_OF["oracle (upper bound)"] != HUE_OF["learned controller"]
     assert second.index("a run") not in (place, second.index("SFT"), list(HUES).index("grey"))
     assert domain(["others", *map(str, range(20))])[list(HUES).index("grey")] == "others"
 
@@ -31,7 +33,7 @@ def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with() -> None:
 def test_every_policy_has_a_name_a_colour_and_a_description() -> None:
     assert {tuple(words) for words in POLICIES.values()} == {("name", "colour", "description")}
     assert {words["colour"] for words in POLICIES.values()} <= set(HUES)
-    assert policy_of(policy_name("ridge")) == "ridge"
+    assert HUE_OF[policy_name("ridge")] == POLICIES["ridge"]["colour"]
     assert policy_name("hidden_sft", {"hidden": ["crowd", "image"]}) == "SFT, crowd and image hidden"
     assert policy_name("my_own") == "my own"
 
@@ -41,14 +43,14 @@ def test_no_text_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     {{ figure(chart, words) }}{{ table([words], [[words]]) }}{{ folded(words, "<i>x</i>" | safe) }}"""
     pages = page.templates()
     monkeypatch.setattr(pages, "loader", ChoiceLoader([DictLoader({"attack": template}), pages.loader]))
-    chart = charts.plane(pl.DataFrame({"label": [ATTACK], "accuracy": [0.5], "latency_ms": [1.0]}))
+    chart = charts.plane([{"label": ATTACK, "accuracy": 0.5, "latency_ms": 1.0}])
     text = page.render_page(tmp_path / "page.html", "attack", chart=chart, words=ATTACK).read_text()
     assert ATTACK not in text
     assert "<i>x</i>" in text
     (embedded,) = re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)
     assert "<" not in embedded
     assert "\\u003c/script\\u003e" in embedded
-    assert next(iter(json.loads(embedded)["datasets"].values()))[0]["label"] == ATTACK
+    assert points_of(json.loads(embedded))[0]["label"] == ATTACK
 
 
 @pytest.mark.parametrize(

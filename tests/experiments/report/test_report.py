@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -10,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
-import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
+from page_parts import charts_of, data_of, points_of, printed, report_of, rows_of, svg_of
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
-from knobwise.experiments.report.report import print_results, write_report
+from knobwise.experiments.report.report import on_decisions, print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
-from knobwise.experiments.report.verdicts import on_decisions, verdict
 from knobwise.experiments.report.words import policy_name, quantity, read_results
 
 BUDGETS = (120.0, 480.0)
@@ -30,22 +26,11 @@ POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58
 
 def row(policy: str, budget: float | None, utility: float) -> dict[str, Any]:
     gap = (utility - 0.5) / 0.3
-    return {
-        "policy": policy,
-        "budget_ms": budget,
-        "accuracy": utility + 0.05,
-        "latency_ms_mean": 0.8 * (budget or 300.0),
-        "latency_ms_p95": 400.0,
-        "satisfaction": 0.9,
-        "satisfaction_feasible": 0.96,
-        "infeasible": 0.0 if budget == BUDGETS[1] else 0.04,
-        "utility": utility,
-        "utility_ci95": [utility - 0.015, utility + 0.015],
-        "reward": utility,
-        "gap_closed": gap,
-        "gap_closed_ci95": [gap - 0.1, gap + 0.1],
-        "decision_us_p50": 12.5,
-    }
+    row = {"policy": policy, "budget_ms": budget, "accuracy": utility + 0.05, "reward": utility}
+    row |= {"latency_ms_mean": 0.8 * (budget or 300.0), "latency_ms_p95": 400.0, "decision_us_p50": 12.5}
+    row |= {"satisfaction": 0.9, "satisfaction_feasible": 0.96, "infeasible": 0.0 if budget == BUDGETS[1] else 0.04}
+    row |= {"utility": utility, "utility_ci95": [utility - 0.015, utility + 0.015]}
+    return row | {"gap_closed": gap, "gap_closed_ci95": [gap - 0.1, gap + 0.1]}
 
 
 def results(**utilities: float) -> dict[str, Any]:
@@ -76,18 +61,10 @@ def results(**utilities: float) -> dict[str, Any]:
 
 
 def guard_row(budget: float, **more: Any) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "budget_ms": budget,
-        "level": 0.95,
-        "miss_price": 0.5,
-        "unattainable": False,
-        "too_dear": False,
-        "better": True,
-        "deployed": True,
-        "reason": "deployed: better than <static> by +0.100 ± 0.010",
-        **{"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955},
-        **{"satisfaction_static": 0.981, "gain": 0.1, "gain_se": 0.01},
-    }
+    content: dict[str, Any] = {"budget_ms": budget, "level": 0.95, "miss_price": 0.5, "gain": 0.1, "gain_se": 0.01}
+    content |= {"unattainable": False, "too_dear": False, "better": True, "deployed": True}
+    content |= {"satisfaction_before": 0.91, "satisfaction_after": 0.955, "satisfaction_deployed": 0.955}
+    content |= {"satisfaction_static": 0.981, "reason": "deployed: better than <static> by +0.100 ± 0.010"}
     return content | more
 
 
@@ -148,23 +125,12 @@ def run(tmp_path: Path) -> Path:
 def test_training_curves_say_where_grpo_begins(run: Path) -> None:
     assert "where GRPO begins" not in write_report(run).read_text()
     training = {"warmup_iterations": 600, "iterations": 400}
-    (run / "results.json").write_text(json.dumps(results() | {"training": training}))
-    text = write_report(run).read_text()
+    text = report_of(run, results() | {"training": training})
     assert "Dashed: where GRPO begins." in text
     drawn = [spec for spec in charts_of(text) if "training step" in json.dumps(spec)]
-    panels = [{point["panel"] for points in data_of(spec) for point in points} for spec in drawn]
-    svgs = [vl_convert.vegalite_to_svg(spec, config=page.THEMES["light"]) for spec in drawn]
-    assert [svg.count('stroke-dasharray="5,4"') for svg in svgs] == list(map(len, panels)) == [1, 1]
-    (run / "results.json").write_text(json.dumps(results() | {"training": training | {"iterations": 0}}))
-    assert "where GRPO begins" not in write_report(run).read_text()
-
-
-def charts_of(text: str) -> list[dict]:
-    return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
-
-
-def data_of(spec: dict) -> list[list[dict]]:
-    return list(spec["datasets"].values())
+    panels = [{point["panel"] for point in points_of(spec)} for spec in drawn]
+    assert [svg_of(spec).count('stroke-dasharray="5,4"') for spec in drawn] == list(map(len, panels)) == [1, 1]
+    assert "where GRPO begins" not in report_of(run, results() | {"training": training | {"iterations": 0}})
 
 
 def test_the_report_needs_no_network(run: Path) -> None:
@@ -183,7 +149,7 @@ def test_the_report_needs_no_network(run: Path) -> None:
 
 def test_the_report_holds_every_number_of_every_policy(run: Path) -> None:
     text = write_report(run).read_text()
-    means, per_budget = (re.findall(r"<tr.*?</tr>", t, re.S) for t in re.findall(r"<tbody>(.*?)</tbody>", text, re.S))
+    means, per_budget = rows_of(text)
     order = sorted(POLICIES, key=lambda p: -POLICIES[p])
     infeasible = per_budget.pop()
     assert "infeasible" in infeasible
@@ -201,7 +167,7 @@ def test_the_report_holds_every_number_of_every_policy(run: Path) -> None:
 def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
     plane, utility, satisfaction, usage, training, rest = charts_of(write_report(run).read_text())
     for spec in (plane, utility, satisfaction, usage, training, rest):
-        assert "<svg" in vl_convert.vegalite_to_svg(spec, config=page.THEMES["dark"])
+        svg_of(spec)
     dots = next(rows for rows in data_of(plane) if "label" in rows[0])
     assert [(d["accuracy"], d["latency_ms"]) for d in dots] == [(0.412, 100.0), (0.733, 400.0)]
     lines = max(data_of(utility), key=len)
@@ -213,7 +179,7 @@ def test_every_chart_can_be_drawn_and_holds_the_numbers(run: Path) -> None:
     # the strongest baseline is named, weaker ones are grey
     assert {r["policy"] for r in lines} == {*map(policy_name, set(POLICIES) - {"ridge"}), charts.OTHER}
     assert any(rows == [{"level": 0.95}] for rows in data_of(satisfaction))
-    shares = [r for rows in data_of(usage) for r in rows]
+    shares = points_of(usage)
     assert len(shares) == len(results()["knob_usage"])
     assert {(r["value"], r["share"]) for r in shares} == {("2", 0.25), ("10", 0.75), ("fast", 0.25), ("<slow>", 0.75)}
 
@@ -233,8 +199,7 @@ def test_report_is_written_from_the_bare_results(tmp_path: Path) -> None:
     bare = {
         "rows": [{"policy": "controller", "budget_ms": None, "utility": 0.5}, {"policy": "mine", "budget_ms": None}]
     }
-    (tmp_path / "results.json").write_text(json.dumps(bare))
-    text = write_report(tmp_path).read_text()
+    text = report_of(tmp_path, bare)
     assert "no static policy was judged" in text
     assert charts_of(text) == []
 
@@ -313,8 +278,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     assert "<h2>Guarantees" not in write_report(run).read_text()
     assert "<h2>What was chosen" not in write_report(run).read_text()
     content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, {"miss_price": 0.7, "satisfaction_deployed": 0.965}))
-    (run / "results.json").write_text(json.dumps(content))
-    text = write_report(run).read_text()
+    text = report_of(run, content)
     guarantees = text.split("<h2>Guarantees</h2>")[1].split("<h2>")[0]
     assert "95% of the feasible requests on time" in guarantees
     _, tight, loose = re.findall(r"<tr.*?</tr>", guarantees, re.S)
@@ -328,7 +292,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     assert "the network of iteration 40, 41 (seeds 0, 1)" in chosen
     assert "accuracy constant, latency (0.0, 0.3)<small>accuracy constant, latency (1.0, 0.3)" in chosen
     (weights,) = charts_of(chosen)
-    assert "<svg" in vl_convert.vegalite_to_svg(weights, config=page.THEMES["dark"])
+    svg_of(weights)
     bars, dots = sorted(data_of(weights), key=len)
     assert [(r["member"], r["weight"]) for r in bars] == [("network", 0.375), ("kernel ridge", 0.625)]
     assert {(r["member"], r["seed"], r["weight"]) for r in dots} >= {("network", "1", 0.5), ("kernel ridge", "0", 0.75)}
@@ -336,8 +300,7 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
 
 def test_report_of_a_network_alone(run: Path) -> None:
     content = with_guard(({}, {})) | {"chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 7}]}
-    (run / "results.json").write_text(json.dumps(content))
-    assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in write_report(run).read_text()
+    assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in report_of(run, content)
 
 
 def test_equal_budgets_are_listed_once() -> None:
@@ -347,26 +310,19 @@ def test_equal_budgets_are_listed_once() -> None:
     assert verdict(content)[3:] == [
         "At 120 ms (90.0% on time), 95% on time would cost too much utility, so it is not enforced."
     ]
-    usage = page.specification(result_charts(content)["Which settings are used"][1])
-    assert sum(r["share"] for rows in data_of(usage) for r in rows) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
+    usage = page.specification(result_charts(content)["Which settings are used"])
+    assert sum(row["share"] for row in points_of(usage)) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
 
 
 def test_results_are_printed_plainly_where_there_is_no_terminal() -> None:
-    plain = io.StringIO()
-    print_results(results(), Console(file=plain))
-    lines = plain.getvalue().splitlines()
-    assert "\x1b" not in plain.getvalue()
-    assert "…" not in plain.getvalue()
+    lines = printed(print_results, results()).splitlines()
     assert [line.split("  ")[0].strip() for line in lines[1:6]] == [
         policy_name(p) for p in sorted(POLICIES, key=lambda p: -POLICIES[p])
     ]
     assert "0.600 [0.585, 0.615]" in lines[2]
     assert lines[6:] == verdict(results())
     for width in (80, 100, 160):
-        printed = io.StringIO()
-        print_results(results(), Console(file=printed, force_terminal=True, width=width))
-        assert "…" not in printed.getvalue()
-        assert "\x1b[1m" in printed.getvalue()
+        assert "\x1b[1m" in printed(print_results, results(), width)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=8))
@@ -381,11 +337,9 @@ def test_pareto_front_is_what_nothing_else_beats(points: list[tuple[int, int]]) 
 
 
 def test_a_knob_with_many_values_keeps_its_most_used_ones() -> None:
-    shares = np.arange(1, 31) / np.arange(1, 31).sum()
-    usage = pl.DataFrame(
-        [{"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": f"{v}", "share": s} for v, s in enumerate(shares)]
-    )
-    spec = page.specification(charts.knob_usage(usage, ["p"]))
+    shares = (np.arange(1, 31) / np.arange(1, 31).sum()).tolist()
+    usage = [{"policy": "p", "budget_ms": 9.5, "knob": "solver", "value": v, "share": s} for v, s in enumerate(shares)]
+    spec = page.specification(charts.knob_usage([("p", "p", {"knob_usage": usage})]))
     (rows,) = data_of(spec)
     kept = {r["value"]: r["share"] for r in rows}
     assert set(kept) == {*map(str, range(30 - charts.MOST_VALUES, 30)), "other"}

@@ -24,7 +24,7 @@ from knobwise.agents.stack.prices import StaticMix, mean_budgets
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
-from knobwise.experiments.report.verdicts import verdict
+from knobwise.experiments.report.report import verdict
 from knobwise.experiments.results.equal_latency import Reference
 from knobwise.experiments.results.judge import judge_mean_budgets
 

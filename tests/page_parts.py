@@ -1,0 +1,56 @@
+"""What a page holds: its charts, their data, the rows of its tables; and what is printed."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+from rich.console import Console
+
+from knobwise.experiments.report import page
+from knobwise.experiments.report.report import write_report
+
+
+def report_of(folder: Path, results: dict[str, Any]) -> str:
+    """The report of a run with these results, in a folder where its other files may be."""
+    (folder / "results.json").write_text(json.dumps(results))
+    return write_report(folder).read_text()
+
+
+def charts_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
+
+
+def data_of(spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    return list(spec["datasets"].values())
+
+
+def points_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The points of all layers."""
+    return [row for rows in data_of(spec) for row in rows]
+
+
+def svg_of(spec: dict[str, Any], theme: str = "dark") -> str:
+    svg: str = vl_convert.vegalite_to_svg(spec, config=page.THEMES[theme])
+    assert "<svg" in svg
+    return svg
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of each table."""
+    return [re.findall(r"<tr.*?</tr>", table, re.S) for table in re.findall(r"<tbody>(.*?)</tbody>", text, re.S)]
+
+
+def printed(show: Callable[..., None], content: Any, width: int | None = None) -> str:
+    """What is printed on a terminal of some width, or where there is none; nothing is cut off."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=width is not None)
+    show(content, console)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert ("\x1b" in text) == (width is not None)
+    return text
