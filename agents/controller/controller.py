@@ -109,7 +109,8 @@ class Controller(nn.Module):
 
     def features(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
         """Normalised features [*shape, width]; width 0 for a profile that has none."""
-        return self.normaliser(blocks) if self.normaliser.sizes else self.normaliser.mean.new_zeros(*shape, 0)
+        features: Tensor = self.normaliser(blocks, *shape)
+        return features
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""

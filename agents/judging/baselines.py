@@ -8,14 +8,14 @@ of the scale. All are fitted on some rows of the table; only the oracle knows th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from knobwise.agents.judging.policy import Baseline
-from knobwise.agents.predictors.experts import Expert, Measured, fit_experts, inputs_of
+from knobwise.agents.predictors.experts import Expert, Measured, Prediction, fit_experts, pick
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.predictors.prediction import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.joint import rows_by_dataset
@@ -34,7 +34,22 @@ def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
     return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
 
 
-class BudgetAwareStatic:
+class Averages:
+    """What is made from a table's averages and holds nothing but tensors."""
+
+    def plain(self) -> dict[str, Any]:
+        """Tensors, for a checkpoint."""
+        return dict(vars(self))
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> Self:
+        """The inverse of `plain`."""
+        static = cls.__new__(cls)
+        vars(static).update(plain)
+        return static
+
+
+class BudgetAwareStatic(Averages):
     """Per budget the one configuration with the best mean of accuracy·1[latency ≤ budget] over the rows.
 
     Where nothing ever met the budget all means are 0, and the one with the lowest mean latency is taken.
@@ -60,17 +75,6 @@ class BudgetAwareStatic:
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         distinct, which = budgets_ms.unique(return_inverse=True)
         return pick(self.mean_utility(distinct)[which], self.latency_ms, mask)
-
-    def plain(self) -> dict[str, Tensor]:
-        """Tensors, for a checkpoint."""
-        return dict(vars(self))
-
-    @classmethod
-    def restored(cls, plain: dict[str, Tensor]) -> BudgetAwareStatic:
-        """The inverse of `plain`."""
-        static = cls.__new__(cls)
-        vars(static).update(plain)
-        return static
 
 
 class BestStatic:
@@ -123,7 +127,7 @@ class PredictThenChoose:
 
     def predict(self, features: Mapping[str, Tensor], n: int) -> Prediction:
         """What is expected of every configuration for n samples."""
-        prediction: Prediction = self.expert(inputs_of(self._normaliser, features, n))
+        prediction: Prediction = self.expert(self._normaliser(features, n))
         if self._predict_accuracy:
             return prediction
         return prediction._replace(accuracy=self.expert.mean_accuracy.expand_as(prediction.accuracy))

@@ -8,7 +8,7 @@ because their mean over the folds is better.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,14 +18,56 @@ from torch import Tensor, nn
 
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import Targets, folds_of
-from knobwise.agents.predictors.prediction import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import log_measured
+from knobwise.envs.configurations.budgets import log_measured, log_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
 """Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more, above 1 less."""
+
+
+class Prediction(NamedTuple):
+    """Predicted outcomes of all C configurations for n requests."""
+
+    accuracy: Tensor
+    """[n, C]."""
+    log_latency: Tensor
+    """[n, C], mean of ln ms."""
+    spread: Tensor
+    """[C] or [n, C], standard deviation of ln ms."""
+
+    def meets(self, budgets_ms: Tensor) -> Tensor:
+        """P(latency ≤ budget) = Φ((ln b − μ)/σ) for normal residuals, budgets [n] in ms → [n, C]."""
+        return torch.special.ndtr((log_ms(budgets_ms).unsqueeze(-1) - self.log_latency) / self.spread)
+
+    def expected_utility(self, budgets_ms: Tensor) -> Tensor:
+        """Â·Φ((ln b − μ)/σ), budgets [n] in ms → [n, C]: feasibility is soft, without a cut-off."""
+        return self.accuracy.clamp(1e-3, 1.0) * self.meets(budgets_ms)
+
+    @property
+    def latency_ms(self) -> Tensor:
+        """E[latency] in ms, [n, C], of a log-normal variable: exp(μ + σ²/2)."""
+        return torch.exp(self.log_latency + self.spread.square() / 2)
+
+
+def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
+    """The best score inside the mask; among equals the lowest latency.
+
+    Args:
+        scores, latency_ms: [n, C] or what expands to it, any monotone scale of time, finite inside the mask.
+        mask: bool [n, C]; None for everything, where `scores` is [n, C].
+
+    Raises:
+        ValueError: if a sample has no configuration to choose.
+    """
+    if mask is None:
+        mask = torch.ones_like(scores, dtype=torch.bool)
+    if not bool(mask.any(1).all()):
+        raise ValueError("the mask leaves a sample without any configuration")
+    scores = scores.expand(mask.shape).masked_fill(~mask, -torch.inf)
+    best = mask & (scores == scores.amax(1, keepdim=True))
+    return latency_ms.expand(mask.shape).masked_fill(~best, torch.inf).argmin(1)
 
 
 class Measured(NamedTuple):
@@ -101,8 +143,8 @@ class Expert(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Prediction:
         """Normalised features [n, d] → predictions for n requests; without features, all are the same."""
-        x = x if x.shape[-1] else x.new_zeros(x.shape[0], 1)
-        return Prediction(self.accuracy(x), self.log_latency(x), self.spread)
+        inputs = padded(x)
+        return Prediction(self.accuracy(inputs), self.log_latency(inputs), self.spread)
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""
@@ -124,10 +166,9 @@ class Fitted(NamedTuple):
     out_of_fold: Prediction
 
 
-def inputs_of(normaliser: FeatureNormaliser, features: Mapping[str, Tensor], n: int) -> Tensor:
-    """Normalised features float32 [n, d]; without features, a column of zeros."""
-    x = normaliser(features)
-    return x if normaliser.width else x.new_zeros(n, 1)
+def padded(x: Tensor) -> Tensor:
+    """Features [n, d]; where there are none a column of zeros, so that every regressor has an input."""
+    return x if x.shape[-1] else x.new_zeros(x.shape[0], 1)
 
 
 def fit_experts(
@@ -146,7 +187,7 @@ def fit_experts(
         seed: of trees.
     """
     rows = measured.rows
-    x32 = inputs_of(normaliser, {name: block[rows] for name, block in table.features.items()}, len(rows))
+    x32 = padded(normaliser({name: block[rows] for name, block in table.features.items()}, len(rows)))
     x = x32.double().numpy()
     # the centres and the filled holes must not come from held-out rows
     folds = [(fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])) for fit, hold in measured.folds]

@@ -165,3 +165,7 @@ class ClipEncoder(nn.Module):
 def _items_of(items: Tensor, rows: Tensor) -> Tensor:
     rows = rows.to(items.device)
     return torch.where(rows < 0, -1, items[rows.clamp_min(0)])
+
+
+Embeddings = StoredEmbeddings | ClipEncoder
+"""Both give `both(rows, pool)`: rows of queries, int64 [P], and of candidates, int64 [P, N] → [P, d] and [P, N, d]."""

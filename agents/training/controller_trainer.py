@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
@@ -27,7 +27,6 @@ from knobwise.agents.predictors.folds import rows_of_members
 from knobwise.agents.training.init_from import controller_start
 from knobwise.agents.training.loop import Stage, Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_measured
 from knobwise.envs.configurations.contexts import row_weights
 from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
@@ -56,6 +55,8 @@ class ControllerTrainer(Trainer):
 
     agent: Controller
     env: ConfigBandit
+    table: ProfileTable
+    trained_on = "on another profile or with another policy"
 
     def __init__(
         self,
@@ -255,20 +256,8 @@ class ControllerTrainer(Trainer):
             **rows,
         }
 
-    def _write(self, path: Path, extra: dict[str, Any]) -> None:
-        save_checkpoint(path, self.agent, self.table, extra)
-
-    def resume(self, path: Path) -> bool:
-        """Go on from a `last.pt`; the end is the same, bit for bit, as without the stop. False when there is none.
-
-        Raises:
-            InputError: it belongs to another profile, or to another network.
-        """
-        if not path.exists():
+    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
+        if (loaded.network.config, loaded.network.priced) != (self.policy, self.priced):
             return False
-        loaded = load_checkpoint(path)
-        controller, wanted = loaded.network, (self.policy, self.priced)
-        if loaded.profile_digest != self.table.digest or (controller.config, controller.priced) != wanted:
-            raise InputError(f"{path}: was trained on another profile or with another policy; choose another name=…")
-        self.resume_from(controller.state_dict(), loaded.extra["training"])
+        self.agent.load_state_dict(loaded.network.state_dict())
         return True

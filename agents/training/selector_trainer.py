@@ -10,17 +10,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
-from knobwise.agents.selector.clip_encoder import ClipEncoder
+from knobwise.agents.selector.clip_encoder import ClipEncoder, Embeddings
 from knobwise.agents.selector.evaluation import choose, judge
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.loop import Stage, Trainer, seeded
@@ -60,6 +59,8 @@ class SelectorTrainer(Trainer):
     """
 
     agent: SelectorActor
+    table: BeamTable
+    trained_on = "on other beams or with other settings"
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class SelectorTrainer(Trainer):
         start: Selector,
         *,
         reference: Selector | None = None,
-        embeddings: StoredEmbeddings | ClipEncoder | None = None,
-        reference_embeddings: StoredEmbeddings | ClipEncoder | None = None,
+        embeddings: Embeddings | None = None,
+        reference_embeddings: Embeddings | None = None,
         shots: int = 2,
         scorer: Scorer | None = None,
         live: bool = False,
@@ -121,6 +122,8 @@ class SelectorTrainer(Trainer):
     def selector(self) -> Selector:
         """What is trained."""
         return self.agent.selector
+
+    trained = selector
 
     # -- the stage -----------------------------------------------------------------------------------------------------
 
@@ -190,20 +193,17 @@ class SelectorTrainer(Trainer):
             score = float(judge(self.table, self.scorer, chosen, rows).mean())
         return score, {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
 
-    @torch.no_grad()
-    def _recorded_first(self, rows: Tensor, batch: int = 512) -> float:
+    def _recorded_first(self, rows: Tensor) -> float:
         """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group: right or
         wrong, or where that is not known its score. Over queries that have any."""
-        table, scores = self.table, []
+        table = self.table
         outcome = table.fields["vqa_correct" if "vqa_correct" in table.fields else "beam_score"]
         recorded = table.beam_mask & (table.lengths == self.shots) & ~outcome.isnan()
         rows = rows[recorded[rows].any(1)]
-        for part in rows.split(batch) if len(rows) else ():
-            queries = TensorDict({"row": part}, [len(part)], device=self.device)
-            log_probs = self.agent.get_dist(queries).log_prob(table.sequences[part].to(self.device)).cpu()
-            first = log_probs.masked_fill(~recorded[part], -torch.inf).argmax(1, keepdim=True)
-            scores.append(outcome[part].gather(1, first))
-        return float(torch.cat(scores).mean()) if scores else 0.0
+        if not len(rows):
+            return 0.0
+        log_probs = self.agent.recorded_log_probs(table, rows).masked_fill(~recorded[rows], -torch.inf)
+        return float(outcome[rows].gather(1, log_probs.argmax(1, keepdim=True)).mean())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -223,9 +223,6 @@ class SelectorTrainer(Trainer):
             extra["lora"] = self.agent.embeddings.lora_state()
         return extra
 
-    def _write(self, path: Path, extra: dict[str, Any]) -> None:
-        save_checkpoint(path, self.selector, self.table, extra)
-
     def training_state(self) -> dict[str, Any]:
         return super().training_state() | {
             "agent": self.agent.state_dict(),
@@ -233,26 +230,12 @@ class SelectorTrainer(Trainer):
             "settings": self._resumable,
         }
 
-    def resume(self, path: Path) -> bool:
-        """Go on from a `last.pt`; the end is the same, bit for bit, as without the stop. False when there is none.
-
-        Raises:
-            InputError: it belongs to other beams, or to a training with other settings.
-        """
-        if not path.exists():
+    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
+        if state.get("settings") != self._resumable:
             return False
-        loaded = load_checkpoint(path)
-        state = loaded.extra.get("training", {})
-        if loaded.profile_digest != self.table.digest or state.get("settings") != self._resumable:
-            raise InputError(f"{path}: was trained on other beams or with other settings; choose another name=…")
-        self.resume_from(state["agent"], state)
+        self.agent.load_state_dict(state["agent"])
         self.agent.temperature = state["temperature"]
         return True
-
-    def run(self) -> Selector:
-        """Train to the end; gives the selector of the best epoch, in eval mode."""
-        super().run()
-        return self.selector
 
 
 def _present(batch: TensorDictBase) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from knobwise.agents.predictors.prediction import Prediction, pick
+from knobwise.agents.predictors.experts import Prediction, pick
 
 # margins of +1 and −1 standard deviation and +2 of a smaller one under a budget of e²
 BY_HAND = Prediction(torch.tensor([[0.5, 2.0, -1.0]]), torch.tensor([[1.0, 3.0, 1.0]]), torch.tensor([1.0, 1.0, 0.5]))

@@ -13,8 +13,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.predictors.experts import Measured
-from knobwise.agents.predictors.prediction import Prediction
+from knobwise.agents.predictors.experts import Measured, Prediction
 from knobwise.agents.stack.priced_policy import (
     PricedChooser,
     compared,
