@@ -22,34 +22,24 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedCon
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint holds."""
+    """What a checkpoint holds: the agent, in eval mode, on the CPU; the profile that it was trained on; and what the
+    writer added, the trainer's state and the run's settings."""
 
     agent: Agent
-    """In eval mode, on the CPU."""
     profile_name: str
     profile_digest: str
-    """Of the profile that it was trained on."""
     extra: dict[str, Any]
-    """What the writer added: the trainer's state, the run's settings."""
 
     @property
     def controller(self) -> Controller | StackedController | PricedChooser:
-        """The agent, when it is a controller.
-
-        Raises:
-            InputError: it is a selector.
-        """
+        """The agent; an `InputError` when it is a selector."""
         if isinstance(self.agent, Selector):
             raise InputError(f"the checkpoint holds a selector, trained on {self.profile_name!r}, and no controller")
         return self.agent
 
     @property
     def network(self) -> Controller:
-        """The network of a controller, without experts, guard and prices.
-
-        Raises:
-            InputError: it is a selector.
-        """
+        """The network of a controller, without experts, guard and prices; an `InputError` when it is a selector."""
         agent = self.controller
         inner = agent.chooser if isinstance(agent, PricedChooser) else agent
         network: Controller = inner.network if isinstance(inner, StackedController) else inner
@@ -57,22 +47,13 @@ class Loaded(NamedTuple):
 
     @property
     def selector(self) -> Selector:
-        """The agent, when it is a selector.
-
-        Raises:
-            InputError: it is a controller.
-        """
+        """The agent; an `InputError` when it is a controller."""
         if not isinstance(self.agent, Selector):
             raise InputError(f"the checkpoint holds a controller, trained on {self.profile_name!r}, and no selector")
         return self.agent
 
 
-def save_checkpoint(
-    path: str | Path,
-    agent: Agent,
-    table: ProfileTable | BeamTable,
-    extra: dict[str, Any],
-) -> None:
+def save_checkpoint(path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]) -> None:
     """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
     content = {
         "format": FORMAT,

@@ -73,12 +73,7 @@ class UtilityNetwork(nn.Module):
     bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning",
     section 3.1).
 
-    Args:
-        features: d.
-        configurations: int64 [C, K].
-        encoding: of the limit.
-        config: the network; `config.members` is M.
-        priced: the limit is not a deadline but the worth of a right answer in ms, 1/λ.
+    `priced`: the limit is not a deadline but the worth of a right answer in ms, 1/λ.
     """
 
     edges: Tensor

@@ -113,13 +113,7 @@ class LookupTable:
 
 class PredictThenChoose:
     """Predicts accuracy and log-latency of every configuration, then takes the best expected utility Â·Φ((ln b − μ)/σ).
-
-    Args:
-        name: how the policy is called.
-        expert: what predicts.
-        normaliser: of the features.
-        predict_accuracy: False takes each configuration's mean accuracy for every sample.
-    """
+    Without `predict_accuracy` each configuration's mean accuracy counts for every sample."""
 
     def __init__(self, name: str, expert: Expert, normaliser: FeatureNormaliser, predict_accuracy: bool = True) -> None:
         self.name, self.expert, self._normaliser = name, expert, normaliser
@@ -180,15 +174,11 @@ class Oracle:
 def make_baselines(
     table: ProfileTable, split: Split, seed: int = 0, budgets_ms: Tensor | None = None
 ) -> list[Baseline]:
-    """All baselines, fitted on everything but the test rows; the oracle is for the test rows.
+    """All baselines, fitted on everything but the test rows, because the learned ones choose their settings out of
+    fold; the oracle is for the test rows. They will be judged on `budgets_ms` [b], None for `default_budgets`.
 
     A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour and description. One
     that predicts is a family of `knobwise.agents.predictors.regressors` instead.
-
-    Args:
-        split: what the learned ones choose among they choose out of fold, so validation is fitted on too.
-        seed: of folds, forests and random choices.
-        budgets_ms: float [b], the budgets that the baselines will be judged on; None for `default_budgets`.
     """
     rows = torch.cat([split.train, split.validation])
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms

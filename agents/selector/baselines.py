@@ -12,15 +12,7 @@ from torch.nn.functional import pad
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.pools import similarity
 
-SIMPLE = (
-    "random",
-    "image_similarity",
-    "question_similarity",
-    "similarity",
-    "part_similarity",
-    "careful_rule",
-    "vote",
-)
+SIMPLE = ("random", "image_similarity", "question_similarity", "similarity", "part_similarity", "careful_rule", "vote")
 """Their names in results. `vote` is `voters`, judged without a model (`Scorer.vote`)."""
 COSINES = {"image_similarity": "image_similarity", "question_similarity": "text_similarity", "similarity": "mixed"}
 """The ways that go by a cosine, and its name in `knobwise.profiling.demonstrations.pools.similarity`."""
@@ -29,15 +21,11 @@ BATCH = 1024
 
 
 def simple_ways(table: BeamTable, shots: int, *, seed: int = 0, trusted: Tensor | None = None) -> dict[str, Tensor]:
-    """The choices of every simple way that the table supports, by name: int64 [Q, T] each.
+    """The choices of every simple way that the table supports, by name: int64 [Q, T] each; `seed` is that of `random`.
 
     `image_similarity` and `question_similarity` need these names in `table.blocks`, `part_similarity` parts (see
-    `parts_of`), `careful_rule` parts and `trusted`.
-
-    Args:
-        shots: T.
-        seed: of `random`.
-        trusted: bool [M], candidates whose annotators are known, from elsewhere, to be careful.
+    `parts_of`), `careful_rule` parts and `trusted`, bool [M]: whose annotators are known, from elsewhere, to be
+    careful.
     """
     ways = {"random": random_places(table, shots, seed)}
     ways |= {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}

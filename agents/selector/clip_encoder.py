@@ -24,14 +24,12 @@ AT_ONCE = 256
 
 
 class ClipItems(NamedTuple):
-    """Images with their texts, as a CLIPProcessor gives them."""
+    """Images [M, 3, H, W], of any floating type (float16 takes half the memory), with their texts, int64 [M, L], and
+    where these are not padded, as a CLIPProcessor gives them."""
 
     pixel_values: Tensor
-    """[M, 3, H, W], of any floating type (float16 takes half the memory)."""
     input_ids: Tensor
-    """int64 [M, L]."""
     attention_mask: Tensor
-    """int64 [M, L], 0 where padded."""
 
 
 class ClipEncoder(nn.Module):
@@ -43,10 +41,9 @@ class ClipEncoder(nn.Module):
     Args:
         model: a transformers CLIPModel; it is changed in place.
         items: everything that may be embedded.
-        query_items: int64 [Q], the item of each query.
-        candidate_items: int64 [M], the item of each candidate of the bank; may share items with the queries.
-        rank: of the LoRA weights.
-        alpha: they are scaled by alpha / rank.
+        query_items, candidate_items: int64 [Q] and [M], the item of each query and of each candidate of the bank; they
+            may share items.
+        rank, alpha: the LoRA weights are scaled by alpha / rank.
         dropout: before them, in train mode. Old and new log-probs must be taken in the same mode.
 
     Raises:
