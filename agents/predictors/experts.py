@@ -28,14 +28,12 @@ SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
 
 
 class Prediction(NamedTuple):
-    """Predicted outcomes of all C configurations for n requests."""
+    """Predicted outcomes of all C configurations for n requests: accuracy and mean of ln ms [n, C], and the standard
+    deviation of ln ms, [C] or [n, C]."""
 
     accuracy: Tensor
-    """[n, C]."""
     log_latency: Tensor
-    """[n, C], mean of ln ms."""
     spread: Tensor
-    """[C] or [n, C], standard deviation of ln ms."""
 
     def meets(self, budgets_ms: Tensor) -> Tensor:
         """P(latency ≤ budget) = Φ((ln b − μ)/σ) for normal residuals, budgets [n] in ms → [n, C]."""
@@ -52,11 +50,8 @@ class Prediction(NamedTuple):
 
 
 def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
-    """The best score inside the mask; among equals the lowest latency.
-
-    Args:
-        scores, latency_ms: [n, C] or what expands to it, any monotone scale of time, finite inside the mask.
-        mask: bool [n, C]; None for everything, where `scores` is [n, C].
+    """The best score inside the mask, None for everything; among equals the lowest latency. All [n, C], or scores and
+    latency what expands to it; the latency on any monotone scale, finite inside the mask.
 
     Raises:
         ValueError: if a sample has no configuration to choose.
@@ -91,12 +86,8 @@ class Measured(NamedTuple):
         return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed))
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
-        """Mean over rows and budgets of the utility of the best score, accuracy·1[latency ≤ budget].
-
-        Args:
-            scores: for each budget [n, C].
-            latency: [n, C], any monotone scale of time; decides among equal scores.
-        """
+        """Mean over rows and budgets of the utility of the best score, accuracy·1[latency ≤ budget]: for each budget
+        scores [n, C]; among equal ones `latency` [n, C], on any monotone scale, decides."""
         total = 0.0
         for budget, score in zip(self.budgets_ms, scores, strict=True):
             chosen = pick(score, latency, self.mask).unsqueeze(1)
@@ -112,15 +103,8 @@ class Measured(NamedTuple):
 
 
 class Expert(nn.Module):
-    """Predicts from normalised features.
-
-    Args:
-        name: of its family.
-        accuracy, log_latency: regressors to [n, C].
-        mean_accuracy: [C], of the rows it was fitted on.
-        spread: [C], of the log-latency.
-        settings: the chosen settings, in words.
-    """
+    """Predicts from normalised features by two regressors to [n, C]; `spread` [C] is that of the log-latency,
+    `mean_accuracy` [C] that of the rows it was fitted on, `settings` are those chosen, in words."""
 
     mean_accuracy: Tensor
     spread: Tensor
@@ -180,9 +164,7 @@ def fit_experts(
     residuals out of fold, times the factor with the best utility out of fold (for deadlines only).
 
     Args:
-        table: the profile.
-        measured: the rows to fit on.
-        normaliser: of the features, fitted on these rows.
+        measured: the rows to fit on; the features' `normaliser` is fitted on the same.
         families: names in `FAMILIES`.
         seed: of trees.
     """

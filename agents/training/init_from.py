@@ -33,32 +33,24 @@ def controller_start(
     Raises:
         InputError: the checkpoint holds a selector, or differs in limits, knobs, features or network settings.
     """
-    loaded = load_checkpoint(path)
-    if isinstance(loaded.agent, Selector):
-        raise InputError(f"init_from={path}: holds a selector; a controller starts from a controller")
-    network = loaded.network
-    if network.priced != priced:
-        before, now = ("mean budgets", "deadlines") if network.priced else ("deadlines", "mean budgets")
-        raise InputError(f"init_from={path}: was trained for {before}, and this run is for {now}")
+    loaded, name = load_checkpoint(path), f"profile {table.name!r}"
+    _check(path, not isinstance(loaded.agent, Selector), "holds a selector; a controller starts from a controller")
+    network, limits = loaded.network, {True: "mean budgets", False: "deadlines"}
+    same = network.priced == priced
+    _check(path, same, f"was trained for {limits[network.priced]}, and this run is for {limits[priced]}")
     knobs, others = (", ".join(f"{k.name}={list(k.values)}" for k in each) for each in (network.knobs, table.knobs))
-    if knobs != others:
-        raise InputError(f"init_from={path}: its knobs are {knobs}; profile {table.name!r} has {others}")
-    if not torch.equal(network.configurations.cpu(), table.configurations):
-        raise InputError(
-            f"init_from={path}: was trained for {len(network.configurations)} configurations of its knobs; profile "
-            f"{table.name!r} has {table.num_configurations}, or has them in another order"
-        )
-    sizes = {name: block.shape[-1] for name, block in table.features.items()}
-    if network.normaliser.sizes != sizes:
-        raise InputError(
-            f"init_from={path}: reads the features {network.normaliser.sizes}; profile {table.name!r} has {sizes}"
-        )
+    _check(path, knobs == others, f"its knobs are {knobs}; {name} has {others}")
+    _check(
+        path,
+        torch.equal(network.configurations.cpu(), table.configurations),
+        f"was trained for {len(network.configurations)} configurations of its knobs; {name} has "
+        f"{table.num_configurations}, or has them in another order",
+    )
+    known, sizes = network.normaliser.sizes, {key: block.shape[-1] for key, block in table.features.items()}
+    _check(path, known == sizes, f"reads the features {known}; {name} has {sizes}")
     names = sorted(set(table.dataset_names))
-    if DATASET in sizes and loaded.extra.get("told", names) != names:
-        raise InputError(
-            f"init_from={path}: knows the data sets {', '.join(loaded.extra['told'])}; profile {table.name!r} has "
-            f"{', '.join(names)}"
-        )
+    known_names = loaded.extra.get("told", names) if DATASET in sizes else names
+    _check(path, known_names == names, f"knows the data sets {', '.join(known_names)}; {name} has {', '.join(names)}")
     _same_settings(path, "policy", asdict(network.config), asdict(policy), NETWORK)
     controller = Controller.restored(network.plain() | {"policy": asdict(policy)})
     if isinstance(controller.network, UtilityNetwork):
@@ -72,18 +64,19 @@ def selector_start(path: str | Path, config: SelectorConfig, features: int) -> t
     Raises:
         InputError: the checkpoint holds a controller, or differs in the width of the embeddings or network settings.
     """
-    loaded = load_checkpoint(path)
-    if not isinstance(loaded.agent, Selector):
+    loaded, settings = load_checkpoint(path), asdict(config)
+    agent = loaded.agent
+    if not isinstance(agent, Selector):
         raise InputError(f"init_from={path}: holds a controller; a selector starts from a selector")
-    if loaded.agent.features != features:
-        raise InputError(
-            f"init_from={path}: reads embeddings {loaded.agent.features} wide, and these are {features} wide"
-        )
-    settings = asdict(config)
-    _same_settings(
-        path, "selector", asdict(loaded.agent.config), settings, [key for key in settings if key != "dropout"]
-    )
-    return Selector.restored(loaded.agent.plain() | {"selector": settings}), loaded
+    same = agent.features == features
+    _check(path, same, f"reads embeddings {agent.features} wide, and these are {features} wide")
+    _same_settings(path, "selector", asdict(agent.config), settings, settings.keys() - {"dropout"})
+    return Selector.restored(agent.plain() | {"selector": settings}), loaded
+
+
+def _check(path: str | Path, fits: bool, message: str) -> None:
+    if not fits:
+        raise InputError(f"init_from={path}: {message}")
 
 
 def _same_settings(
@@ -91,5 +84,4 @@ def _same_settings(
 ) -> None:
     """Refuse a network of other settings."""
     changed = [f"{group}.{key}={saved[key]}" for key in sorted(keys) if saved[key] != wanted[key]]
-    if changed:
-        raise InputError(f"init_from={path}: was trained with {', '.join(changed)}; train with the same")
+    _check(path, not changed, f"was trained with {', '.join(changed)}; train with the same")
