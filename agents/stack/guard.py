@@ -74,10 +74,10 @@ class Guard(nn.Module):
 
         Args:
             measured: the samples and the budgets.
-            score: float [B, n, C], the utility under each budget predicted by a model not fitted on the sample.
-            meets: float [B, n, C], its predicted probability that the latency is at most the budget.
+            score, meets: float [B, n, C], the utility under each budget, and the probability that the latency is at
+                most the budget, predicted by a model not fitted on the sample.
             static_choice: int64 [B, n], what budget-aware static chooses.
-            settings: level, confidence and level_cost of the class.
+            settings: those of the class.
         """
         guard = cls(len(measured.budgets_ms), **settings)
         guard.budgets_ms.copy_(measured.budgets_ms)

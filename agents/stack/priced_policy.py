@@ -40,10 +40,8 @@ class PricedChooser:
         name: of the policy.
         chooser: a controller or a baseline whose `choose(features, worths, mask)` weighs accuracy against
             latency/worth.
-        budgets_ms: float [B], the calibrated mean budgets.
-        prices: float64 [B], λ = 1/worth, accuracy per ms.
-        mix: the static mix for the same budgets; None without a guard.
-        guard: the guard's comparison for each budget (`compared`); empty without a guard.
+        budgets_ms, prices: float [B], the calibrated mean budgets, and λ = 1/worth for each, accuracy per ms.
+        mix, guard: the static mix and the guard's comparison (`compared`) for each budget; None and empty without.
     """
 
     def __init__(
@@ -62,11 +60,8 @@ class PricedChooser:
         self._draws = torch.Generator().manual_seed(SEED)
 
     def groups(self, budgets_ms: Tensor) -> Tensor:
-        """The index of each of these budgets among the calibrated ones: float [n] in ms → int64 [n].
-
-        Raises:
-            InputError: if a budget is not calibrated; its price cannot be guessed.
-        """
+        """The index of each of these budgets among the calibrated ones: float [n] in ms → int64 [n]. One that is not
+        is an `InputError`; its price cannot be guessed."""
         known = self.budgets_ms.double()
         group = (budgets_ms.double().unsqueeze(1) - known).abs().argmin(1)
         far = (budgets_ms.double() - known[group]).abs() > 1e-3 * known[group]
@@ -160,14 +155,9 @@ def prices_by_trial(
 ) -> tuple[Tensor, Tensor]:
     """The lowest of the tried prices that keeps each mean budget on these rows; if none does, the cheapest one.
 
-    Args:
-        choose: a worth, float [] in ms → configurations int64 [n], by a policy that was not fitted on these rows.
-        cost: float [n, C], as measured.
-        worths: float [W], to try.
-        budgets_ms: float [B].
-
-    Returns:
-        Prices float64 [B], and the choices at them, int64 [n, B].
+    `choose` gives for a worth, float [] in ms, configurations int64 [n], by a policy that was not fitted on these rows,
+    whose measured cost is float [n, C]. From worths [W] and budgets [B] → prices float64 [B], and the choices at them,
+    int64 [n, B].
     """
     worths = worths.sort(descending=True).values
     chosen = torch.stack([choose(worth) for worth in worths], 1)

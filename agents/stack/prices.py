@@ -23,13 +23,8 @@ ROUNDING = 1e-9
 
 
 def mean_budgets(table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None) -> Tensor:
-    """These mean budgets, by default 10/25/50/75/90 % quantiles of the configurations' mean latencies: float64 [B], ms.
-
-    No default is below the mean latency of the cheapest configuration, so that a single configuration can keep each.
-
-    Raises:
-        InputError: if there is no budget, or one that is not positive.
-    """
+    """These mean budgets (see `judged_budgets`), by default 10/25/50/75/90 % quantiles of the configurations' mean
+    latencies, so that a single configuration can keep each: float64 [B], ms."""
     if budgets_ms is not None:
         return judged_budgets(table, budgets_ms).double()
     cost = averages(table, rows)[1]
@@ -49,12 +44,9 @@ def choose_at_price(accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | floa
 
 
 def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sample's upper concave hull, from its cheapest configuration up to its most accurate.
-
-    Returns:
-        Configurations int64 [n, H + 1], padded with the last one, and the H breakpoints float64 [n, H] in falling
-        order: step k is taken at prices below breakpoint k; 0 is padding.
-    """
+    """Each sample's upper concave hull, from its cheapest configuration up to its most accurate: configurations int64
+    [n, H + 1], padded with the last one, and the H breakpoints float64 [n, H] in falling order: step k is taken at
+    prices below breakpoint k; 0 is padding."""
     accuracy, cost = accuracy.double(), cost.double()
     corners, prices = [pick(-cost, -accuracy, mask)], []
     while True:
@@ -74,13 +66,8 @@ def calibrate_prices(accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask:
 
     Exact: it follows the actual mean cost through the breakpoints of all samples. Wrong predictions can make that cost
     rise with the price in places; the lowest price still falls as budgets grow. A budget that no price keeps gets the
-    highest breakpoint, from which on every sample takes the configuration predicted to be cheapest.
-
-    Args:
-        accuracy_hat, cost_hat: float [n, C], predicted by a model that was not fitted on these rows.
-        cost: float [n, C], as measured; NaN where not profiled.
-        mask: bool [n, C], what was profiled.
-        budgets: float [B], of the mean cost.
+    highest breakpoint, from which on every sample takes the configuration predicted to be cheapest. All but budgets [B]
+    are [n, C]: predictions of a model that was not fitted on these rows; cost as measured, NaN where not profiled.
     """
     corners, prices = _hull(accuracy_hat, cost_hat, mask)
     paid = cost.double().gather(1, corners)
@@ -147,12 +134,7 @@ class StaticMix(Averages):
 
     If one of the two was not profiled for a request, the other replaces it; if neither was, the best single profiled
     configuration for this budget does. With many holes the mean latency can therefore differ from the budget: report
-    it.
-
-    Args:
-        table: the profile.
-        rows: int64 [n], the samples that accuracy and latency are averaged over.
-        budgets: float [B], of the mean latency, ms.
+    it. Averages are those of `rows`, int64 [n]; budgets [B] of the mean latency are in ms.
     """
 
     def __init__(self, table: ProfileTable, rows: Tensor, budgets: Tensor) -> None:

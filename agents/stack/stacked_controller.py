@@ -54,12 +54,12 @@ class View(NamedTuple):
 
 
 class MemberPredictions(NamedTuple):
-    """What the members with a weight above 0 predict for n requests, whatever limits these."""
+    """What the members with a weight above 0 predict for n requests, whatever limits these: the M members of the
+    network, [M, n, ·] each, None if it does not count, and the experts."""
 
     weights: list[float]
     network: UtilityNetwork
     outcomes: Outcomes | None
-    """Of the network's M members, [M, n, ·] each; None if the network does not count."""
     experts: list[Prediction]
 
     @classmethod
@@ -255,10 +255,8 @@ def fit_stack(
     """Fit the experts for deadlines, weigh all members and calibrate the guard, all out of fold.
 
     Args:
-        table: the profile.
         rows: int64 [n], the rows that the network's members were fitted on in folds (`folds_of` with the same seed).
         network: of structure `utility`, with at least two members.
-        config: the experts and the guard.
         limits: float [B], budgets in ms that the utility of a decision is averaged over.
         seed: of folds and trees.
     """

@@ -44,9 +44,8 @@ class ControllerTrainer(Trainer):
     """Trains one controller with one seed.
 
     Args:
-        table: the profile.
         split: fit on `train`, choose on `validation`, or both in folds (`policy.members`); `test` is not used.
-        policy, loss, optimiser, budget, reward: the settings. Under a mean budget the reward is always `priced`.
+        reward: under a mean budget it is always `priced`.
         budgets_ms: float [B], what is judged on validation; None for the default budgets.
         balance: which samples are drawn how often; None for all alike.
         init_from: a checkpoint whose weights training starts from, see `controller_start`; None for fresh weights.

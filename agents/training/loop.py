@@ -97,16 +97,11 @@ class Trainer(ABC):
     Args:
         agent: what is trained; in eval mode but where a stage says otherwise.
         reference: what the KL is taken to.
-        env: gives contexts and rewards.
         behaviour: the policy that collects.
-        stages: what is done, one after the other.
-        settings: of the optimiser.
-        stored: which of the collected keys go into the buffer.
-        shape: of a batch of contexts.
+        stored: which of the collected keys go into the buffer, in batches of contexts of this `shape`.
         keep: `best` keeps the weights with the best score, `last` those that were judged last.
         seed: of initialisation, contexts, draws.
-        folder: where `best.pt` and `last.pt` go; None saves nothing.
-        log: where metrics go; None for nowhere.
+        folder, log: where `best.pt` and `last.pt` go, and metrics; None for nowhere.
         device: `cpu` or `cuda`.
     """
 

@@ -43,18 +43,14 @@ class SelectorTrainer(Trainer):
 
     Args:
         stage: `sft`, `rce` or `grpo`.
-        table: recorded beams.
         split: fit on `train`, choose the epoch on `validation`.
-        start: what the stage starts from; it is copied.
-        reference: what GRPO's KL is taken to, the SFT selector; None for `start`.
-        embeddings: where features come from; None for those of the table. A `ClipEncoder` is copied, and trained; it is
-            then `agent.embeddings`.
-        reference_embeddings: the same of the reference; None for those that `embeddings` gives at the start.
+        start, reference: what the stage starts from (it is copied), and what GRPO's KL is taken to, the SFT selector;
+            None for `start`.
+        embeddings, reference_embeddings: where features come from; None for those of the table, and of the reference
+            for those of the start. A `ClipEncoder` is copied, and trained; it is then `agent.embeddings`.
         shots: T of live draws, and of judging.
         scorer: judges sequences on held-out queries; None judges by what was recorded.
-        live: GRPO draws its own sequences, and the scorer scores them.
-        groups: which recorded sequences make a group; not for live.
-        config, loss, reward: the settings.
+        live: GRPO draws its own sequences, and the scorer scores them; `groups` says how recorded ones are grouped.
         seed, folder, log, device: see `Trainer`.
     """
 
