@@ -105,8 +105,7 @@ class _FromBlocks(nn.Module):
 
     def forward(self, limit: Tensor, *blocks: Tensor) -> Tensor:
         named = dict(zip(self.controller.normaliser.sizes, blocks, strict=True))
-        log_probs: Tensor = self.controller(self.controller.features(named, *limit.shape), limit)
-        return log_probs
+        return self.controller(self.controller.features(named, *limit.shape), limit)
 
 
 class _FromRows(nn.Module):

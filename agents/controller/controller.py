@@ -109,8 +109,7 @@ class Controller(nn.Module):
 
     def features(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
         """Normalised features [*shape, width]; width 0 for a profile that has none."""
-        features: Tensor = self.normaliser(blocks, *shape)
-        return features
+        return self.normaliser(blocks, *shape)
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""

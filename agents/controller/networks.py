@@ -40,8 +40,7 @@ class KnobNetwork(nn.Module):
             if number:
                 hidden = functional.dropout(hidden, self.dropout, self.training)
             hidden = functional.silu(layer(hidden))
-        log_probs: Tensor = self.head(hidden, mask)
-        return log_probs
+        return self.head(hidden, mask)
 
 
 class Outcomes(NamedTuple):

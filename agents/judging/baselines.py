@@ -121,7 +121,7 @@ class PredictThenChoose:
 
     def predict(self, features: Mapping[str, Tensor], n: int) -> Prediction:
         """What is expected of every configuration for n samples."""
-        prediction: Prediction = self.expert(self._normaliser(features, n))
+        prediction = self.expert(self._normaliser(features, n))
         if self._predict_accuracy:
             return prediction
         return prediction._replace(accuracy=self.expert.mean_accuracy.expand_as(prediction.accuracy))

@@ -64,8 +64,7 @@ class PointerNetwork(nn.Module):
 
     def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
         """The state after candidates with these keys, [P, J, h], were chosen."""
-        advanced: Tensor = self.advance_by(state, chosen)
-        return advanced
+        return self.advance_by(state, chosen)
 
     def start(self, encoded: Encoded, sequences: int) -> Tensor:
         """The state of J sequences in which nothing was chosen yet."""
@@ -240,5 +239,4 @@ def inner_projection(config: SelectorConfig) -> nn.Module:
 def pointer_network(config: SelectorConfig, features: int) -> PointerNetwork:
     """The network of a version, for embeddings of width `features`."""
     versions = {"v0": CausalTransformer, "v1": BiEncoder, "v2": CrossAttentive}
-    network: PointerNetwork = versions[config.version](config, features)
-    return network
+    return versions[config.version](config, features)

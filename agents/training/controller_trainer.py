@@ -17,14 +17,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded
+from knobwise.agents.checkpoint import Loaded, controller_start
 from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.evaluation import LOGGED, drawn_metrics, judge
 from knobwise.agents.predictors.folds import rows_of_members
-from knobwise.agents.training.init_from import controller_start
 from knobwise.agents.training.loop import Stage, Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_measured
@@ -188,16 +187,14 @@ class ControllerTrainer(Trainer):
         """GRPO and, with its weight, the regression, both from one prediction."""
         minibatch = self.predictor(minibatch.copy())
         losses = {key: self.loss.regression_coeff * loss for key, loss in self._regress(minibatch).items()}
-        outputs: TensorDictBase = self.grpo(minibatch)
-        return outputs.update(losses)
+        return self.grpo(minibatch).update(losses)
 
     def _regress(self, minibatch: TensorDictBase) -> TensorDictBase:
         """The regression on what was measured of these samples: looked up here, not stored in the buffer."""
         minibatch, row = minibatch.copy(), minibatch["row"]
         minibatch["accuracy_per_configuration"] = self.env.rewards.accuracy[row]
         minibatch["log_latency_per_configuration"] = self.log_latency[row]
-        losses: TensorDictBase = self.regression(minibatch)
-        return losses
+        return self.regression(minibatch)
 
     # -- held-out data -------------------------------------------------------------------------------------------------
 

@@ -154,16 +154,14 @@ class SelectorTrainer(Trainer):
                 self.agent.temperature = min(2.0, max(0.5, self.agent.temperature * change))
 
     def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
-        outputs: TensorDictBase = self.imitation(_taught(minibatch, _present(minibatch)))
-        return outputs
+        return self.imitation(_taught(minibatch, _present(minibatch)))
 
     def _grpo(self, minibatch: TensorDictBase) -> TensorDictBase:
         present, least = _present(minibatch), self.loss.min_positive
         if least > 0:
             right = (minibatch["next", "vqa_correct"] > 0.5) & present
             present = present & (right.sum(-1, keepdim=True) >= least * present.sum(-1, keepdim=True))
-        outputs: TensorDictBase = self.grpo(_taught(minibatch, present))
-        return outputs
+        return self.grpo(_taught(minibatch, present))
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         reward, right, present = data["next", "reward"], data["next", "vqa_correct"], _present(data)
@@ -237,8 +235,7 @@ class SelectorTrainer(Trainer):
 def _present(batch: TensorDictBase) -> Tensor:
     """Which sequences each group has, bool [P, G]; of live draws all."""
     reward = batch["next", "reward"]
-    mask: Tensor = batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
-    return mask
+    return batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
 
 
 def _taught(minibatch: TensorDictBase, present: Tensor) -> TensorDictBase:

@@ -12,7 +12,7 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.training.init_from import selector_start
+from knobwise.agents.checkpoint import selector_start
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.errors import InputError
 from knobwise.common.processes import in_processes

@@ -10,13 +10,12 @@ import pytest
 import torch
 from helpers import small_beams, small_table, table_of
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint, selector_start
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.stack.stacked_controller import fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
-from knobwise.agents.training.init_from import selector_start
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import BudgetConfig
