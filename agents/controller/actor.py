@@ -110,9 +110,7 @@ class _FromBlocks(nn.Module):
 
 class _FromRows(nn.Module):
     """Row numbers of a table and a limit, as they travel in training: features were normalised once, for all rows.
-
-    Contexts [*] belong to the members in turn: in a flat batch number i to member i mod M.
-    """
+    Contexts [*] belong to the members in turn: in a flat batch number i to member i mod M."""
 
     all_features: Tensor
     mask: Tensor

@@ -50,10 +50,8 @@ class Averages:
 
 
 class BudgetAwareStatic(Averages):
-    """Per budget the one configuration with the best mean of accuracy·1[latency ≤ budget] over the rows.
-
-    Where nothing ever met the budget all means are 0, and the one with the lowest mean latency is taken.
-    """
+    """Per budget the one configuration with the best mean of accuracy·1[latency ≤ budget] over the rows; where nothing
+    ever met the budget all means are 0, and the one with the lowest mean latency is taken."""
 
     name = "budget_aware_static"
 
@@ -92,10 +90,8 @@ class BestStatic:
 
 
 class LookupTable:
-    """The best average accuracy among the configurations whose mean latency fits, else the nearest mean latency.
-
-    Fits: mean latency ≤ budget·(1 + tolerance). When none does, the nearest is the fastest.
-    """
+    """The best average accuracy among the configurations with a mean latency ≤ budget·(1 + tolerance); where there is
+    none the nearest mean latency, which is the fastest."""
 
     name = "lookup_table"
 

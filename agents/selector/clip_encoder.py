@@ -88,11 +88,8 @@ class ClipEncoder(nn.Module):
     def pretrained(
         cls, source: str | Path, items: ClipItems, query_items: Tensor, candidate_items: Tensor
     ) -> ClipEncoder:
-        """With the weights of a folder, or of a model on the Hugging Face hub, in float32.
-
-        Raises:
-            InputError: transformers is not installed, or there is no such model.
-        """
+        """With the weights of a folder, or of a model on the Hugging Face hub, in float32. Without such a model, or
+        without transformers, an `InputError`."""
         try:
             from transformers import CLIPModel
         except ImportError as error:
@@ -128,11 +125,8 @@ class ClipEncoder(nn.Module):
 
     @torch.no_grad()
     def load_lora_state(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `lora_state`; nothing is changed where it does not fit.
-
-        Raises:
-            InputError: weights that are missing, too many, or of another shape.
-        """
+        """The inverse of `lora_state`. Weights that are missing, too many, or of another shape are an `InputError`,
+        and nothing is changed."""
         learned = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         wrong = sorted(learned.keys() ^ state.keys())
         wrong += [name for name in learned if name in state and state[name].shape != learned[name].shape]

@@ -54,13 +54,9 @@ def decide_selectors(
     rows: Tensor | None = None,
     decoding: str = "greedy",
 ) -> Decided:
-    """The choices of S selectors, and whether the answers were right.
-
-    Args:
-        scorer: of this table; None judges on recorded sequences, NaN where there are none.
-        shots: T.
-        rows: int64 [n], held-out queries; None for all.
-        decoding: `greedy` or `beam`; recorded sequences need no decoding.
+    """The choices of S selectors of T shots for held-out queries `rows`, int64 [n], None for all, and whether the
+    answers were right. Without a scorer of this table they are judged on recorded sequences, NaN where there are none,
+    which need no `decoding`, `greedy` or `beam`.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
     if scorer is None:
@@ -147,10 +143,8 @@ def bank_rows(table: BeamTable, sequences: Tensor, rows: Tensor) -> Tensor:
 def decision_us(
     selector: Selector, embeddings: Embeddings, table: BeamTable, rows: Tensor, shots: int, repeats: int = 30
 ) -> float:
-    """Median time of one greedy choice for one query, in µs, on one thread of the CPU.
-
-    Embeddings are stored; encoding the query and its pool by the selector's network counts.
-    """
+    """Median time of one greedy choice for one query, in µs, on one thread of the CPU, embeddings stored; encoding the
+    query and its pool by the selector's network counts."""
     selector = copy.deepcopy(selector).cpu()
     threads, times = torch.get_num_threads(), []
     torch.set_num_threads(1)

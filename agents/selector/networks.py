@@ -24,14 +24,12 @@ LONGEST = 32
 
 
 class Encoded(NamedTuple):
-    """P queries with their pools, ready to be pointed at."""
+    """P queries with their pools, ready to be pointed at: where every sequence of a query starts [P, h], keys of length
+    1, [P, N, h], and which places of the pool hold a candidate, bool [P, N]."""
 
     state: Tensor
-    """[P, h], where every sequence of a query starts."""
     keys: Tensor
-    """[P, N, h], of length 1."""
     mask: Tensor
-    """bool [P, N], which places of the pool hold a candidate."""
 
 
 def unit(x: Tensor) -> Tensor:
@@ -75,10 +73,8 @@ class PointerNetwork(nn.Module):
         return state
 
     def directions(self, encoded: Encoded, chosen: Tensor) -> Tensor:
-        """The directions before each step of known sequences, [P, J, T, h].
-
-        `chosen` [P, J, T − 1, h] are the keys of what they chose in all steps but the last.
-        """
+        """The directions before each step of known sequences, [P, J, T, h], from the keys of what they chose in all
+        steps but the last, [P, J, T − 1, h]."""
         states = [self.start(encoded, chosen.shape[1])]
         for keys in chosen.unbind(2):
             states.append(self.advance(states[-1], keys))
@@ -198,9 +194,7 @@ class CrossAttention(nn.Module):
 class StateUpdate(nn.Module):
     """norm(g·s + (1 − g)·x) with x = c (`convex`) or tanh(U[s; c]) (`additive`), s the state and c the chosen key.
 
-    Args:
-        config: settings.
-        scalar_gate: g = sigmoid of one learned number, .6 at first; otherwise g = sigmoid(W[s; c]), h numbers.
+    g = sigmoid(W[s; c]), h numbers; with `scalar_gate` the sigmoid of a single learned number, .6 at first.
     """
 
     def __init__(self, config: SelectorConfig, scalar_gate: bool) -> None:
