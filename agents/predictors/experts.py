@@ -66,18 +66,15 @@ def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """The rows that experts are fitted on, with their measurements."""
+    """The rows that experts are fitted on, int64 [n], their measurements [n, C], NaN where not profiled, budgets [B]
+    that utility is averaged over, empty without deadlines, and folds: positions to fit on and to hold out."""
 
     rows: Tensor
-    """int64 [n]."""
     accuracy: Tensor
-    """[n, C], NaN where not profiled; so are the next two."""
     latency_ms: Tensor
     mask: Tensor
     budgets_ms: Tensor
-    """[B], the budgets that utility is averaged over; empty without deadlines."""
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
-    """Positions to fit on and to hold out."""
 
     @classmethod
     def from_table(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int) -> Measured:

@@ -1,8 +1,5 @@
-"""v2_lora: a CLIP encoder that is trained together with the selector, through LoRA weights alone.
-
-It stands where `knobwise.agents.selector.selector.StoredEmbeddings` stands otherwise. transformers and peft are
-needed here and nowhere else.
-"""
+"""v2_lora: in place of `StoredEmbeddings` a CLIP encoder that is trained together with the selector, through LoRA
+weights alone. transformers and peft are needed here and nowhere else."""
 
 from __future__ import annotations
 

@@ -236,12 +236,8 @@ def price_controller(
     config: PolicyConfig,
     budgets_ms: Tensor,
 ) -> PricedChooser:
-    """Any controller at prices found by trial for mean budgets [B], inside a guard.
-
-    Args:
-        choose: see `prices_by_trial`, for the held-out rows of all folds in order.
-        folds: the rows that a member was fitted on, and those held out of it, int64 each.
-    """
+    """Any controller at prices found by trial for mean budgets [B], inside a guard. Folds are the rows that a member
+    was fitted on, and those held out of it; `choose` (see `prices_by_trial`) is for the latter, all folds in order."""
     rows = torch.cat([hold for _, hold in folds])
     # evenly spaced in logarithm over the range of training
     low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).log().tolist()

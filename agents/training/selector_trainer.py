@@ -188,8 +188,8 @@ class SelectorTrainer(Trainer):
         return score, {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
 
     def _recorded_first(self, rows: Tensor) -> float:
-        """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group: right or
-        wrong, or where that is not known its score. Over queries that have any."""
+        """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group, over queries
+        that have any: right or wrong, or where that is not known its score."""
         table = self.table
         outcome = table.fields["vqa_correct" if "vqa_correct" in table.fields else "beam_score"]
         recorded = table.beam_mask & (table.lengths == self.shots) & ~outcome.isnan()
