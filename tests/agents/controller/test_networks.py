@@ -5,10 +5,18 @@ import math
 import pytest
 import torch
 from helpers import small_table
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.heads import HEADS
+from knobwise.agents.controller.heads import (
+    HEADS,
+    AdditiveHead,
+    AutoregressiveHead,
+    IndependentHead,
+    masked_log_softmax,
+)
 from knobwise.agents.controller.networks import BINS, KnobNetwork, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
@@ -180,3 +188,177 @@ def test_a_network_of_heads_is_an_mlp_by_hand(structure: str) -> None:
         hidden = pre * torch.sigmoid(pre)
     torch.testing.assert_close(net(x, limits), net.head(hidden[None]))
     assert not torch.equal(net.train()(x, limits), net(x, limits))
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2))
+CORNER = torch.tensor([[0, 0], [0, 1], [1, 0]])  # (1, 1) does not exist
+
+
+def spelled_out(head: nn.Module, logits: list[float]) -> nn.Module:
+    """The head, of one member, with these logits whatever its input."""
+    nn.init.zeros_(head.logits.weight)
+    head.logits.bias.data = torch.tensor(logits).reshape(1, 1, -1)
+    return head
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, Tensor, Tensor, Tensor]:
+    """A head, configurations with holes (every value occurs), hidden vectors [M, 6, 5], masks that leave something."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    members = draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    grid = torch.cartesian_prod(*[torch.arange(s) for s in sizes]).reshape(-1, len(sizes))
+    order = torch.randperm(len(grid), generator=generator)
+    count = draw(st.integers(1, len(grid)))
+    kept = grid[order[:count]]
+    # value indices without gaps, as a table's are
+    configurations = torch.stack([column.unique(return_inverse=True)[1] for column in kept.T], 1)
+    mask = torch.rand(members, 6, count, generator=generator) < draw(st.sampled_from([0.1, 0.5, 1.0]))
+    mask.scatter_(2, torch.randint(count, (members, 6, 1), generator=generator), True)
+    hidden = draw(st.sampled_from([0.1, 1.0, 30.0])) * torch.randn(members, 6, 5, generator=generator)
+    return draw(st.sampled_from(sorted(HEADS))), configurations, hidden, mask
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_head_is_a_distribution_over_what_the_mask_allows(case: tuple[str, Tensor, Tensor, Tensor]) -> None:
+    kind, configurations, hidden, mask = case
+    torch.manual_seed(0)
+    head = HEADS[kind](5, configurations, len(hidden)).double()
+    hidden = hidden.double().requires_grad_()
+    log_probs = head(hidden, mask)
+    assert log_probs.shape == mask.shape
+    assert ((log_probs == -torch.inf) == ~mask).all()
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(len(hidden), 6).double())
+    assert mask.gather(2, log_probs.argmax(-1, keepdim=True)).all()
+    # gradients of one log-prob and of the entropy are finite, whatever is masked
+    chosen = log_probs.gather(2, mask.long().argmax(2, keepdim=True)).sum()
+    entropy = -(log_probs.exp() * log_probs.masked_fill(~mask, 0.0)).sum()
+    gradients = torch.autograd.grad(chosen + entropy, [hidden, *head.parameters()])
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_a_mask_that_allows_everything_is_the_same_as_none(case: tuple[str, Tensor, Tensor, Tensor]) -> None:
+    kind, configurations, hidden, mask = case
+    torch.manual_seed(0)
+    head = HEADS[kind](5, configurations, len(hidden))
+    torch.testing.assert_close(head(hidden), head(hidden, torch.ones_like(mask)))
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_one_configuration_is_certain(kind: str) -> None:
+    head = HEADS[kind](5, torch.zeros(1, 3, dtype=torch.int64))
+    assert head(torch.randn(1, 4, 5)).tolist() == [[[0.0]] * 4]
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_rows_do_not_touch_one_another(kind: str) -> None:
+    torch.manual_seed(0)
+    head, hidden = HEADS[kind](5, GRID, 2), torch.randn(2, 3, 5)
+    mask = torch.rand(2, 3, 12) < 0.7
+    mask[..., 0] = True
+    one_by_one = torch.cat([head(hidden[:, i : i + 1], mask[:, i : i + 1]) for i in range(3)], 1)
+    torch.testing.assert_close(head(hidden, mask), one_by_one)
+
+
+def test_independent_on_a_full_grid_is_the_product_of_the_knobs() -> None:
+    torch.manual_seed(0)
+    head, hidden = IndependentHead(5, GRID), torch.randn(1, 7, 5)
+    first, second, third = (part.softmax(-1)[0] for part in head.logits(hidden).split([3, 2, 2], -1))
+    product = first[:, :, None, None] * second[:, None, :, None] * third[:, None, None, :]
+    torch.testing.assert_close(head(hidden).exp()[0], product.reshape(7, 12))
+
+
+def test_additive_and_independent_agree_on_a_full_grid() -> None:
+    torch.manual_seed(0)
+    independent, additive = IndependentHead(5, GRID), AdditiveHead(5, GRID)
+    additive.logits.load_state_dict(independent.logits.state_dict())
+    hidden = torch.randn(1, 7, 5)
+    torch.testing.assert_close(independent(hidden), additive(hidden))
+
+
+def test_additive_by_hand_where_a_combination_is_missing() -> None:
+    head = spelled_out(AdditiveHead(5, CORNER), [1.0, 2.0, 3.0, 4.0])
+    wanted = torch.tensor([1.0 + 3, 1 + 4, 2 + 3]).softmax(-1)
+    torch.testing.assert_close(head(torch.randn(1, 1, 5)).exp()[0, 0], wanted)
+
+
+def test_independent_by_hand_where_a_combination_is_missing() -> None:
+    # first knob ½ : ½; after 0 the second knob is ¼ : ¾, after 1 only its value 0 is possible
+    head = spelled_out(IndependentHead(5, CORNER), [0.0, 0.0, 0.0, torch.tensor(3.0).log()])
+    torch.testing.assert_close(head(torch.randn(1, 1, 5)).exp()[0, 0], torch.tensor([0.125, 0.375, 0.5]))
+
+
+def test_independent_by_hand_under_a_mask() -> None:
+    # 2 × 2, knobs ½ : ½ and ¼ : ¾. Without (0, 1): 0 leaves value 0 alone, 1 leaves both. Without 0 at all: 1 is sure
+    square = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    head = spelled_out(IndependentHead(5, square), [0.0, 0.0, 0.0, torch.tensor(3.0).log()])
+    mask = torch.tensor([[[True, False, True, True], [False, False, True, True]]])
+    wanted = torch.tensor([[[0.5, 0.0, 0.125, 0.375], [0.0, 0.0, 0.25, 0.75]]])
+    torch.testing.assert_close(head(torch.randn(1, 2, 5), mask).exp(), wanted)
+
+
+def autoregressive_by_hand() -> AutoregressiveHead:
+    """The second knob's logits are silu of what was set first: value 0 → 2, value 1 → 0, on the first of two units."""
+    square = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    head = AutoregressiveHead(2, square)
+    for p in head.parameters():
+        nn.init.zeros_(p)
+    head.embedding.weight.data[0, 0, 0] = 2.0  # [M, values of all knobs, H]
+    head.logits.weight.data[0, 0, 3] = 1.0  # [M, H, values of all knobs]: value 1 of the second knob
+    return head
+
+
+def test_autoregressive_by_hand() -> None:
+    # nothing set: all logits 0, ½ : ½. After 0 the second knob's logits are 0 and silu(2) = 1.7616; after 1 both 0
+    more = torch.tensor([0.0, 2 / (1 + torch.tensor(-2.0).exp())]).softmax(-1) / 2
+    result = autoregressive_by_hand()(torch.zeros(1, 1, 2)).exp()[0, 0]
+    torch.testing.assert_close(result, torch.cat([more, torch.tensor([0.25, 0.25])]))
+
+
+def test_autoregressive_by_hand_under_a_mask() -> None:
+    # after 0 only the value 1 is left, whatever its logit; the first knob does not know of it
+    mask = torch.tensor([[[False, True, True, True]]])
+    result = autoregressive_by_hand()(torch.zeros(1, 1, 2), mask).exp()[0, 0]
+    torch.testing.assert_close(result, torch.tensor([0.0, 0.5, 0.25, 0.25]))
+
+
+def test_autoregressive_can_say_that_two_knobs_go_together_and_independent_cannot() -> None:
+    # 0 with 0 and 1 with 1, almost surely: a second knob that does not see the first is ½ : ½ after both
+    square = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    wanted = torch.tensor([0.49, 0.01, 0.01, 0.49])
+    off = {}
+    for kind in ("autoregressive", "independent", "joint"):
+        torch.manual_seed(0)
+        head = HEADS[kind](8, square)
+        optimiser = torch.optim.Adam(head.parameters(), lr=0.05)
+        for _ in range(200):
+            optimiser.zero_grad()
+            loss = -(wanted * head(torch.ones(1, 1, 8))[0, 0]).sum()
+            loss.backward()
+            optimiser.step()
+        off[kind] = float((head(torch.ones(1, 1, 8)).exp()[0, 0] - wanted).abs().max().detach())
+    assert off["autoregressive"] < 0.02
+    assert off["joint"] < 0.02
+    assert off["independent"] == pytest.approx(0.24, abs=0.01)
+
+
+def test_joint_gives_each_configuration_its_own_logit() -> None:
+    head = spelled_out(HEADS["joint"](5, GRID), [float(i) for i in range(12)])
+    torch.testing.assert_close(head(torch.randn(1, 1, 5))[0, 0], torch.arange(12.0).log_softmax(-1))
+
+
+def test_masked_log_softmax_by_hand() -> None:
+    result = masked_log_softmax(torch.tensor([0.0, 50.0, 0.0]), torch.tensor([True, False, True]))
+    torch.testing.assert_close(result.exp(), torch.tensor([0.5, 0.0, 0.5]))
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_only_what_is_learned_is_saved(kind: str) -> None:
+    learned = ["embedding.weight", "embedding.bias"] if kind == "autoregressive" else []
+    assert list(HEADS[kind](5, GRID).state_dict()) == [*learned, "logits.weight", "logits.bias"]

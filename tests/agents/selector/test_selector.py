@@ -150,8 +150,7 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
     assert restored.stage == "grpo"
     assert not restored.training
     wanted, found = (s.eval().distribution(*batch(), 3).beam(6) for s in (made, restored))
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
@@ -166,9 +165,8 @@ def test_every_key_must_be_there_and_no_other(config: SelectorConfig) -> None:
 
 def test_weights_of_another_network_are_refused() -> None:
     plain = selector(CONFIGS[4]).plain()
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        Selector.restored(plain | {"features": 5})
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        Selector.restored(plain | {"selector": plain["selector"] | {"update": "convex"}})
+    for changed in ({"features": 5}, {"selector": plain["selector"] | {"update": "convex"}}):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            Selector.restored(plain | changed)
     with pytest.raises(InputError, match="stage='v3': must be one of sft, rce, grpo"):
         Selector.restored(plain | {"stage": "v3"})

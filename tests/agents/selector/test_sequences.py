@@ -32,14 +32,10 @@ def features() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def distribution(
-    version: str = "v2",
-    shots: int = 3,
-    group_size: int | None = None,
-    temperature: float = 1.0,
-    update: str = "additive",
+    version: str = "v2", shots: int = 3, update: str = "additive", **settings: float | None
 ) -> SequenceDistribution:
     net = network(version, update)
-    return SequenceDistribution(net, net.encode(*features()), shots, group_size, temperature)
+    return SequenceDistribution(net, net.encode(*features()), shots, **settings)
 
 
 def everything(mask: Tensor, shots: int) -> list[tuple[int, ...]]:
@@ -47,6 +43,11 @@ def everything(mask: Tensor, shots: int) -> list[tuple[int, ...]]:
     places = mask.nonzero().flatten().tolist()
     length = min(shots, len(places))
     return [(*s, *[-1] * (shots - length)) for s in itertools.permutations(places, length)]
+
+
+def log_probs_of(dist: SequenceDistribution, sequences: list[tuple[int, ...]], query: int) -> Tensor:
+    """Of a query's sequences, [n]: as draws of shape [n], in which other queries' log-probs are not read."""
+    return dist.log_prob(torch.tensor(sequences).unsqueeze(1).expand(-1, 4, -1))[:, query]
 
 
 @torch.no_grad()
@@ -76,9 +77,8 @@ def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, sh
     dist = distribution(version, shots, update=update, temperature=0.7)
     mask = features()[2]
     for query in range(4):
-        sequences = torch.tensor(everything(mask[query], shots))
-        value = sequences.unsqueeze(1).expand(-1, 4, -1)  # as draws of shape [*]: other queries' log-probs are not read
-        torch.testing.assert_close(dist.log_prob(value)[:, query].exp().sum(), torch.tensor(1.0))
+        log_probs = log_probs_of(dist, everything(mask[query], shots), query)
+        torch.testing.assert_close(log_probs.exp().sum(), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -88,7 +88,7 @@ def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update:
     mask = features()[2]
     for query in range(4):
         sequences = everything(mask[query], 3)
-        found = dist.log_prob(torch.tensor(sequences).unsqueeze(1).expand(-1, 4, -1))[:, query]
+        found = log_probs_of(dist, sequences, query)
         wanted = torch.tensor([step_by_step(net, query, sequence, 1.7) for sequence in sequences])
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
@@ -209,7 +209,7 @@ def test_a_beam_as_wide_as_all_sequences_finds_all_of_them_best_first(version: s
         found = [tuple(s) for s in sequences[query].tolist()]
         assert sorted(found[: len(wanted)]) == sorted(wanted)
         assert found[len(wanted) :] == [(-1, -1, -1)] * (30 - len(wanted))
-        every = dist.log_prob(torch.tensor(wanted).unsqueeze(1).expand(-1, 4, -1))[:, query]
+        every = log_probs_of(dist, wanted, query)
         torch.testing.assert_close(log_probs[query, : len(wanted)], every.sort(descending=True).values)
         assert log_probs[query, len(wanted) :].isneginf().all()
 
@@ -227,19 +227,13 @@ class Misleading(PointerNetwork):
     def __init__(self) -> None:
         super().__init__(SelectorConfig(temperature=1.0))
 
-    def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
-        return Encoded(query, pool, mask)
-
     def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
         return torch.where(chosen[..., 1:2] > 0, torch.tensor([0.0, 0.0, 20.0]), torch.zeros(3))
 
 
 def test_a_wider_beam_finds_what_greedy_misses() -> None:
-    net = Misleading()
-    first = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    dist = SequenceDistribution(
-        net, net.encode(first, torch.eye(3).unsqueeze(0), torch.ones(1, 3, dtype=torch.bool)), 2
-    )
+    first, every = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.ones(1, 3, dtype=torch.bool)
+    dist = SequenceDistribution(Misleading(), Encoded(first, torch.eye(3).unsqueeze(0), every), 2)
     sequences, log_probs = dist.beam(2)
     assert sequences[0, 0].tolist() == [1, 2]
     assert log_probs[0].exp().tolist() == pytest.approx([0.3, 0.25], abs=1e-4)
@@ -256,8 +250,7 @@ def test_entropy_is_unbiased(version: str) -> None:
     estimates = SequenceDistribution(net, net.encode(query, pool, mask), 3).entropy().unflatten(0, (2, 4000))
     exact = distribution(version)
     for row in range(2):
-        sequences = torch.tensor(everything(features()[2][row], 3))
-        log_probs = exact.log_prob(sequences.unsqueeze(1).expand(-1, 4, -1))[:, row]
+        log_probs = log_probs_of(exact, everything(features()[2][row], 3), row)
         wanted = -(log_probs.exp() * log_probs).sum()
         error = estimates[row].std() / math.sqrt(4000)
         assert (estimates[row].mean() - wanted).abs() <= 4 * error + 1e-5
@@ -265,7 +258,7 @@ def test_entropy_is_unbiased(version: str) -> None:
 
 def test_entropy_of_one_shot_is_exact_and_of_no_choice_is_zero() -> None:
     dist = distribution(shots=1)
-    log_probs = dist.log_prob(torch.arange(4).view(4, 1, 1).expand(-1, 4, -1))[:, 0]
+    log_probs = log_probs_of(dist, everything(features()[2][0], 1), 0)
     found = dist.entropy()
     torch.testing.assert_close(found[0], -(log_probs.exp() * log_probs).sum())
     assert found[2:].tolist() == [0, 0]
@@ -297,7 +290,6 @@ def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version:
     assert log_prob.tolist() == [[0.0] * 4] * 2
     (log_prob.sum() + dist.entropy().sum()).backward()
     for gradient in (query.grad, pool.grad, *(p.grad for p in net.parameters() if p.grad is not None)):
-        assert gradient is not None
         assert (gradient.abs() < 1e-6).all()
 
 
@@ -319,8 +311,7 @@ def test_following_the_gradient_makes_a_sequence_more_probable(version: str) -> 
 def test_the_score_function_has_mean_zero() -> None:
     """E_a[∇ ln π(a)] = 0, over all sequences: what a policy gradient without a reward must be."""
     dist = distribution()
-    sequences = torch.tensor(everything(features()[2][0], 3))
-    log_probs = dist.log_prob(sequences.unsqueeze(1).expand(-1, 4, -1))[:, 0]
+    log_probs = log_probs_of(dist, everything(features()[2][0], 3), 0)
     (log_probs.detach().exp() * log_probs).sum().backward()
     gradients = [p.grad for p in dist.network.parameters() if p.grad is not None]
     assert len(gradients) > 10

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import MatchScorer, small_beams
+from helpers import Lines, MatchScorer, equal_states, small_beams
 from tensordict import TensorDict
 
 from knobwise.agents.checkpoint import load_checkpoint
@@ -27,13 +27,6 @@ from knobwise.losses.settings import SelectorLossConfig
 
 SMALL = SelectorConfig(width=16, heads=2, dropout=0.3)
 SHORT = StageConfig(epochs=2, lr=3e-3, queries=8)
-
-
-class Lines(list[tuple[int, dict[str, float]]]):
-    """A log that keeps what it gets."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.append((step, dict(metrics)))
 
 
 def fresh(table: BeamTable, config: SelectorConfig = SMALL) -> Selector:
@@ -259,16 +252,14 @@ def test_a_stage_that_was_stopped_ends_bit_for_bit_like_one_that_was_not(
             raise KeyboardInterrupt
         return learn(batch)
 
-    broken._learn = pressed  # type: ignore[method-assign]
+    broken._learn = pressed
     with pytest.raises(KeyboardInterrupt):
         broken.run()
     again = make(tmp_path / "broken")
     assert again.resume(tmp_path / "broken" / "last.pt")
     again.run()
     for name in ("best.pt", "last.pt", "epoch0.pt", "epoch3.pt"):
-        first, second = (load_checkpoint(tmp_path / how / name).selector for how in ("whole", "broken"))
-        pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+        assert equal_states(*(load_checkpoint(tmp_path / how / name).selector for how in ("whole", "broken")))
     assert whole.best["score"] == again.best["score"]
 
 
@@ -384,5 +375,4 @@ def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts() ->
     assert student.settings.contexts == 96
     assert student.settings.minibatch == 8
     student.run()
-    clipped = [line["Train/Clip_Fraction"] for _, line in log if "Train/Clip_Fraction" in line]
-    assert max(clipped) > 0
+    assert max(log.values("Train/Clip_Fraction")) > 0
