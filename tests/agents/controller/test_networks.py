@@ -39,10 +39,11 @@ def stirred(net: UtilityNetwork) -> UtilityNetwork:
     return net
 
 
-def members_inputs(net: UtilityNetwork, n: int = 7) -> tuple[Tensor, Tensor]:
-    members = net.skip.weight.shape[0]
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(members, n, 2, generator=generator), 1 + 50 * torch.rand(members, n, generator=generator)
+def started(priced: bool = False) -> UtilityNetwork:
+    """At accuracy ½ and 4, 8 and 16 ms, whatever the features."""
+    net = network(priced=priced)
+    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), torch.tensor([4.0, 8.0, 16.0]).expand(9, 3))
+    return net
 
 
 # -- where it starts ---------------------------------------------------------------------------------------------------
@@ -80,8 +81,7 @@ def test_the_first_greedy_choice_is_the_best_static_one(members: int, holes: flo
     generator = torch.Generator().manual_seed(0)
     level, mean = torch.tensor([0.2, 0.5, 0.9]).repeat_interleave(4), torch.tensor([4.0, 8.0, 16.0])
     jitter = 1 + 0.01 * torch.randn(300, 12, generator=generator)
-    accuracy = (torch.rand(300, 12, generator=generator) < level).float().masked_fill(~table.mask, NAN)
-    table.accuracy.copy_(accuracy)
+    table.accuracy.copy_((torch.rand(300, 12, generator=generator) < level).float().masked_fill(~table.mask, NAN))
     table.latency_ms.copy_((mean.repeat_interleave(4) * jitter).masked_fill(~table.mask, NAN))
     config = PolicyConfig(structure="utility", hidden=16, members=members)
     controller = Controller.for_table(table, torch.arange(300), config).eval()
@@ -107,12 +107,9 @@ def test_without_features_it_sees_the_limit_alone() -> None:
 
 
 def test_scores_under_a_deadline_by_hand() -> None:
-    net = network()
-    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), torch.tensor([4.0, 8.0, 16.0]).expand(9, 3))
-    x = torch.randn(1, 1, 2)
+    net, x = started(), torch.randn(1, 1, 2)
     out = net.outcomes(x)
-    mean, spread = out.log_latency[0, 0], out.spread[0, 0]
-    normal = torch.distributions.Normal(mean, spread)
+    normal = torch.distributions.Normal(out.log_latency[0, 0], out.spread[0, 0])
     wanted = 0.5 * normal.cdf(torch.tensor(8.0).log())
     torch.testing.assert_close(net.scores(out, torch.tensor([[8.0]]))[0, 0], wanted)
     torch.testing.assert_close(net(x, torch.tensor([[8.0]]))[0, 0], (20 * wanted).log_softmax(-1))
@@ -123,8 +120,7 @@ def test_scores_under_a_deadline_by_hand() -> None:
 
 
 def test_scores_under_a_price_by_hand() -> None:
-    net = network(priced=True)
-    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), torch.tensor([4.0, 8.0, 16.0]).expand(9, 3))
+    net = started(priced=True)
     out = net.outcomes(torch.randn(1, 1, 2))
     mean = torch.distributions.LogNormal(out.log_latency[0, 0], out.spread[0, 0]).mean
     torch.testing.assert_close(net.scores(out, torch.tensor([[100.0]]))[0, 0], 0.5 - mean / 100)
@@ -132,12 +128,10 @@ def test_scores_under_a_price_by_hand() -> None:
 
 def test_the_residual_depends_on_the_limit() -> None:
     net = stirred(network())
-    x, _ = members_inputs(net, 1)
-    out = net.outcomes(x)
-    residual = [
-        net.scores(out, torch.tensor([[b]])) - out.accuracy * net.meets(out, torch.tensor([[b]])) for b in (2, 40)
-    ]
-    assert (residual[0] - residual[1]).abs().max() > 1e-3
+    out = net.outcomes(torch.randn(1, 1, 2, generator=torch.Generator().manual_seed(1)))
+    limits = torch.tensor([[2]]), torch.tensor([[40]])
+    first, second = (net.scores(out, limit) - out.accuracy * net.meets(out, limit) for limit in limits)
+    assert (first - second).abs().max() > 1e-3
 
 
 def test_it_sharpens_from_20_to_60() -> None:

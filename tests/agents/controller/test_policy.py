@@ -18,6 +18,8 @@ from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
 
 STRUCTURES = ("utility", *sorted(HEADS))
+every_structure = pytest.mark.parametrize("structure", STRUCTURES)
+with_and_without_holes = pytest.mark.parametrize("holes", [0.0, 0.6])
 
 
 def small_controller(
@@ -38,8 +40,8 @@ def contexts(table: ProfileTable, count: int = 20, seed: int = 0) -> TensorDict:
 # -- the controller ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("holes", [0.0, 0.6])
+@every_structure
+@with_and_without_holes
 def test_choose_is_the_argmax_inside_the_mask(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
     controller, data = small_controller(table, structure), contexts(table)
@@ -50,7 +52,7 @@ def test_choose_is_the_argmax_inside_the_mask(structure: str, holes: float) -> N
     assert torch.equal(table.configurations[chosen], actor(data)["action"])  # TorchRL's default: deterministic
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str) -> None:
     table = small_table()
     controller, data = small_controller(table, structure).eval(), contexts(table)
@@ -61,7 +63,7 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str) -> Non
     assert torch.equal(by_row(data.clone())["action"], by_blocks(data.clone())["action"])
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 def test_a_profile_without_features_has_a_policy_that_sees_the_budget_alone(structure: str) -> None:
     table = small_table(features=False)
     controller, data = small_controller(table, structure).eval(), contexts(table)
@@ -92,22 +94,14 @@ def test_the_actor_takes_contexts_one_by_one_in_batches_and_in_time(
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_choose_is_without_dropout_and_leaves_the_mode_as_it_was(training: bool) -> None:
+def test_choose_is_without_dropout_which_is_there_in_training_mode_only(training: bool) -> None:
     table = small_table()
     controller, data = small_controller(table, dropout=0.5).train(training), contexts(table, 200)
     decisions = [controller.choose(data, data["budget_ms"]) for _ in range(2)]
     assert torch.equal(*decisions)
     assert all(module.training == training for module in controller.modules())
-
-
-def test_dropout_is_there_in_training_mode_only() -> None:
-    table = small_table()
-    controller, data = small_controller(table, dropout=0.5), contexts(table)
-    features = controller.features(data, 20)
-    noisy = [controller.train()(features, data["budget_ms"]) for _ in range(2)]
-    assert not torch.equal(*noisy)
-    quiet = [controller.eval()(features, data["budget_ms"]) for _ in range(2)]
-    assert torch.equal(*quiet)
+    log_probs = [controller(controller.features(data, 200), data["budget_ms"]) for _ in range(2)]
+    assert torch.equal(*log_probs) != training
 
 
 def test_statistics_come_from_the_rows_given_alone() -> None:
@@ -117,12 +111,12 @@ def test_statistics_come_from_the_rows_given_alone() -> None:
     torch.testing.assert_close(controller.network.encoding.mean, table.latency_ms[:10].log().mean())
 
 
-def test_gradients_reach_every_parameter() -> None:
+@every_structure
+def test_gradients_reach_every_parameter(structure: str) -> None:
     table = small_table(holes=0.5)
-    for structure in STRUCTURES:
-        controller, data = small_controller(table, structure), contexts(table)
-        make_actor(controller, table, 4).get_dist(data).entropy().sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in controller.parameters())
+    controller, data = small_controller(table, structure), contexts(table)
+    make_actor(controller, table, 4).get_dist(data).entropy().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in controller.parameters())
 
 
 def test_another_structure_is_refused() -> None:
@@ -141,8 +135,8 @@ def stirred(controller: Controller) -> Controller:
     return controller.eval()
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("holes", [0.0, 0.6])
+@every_structure
+@with_and_without_holes
 def test_members_decide_together_by_the_mean_of_their_log_probs(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
     controller, data = stirred(small_controller(table, structure, members=3)), contexts(table)
@@ -152,8 +146,8 @@ def test_members_decide_together_by_the_mean_of_their_log_probs(structure: str, 
     assert not torch.allclose(each[0].exp(), each[1].exp(), atol=1e-3)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("holes", [0.0, 0.6])
+@every_structure
+@with_and_without_holes
 def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
     controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
@@ -168,7 +162,7 @@ def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, hole
     assert square.sample().shape == (7, 3, 4, 3)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 def test_a_gradient_touches_its_own_member_alone(structure: str) -> None:
     table = small_table(holes=0.5)
     controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
@@ -189,7 +183,7 @@ def test_predicted_outcomes_of_rows_are_those_of_their_member() -> None:
             torch.testing.assert_close(found[key][:, number], getattr(outcomes, key)[0].reshape(7, 3, -1)[:, number])
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("features", [True, False])
 def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, features: bool) -> None:
@@ -205,7 +199,7 @@ def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, f
     torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 def test_under_a_price_the_limit_has_another_name(structure: str) -> None:
     table = small_table()
     config = PolicyConfig(structure=structure, hidden=16)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -37,6 +35,11 @@ FEW = {
     "random_forest": [4],
     "gradient_boosting": [20],
 }
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def components_of(y: Array) -> Array:
+    return np.linalg.svd(y - y.mean(0), full_matrices=False)[2]
 
 
 def data(n: int = 70, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Array, Array]:
@@ -49,11 +52,6 @@ def data(n: int = 70, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Array, Arr
 
 def predict(regressor: nn.Module, x: Array) -> Array:
     return regressor(torch.from_numpy(x).float()).numpy().astype(np.float64)
-
-
-@functools.cache
-def one_of(name: str) -> nn.Module:
-    return FAMILIES[name].fit(*data(), FEW[name], 0)[0]
 
 
 NEW = data(40, seed=1)[0]
@@ -111,7 +109,7 @@ def test_no_more_neighbours_than_there_are() -> None:
 
 def test_forests_are_those_of_scikit_learn() -> None:
     x, y = data()
-    components = np.linalg.svd(y - y.mean(0), full_matrices=False)[2][:COMPONENTS]
+    components = components_of(y)[:COMPONENTS]
     for leaf, result in zip((4, 12), forest(x, y, (4, 12), 3), strict=True):
         stock = RandomForestRegressor(40, min_samples_leaf=leaf, max_features=1 / 3, random_state=3)
         stock.fit(x, (y - y.mean(0)) @ components.T)
@@ -121,9 +119,8 @@ def test_forests_are_those_of_scikit_learn() -> None:
 
 def test_the_largest_components_are_enough_where_outputs_go_together() -> None:
     _, y = data()  # three things stand behind twelve outputs
-    bias, components = y.mean(0), np.linalg.svd(y - y.mean(0), full_matrices=False)[2]
-    rest = (y - bias) @ components[COMPONENTS:].T
-    assert (rest**2).sum() < 0.01 * ((y - bias) ** 2).sum()
+    centred = y - y.mean(0)
+    assert ((centred @ components_of(y)[COMPONENTS:].T) ** 2).sum() < 0.01 * (centred**2).sum()
 
 
 def test_boosting_by_hand_with_one_tree() -> None:
@@ -134,7 +131,7 @@ def test_boosting_by_hand_with_one_tree() -> None:
     step = predict(result, x) - y.mean(0)
     leaves, which = np.unique(step.round(5), axis=0, return_inverse=True)
     assert 2 <= len(leaves) <= 5  # 42 samples, 8 in each leaf
-    components = np.linalg.svd(y - y.mean(0), full_matrices=False)[2][:COMPONENTS]
+    components = components_of(y)[:COMPONENTS]
     residual = (y - y.mean(0)) @ components.T @ components
     for leaf in range(len(leaves)):
         inside = part[which.ravel()[part] == leaf]
@@ -155,7 +152,7 @@ def test_boosting_goes_on_where_fewer_trees_stopped_and_fits_better() -> None:
     assert ((predict(most, held_out) - truth) ** 2).mean() < 0.5 * truth.var(0).mean()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_predictions_follow_what_matters(name: str) -> None:
     x, y = data(300)
     settings = FAMILIES[name].settings
@@ -174,9 +171,8 @@ def test_averaged_is_the_mean_of_what_each_says() -> None:
     each = [*forest(x, y, [4], 0), *forest(*data(50, seed=5), [12], 1), *forest(*data(5, seed=6), [1], 2)]
     assert len({e.value.shape[1] for e in each}) > 1
     together = Trees.averaged(each)
-    np.testing.assert_allclose(
-        predict(together, NEW), np.mean([predict(e, NEW) for e in each], 0), rtol=1e-4, atol=1e-5
-    )
+    mean = np.mean([predict(e, NEW) for e in each], 0)
+    np.testing.assert_allclose(predict(together, NEW), mean, rtol=1e-4, atol=1e-5)
     assert Trees.averaged(each[:1]).roots.tolist() == each[0].roots.tolist()
 
 
@@ -190,13 +186,12 @@ def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it() -> None:
     x = np.array([[0.1], [0.2], [0.3], [0.4]]).astype(np.float32).astype(np.float64).repeat(4, 0)
     y = np.stack([x[:, 0], 1 - x[:, 0], x[:, 0] ** 2], 1)
     (result,) = forest(x, y, [1], 0)
-    components = np.linalg.svd(y - y.mean(0), full_matrices=False)[2][:COMPONENTS]
+    components = components_of(y)[:COMPONENTS]
     stock = RandomForestRegressor(40, min_samples_leaf=1, max_features=1 / 3, random_state=0)
     stock.fit(x, (y - y.mean(0)) @ components.T)
     edges = np.unique(np.concatenate([t.tree_.threshold[t.tree_.feature >= 0] for t in stock.estimators_]))[:, None]
-    np.testing.assert_allclose(
-        predict(result, edges), stock.predict(edges) @ components + y.mean(0), rtol=1e-4, atol=1e-6
-    )
+    wanted = stock.predict(edges) @ components + y.mean(0)
+    np.testing.assert_allclose(predict(result, edges), wanted, rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=50, deadline=None)
@@ -211,7 +206,7 @@ def test_a_threshold_rounded_down_divides_float32_as_before(threshold: float, of
 # -- edges -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 @pytest.mark.parametrize("n", [1, 2, 9])
 @pytest.mark.parametrize("outputs", [2, 12])
 def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
@@ -222,20 +217,19 @@ def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
             np.testing.assert_allclose(predict(result, x), y, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_outputs_that_never_vary(name: str) -> None:
     x, _ = data(20)
     for result in FAMILIES[name].fit(x, np.full((20, 4), 3.0), FAMILIES[name].settings[:2], 0):
         np.testing.assert_allclose(predict(result, NEW), 3.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_one_is_fitted_for_each_setting(name: str) -> None:
-    family = FAMILIES[name]
-    assert len(family.fit(*data(30), family.settings, 0)) == len(family.settings)
+    assert len(FAMILIES[name].fit(*data(30), FAMILIES[name].settings, 0)) == len(FAMILIES[name].settings)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_the_same_seed_gives_the_same(name: str) -> None:
-    again = FAMILIES[name].fit(*data(), FEW[name], 0)[0]
-    np.testing.assert_array_equal(predict(one_of(name), NEW), predict(again, NEW))
+    first, again = (FAMILIES[name].fit(*data(), FEW[name], 0)[0] for _ in range(2))
+    np.testing.assert_array_equal(predict(first, NEW), predict(again, NEW))

@@ -264,14 +264,14 @@ def image(degrees: float) -> list[float]:
 
 
 # how far the image is turned from that of the query, what the demonstration answers, its annotator
-BANK = [(10, "a", 1), (20, "b", 0), (0, "a", 0), (80, "b", 1), (30, "a", 1), (40, "b", 0), (60, "a", 0)]
-CANDIDATES = torch.tensor([[*image(turn), answers == "a", answers == "b", who] for turn, answers, who in BANK])
+ITEMS = [(10, "a", 1), (20, "b", 0), (0, "a", 0), (80, "b", 1), (30, "a", 1), (40, "b", 0), (60, "a", 0)]
+CANDIDATES = torch.tensor([[*image(turn), answers == "a", answers == "b", who] for turn, answers, who in ITEMS])
 # the first asks both, the second a, the third b of a short pool, the fourth has nothing to choose from
-QUERIES = torch.tensor([[*image(0), a, b, 0] for a, b in ((1, 1), (1, 0), (0, 1), (1, 1))])
+BY_HAND = torch.tensor([[*image(0), a, b, 0] for a, b in ((1, 1), (1, 0), (0, 1), (1, 1))])
 POOL = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [3, 0, -1, -1, -1, -1, -1], [-1] * 7])
 
 
-def by_hand(queries: Tensor = QUERIES, pool: Tensor = POOL, blocks: dict[str, tuple[int, int]] = BLOCKS) -> BeamTable:
+def by_hand(queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tuple[int, int]] = BLOCKS) -> BeamTable:
     none = torch.full((len(queries), 0), -1)
     recorded = {"sequences": none.unsqueeze(2).expand(-1, -1, 2), "fields": {}, "found_by": none, "round": none}
     ids = tuple(map(str, range(len(queries))))
@@ -299,7 +299,7 @@ def test_similarity_is_the_mean_of_both_cosines() -> None:
     assert chosen("similarity", 2) == [[2, 0], [2, 0], [3, 0], [-1, -1]]
     mixed = simple_ways(by_hand(blocks={}), 2)
     assert set(mixed) == {"random", "similarity"}
-    whole = torch.cosine_similarity(QUERIES[1], CANDIDATES, dim=-1)
+    whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
 
 
@@ -327,7 +327,7 @@ def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
     asked, answered = parts_of(by_hand()) or pytest.fail("there are parts")
     assert asked.tolist() == [[True, True], [True, False], [False, True], [True, True]]
     assert answered[:3].tolist() == [[True, False], [False, True], [True, False]]
-    for other in (by_hand(blocks={}), by_hand(QUERIES * 0.5), by_hand(blocks={"question": (2, 4)})):
+    for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
         assert parts_of(other) is None
         assert "part_similarity" not in simple_ways(other, 2)
         with pytest.raises(ValueError, match="no blocks"):
@@ -335,7 +335,7 @@ def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
 
 
 def test_a_query_that_asks_nothing_known_gets_similar_images() -> None:
-    nothing = by_hand(QUERIES * torch.tensor([1.0, 1, 0, 0, 1]))
+    nothing = by_hand(BY_HAND * torch.tensor([1.0, 1, 0, 0, 1]))
     assert POOL[0][part_similarity(nothing, 3)[0]].tolist() == [2, 0, 1]
 
 
@@ -354,7 +354,7 @@ def test_every_way_takes_each_candidate_once_and_no_padding(shots: int, seed: in
 
 def test_random_follows_its_seed_and_is_uniform() -> None:
     many = dataclasses.replace(
-        by_hand(QUERIES[:1].expand(3500, -1), POOL[:1].expand(3500, -1)), query_ids=tuple(map(str, range(3500)))
+        by_hand(BY_HAND[:1].expand(3500, -1), POOL[:1].expand(3500, -1)), query_ids=tuple(map(str, range(3500)))
     )
     places = random_places(many, 2, seed=1)
     assert torch.equal(places, random_places(many, 2, seed=1))

@@ -58,18 +58,22 @@ def weights(agent: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: w.clone() for name, w in agent.state_dict().items() if not name.endswith("sharpness")}
 
 
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], value) for name, value in second.items())
+
+
 @pytest.mark.parametrize("table", [TABLE, small_table(50, seed=5)], ids=["its profile", "another profile"])
 @pytest.mark.parametrize("how", ["RCE/best.pt", "regression/best.pt", "regression/stack.pt", "RCE/last.pt"])
 def test_grpo_starts_from_the_weights_of_a_warm_up(starts: Path, how: str, table: ProfileTable) -> None:
     student = trainer(how.split("/")[0], table, init_from=starts / how, loss=LossConfig(kl_to_ref_coeff=0.1))
     start = weights(load_checkpoint(starts / how).network)
-    assert all(torch.equal(start[name], value) for name, value in weights(student.agent).items())
+    assert same(start, weights(student.agent))
     assert not student.optimiser.state
     assert [stage.iterations for stage in student.stages] == [0, 8]
     student.run()
     assert student.best["iteration"] >= 0
     # the reference is the start, to the sharpness that GRPO begins with
-    assert all(torch.equal(start[name], value) for name, value in weights(student.reference).items())
+    assert same(start, weights(student.reference))
     if "network.sharpness" in student.reference.state_dict():
         assert float(student.reference.state_dict()["network.sharpness"]) == 20
 
@@ -80,7 +84,7 @@ def test_a_warm_up_may_go_on_and_dropout_may_change(starts: Path) -> None:
     assert student.agent.config == policy
     start = weights(student.agent)
     student.iterate(iter(student.collector))
-    assert any(not torch.equal(start[name], value) for name, value in weights(student.agent).items())
+    assert not same(start, weights(student.agent))
 
 
 def test_what_the_start_has_seen_is_not_forgotten(starts: Path) -> None:
@@ -102,10 +106,7 @@ def test_what_the_start_has_seen_is_not_forgotten(starts: Path) -> None:
         ({"policy": PolicyConfig(hidden=16, members=2, layers=1)}, r"with policy\.layers=2, policy\.members=1"),
         ({"budget": BudgetConfig(sense="mean")}, "was trained for deadlines, and this run is for mean budgets"),
         ({"table": small_table(60, features=False)}, r"reads the features \{'image_features': 4, .* has \{\}"),
-        (
-            {"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)},
-            r"its knobs are max_crops=\[2, 6, 10\], .* has size",
-        ),
+        ({"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)}, r"knobs are max_crops=\[2, 6, 10\], .* has size"),
         ({"init_from": "selector.pt"}, "holds a selector"),
         ({"init_from": "none.pt"}, "no such checkpoint"),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from knobwise.losses.settings import LossConfig
 UTILITY = RewardConfig(kind="utility")
 SHORT = OptimiserConfig(warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=4)
 ENSEMBLE = PolicyConfig(structure="utility", members=3, hidden=16)
-NAMES = ["Reward_Mean", "Reward_Std", "Accuracy_Mean", "Accuracy_Std", "Latency_Mean", "Latency_Std"]
 
 
 def watch(student: ControllerTrainer, look: Callable[[Any], object]) -> ControllerTrainer:
@@ -41,7 +41,7 @@ def watch(student: ControllerTrainer, look: Callable[[Any], object]) -> Controll
 
 def trainer(table: ProfileTable, folder: Path | None = None, **settings: object) -> ControllerTrainer:
     options = {"optimiser": SHORT, "reward": UTILITY, "policy": PolicyConfig(hidden=32), **settings}
-    return ControllerTrainer(table, table.split(), folder=folder, **options)  # type: ignore[arg-type]
+    return ControllerTrainer(table, table.split(), folder=folder, **options)
 
 
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
@@ -116,12 +116,11 @@ def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_pa
 def test_logs_every_name_of_the_contract() -> None:
     lines = Lines()
     trainer(small_table(60), log=lines, loss=LossConfig(kl_to_ref_coeff=0.1)).run()
-    seen = {name for _, metrics in lines for name in metrics}
-    wanted = {f"{part}/{name}" for part in ("Train", "Val") for name in ["Loss", *NAMES, "Budget_Violation_Rate"]}
+    moments = [f"{name}_{moment}" for name in ("Reward", "Accuracy", "Latency") for moment in ("Mean", "Std")]
+    wanted = {f"{part}/{name}" for part in ("Train", "Val") for name in ["Loss", *moments, "Budget_Violation_Rate"]}
     own = ["KL", "Clip_Fraction", "ESS", "Entropy", "Zero_Advantage_Fraction", "Ratio_Mean", "Grad_Norm", "LR"]
-    assert wanted | {f"Train/{name}" for name in own} <= seen
-    steps = [step for step, _ in lines]
-    assert steps == sorted(steps)
+    assert wanted | {f"Train/{name}" for name in own} <= {name for _, metrics in lines for name in metrics}
+    assert lines == sorted(lines, key=lambda line: line[0])
 
 
 def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout() -> None:
@@ -170,16 +169,14 @@ def test_every_sample_but_the_test_ones_is_held_out_of_one_member() -> None:
     for own, hold in zip(fitted, held_out, strict=True):
         assert sorted([*own.tolist(), *hold.tolist()]) == sorted(known.tolist())
         assert not set((own // 3).tolist()) & set((hold // 3).tolist())  # images are kept together
+    assert student.judged_rows.tolist() == torch.cat(held_out).tolist()
+    assert student.held_out.flatten()[student.places].tolist() == student.judged_rows.tolist()
     # the block [longest, M] that the members judge side by side: column m holds what was held out of m, then padding
     for number, hold in enumerate(held_out):
         column = student.held_out[:, number]
         assert column[: len(hold)].tolist() == hold.tolist()
         assert set(column[len(hold) :].tolist()) <= {int(hold[-1])}
-    assert student.judged_rows.tolist() == torch.cat(held_out).tolist()
-    assert student.held_out.flatten()[student.places].tolist() == student.judged_rows.tolist()
-    owner = student.places % 3
-    for number, hold in enumerate(held_out):
-        assert student.judged_rows[owner == number].tolist() == hold.tolist()
+        assert student.judged_rows[student.places % 3 == number].tolist() == hold.tolist()
 
 
 def test_one_member_is_fitted_on_train_and_judged_on_validation() -> None:
@@ -267,18 +264,21 @@ def test_grpo_starts_from_the_best_of_the_regression_and_from_the_end_of_rce(str
     student = trainer(small_table(80), policy=PolicyConfig(structure=structure, hidden=16))
     regresses = structure == "utility"
     moved = "network.outcome_head.bias" if regresses else "network.head.logits.bias"
-    start = {name: value.clone() for name, value in student.agent.state_dict().items()}
-    student.best = {"score": 2.0, "iteration": 0, "state": start}  # as if nothing after it had been as good
+    start = copy.deepcopy(student.agent)
+    student.best = {
+        "score": 2.0,
+        "iteration": 0,
+        "state": start.state_dict(),
+    }  # as if nothing later were as good
     begin, began = student.stages[1].begin, []
 
     def watched() -> None:
-        end = {name: value.clone() for name, value in student.agent.state_dict().items()}
-        assert not torch.equal(end[moved], start[moved])
+        end = copy.deepcopy(student.agent)
+        assert not torch.equal(end.state_dict()[moved], start.state_dict()[moved])
         begin()
         began.append(student.iteration)
         for network in (student.agent, student.reference):
-            wanted = start if regresses else end
-            assert all(torch.equal(network.state_dict()[name], value) for name, value in wanted.items())
+            assert equal_states(network, start if regresses else end)
 
     student.stages[1].begin = watched
     student.run()
@@ -327,8 +327,6 @@ def test_the_random_state_of_the_caller_is_left_alone() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_trains_and_resumes_on_a_gpu(tmp_path: Path) -> None:
-    table = small_table(60)
-    first = trainer(table, tmp_path, device="cuda", loss=LossConfig(objective="sampled"))
-    first.run()
-    assert first.agent.configurations.device.type == "cuda"
-    assert trainer(table, tmp_path, device="cuda", loss=LossConfig(objective="sampled")).resume(tmp_path / "last.pt")
+    first, again = (trainer(small_table(60), tmp_path, device="cuda", loss=LossConfig("sampled")) for _ in range(2))
+    assert first.run().configurations.device.type == "cuda"
+    assert again.resume(tmp_path / "last.pt")
