@@ -28,13 +28,7 @@ from knobwise.agents.predictors.regressors import (
 )
 
 OUTPUTS = 12
-FEW = {
-    "ridge": [0.1],
-    "kernel_ridge": [(1.0, 0.3)],
-    "knn": [(5, True)],
-    "random_forest": [4],
-    "gradient_boosting": [20],
-}
+FEW = dict(zip(FAMILIES, ([0.1], [(1.0, 0.3)], [(5, True)], [4], [20]), strict=True))
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 

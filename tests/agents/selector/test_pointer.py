@@ -10,8 +10,8 @@ from knobwise.agents.selector.networks import LONGEST, CrossAttention, PointerNe
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
-VERSIONS = ("v0", "v1", "v2")
-UPDATES = ("additive", "convex")
+every_version = pytest.mark.parametrize("version", ["v0", "v1", "v2"])
+every_update = pytest.mark.parametrize("update", ["additive", "convex"])
 
 
 def network(version: str = "v2", features: int = 6, **settings: object) -> PointerNetwork:
@@ -74,9 +74,9 @@ def test_the_default_is_small() -> None:
 # -- what all versions have in common ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@every_update
 @pytest.mark.parametrize("projection", ["mlp", "linear"])
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_logits_are_cosines_over_the_temperature(version: str, projection: str, update: str) -> None:
     net = network(version, projection=projection, update=update, temperature=0.25)
     encoded = net.encode(*batch())
@@ -92,8 +92,8 @@ def test_logits_are_cosines_over_the_temperature(version: str, projection: str, 
         state = net.advance(state, encoded.keys[:, step].unsqueeze(1).expand(-1, 4, -1))
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("version", VERSIONS)
+@every_update
+@every_version
 def test_known_sequences_are_read_as_step_by_step(version: str, update: str) -> None:
     net = network(version, update=update)
     encoded = net.encode(*batch())
@@ -105,7 +105,7 @@ def test_known_sequences_are_read_as_step_by_step(version: str, update: str) -> 
     torch.testing.assert_close(net.directions(encoded, chosen), torch.stack(wanted, 2))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_what_was_chosen_first_and_its_order_matter(version: str) -> None:
     net = network(version)
     encoded = net.encode(*batch())
@@ -115,7 +115,7 @@ def test_what_was_chosen_first_and_its_order_matter(version: str) -> None:
     assert (last[:, 0] - last[:, 2]).norm(dim=-1).min() > 1e-3
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool(version: str) -> None:
     net = network(version)
     query, pool, mask = batch()
@@ -130,7 +130,7 @@ def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool(version: st
     torch.testing.assert_close(alone.state, encoded.state[1:2])
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_another_order_of_the_pool_is_only_another_order_of_the_keys(version: str) -> None:
     net = network(version)
     query, pool, mask = batch()
@@ -140,8 +140,8 @@ def test_another_order_of_the_pool_is_only_another_order_of_the_keys(version: st
     torch.testing.assert_close(other.state, one.state)
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("version", VERSIONS)
+@every_update
+@every_version
 def test_every_weight_learns(version: str, update: str) -> None:
     net = network(version, update=update)
     encoded = net.encode(*batch())
@@ -151,12 +151,11 @@ def test_every_weight_learns(version: str, update: str) -> None:
     for name, parameter in net.named_parameters():
         if name.endswith("key.bias"):  # cancels in the softmax
             continue
-        assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().max() > 0, name
+        assert parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_dropout_is_for_train_mode_alone(version: str) -> None:
     net = network(version, dropout=0.5)
     assert torch.equal(net.encode(*batch()).state, net.encode(*batch()).state)
@@ -189,7 +188,6 @@ def test_cross_attention_over_nothing_is_finite() -> None:
     read = layer(state, torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool))
     read.square().sum().backward()
     assert read.isfinite().all()
-    assert state.grad is not None
     assert state.grad.isfinite().all()
 
 
@@ -206,7 +204,6 @@ def test_updates_with_a_learned_gate_by_hand() -> None:
     additive = StateUpdate(SelectorConfig(width=2, heads=1, update="additive"), scalar_gate=False)
     with torch.no_grad():
         for update in (convex, additive):
-            assert update.linear is not None
             update.linear.weight.zero_()
             update.linear.bias.zero_()
         convex.linear.weight[0, 2] = additive.linear.weight[0, 3] = 1.0  # g₀ reads c₀ = 0; g₀ reads c₁ = 1

@@ -14,7 +14,8 @@ from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 
 VERSIONS = ("v0", "v1", "v2")
-UPDATES = ("additive", "convex")
+every_version = pytest.mark.parametrize("version", VERSIONS)
+every_update = pytest.mark.parametrize("update", ["additive", "convex"])
 SIZES = (4, 2, 1, 0)  # candidates of the four queries, in pools of four places; those of query 1 do not stand first
 
 
@@ -71,8 +72,8 @@ def step_by_step(net: PointerNetwork, query: int, sequence: tuple[int, ...], tem
 
 
 @pytest.mark.parametrize("shots", [1, 2, 3])
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("version", VERSIONS)
+@every_update
+@every_version
 def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, shots: int) -> None:
     dist = distribution(version, shots, update=update, temperature=0.7)
     mask = features()[2]
@@ -81,8 +82,8 @@ def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, sh
         torch.testing.assert_close(log_probs.exp().sum(), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("version", VERSIONS)
+@every_update
+@every_version
 def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update: str) -> None:
     net, dist = network(version, update), distribution(version, temperature=1.7, update=update)
     mask = features()[2]
@@ -93,7 +94,7 @@ def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_a_shorter_sequence_has_the_log_prob_of_its_beginning(version: str) -> None:
     dist, net = distribution(version, group_size=3), network(version)
     value = torch.full((4, 3, 3), -1)
@@ -105,7 +106,7 @@ def test_a_shorter_sequence_has_the_log_prob_of_its_beginning(version: str) -> N
     assert (found[1:] == 0).all()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_what_cannot_be_chosen_has_log_prob_minus_infinity(version: str) -> None:
     dist = distribution(version, group_size=7)
     wrong = [[1, 1, 2], [0, 1, 0], [4, 0, 1], [-2, 0, 1], [0, -1, 1], [-1, 0, -1], [0, 1, 9]]
@@ -147,7 +148,7 @@ def test_shapes(sample: tuple[int, ...], group_size: int | None) -> None:
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_draws_have_the_frequencies_of_their_probabilities(version: str) -> None:
     torch.manual_seed(0)
     dist = distribution(version, shots=2, group_size=20_000)
@@ -186,7 +187,7 @@ def test_draws_carry_no_gradient() -> None:
 # -- search ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
     net, dist = network(version), distribution(version)
     for query, mask in enumerate(features()[2]):
@@ -198,7 +199,7 @@ def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
         assert tuple(dist.mode[query].tolist()) == tuple(dist.beam(1)[0][query, 0].tolist()) == wanted
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_a_beam_as_wide_as_all_sequences_finds_all_of_them_best_first(version: str) -> None:
     dist = distribution(version)
     sequences, log_probs = dist.beam(30)
@@ -214,7 +215,7 @@ def test_a_beam_as_wide_as_all_sequences_finds_all_of_them_best_first(version: s
         assert log_probs[query, len(wanted) :].isneginf().all()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_beams_know_their_log_probs(version: str) -> None:
     sequences, log_probs = distribution(version).beam(2)
     torch.testing.assert_close(distribution(version, group_size=2).log_prob(sequences)[:2], log_probs[:2])
@@ -243,7 +244,7 @@ def test_a_wider_beam_finds_what_greedy_misses() -> None:
 # -- entropy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_entropy_is_unbiased(version: str) -> None:
     net = network(version)
     query, pool, mask = (x[:2].repeat_interleave(4000, 0) for x in features())
@@ -277,7 +278,7 @@ def test_looking_at_the_entropy_does_not_change_what_is_drawn() -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version: str) -> None:
     net = network(version)
     query, pool, mask = (x[2:] for x in features())
@@ -293,7 +294,7 @@ def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version:
         assert (gradient.abs() < 1e-6).all()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_following_the_gradient_makes_a_sequence_more_probable(version: str) -> None:
     net = network(version)
     optimiser = torch.optim.SGD(net.parameters(), 0.05)

@@ -66,17 +66,14 @@ def test_the_prices_rise_from_nothing_by_a_fifth_each_to_where_only_the_budget_c
 
 def test_the_lowest_price_that_keeps_the_level() -> None:
     # (misses + 1) / 4 ≤ 0.5 allows one miss: without a price there are two, from κ = 1.11 on there is one
-    reason = ruling(
-        three_requests(),
-        miss_price=first_price_above(1 / 0.9),
-        **{"satisfaction_before": 1 / 3, "satisfaction_after": 2 / 3, "satisfaction_cautious": 1},
-        **{"utility_unconstrained": 1 / 3, "utility_policy": 0.5, "utility_static": 0.5, "satisfaction_static": 1},
-        **{"gain": 0, "gain_se": pytest.approx(math.sqrt(0.5 / 2 / 3))},  # differences 0, −.5, .5
-        **{"budget_ms": 10, "level": 0.5, "feasible": 3, "unattainable": False, "too_dear": False, "deployed": False},
-        **{"satisfaction_deployed": 1, "utility_deployed": 0.5},
-    )
+    guard = three_requests()
+    ruling(guard, budget_ms=10, level=0.5, feasible=3, miss_price=first_price_above(1 / 0.9))
+    ruling(guard, satisfaction_before=1 / 3, satisfaction_after=2 / 3, satisfaction_cautious=1, satisfaction_static=1)
+    ruling(guard, utility_unconstrained=1 / 3, utility_policy=0.5, utility_static=0.5)
+    ruling(guard, gain=0, gain_se=pytest.approx(math.sqrt(0.5 / 2 / 3)))  # differences 0, −.5, .5
+    ruling(guard, unattainable=False, too_dear=False, deployed=False, satisfaction_deployed=1, utility_deployed=0.5)
     comparison = "+0.000 ± 0.289 on held-out samples is not above 0 with 80% confidence"
-    assert reason == f"fell back to budget-aware static: {comparison}"
+    assert ruling(guard) == f"fell back to budget-aware static: {comparison}"
 
 
 def test_a_stricter_level_needs_a_higher_price() -> None:

@@ -78,9 +78,8 @@ def test_the_lowest_price_tried_that_keeps_the_budget() -> None:
     # means 1, 4 and 8; a worth of 3 ms is foolish, dearer than one of 4
     choices = {2.0: [0, 0], 3.0: [2, 2], 4.0: [1, 1], 8.0: [2, 2]}
     worths = torch.tensor([2.0, 3.0, 4.0, 8.0])
-    prices, chosen = prices_by_trial(
-        lambda worth: torch.tensor(choices[float(worth)]), cost, worths, torch.tensor([0.5, 1.0, 3.9, 4.0, 9.0])
-    )
+    budgets = torch.tensor([0.5, 1.0, 3.9, 4.0, 9.0])
+    prices, chosen = prices_by_trial(lambda worth: torch.tensor(choices[float(worth)]), cost, worths, budgets)
     assert prices.tolist() == [1 / 2, 1 / 2, 1 / 2, 1 / 4, 1 / 8]
     assert chosen.T.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1], [2, 2]]
 
