@@ -263,10 +263,9 @@ def test_judged_by_hand() -> None:
     assert judged.utility.tolist() == judged.reward.tolist() == [[0, 1.0], [0, 0]]
     assert judged.met.tolist() == [[False, True], [False, False]]
     assert judged.feasible.tolist() == [[True, True], [False, True]]
-    metrics = judged.metrics()
-    assert (metrics["Utility"], metrics["Reward_Mean"], metrics["Accuracy_Mean"]) == (0.25, 0.25, 0.875)
-    assert (metrics["Latency_Mean"], metrics["Budget_Violation_Rate"]) == (30, 0.75)
-    assert metrics["Satisfaction_Feasible"] == pytest.approx(1 / 3)
+    wanted = {"Utility": 0.25, "Reward_Mean": 0.25, "Accuracy_Mean": 0.875, "Latency_Mean": 30}
+    wanted |= {"Budget_Violation_Rate": 0.75, "Satisfaction_Feasible": pytest.approx(1 / 3)}
+    assert {name: value for name, value in judged.metrics().items() if name in wanted} == wanted
 
 
 def test_the_same_policy_scores_the_same_twice_and_takes_time() -> None:

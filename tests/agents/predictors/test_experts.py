@@ -27,9 +27,11 @@ NAN = math.nan
 FAST = ("ridge", "knn")
 
 
-def fit(table: ProfileTable, names: tuple[str, ...], rows: Tensor | None = None) -> dict[str, Fitted]:
+def fit(
+    table: ProfileTable, names: tuple[str, ...], rows: Tensor | None = None, budgets_ms: Tensor | None = None
+) -> dict[str, Fitted]:
     rows = torch.arange(table.num_samples) if rows is None else rows
-    measured = Measured.from_table(table, rows, default_budgets(table), 0)
+    measured = Measured.from_table(table, rows, default_budgets(table) if budgets_ms is None else budgets_ms, 0)
     result = fit_experts(table, measured, FeatureNormaliser.fit(table, rows), names, 0)
     return {one.expert.name: one for one in result}
 
@@ -85,32 +87,30 @@ def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> 
     table, rows = small_table(60), torch.arange(5, 60)
     fitted = fit(table, ("ridge",), rows)["ridge"]
     x = inputs(table, rows).numpy()
-    outcomes = {"accuracy": table.accuracy[rows], "latency": table.latency_ms[rows].log()}
-    result = {"accuracy": fitted.out_of_fold.accuracy, "latency": fitted.out_of_fold.log_latency}
-    final = fitted.expert(inputs(table, rows))
-    finals = {"accuracy": final.accuracy, "latency": final.log_latency}
-    chosen = dict(part.split(" ") for part in fitted.expert.settings.split(", "))
-    for part, y in outcomes.items():
+    outcomes = table.accuracy[rows], table.latency_ms[rows].log()
+    chosen = [part.split(" ")[1] for part in fitted.expert.settings.split(", ")]
+    predictions = fitted.out_of_fold[:2], fitted.expert(inputs(table, rows))[:2]
+    for best, y, result, final in zip(chosen, outcomes, *predictions, strict=True):
         errors = {}
         for share in FAMILIES["ridge"].settings:
             held_out = np.zeros(y.shape)
             for own, hold in folds_of(table, rows, 0):
                 held_out[hold] = Ridge(alpha=share * len(own)).fit(x[own], y[own].numpy()).predict(x[hold])
             errors[str(share)] = ((held_out - y.numpy()) ** 2).sum()
-            if str(share) == chosen[part]:
-                np.testing.assert_allclose(result[part], held_out, atol=1e-4)
+            if str(share) == best:
+                np.testing.assert_allclose(result, held_out, atol=1e-4)
                 whole = Ridge(alpha=share * len(x)).fit(x, y.numpy()).predict(x)
-                np.testing.assert_allclose(finals[part], whole, atol=1e-4)
-        assert min(errors, key=errors.__getitem__) == chosen[part]
+                np.testing.assert_allclose(final, whole, atol=1e-4)
+        assert min(errors, key=errors.__getitem__) == best
 
 
 def test_trees_are_the_mean_of_those_of_the_folds() -> None:
     _, fitted = every_family()
-    for name, count in (("random_forest", 5 * 40), ("gradient_boosting", None)):
+    for name in ("random_forest", "gradient_boosting"):
         for regressor in (fitted[name].expert.accuracy, fitted[name].expert.log_latency):
             assert isinstance(regressor, Trees)
             assert set(regressor.fit.tolist()) == set(range(5))
-            assert count is None or len(regressor.roots) == count
+            assert name != "random_forest" or len(regressor.roots) == 5 * 40
 
 
 def test_features_that_tell_are_used_out_of_fold_too() -> None:
@@ -177,13 +177,9 @@ def test_samples_outside_the_rows_do_not_matter() -> None:
     for block in two.features.values():
         block[40:] *= -7
     rows, budgets = torch.arange(40), torch.tensor([8.0, 12.0])
-    predicted = []
-    for table in (one, two):
-        measured = Measured.from_table(table, rows, budgets, 0)
-        normaliser = FeatureNormaliser.fit(table, rows)
-        predicted.append([f.expert(inputs(one, rows)) for f in fit_experts(table, measured, normaliser, FAST, 0)])
+    predicted = [[f.expert(inputs(one, rows)) for f in fit(t, FAST, rows, budgets).values()] for t in (one, two)]
     for a, b in zip(*predicted, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(map(torch.equal, a, b))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -308,11 +304,8 @@ BY_HAND = Prediction(torch.tensor([[0.5, 2.0, -1.0]]), torch.tensor([[1.0, 3.0, 
 BUDGET = torch.tensor([math.e**2])
 
 
-def test_the_probability_of_meeting_a_budget_by_hand() -> None:
+def test_the_probability_of_meeting_a_budget_by_hand_also_with_a_spread_for_each_request() -> None:
     torch.testing.assert_close(BY_HAND.meets(BUDGET), torch.tensor([[0.841345, 0.158655, 0.977250]]))
-
-
-def test_a_spread_for_each_request_is_taken_too() -> None:
     wide = BY_HAND._replace(spread=torch.tensor([[2.0, 1.0, 1.0]]))  # half a deviation, −1, +1
     torch.testing.assert_close(wide.meets(BUDGET), torch.tensor([[0.691462, 0.158655, 0.841345]]))
 

@@ -17,6 +17,7 @@ CONFIGS = [
     for version in ("v0", "v1", "v2")
     for update in ("additive", "convex")
 ]
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
 
 
 def embeddings() -> StoredEmbeddings:
@@ -82,7 +83,7 @@ def test_the_scale_of_the_embeddings_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "beam"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
+@every_config
 def test_choices_are_different_places_of_the_querys_own_pool(config: SelectorConfig, decoding: str) -> None:
     made = selector(config)
     chosen = made.choose(*batch(), shots=3, decoding=decoding, width=4)
@@ -140,7 +141,7 @@ def test_mistakes_are_told(changed: dict[str, Any], message: str) -> None:
 # -- saved and restored ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
+@every_config
 def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -> None:
     made = selector(config)
     made.stage = "grpo"
@@ -153,7 +154,7 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
     assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
+@every_config
 def test_every_key_must_be_there_and_no_other(config: SelectorConfig) -> None:
     plain = selector(config).plain()
     for key, value in plain["state"].items():

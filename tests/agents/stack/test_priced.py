@@ -14,7 +14,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.predictors.experts import Measured, Prediction
+from knobwise.agents.predictors.experts import Measured
 from knobwise.agents.stack.priced_policy import (
     PricedChooser,
     compared,
@@ -34,13 +34,12 @@ from knobwise.envs.configurations.budgets import BudgetEncoding
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
-MEAN = BudgetConfig(sense="mean")
 SHORT = OptimiserConfig(warmup_iterations=10, iterations=4, contexts=32, minibatch=32, evaluate_every=4)
 STACK = PolicyConfig(structure="utility", members=3, experts=("ridge", "knn"), hidden=16, dropout=0.0)
 
 
 def trained(table: ProfileTable, policy: PolicyConfig) -> ControllerTrainer:
-    trainer = ControllerTrainer(table, table.split(), policy=policy, optimiser=SHORT, budget=MEAN)
+    trainer = ControllerTrainer(table, table.split(), policy=policy, optimiser=SHORT, budget=BudgetConfig(sense="mean"))
     trainer.run()
     return trainer
 
@@ -51,13 +50,6 @@ def fitted_rows(table: ProfileTable) -> Tensor:
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_mean_of_a_log_normal() -> None:
-    mean_log = torch.tensor([[10.0, 10.0], [3.0, 3.0]]).log()
-    spread = torch.tensor([0.0, 2 * math.log(2)]).sqrt()
-    prediction = Prediction(torch.ones(2, 2), mean_log, spread)
-    assert prediction.latency_ms.flatten().tolist() == pytest.approx([10, 20, 3, 6])
 
 
 def test_at_a_price_a_network_scores_accuracy_minus_latency_over_worth_and_nothing_else() -> None:

@@ -70,8 +70,7 @@ def test_kl_and_ratio_at_the_first_step_of_grpo(live: bool) -> None:
 
 def test_the_behaviour_is_that_of_the_start_and_the_reference_that_of_sft(tmp_path: Path) -> None:
     """Trap 3: old log-probs are not those from before RCE, and the KL is not to what GRPO starts from."""
-    data = small_beams()
-    table, _ = data
+    data = table, _ = small_beams()
     sft = fresh(table).eval()
     warm = trainer("rce", data, sft, folder=tmp_path)
     warm.run()
@@ -183,34 +182,23 @@ def test_conditional_training_leaves_out_groups_with_few_right_sequences() -> No
 def test_the_weight_of_the_kl_and_the_temperature_follow_the_kl() -> None:
     loss = SelectorLossConfig(kl_to_ref_coeff=0.1, kl_band=(0.01, 0.1), temperature_band=(0.01, 0.1))
     student = trainer("grpo", small_beams(), loss=loss)
-    student._steer(0.2)
-    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(0.15)
-    assert student.agent.temperature == pytest.approx(1 / 1.1)
-    student._steer(0.001)
-    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(0.1)
-    assert student.agent.temperature == pytest.approx(1)
-    for _ in range(60):
-        student._steer(0.001)
-    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(1e-3)
-    assert student.agent.temperature == 2
+    for kl, times, weight, temperature in ((0.2, 1, 0.15, 1 / 1.1), (0.001, 1, 0.1, 1), (0.001, 60, 1e-3, 2)):
+        for _ in range(times):
+            student._steer(kl)
+        assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(weight)
+        assert student.agent.temperature == pytest.approx(temperature)
 
 
 def test_the_temperature_of_rce_falls_and_that_of_sft_is_infinite() -> None:
     data = small_beams()
-    student = trainer("rce", data)
-    seen = []
-    for share in (0.0, 0.5, 1.0):
+    rce, sft = trainer("rce", data), trainer("sft", data, groups=GroupConfig("beams"))
+    for student, share, wanted in ((rce, 0.0, 2.0), (rce, 0.5, 1.25), (rce, 1.0, 0.5), (sft, 0.0, torch.inf)):
         prepared(student, share)
-        seen.append(float(student.imitation.temperature))
-    assert seen == pytest.approx([2.0, 1.25, 0.5])
-    student = trainer("sft", data, groups=GroupConfig("beams"))
-    prepared(student)
-    assert student.imitation.temperature == torch.inf
+        assert float(student.imitation.temperature) == pytest.approx(wanted)
 
 
 def test_sft_is_the_mean_cross_entropy_of_the_beams() -> None:
-    data = small_beams()
-    table, _ = data
+    data = table, _ = small_beams()
     student = trainer("sft", data, fresh(table, SelectorConfig(width=16, heads=2)), groups=GroupConfig("beams"))
     batch = one_batch(student)
     rows = batch["row"]
@@ -276,8 +264,7 @@ def test_without_a_scorer_recorded_sequences_judge() -> None:
 
 
 def test_own_draws_and_rounds_of_them_form_the_group() -> None:
-    data = small_beams(20)
-    table, scorer = data
+    table, scorer = small_beams(20)
     draws = torch.tensor([[0, 1], [1, 2], [2, 3]]).expand(20, -1, -1)
     rows = torch.arange(20).repeat_interleave(3)
     fields = scorer(rows, table.pool[rows].gather(1, draws.reshape(-1, 2)))
