@@ -188,6 +188,7 @@ def test_a_network_of_heads_is_an_mlp_by_hand(structure: str) -> None:
 
 
 GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2))
+SQUARE = torch.cartesian_prod(torch.arange(2), torch.arange(2))
 CORNER = torch.tensor([[0, 0], [0, 1], [1, 0]])  # (1, 1) does not exist
 
 
@@ -276,60 +277,49 @@ def test_additive_and_independent_agree_on_a_full_grid() -> None:
     torch.testing.assert_close(independent(hidden), additive(hidden))
 
 
-def test_additive_by_hand_where_a_combination_is_missing() -> None:
-    head = spelled_out(AdditiveHead(5, CORNER), [1.0, 2.0, 3.0, 4.0])
-    wanted = torch.tensor([1.0 + 3, 1 + 4, 2 + 3]).softmax(-1)
-    torch.testing.assert_close(head(torch.randn(1, 1, 5)).exp()[0, 0], wanted)
+KNOBS = [0.0, 0.0, 0.0, math.log(3)]  # of two knobs the first is ½ : ½, the second ¼ : ¾
 
 
-def test_independent_by_hand_where_a_combination_is_missing() -> None:
-    # first knob ½ : ½; after 0 the second knob is ¼ : ¾, after 1 only its value 0 is possible
-    head = spelled_out(IndependentHead(5, CORNER), [0.0, 0.0, 0.0, torch.tensor(3.0).log()])
-    torch.testing.assert_close(head(torch.randn(1, 1, 5)).exp()[0, 0], torch.tensor([0.125, 0.375, 0.5]))
+@pytest.mark.parametrize(
+    ("kind", "configurations", "logits", "mask", "wanted"),
+    [
+        ("joint", GRID, torch.arange(12.0).tolist(), [True] * 12, torch.arange(12.0).softmax(-1).tolist()),
+        ("additive", CORNER, [1.0, 2.0, 3.0, 4.0], [True] * 3, torch.tensor([1.0 + 3, 1 + 4, 2 + 3]).softmax(-1)),
+        ("independent", CORNER, KNOBS, [True] * 3, [0.125, 0.375, 0.5]),  # after 1 only the value 0 is possible
+        ("independent", SQUARE, KNOBS, [True, False, True, True], [0.5, 0.0, 0.125, 0.375]),  # after 0 only 0
+        ("independent", SQUARE, KNOBS, [False, False, True, True], [0.0, 0.0, 0.25, 0.75]),  # 1 is sure
+    ],
+)
+def test_heads_by_hand(
+    kind: str, configurations: Tensor, logits: list[float], mask: list[bool], wanted: list[float]
+) -> None:
+    head = spelled_out(HEADS[kind](5, configurations), logits)
+    log_probs = head(torch.randn(1, 1, 5), torch.tensor(mask)[None, None])
+    torch.testing.assert_close(log_probs.exp()[0, 0], torch.as_tensor(wanted))
 
 
-def test_independent_by_hand_under_a_mask() -> None:
-    # 2 × 2, knobs ½ : ½ and ¼ : ¾. Without (0, 1): 0 leaves value 0 alone, 1 leaves both. Without 0 at all: 1 is sure
-    square = torch.cartesian_prod(torch.arange(2), torch.arange(2))
-    head = spelled_out(IndependentHead(5, square), [0.0, 0.0, 0.0, torch.tensor(3.0).log()])
-    mask = torch.tensor([[[True, False, True, True], [False, False, True, True]]])
-    wanted = torch.tensor([[[0.5, 0.0, 0.125, 0.375], [0.0, 0.0, 0.25, 0.75]]])
-    torch.testing.assert_close(head(torch.randn(1, 2, 5), mask).exp(), wanted)
-
-
-def autoregressive_by_hand() -> AutoregressiveHead:
-    """The second knob's logits are silu of what was set first: value 0 → 2, value 1 → 0, on the first of two units."""
-    square = torch.cartesian_prod(torch.arange(2), torch.arange(2))
-    head = AutoregressiveHead(2, square)
+def test_autoregressive_by_hand() -> None:
+    # the second knob's logits are silu of what was set first: value 0 → 2, value 1 → 0, on the first of two units
+    head = AutoregressiveHead(2, SQUARE)
     for p in head.parameters():
         nn.init.zeros_(p)
     head.embedding.weight.data[0, 0, 0] = 2.0  # [M, values of all knobs, H]
     head.logits.weight.data[0, 0, 3] = 1.0  # [M, H, values of all knobs]: value 1 of the second knob
-    return head
-
-
-def test_autoregressive_by_hand() -> None:
     # nothing set: all logits 0, ½ : ½. After 0 the second knob's logits are 0 and silu(2) = 1.7616; after 1 both 0
     more = torch.tensor([0.0, 2 / (1 + torch.tensor(-2.0).exp())]).softmax(-1) / 2
-    result = autoregressive_by_hand()(torch.zeros(1, 1, 2)).exp()[0, 0]
-    torch.testing.assert_close(result, torch.cat([more, torch.tensor([0.25, 0.25])]))
-
-
-def test_autoregressive_by_hand_under_a_mask() -> None:
-    # after 0 only the value 1 is left, whatever its logit; the first knob does not know of it
-    mask = torch.tensor([[[False, True, True, True]]])
-    result = autoregressive_by_hand()(torch.zeros(1, 1, 2), mask).exp()[0, 0]
-    torch.testing.assert_close(result, torch.tensor([0.0, 0.5, 0.25, 0.25]))
+    torch.testing.assert_close(head(torch.zeros(1, 1, 2)).exp()[0, 0], torch.cat([more, torch.tensor([0.25, 0.25])]))
+    # where after 0 only the value 1 is left, whatever its logit, the first knob does not know of it
+    masked = head(torch.zeros(1, 1, 2), torch.tensor([[[False, True, True, True]]])).exp()[0, 0]
+    torch.testing.assert_close(masked, torch.tensor([0.0, 0.5, 0.25, 0.25]))
 
 
 def test_autoregressive_can_say_that_two_knobs_go_together_and_independent_cannot() -> None:
     # 0 with 0 and 1 with 1, almost surely: a second knob that does not see the first is ½ : ½ after both
-    square = torch.cartesian_prod(torch.arange(2), torch.arange(2))
     wanted = torch.tensor([0.49, 0.01, 0.01, 0.49])
     off = {}
     for kind in ("autoregressive", "independent", "joint"):
         torch.manual_seed(0)
-        head = HEADS[kind](8, square)
+        head = HEADS[kind](8, SQUARE)
         optimiser = torch.optim.Adam(head.parameters(), lr=0.05)
         for _ in range(200):
             optimiser.zero_grad()
@@ -340,11 +330,6 @@ def test_autoregressive_can_say_that_two_knobs_go_together_and_independent_canno
     assert off["autoregressive"] < 0.02
     assert off["joint"] < 0.02
     assert off["independent"] == pytest.approx(0.24, abs=0.01)
-
-
-def test_joint_gives_each_configuration_its_own_logit() -> None:
-    head = spelled_out(HEADS["joint"](5, GRID), [float(i) for i in range(12)])
-    torch.testing.assert_close(head(torch.randn(1, 1, 5))[0, 0], torch.arange(12.0).log_softmax(-1))
 
 
 def test_masked_log_softmax_by_hand() -> None:

@@ -25,12 +25,9 @@ POOL = torch.tensor([[0, 1, 2], [2, 1, 3], [4, -1, -1]])
 def clip() -> nn.Module:
     torch.manual_seed(0)
     layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.CLIPConfig(
-        text_config=layers
-        | {"vocab_size": 50, "max_position_embeddings": 6, "eos_token_id": 49, "bos_token_id": 48, "pad_token_id": 0},
-        vision_config=layers | {"image_size": 16, "patch_size": 8},
-        projection_dim=12,
-    )
+    words = {"vocab_size": 50, "max_position_embeddings": 6, "eos_token_id": 49, "bos_token_id": 48, "pad_token_id": 0}
+    images = {"image_size": 16, "patch_size": 8}
+    config = transformers.CLIPConfig(text_config=layers | words, vision_config=layers | images, projection_dim=12)
     return transformers.CLIPModel(config).eval()
 
 

@@ -286,11 +286,8 @@ def chosen(way: str, shots: int, **more: Tensor) -> list[list[int]]:
     return data.pool.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1).tolist()
 
 
-def test_image_similarity_takes_the_nearest_images() -> None:
+def test_image_similarity_takes_the_nearest_images_and_question_similarity_of_equals_the_first() -> None:
     assert chosen("image_similarity", 3) == [[2, 0, 1], [2, 0, 1], [0, 3, -1], [-1, -1, -1]]
-
-
-def test_question_similarity_goes_by_the_question_alone_and_of_equals_takes_the_first() -> None:
     assert chosen("question_similarity", 2) == [[0, 1], [6, 4], [3, 0], [-1, -1]]
 
 

@@ -179,9 +179,7 @@ def test_draws_follow_the_temperature() -> None:
 
 
 def test_draws_carry_no_gradient() -> None:
-    drawn, log_prob = distribution(group_size=3).sample_with_log_prob()
-    assert not drawn.requires_grad
-    assert not log_prob.requires_grad
+    assert not any(part.requires_grad for part in distribution(group_size=3).sample_with_log_prob())
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -203,8 +201,7 @@ def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
 def test_a_beam_as_wide_as_all_sequences_finds_all_of_them_best_first(version: str) -> None:
     dist = distribution(version)
     sequences, log_probs = dist.beam(30)
-    assert sequences.shape == (4, 30, 3)
-    assert log_probs.shape == (4, 30)
+    assert (sequences.shape, log_probs.shape) == ((4, 30, 3), (4, 30))
     for query, mask in enumerate(features()[2]):
         wanted = everything(mask, 3)
         found = [tuple(s) for s in sequences[query].tolist()]
@@ -290,8 +287,8 @@ def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version:
     log_prob = dist.log_prob(drawn)
     assert log_prob.tolist() == [[0.0] * 4] * 2
     (log_prob.sum() + dist.entropy().sum()).backward()
-    for gradient in (query.grad, pool.grad, *(p.grad for p in net.parameters() if p.grad is not None)):
-        assert (gradient.abs() < 1e-6).all()
+    gradients = [query.grad, pool.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+    assert all((gradient.abs() < 1e-6).all() for gradient in gradients)
 
 
 @every_version

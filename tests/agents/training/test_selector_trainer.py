@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.loop import Stage
 from knobwise.agents.training.selector_trainer import SelectorTrainer
@@ -42,6 +43,12 @@ def trainer(
     table, scorer = data
     options = {"scorer": scorer, "config": SHORT} | settings
     return SelectorTrainer(stage, table, table.split(0.8, 0.1), start or fresh(table), **options)
+
+
+def distribution_of(selector: Selector, table: BeamTable, rows: torch.Tensor) -> SequenceDistribution:
+    """Of sequences of two, with the embeddings of the table."""
+    pool = table.pool[rows]
+    return selector.distribution(table.queries[rows], table.candidates[pool], pool >= 0, 2, 1)
 
 
 def one_batch(student: SelectorTrainer) -> TensorDict:
@@ -79,9 +86,7 @@ def test_the_behaviour_is_that_of_the_start_and_the_reference_that_of_sft(tmp_pa
     batch = one_batch(student)
     rows, action = batch["row"], batch["action"]
     for selector, key in ((rce, "action_log_prob"), (sft, "reference_log_prob")):
-        pool = table.pool[rows]
-        dist = selector.distribution(table.queries[rows], table.candidates[pool], pool >= 0, 2, 1)
-        torch.testing.assert_close(dist.log_prob(action), batch[key])
+        torch.testing.assert_close(distribution_of(selector, table, rows).log_prob(action), batch[key])
     assert (batch["action_log_prob"] - batch["reference_log_prob"]).abs().max() > 1e-3
 
 
@@ -154,8 +159,7 @@ def test_post_training_adds_what_imitation_gets_wrong() -> None:
 
 def test_advantages_are_those_of_the_whole_group_when_few_of_it_take_part() -> None:
     """Trap 4: of the best three of 0/1 rewards all may be 1; taken in the whole group their advantages are not 0."""
-    data = small_beams(40)
-    student = trainer("grpo", data, loss=SelectorLossConfig(curriculum=1.0, curriculum_top=2))
+    student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(curriculum=1.0, curriculum_top=2))
     batch = one_batch(student)
     out = prepared(student, 0.9).loss(batch)
     assert student.grpo.top == 2
@@ -166,8 +170,7 @@ def test_advantages_are_those_of_the_whole_group_when_few_of_it_take_part() -> N
 
 
 def test_conditional_training_leaves_out_groups_with_few_right_sequences() -> None:
-    data = small_beams(40)
-    student = trainer("grpo", data, loss=SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0))
+    student = trainer("grpo", small_beams(40), loss=SelectorLossConfig(min_positive=0.5, kl_to_ref_coeff=0.0))
     batch = one_batch(student)
     share = (batch["next", "vqa_correct"] > 0.5).float().mean(-1)
     few = batch[share < 0.5]
@@ -201,10 +204,8 @@ def test_sft_is_the_mean_cross_entropy_of_the_beams() -> None:
     data = table, _ = small_beams()
     student = trainer("sft", data, fresh(table, SelectorConfig(width=16, heads=2)), groups=GroupConfig("beams"))
     batch = one_batch(student)
-    rows = batch["row"]
-    pool = table.pool[rows]
-    dist = student.selector.distribution(table.queries[rows], table.candidates[pool], pool >= 0, 2, 1)
-    by_hand = -dist.log_prob(table.sequences[rows][:, :2]).mean()
+    dist = distribution_of(student.selector, table, batch["row"])
+    by_hand = -dist.log_prob(table.sequences[batch["row"]][:, :2]).mean()
     torch.testing.assert_close(prepared(student).loss(batch)["loss_rce"], by_hand)
 
 
@@ -287,8 +288,7 @@ def test_only_training_queries_are_fitted_on() -> None:
 
 def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 11: not once for each beam."""
-    data = small_beams(40)
-    student = trainer("grpo", data)
+    student = trainer("grpo", small_beams(40))
     network = student.selector.network
     encode = Mock(side_effect=network.encode)
     monkeypatch.setattr(network, "encode", encode)
@@ -301,8 +301,9 @@ def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch: pytest.M
 
 def test_fewer_sequences_take_part_under_the_curriculum() -> None:
     """Those left out have no gradient; the KL is that of all."""
-    data = small_beams(40)
-    student = trainer("grpo", data, loss=SelectorLossConfig(curriculum=0.5, curriculum_top=1, kl_to_ref_coeff=0.0))
+    student = trainer(
+        "grpo", small_beams(40), loss=SelectorLossConfig(curriculum=0.5, curriculum_top=1, kl_to_ref_coeff=0.0)
+    )
     batch = one_batch(student)
     outs = []
     for share, top in ((0.4, 1), (0.5, None)):
@@ -330,8 +331,7 @@ def test_the_temperature_is_that_of_draws_and_log_probs() -> None:
 
 
 def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
-    data = small_beams()
-    student = trainer("rce", data, config=replace(SHORT, epochs=3, keep="last"), folder=tmp_path)
+    student = trainer("rce", small_beams(), config=replace(SHORT, epochs=3, keep="last"), folder=tmp_path)
     student.run()
     assert student.best["iteration"] == student.total
     assert load_checkpoint(tmp_path / "best.pt").extra["epoch"] == 3
