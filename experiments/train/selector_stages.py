@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.checkpoint import load_checkpoint, selector_start
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.checkpoint import selector_start
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.errors import InputError
 from knobwise.common.processes import in_processes
