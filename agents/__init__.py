@@ -7,64 +7,46 @@ from typing import TYPE_CHECKING
 from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
-    from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
-    from knobwise.agents.controller.actor import make_actor
-    from knobwise.agents.controller.controller import Controller
-    from knobwise.agents.controller.settings import PolicyConfig
-    from knobwise.agents.judging.evaluation import judge
-    from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-    from knobwise.agents.selector.settings import SelectorConfig
-    from knobwise.agents.serving.adaptive_model import AdaptiveModel
-    from knobwise.agents.serving.export import export_numpy, to_numpy
-    from knobwise.agents.serving.numpy_controller import NumpyController
-    from knobwise.agents.training.controller_trainer import ControllerTrainer
-    from knobwise.agents.training.selector_trainer import SelectorTrainer
-    from knobwise.agents.training.settings import OptimiserConfig, StageConfig
-    from knobwise.losses.settings import LossConfig, SelectorLossConfig
+    from knobwise.agents.checkpoint import load_checkpoint as load_checkpoint
+    from knobwise.agents.checkpoint import save_checkpoint as save_checkpoint
+    from knobwise.agents.controller.actor import make_actor as make_actor
+    from knobwise.agents.controller.controller import Controller as Controller
+    from knobwise.agents.controller.settings import PolicyConfig as PolicyConfig
+    from knobwise.agents.judging.evaluation import judge as judge
+    from knobwise.agents.selector.selector import Selector as Selector
+    from knobwise.agents.selector.selector import StoredEmbeddings as StoredEmbeddings
+    from knobwise.agents.selector.settings import SelectorConfig as SelectorConfig
+    from knobwise.agents.serving.adaptive_model import AdaptiveModel as AdaptiveModel
+    from knobwise.agents.serving.export import export_numpy as export_numpy
+    from knobwise.agents.serving.export import to_numpy as to_numpy
+    from knobwise.agents.serving.numpy_controller import NumpyController as NumpyController
+    from knobwise.agents.training.controller_trainer import ControllerTrainer as ControllerTrainer
+    from knobwise.agents.training.selector_trainer import SelectorTrainer as SelectorTrainer
+    from knobwise.agents.training.settings import OptimiserConfig as OptimiserConfig
+    from knobwise.agents.training.settings import StageConfig as StageConfig
+    from knobwise.losses.settings import LossConfig as LossConfig
+    from knobwise.losses.settings import SelectorLossConfig as SelectorLossConfig
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "load_checkpoint": "checkpoint",
-        "save_checkpoint": "checkpoint",
-        "judge": "judging.evaluation",
-        "Controller": "controller.controller",
-        "make_actor": "controller.actor",
-        "LossConfig": "knobwise.losses.settings",
-        "OptimiserConfig": "training.settings",
-        "PolicyConfig": "controller.settings",
-        "ControllerTrainer": "training.controller_trainer",
-        "Selector": "selector.selector",
-        "SelectorConfig": "selector.settings",
-        "SelectorTrainer": "training.selector_trainer",
-        "StoredEmbeddings": "selector.selector",
-        "SelectorLossConfig": "knobwise.losses.settings",
-        "StageConfig": "training.settings",
-        "AdaptiveModel": "serving.adaptive_model",
-        "NumpyController": "serving.numpy_controller",
-        "export_numpy": "serving.export",
-        "to_numpy": "serving.export",
-    },
-)
-
-__all__ = [
-    "AdaptiveModel",
-    "Controller",
-    "ControllerTrainer",
-    "LossConfig",
-    "NumpyController",
-    "OptimiserConfig",
-    "PolicyConfig",
-    "Selector",
-    "SelectorConfig",
-    "SelectorLossConfig",
-    "SelectorTrainer",
-    "StageConfig",
-    "StoredEmbeddings",
-    "export_numpy",
-    "judge",
-    "load_checkpoint",
-    "make_actor",
-    "save_checkpoint",
-    "to_numpy",
-]
+MODULES = {
+    "load_checkpoint": "checkpoint",
+    "save_checkpoint": "checkpoint",
+    "judge": "judging.evaluation",
+    "Controller": "controller.controller",
+    "make_actor": "controller.actor",
+    "LossConfig": "knobwise.losses.settings",
+    "OptimiserConfig": "training.settings",
+    "PolicyConfig": "controller.settings",
+    "ControllerTrainer": "training.controller_trainer",
+    "Selector": "selector.selector",
+    "SelectorConfig": "selector.settings",
+    "SelectorTrainer": "training.selector_trainer",
+    "StoredEmbeddings": "selector.selector",
+    "SelectorLossConfig": "knobwise.losses.settings",
+    "StageConfig": "training.settings",
+    "AdaptiveModel": "serving.adaptive_model",
+    "NumpyController": "serving.numpy_controller",
+    "export_numpy": "serving.export",
+    "to_numpy": "serving.export",
+}
+__getattr__ = lazy(__name__, MODULES)
+__all__ = list(MODULES)

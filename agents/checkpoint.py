@@ -1,78 +1,67 @@
-"""Checkpoints: tensors and plain values only, so that loading one never executes code."""
+"""Checkpoints: tensors and plain values only, so that loading one never executes code; and what starts from them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.networks import UtilityNetwork
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.readers.joint import DATASET
 from knobwise.envs.tables.profile_table import ProfileTable
 
 FORMAT = "knobwise.Controller/2"
 Agent = Controller | StackedController | PricedChooser | Selector
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector)}
 
+NETWORK = ("structure", "members", "hidden", "layers", "budget_encoding", "budget_width")
+"""The fields of `PolicyConfig` that make the network; a start may differ in the others."""
+
 
 class Loaded(NamedTuple):
-    """What a checkpoint holds."""
+    """What a checkpoint holds: the agent, in eval mode, on the CPU; the profile that it was trained on; and what the
+    writer added, the trainer's state and the run's settings."""
 
     agent: Agent
-    """In eval mode, on the CPU."""
     profile_name: str
     profile_digest: str
-    """Of the profile that it was trained on."""
     extra: dict[str, Any]
-    """What the writer added: the trainer's state, the run's settings."""
 
     @property
     def controller(self) -> Controller | StackedController | PricedChooser:
-        """The agent, when it is a controller.
-
-        Raises:
-            InputError: it is a selector.
-        """
+        """The agent; an `InputError` when it is a selector."""
         if isinstance(self.agent, Selector):
             raise InputError(f"the checkpoint holds a selector, trained on {self.profile_name!r}, and no controller")
         return self.agent
 
     @property
     def network(self) -> Controller:
-        """The network of a controller, without experts, guard and prices.
-
-        Raises:
-            InputError: it is a selector.
-        """
+        """The network of a controller, without experts, guard and prices; an `InputError` when it is a selector."""
         agent = self.controller
         inner = agent.chooser if isinstance(agent, PricedChooser) else agent
-        network: Controller = inner.network if isinstance(inner, StackedController) else inner
-        return network
+        return inner.network if isinstance(inner, StackedController) else inner
 
     @property
     def selector(self) -> Selector:
-        """The agent, when it is a selector.
-
-        Raises:
-            InputError: it is a controller.
-        """
+        """The agent; an `InputError` when it is a controller."""
         if not isinstance(self.agent, Selector):
             raise InputError(f"the checkpoint holds a controller, trained on {self.profile_name!r}, and no selector")
         return self.agent
 
 
-def save_checkpoint(
-    path: str | Path,
-    agent: Agent,
-    table: ProfileTable | BeamTable,
-    extra: dict[str, Any],
-) -> None:
+def save_checkpoint(path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]) -> None:
     """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
     content = {
         "format": FORMAT,
@@ -104,3 +93,70 @@ def load_checkpoint(path: str | Path) -> Loaded:
         return Loaded(agent, content["profile"]["name"], content["profile"]["digest"], content["extra"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error
+
+
+# -- to begin a training with (`init_from=PATH`) -----------------------------------------------------------------------
+
+
+def controller_start(
+    path: str | Path, table: ProfileTable, policy: PolicyConfig, priced: bool
+) -> tuple[Controller, Loaded]:
+    """A controller with the weights of a checkpoint, in eval mode, and the checkpoint; of a stack its network.
+
+    The normalisation of features and limits belongs to the weights: it stays as fitted on the checkpoint's profile.
+
+    Raises:
+        InputError: the checkpoint holds a selector, or differs in limits, knobs, features or network settings.
+    """
+    loaded, name = load_checkpoint(path), f"profile {table.name!r}"
+    _check(path, not isinstance(loaded.agent, Selector), "holds a selector; a controller starts from a controller")
+    network, limits = loaded.network, {True: "mean budgets", False: "deadlines"}
+    same = network.priced == priced
+    _check(path, same, f"was trained for {limits[network.priced]}, and this run is for {limits[priced]}")
+    knobs, others = (", ".join(f"{k.name}={list(k.values)}" for k in each) for each in (network.knobs, table.knobs))
+    _check(path, knobs == others, f"its knobs are {knobs}; {name} has {others}")
+    _check(
+        path,
+        torch.equal(network.configurations.cpu(), table.configurations),
+        f"was trained for {len(network.configurations)} configurations of its knobs; {name} has "
+        f"{table.num_configurations}, or has them in another order",
+    )
+    known, sizes = network.normaliser.sizes, {key: block.shape[-1] for key, block in table.features.items()}
+    _check(path, known == sizes, f"reads the features {known}; {name} has {sizes}")
+    names = sorted(set(table.dataset_names))
+    known_names = loaded.extra.get("told", names) if DATASET in sizes else names
+    _check(path, known_names == names, f"knows the data sets {', '.join(known_names)}; {name} has {', '.join(names)}")
+    _same_settings(path, "policy", asdict(network.config), asdict(policy), NETWORK)
+    controller = Controller.restored(network.plain() | {"policy": asdict(policy)})
+    if isinstance(controller.network, UtilityNetwork):
+        controller.network.sharpen(0.0)
+    return controller, loaded
+
+
+def selector_start(path: str | Path, config: SelectorConfig, features: int) -> tuple[Selector, Loaded]:
+    """A selector with the weights of a checkpoint, in eval mode, and the checkpoint.
+
+    Raises:
+        InputError: the checkpoint holds a controller, or differs in the width of the embeddings or network settings.
+    """
+    loaded, settings = load_checkpoint(path), asdict(config)
+    agent = loaded.agent
+    if not isinstance(agent, Selector):
+        raise InputError(f"init_from={path}: holds a controller; a selector starts from a selector")
+    same = agent.features == features
+    _check(path, same, f"reads embeddings {agent.features} wide, and these are {features} wide")
+    _same_settings(path, "selector", asdict(agent.config), settings, settings.keys() - {"dropout"})
+    return Selector.restored(agent.plain() | {"selector": settings}), loaded
+
+
+def _check(path: str | Path, fits: bool, message: str) -> None:
+    if not fits:
+        raise InputError(f"init_from={path}: {message}")
+
+
+def _same_settings(
+    path: str | Path, group: str, saved: dict[str, Any], wanted: dict[str, Any], keys: Iterable[str]
+) -> None:
+    """Refuse a network of other settings."""
+    changed = [f"{group}.{key}={saved[key]}" for key in sorted(keys) if saved[key] != wanted[key]]
+    _check(path, not changed, f"was trained with {', '.join(changed)}; train with the same")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from knobwise.agents.controller.controller import Controller
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
@@ -128,3 +131,47 @@ def small_beams(queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3)
         blocks={"image": (0, kinds), "liar": (kinds, kinds + 1)},
     )
     return table, scorer
+
+
+# -- around policies ---------------------------------------------------------------------------------------------------
+
+
+class Lines(list[tuple[int, dict[str, float]]]):
+    """A log that keeps what it gets."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.append((step, dict(metrics)))
+
+    def values(self, name: str) -> list[float]:
+        """All that was logged under this name."""
+        return [metrics[name] for _, metrics in self if name in metrics]
+
+
+class Always:
+    """Chooses one configuration for every request, and keeps the limits it was asked for."""
+
+    def __init__(self, configuration: int) -> None:
+        self.configuration = configuration
+
+    def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.limits = limits
+        return torch.full((len(limits),), self.configuration)
+
+
+def blocks(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
+    """The features of these rows."""
+    return {name: block[rows] for name, block in table.features.items()}
+
+
+def member_of(controller: Controller, number: int) -> Controller:
+    """One member of an ensemble as a controller of its own, in eval mode."""
+    learned = {name for name, _ in controller.named_parameters()}
+    plain = controller.plain()
+    plain["policy"] |= {"members": 1}
+    plain["state"] = {k: v[number : number + 1] if k in learned else v for k, v in plain["state"].items()}
+    return Controller.restored(plain)
+
+
+def equal_states(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)

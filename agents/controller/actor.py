@@ -32,12 +32,10 @@ class ConfigurationCategorical(Distribution):
     """A categorical over the C configurations that exist, whose values are actions (a value index for each knob).
 
     Args:
-        log_probs: [*, C], −inf where a configuration must not be chosen.
-        configurations: int64 [C, K], the action of each configuration.
+        log_probs: [*, C], −inf where a configuration must not be chosen; `normalised` if they are known to sum to 1.
+        configurations: int64 [C, K], the action of each configuration; `index` finds them by action.
         group_size: G draws belong to one context: `sample` gives [*, G, K] and `log_prob` of it [*, G]. None for no
             group axis: [*, K] and [*].
-        index: finds configurations by action; made from `configurations` when None.
-        normalised: whether the probabilities are known to sum to 1, as those of the heads do.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}
@@ -107,15 +105,12 @@ class _FromBlocks(nn.Module):
 
     def forward(self, limit: Tensor, *blocks: Tensor) -> Tensor:
         named = dict(zip(self.controller.normaliser.sizes, blocks, strict=True))
-        log_probs: Tensor = self.controller(self.controller.features(named, *limit.shape), limit)
-        return log_probs
+        return self.controller(self.controller.features(named, *limit.shape), limit)
 
 
 class _FromRows(nn.Module):
     """Row numbers of a table and a limit, as they travel in training: features were normalised once, for all rows.
-
-    Contexts [*] belong to the members in turn: in a flat batch number i to member i mod M.
-    """
+    Contexts [*] belong to the members in turn: in a flat batch number i to member i mod M."""
 
     all_features: Tensor
     mask: Tensor
@@ -187,19 +182,11 @@ class Behaviour(TensorDictModuleBase):
     Writes `action` int64 [P, G, K], `configuration` int64 [P, G], and for `sampled` `action_log_prob` and
     `reference_log_prob` [P, G], for `exact` `behaviour_log_probs` and `reference_log_probs` [P, C].
 
-    Args:
-        actor: a module whose `get_dist(tensordict)` gives a distribution over `configurations` with `sample_index()`,
-            `log_prob_of_index(index)` and `log_probs` [P, C].
-        reference: the same of the reference policy.
-        objective: `sampled` or `exact`.
-
     Attributes:
         with_reference: whether the reference is asked at all; off where neither a penalty nor a log needs it is faster.
     """
 
-    def __init__(
-        self, actor: ProbabilisticTensorDictSequential, reference: ProbabilisticTensorDictSequential, objective: str
-    ) -> None:
+    def __init__(self, actor: Actor, reference: Actor, objective: str) -> None:
         super().__init__()
         self.in_keys, self.out_keys = actor.in_keys, ["action"]
         self.actor, self.reference, self.objective = actor, reference, objective
@@ -223,7 +210,6 @@ def make_actor(controller: Controller, table: ProfileTable | None = None, group_
     """The controller as a TensorDict policy that writes `log_probs`, `action` and `action_log_prob`.
 
     Args:
-        controller: the network.
         table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`) and looks features up in
             this table; contexts belong to the members of an ensemble in turn, as in training. When None it reads the
             feature blocks by name and the limit, and all members decide together (stepping by hand, deployment).

@@ -66,10 +66,8 @@ class Controller(nn.Module):
         priced: bool = False,
         member_rows: Tensor | None = None,
     ) -> Controller:
-        """A fresh controller; statistics of features and latencies are taken from these rows (int64 [n]) alone.
-
-        `member_rows` bool [M, n] says which of them each member is fitted on; None for all.
-        """
+        """A fresh controller; statistics of features and latencies are taken from these rows (int64 [n]) alone, of
+        which each member is fitted on `member_rows`, bool [M, n], None for all."""
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
         limits = worths_range(latencies_ms) if priced else latencies_ms
         encoding = BudgetEncoding(limits, config.budget_encoding, config.budget_width)
@@ -109,7 +107,7 @@ class Controller(nn.Module):
 
     def features(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
         """Normalised features [*shape, width]; width 0 for a profile that has none."""
-        return self.normaliser(blocks) if self.normaliser.sizes else self.normaliser.mean.new_zeros(*shape, 0)
+        return self.normaliser(blocks, *shape)
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""

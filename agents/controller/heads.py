@@ -76,23 +76,20 @@ class _PrefixTree(nn.Module):
 
     def __init__(self, configurations: Tensor) -> None:
         super().__init__()
-        sizes = (configurations.amax(0) + 1).tolist()
+        sizes = configurations.amax(0) + 1
+        first = sizes.cumsum(0) - sizes
         # the column of 0 is the root
         rooted = torch.cat([torch.zeros_like(configurations[:, :1]), configurations], 1)
         value, node, prefix, path = [], [], [], []
-        nodes, prefixes, first = 0, 0, 0
-        for knob, size in enumerate(sizes):
+        nodes, prefixes = 0, 0
+        for knob in range(len(sizes)):
             level, node_of = rooted[:, : knob + 2].unique(dim=0, return_inverse=True)
             above, prefix_of = level[:, :-1].unique(dim=0, return_inverse=True)
-            value.append(level[:, -1] + first)
+            value.append(level[:, -1] + first[knob])
             node.append(node_of + nodes)
             prefix.append(prefix_of + prefixes)
-            starts = torch.tensor([0, *sizes[:knob]], dtype=torch.int64).cumsum(0)[: knob + 1]
-            set_before = torch.zeros(len(above), sum(sizes))
-            if knob:
-                set_before.scatter_(1, above[:, 1:] + starts[:knob], 1.0)
-            path.append(set_before)
-            nodes, prefixes, first = nodes + len(level), prefixes + len(above), first + size
+            path.append(torch.zeros(len(above), int(sizes.sum())).scatter_(1, above[:, 1:] + first[:knob], 1.0))
+            nodes, prefixes = nodes + len(level), prefixes + len(above)
         self.register_buffer("value", torch.cat(value), persistent=False)  # [nodes]: index among all knobs' values
         self.register_buffer("node", torch.stack(node), persistent=False)  # [K, C]: the nodes of a configuration
         self.register_buffer("prefix", torch.cat(prefix), persistent=False)  # [nodes]: the prefix above a node

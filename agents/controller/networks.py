@@ -40,17 +40,16 @@ class KnobNetwork(nn.Module):
             if number:
                 hidden = functional.dropout(hidden, self.dropout, self.training)
             hidden = functional.silu(layer(hidden))
-        log_probs: Tensor = self.head(hidden, mask)
-        return log_probs
+        return self.head(hidden, mask)
 
 
 class Outcomes(NamedTuple):
-    """Predictions of a `UtilityNetwork` for every configuration, [M, n, C] each, and the hidden vector [M, n, H]."""
+    """Predictions of a `UtilityNetwork` for every configuration, [M, n, C] each (`spread` is the standard deviation of
+    ln ms), and the hidden vector [M, n, H]."""
 
     accuracy_logits: Tensor
     log_latency: Tensor
     spread: Tensor
-    """Standard deviation of ln ms."""
     hidden: Tensor
 
     @property
@@ -73,12 +72,7 @@ class UtilityNetwork(nn.Module):
     bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning",
     section 3.1).
 
-    Args:
-        features: d.
-        configurations: int64 [C, K].
-        encoding: of the limit.
-        config: the network; `config.members` is M.
-        priced: the limit is not a deadline but the worth of a right answer in ms, 1/λ.
+    `priced`: the limit is not a deadline but the worth of a right answer in ms, 1/λ.
     """
 
     edges: Tensor
@@ -103,10 +97,8 @@ class UtilityNetwork(nn.Module):
 
     @torch.no_grad()
     def start_from(self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, member_rows: Tensor | None = None) -> None:
-        """Begin at the means of a table: features [n, d], accuracy and latency [n, C], NaN where not profiled.
-
-        `member_rows` bool [M, n] says which samples each member is fitted on; None for all.
-        """
+        """Begin at the means of a table: features [n, d], accuracy and latency [n, C], NaN where not profiled, and
+        which samples each member is fitted on, bool [M, n], None for all."""
         if self.binned:
             shares = torch.linspace(0, 1, BINS + 1)
             # one feature at a time: torch refuses quantiles of more than 16 M values

@@ -8,14 +8,14 @@ of the scale. All are fitted on some rows of the table; only the oracle knows th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from knobwise.agents.judging.policy import Baseline
-from knobwise.agents.predictors.experts import Expert, Measured, fit_experts, inputs_of
+from knobwise.agents.predictors.experts import Expert, Measured, Prediction, fit_experts, pick
 from knobwise.agents.predictors.features import FeatureNormaliser
-from knobwise.agents.predictors.prediction import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.joint import rows_by_dataset
@@ -34,11 +34,24 @@ def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
     return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
 
 
-class BudgetAwareStatic:
-    """Per budget the one configuration with the best mean of accuracy·1[latency ≤ budget] over the rows.
+class Averages:
+    """What is made from a table's averages and holds nothing but tensors."""
 
-    Where nothing ever met the budget all means are 0, and the one with the lowest mean latency is taken.
-    """
+    def plain(self) -> dict[str, Any]:
+        """Tensors, for a checkpoint."""
+        return dict(vars(self))
+
+    @classmethod
+    def restored(cls, plain: dict[str, Any]) -> Self:
+        """The inverse of `plain`."""
+        static = cls.__new__(cls)
+        vars(static).update(plain)
+        return static
+
+
+class BudgetAwareStatic(Averages):
+    """Per budget the one configuration with the best mean of accuracy·1[latency ≤ budget] over the rows; where nothing
+    ever met the budget all means are 0, and the one with the lowest mean latency is taken."""
 
     name = "budget_aware_static"
 
@@ -61,17 +74,6 @@ class BudgetAwareStatic:
         distinct, which = budgets_ms.unique(return_inverse=True)
         return pick(self.mean_utility(distinct)[which], self.latency_ms, mask)
 
-    def plain(self) -> dict[str, Tensor]:
-        """Tensors, for a checkpoint."""
-        return dict(vars(self))
-
-    @classmethod
-    def restored(cls, plain: dict[str, Tensor]) -> BudgetAwareStatic:
-        """The inverse of `plain`."""
-        static = cls.__new__(cls)
-        vars(static).update(plain)
-        return static
-
 
 class BestStatic:
     """The one configuration with the best mean utility over the rows and over the given budgets (float [b], ms)."""
@@ -88,10 +90,8 @@ class BestStatic:
 
 
 class LookupTable:
-    """The best average accuracy among the configurations whose mean latency fits, else the nearest mean latency.
-
-    Fits: mean latency ≤ budget·(1 + tolerance). When none does, the nearest is the fastest.
-    """
+    """The best average accuracy among the configurations with a mean latency ≤ budget·(1 + tolerance); where there is
+    none the nearest mean latency, which is the fastest."""
 
     name = "lookup_table"
 
@@ -109,13 +109,7 @@ class LookupTable:
 
 class PredictThenChoose:
     """Predicts accuracy and log-latency of every configuration, then takes the best expected utility Â·Φ((ln b − μ)/σ).
-
-    Args:
-        name: how the policy is called.
-        expert: what predicts.
-        normaliser: of the features.
-        predict_accuracy: False takes each configuration's mean accuracy for every sample.
-    """
+    Without `predict_accuracy` each configuration's mean accuracy counts for every sample."""
 
     def __init__(self, name: str, expert: Expert, normaliser: FeatureNormaliser, predict_accuracy: bool = True) -> None:
         self.name, self.expert, self._normaliser = name, expert, normaliser
@@ -123,7 +117,7 @@ class PredictThenChoose:
 
     def predict(self, features: Mapping[str, Tensor], n: int) -> Prediction:
         """What is expected of every configuration for n samples."""
-        prediction: Prediction = self.expert(inputs_of(self._normaliser, features, n))
+        prediction = self.expert(self._normaliser(features, n))
         if self._predict_accuracy:
             return prediction
         return prediction._replace(accuracy=self.expert.mean_accuracy.expand_as(prediction.accuracy))
@@ -176,15 +170,11 @@ class Oracle:
 def make_baselines(
     table: ProfileTable, split: Split, seed: int = 0, budgets_ms: Tensor | None = None
 ) -> list[Baseline]:
-    """All baselines, fitted on everything but the test rows; the oracle is for the test rows.
+    """All baselines, fitted on everything but the test rows, because the learned ones choose their settings out of
+    fold; the oracle is for the test rows. They will be judged on `budgets_ms` [b], None for `default_budgets`.
 
     A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour and description. One
     that predicts is a family of `knobwise.agents.predictors.regressors` instead.
-
-    Args:
-        split: what the learned ones choose among they choose out of fold, so validation is fitted on too.
-        seed: of folds, forests and random choices.
-        budgets_ms: float [b], the budgets that the baselines will be judged on; None for `default_budgets`.
     """
     rows = torch.cat([split.train, split.validation])
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms

@@ -29,16 +29,16 @@ LOGGED = {
 
 @dataclass(frozen=True)
 class Judged:
-    """The outcome of every decision of a policy: n samples × B budgets."""
+    """The outcome of every decision of a policy: n samples × B budgets; of a mixture the expectation."""
 
     budgets_ms: Tensor
     """float [B]."""
     chosen: Tensor
     """int64 [n, B], configuration indices; −1 where a mixture of two decided."""
     accuracy: Tensor
-    """float [n, B]; of a mixture the expectation."""
+    """float [n, B]."""
     latency_ms: Tensor
-    """float [n, B], as `accuracy`."""
+    """float [n, B]."""
     utility: Tensor
     """float [n, B]: accuracy where the deadline was met, else 0; under mean budgets the accuracy."""
     reward: Tensor
@@ -65,14 +65,8 @@ class Judged:
 def drawn_metrics(
     table: ProfileTable, rows: Tensor, chosen: Tensor, rewards: Tensor, budgets_ms: Tensor | None
 ) -> dict[str, float]:
-    """The outcomes of decisions drawn in training, under the logged names (without `Train/`).
-
-    Args:
-        rows: int64 [n].
-        chosen: int64 [n, G], configuration indices.
-        rewards: float [n, G].
-        budgets_ms: float [n]; None at a price, where nothing is late.
-    """
+    """The outcomes of decisions drawn in training, under the logged names (without `Train/`): for rows int64 [n] the
+    configurations int64 [n, G] and their rewards; budgets [n], None at a price, where nothing is late."""
     accuracy, latency = (values[rows.unsqueeze(1), chosen] for values in (table.accuracy, table.latency_ms))
     metrics = _moments({"Reward": rewards, "Accuracy": accuracy, "Latency": latency})
     if budgets_ms is not None:
@@ -90,14 +84,10 @@ def _moments(numbers: dict[str, Tensor]) -> dict[str, float]:
 def judge(
     policy: Policy[Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor, rewards: RewardTable
 ) -> Judged:
-    """Let a policy decide for every sample under every deadline, and look up the outcomes.
+    """Let a policy decide for every sample, int64 [n], under every deadline [B], and look up the outcomes.
 
-    Args:
-        policy: it sees features, deadlines and which configurations were profiled for the sample, because the outcomes
-            of others are unknown.
-        rows: int64 [n], the samples.
-        budgets_ms: float [B].
-        rewards: the reward for `Judged.reward`.
+    It sees features, deadlines and which configurations were profiled for the sample, because the outcomes of others
+    are unknown.
     """
     features = {name: block[rows] for name, block in table.features.items()}
     mask, accuracy, latency = table.mask[rows], table.accuracy[rows], table.latency_ms[rows]

@@ -8,7 +8,7 @@ because their mean over the folds is better.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,29 +18,63 @@ from torch import Tensor, nn
 
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import Targets, folds_of
-from knobwise.agents.predictors.prediction import Prediction, pick
 from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import log_measured
+from knobwise.envs.configurations.budgets import log_measured, log_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
 """Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more, above 1 less."""
 
 
+class Prediction(NamedTuple):
+    """Predicted outcomes of all C configurations for n requests: accuracy and mean of ln ms [n, C], and the standard
+    deviation of ln ms, [C] or [n, C]."""
+
+    accuracy: Tensor
+    log_latency: Tensor
+    spread: Tensor
+
+    def meets(self, budgets_ms: Tensor) -> Tensor:
+        """P(latency ≤ budget) = Φ((ln b − μ)/σ) for normal residuals, budgets [n] in ms → [n, C]."""
+        return torch.special.ndtr((log_ms(budgets_ms).unsqueeze(-1) - self.log_latency) / self.spread)
+
+    def expected_utility(self, budgets_ms: Tensor) -> Tensor:
+        """Â·Φ((ln b − μ)/σ), budgets [n] in ms → [n, C]: feasibility is soft, without a cut-off."""
+        return self.accuracy.clamp(1e-3, 1.0) * self.meets(budgets_ms)
+
+    @property
+    def latency_ms(self) -> Tensor:
+        """E[latency] in ms, [n, C], of a log-normal variable: exp(μ + σ²/2)."""
+        return torch.exp(self.log_latency + self.spread.square() / 2)
+
+
+def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
+    """The best score inside the mask, None for everything; among equals the lowest latency. All [n, C], or scores and
+    latency what expands to it; the latency on any monotone scale, finite inside the mask.
+
+    Raises:
+        ValueError: if a sample has no configuration to choose.
+    """
+    if mask is None:
+        mask = torch.ones_like(scores, dtype=torch.bool)
+    if not bool(mask.any(1).all()):
+        raise ValueError("the mask leaves a sample without any configuration")
+    scores = scores.expand(mask.shape).masked_fill(~mask, -torch.inf)
+    best = mask & (scores == scores.amax(1, keepdim=True))
+    return latency_ms.expand(mask.shape).masked_fill(~best, torch.inf).argmin(1)
+
+
 class Measured(NamedTuple):
-    """The rows that experts are fitted on, with their measurements."""
+    """The rows that experts are fitted on, int64 [n], their measurements [n, C], NaN where not profiled, budgets [B]
+    that utility is averaged over, empty without deadlines, and folds: positions to fit on and to hold out."""
 
     rows: Tensor
-    """int64 [n]."""
     accuracy: Tensor
-    """[n, C], NaN where not profiled; so are the next two."""
     latency_ms: Tensor
     mask: Tensor
     budgets_ms: Tensor
-    """[B], the budgets that utility is averaged over; empty without deadlines."""
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
-    """Positions to fit on and to hold out."""
 
     @classmethod
     def from_table(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int) -> Measured:
@@ -49,12 +83,8 @@ class Measured(NamedTuple):
         return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed))
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
-        """Mean over rows and budgets of the utility of the best score, accuracy·1[latency ≤ budget].
-
-        Args:
-            scores: for each budget [n, C].
-            latency: [n, C], any monotone scale of time; decides among equal scores.
-        """
+        """Mean over rows and budgets of the utility of the best score, accuracy·1[latency ≤ budget]: for each budget
+        scores [n, C]; among equal ones `latency` [n, C], on any monotone scale, decides."""
         total = 0.0
         for budget, score in zip(self.budgets_ms, scores, strict=True):
             chosen = pick(score, latency, self.mask).unsqueeze(1)
@@ -70,15 +100,8 @@ class Measured(NamedTuple):
 
 
 class Expert(nn.Module):
-    """Predicts from normalised features.
-
-    Args:
-        name: of its family.
-        accuracy, log_latency: regressors to [n, C].
-        mean_accuracy: [C], of the rows it was fitted on.
-        spread: [C], of the log-latency.
-        settings: the chosen settings, in words.
-    """
+    """Predicts from normalised features by two regressors to [n, C]; `spread` [C] is that of the log-latency,
+    `mean_accuracy` [C] that of the rows it was fitted on, `settings` are those chosen, in words."""
 
     mean_accuracy: Tensor
     spread: Tensor
@@ -101,8 +124,8 @@ class Expert(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Prediction:
         """Normalised features [n, d] → predictions for n requests; without features, all are the same."""
-        x = x if x.shape[-1] else x.new_zeros(x.shape[0], 1)
-        return Prediction(self.accuracy(x), self.log_latency(x), self.spread)
+        inputs = padded(x)
+        return Prediction(self.accuracy(inputs), self.log_latency(inputs), self.spread)
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""
@@ -124,10 +147,9 @@ class Fitted(NamedTuple):
     out_of_fold: Prediction
 
 
-def inputs_of(normaliser: FeatureNormaliser, features: Mapping[str, Tensor], n: int) -> Tensor:
-    """Normalised features float32 [n, d]; without features, a column of zeros."""
-    x = normaliser(features)
-    return x if normaliser.width else x.new_zeros(n, 1)
+def padded(x: Tensor) -> Tensor:
+    """Features [n, d]; where there are none a column of zeros, so that every regressor has an input."""
+    return x if x.shape[-1] else x.new_zeros(x.shape[0], 1)
 
 
 def fit_experts(
@@ -139,14 +161,12 @@ def fit_experts(
     residuals out of fold, times the factor with the best utility out of fold (for deadlines only).
 
     Args:
-        table: the profile.
-        measured: the rows to fit on.
-        normaliser: of the features, fitted on these rows.
+        measured: the rows to fit on; the features' `normaliser` is fitted on the same.
         families: names in `FAMILIES`.
         seed: of trees.
     """
     rows = measured.rows
-    x32 = inputs_of(normaliser, {name: block[rows] for name, block in table.features.items()}, len(rows))
+    x32 = padded(normaliser({name: block[rows] for name, block in table.features.items()}, len(rows)))
     x = x32.double().numpy()
     # the centres and the filled holes must not come from held-out rows
     folds = [(fit, hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])) for fit, hold in measured.folds]

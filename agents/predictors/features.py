@@ -28,7 +28,7 @@ class FeatureNormaliser(nn.Module):
         clip: standardised values are clipped to ±clip.
 
     Shapes:
-        forward: name → [*, d] in, float32 [*, width] out.
+        forward: name → [*, d] in, float32 [*, width] out; without any block [*shape, 0].
     """
 
     mean: Tensor
@@ -75,7 +75,7 @@ class FeatureNormaliser(nn.Module):
         row = torch.where(has_missing, torch.nan, 0.0).unsqueeze(0)
         return cls(dict(zip(sizes, row.split(list(sizes.values()), -1), strict=True)))
 
-    def forward(self, blocks: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:
         """Join and normalise.
 
         Raises:
@@ -89,8 +89,7 @@ class FeatureNormaliser(nn.Module):
                     "that the policy was trained with (profile.features=…)"
                 )
         if not self.sizes:
-            shape = next(iter(blocks.values())).shape[:-1] if blocks else torch.Size()
-            return self.mean.new_zeros((*shape, 0))
+            return self.mean.new_zeros(*shape, 0)
         joined = torch.cat([blocks[name].float() for name in self.sizes], -1)
         missing = joined.isnan()
         normal = (self._drawn_in(torch.where(missing, self.median, joined)) - self.mean) / self.scale

@@ -75,9 +75,8 @@ def folds_of(
 
 
 def rows_of_members(table: ProfileTable, split: Split, members: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The rows that each member of an ensemble is fitted on, and those that it is judged on, int64 each.
-
-    A single member gets the training and the validation part; several divide both among them by `folds_of`.
+    """The rows that each member of an ensemble is fitted on, and those that it is judged on, int64 each: a single
+    member gets the training and the validation part; several divide both among them by `folds_of`.
 
     Raises:
         InputError: if there are fewer samples (or images) than members.

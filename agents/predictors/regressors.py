@@ -8,7 +8,7 @@ module maps float32 [n, d] to [n, o].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ COMPONENTS = 8
 
 class Regressor(nn.Module):
     """Holds only buffers: `type(r)(**r.state_dict())` is the same regressor again."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(self, **buffers: Tensor) -> None:
         super().__init__()
@@ -46,21 +50,12 @@ class Regressor(nn.Module):
 class Linear(Regressor):
     """x·weight + bias; without any weight, a constant."""
 
-    weight: Tensor
-    bias: Tensor
-
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
 
 
 class Kernel(Regressor):
     """Σ_i exp(−‖x − points_i‖²/(2·width²))·coefficients_i + bias."""
-
-    points: Tensor
-    squares: Tensor
-    coefficients: Tensor
-    bias: Tensor
-    width: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         distance = squared_distances(x, self.points, self.squares)
@@ -69,12 +64,6 @@ class Kernel(Regressor):
 
 class Neighbours(Regressor):
     """The mean of the k nearest points; points [n, d] are already multiplied by the feature weights."""
-
-    points: Tensor
-    squares: Tensor
-    values: Tensor
-    weights: Tensor
-    k: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         distance = squared_distances(x * self.weights, self.points, self.squares)
@@ -86,17 +75,6 @@ class Neighbours(Regressor):
 
 class Trees(Regressor):
     """The sum of the trees' leaves, times the components of their fit, plus bias. A leaf's children are itself."""
-
-    feature: Tensor
-    threshold: Tensor
-    left: Tensor
-    right: Tensor
-    value: Tensor
-    roots: Tensor
-    fit: Tensor
-    components: Tensor
-    bias: Tensor
-    depth: Tensor
 
     def __init__(self, *, threshold: Tensor, **buffers: Tensor) -> None:
         super().__init__(threshold=_rounded_down(threshold), **buffers)
@@ -123,14 +101,13 @@ class Trees(Regressor):
         joined = {name: torch.cat([getattr(e, name) for e in ensembles]) for name in ("feature", "threshold")}
         for name in ("left", "right", "roots"):
             joined[name] = torch.cat([getattr(e, name) + first for e, first in zip(ensembles, nodes, strict=True)])
-        components = max(e.value.shape[1] for e in ensembles)
-        pad = functional.pad
+        most, pad = max(e.value.shape[1] for e in ensembles), functional.pad
+        components = torch.cat([pad(e.components, (0, 0, 0, most - e.components.shape[1])) for e in ensembles])
         return Trees(
             **joined,
-            value=torch.cat([pad(e.value, (0, components - e.value.shape[1])) for e in ensembles]),
+            value=torch.cat([pad(e.value, (0, most - e.value.shape[1])) for e in ensembles]),
             fit=torch.cat([torch.full_like(e.fit, number) for number, e in enumerate(ensembles)]),
-            components=torch.cat([pad(e.components, (0, 0, 0, components - e.components.shape[1])) for e in ensembles])
-            / len(ensembles),
+            components=components / len(ensembles),
             bias=torch.stack([e.bias for e in ensembles]).mean(0),
             depth=torch.stack([e.depth for e in ensembles]).amax(),
         )

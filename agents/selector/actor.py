@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from knobwise.agents.selector.clip_encoder import ClipEncoder
-from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector.clip_encoder import Embeddings
+from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.sequences import SequenceDistribution
+from knobwise.envs.demonstrations.beam_table import BeamTable
 
 
 class SelectorActor(TensorDictModuleBase):
     """Reads `row` int64 [P]; writes `action` int64 [P, G, T] and `action_log_prob` [P, G]. Query and pool are encoded
     once for all G.
 
-    Args:
-        selector: the network.
-        embeddings: where features are looked up, or encoded from the items themselves.
-        pool: int64 [Q, N], rows of the bank, −1 where a pool is shorter.
-        shots: T.
-        group_size: G.
-
-    Attributes:
-        temperature: the logits are divided by it, in draws and log-probs alike.
+    `pool` int64 [Q, N] holds rows of the bank, −1 where a pool is shorter. The logits are divided by `temperature`, in
+    draws and log-probs alike.
     """
 
     in_keys = ["row"]
@@ -32,7 +26,7 @@ class SelectorActor(TensorDictModuleBase):
     pool: Tensor
 
     def __init__(
-        self, selector: Selector, embeddings: StoredEmbeddings | ClipEncoder, pool: Tensor, shots: int, group_size: int
+        self, selector: Selector, embeddings: Embeddings, pool: Tensor, shots: int, group_size: int = 1
     ) -> None:
         super().__init__()
         self.selector, self.embeddings = selector, embeddings
@@ -43,12 +37,25 @@ class SelectorActor(TensorDictModuleBase):
         """What the group is drawn from."""
         rows = tensordict["row"]
         pool = self.pool[rows]
-        query, candidates = self.embeddings.both(rows, pool)
+        query, candidates = (x.to(pool.device) for x in self.embeddings.both(rows, pool))
         return self.selector.distribution(query, candidates, pool >= 0, self.shots, self.group_size, self.temperature)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tensordict["action"], tensordict["action_log_prob"] = self.get_dist(tensordict).sample_with_log_prob()
         return tensordict
+
+    @torch.no_grad()
+    def recorded_log_probs(self, table: BeamTable, rows: Tensor, batch: int = 512) -> Tensor:
+        """ln π of the recorded sequences of queries `rows`, float32 [n, B]; longer sequences are cut after T, and
+        padding counts 0."""
+        parts, device, training = [], self.pool.device, self.selector.training
+        self.selector.eval()
+        for some in rows.split(batch):
+            queries = TensorDict({"row": some}, [len(some)], device=device)
+            sequences = table.sequences[some, :, : self.shots].to(device)
+            parts.append(self.get_dist(queries).log_prob(sequences).cpu())
+        self.selector.train(training)
+        return torch.cat(parts)
 
 
 class SequenceBehaviour(TensorDictModuleBase):

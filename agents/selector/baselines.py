@@ -12,15 +12,7 @@ from torch.nn.functional import pad
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.pools import similarity
 
-SIMPLE = (
-    "random",
-    "image_similarity",
-    "question_similarity",
-    "similarity",
-    "part_similarity",
-    "careful_rule",
-    "vote",
-)
+SIMPLE = ("random", "image_similarity", "question_similarity", "similarity", "part_similarity", "careful_rule", "vote")
 """Their names in results. `vote` is `voters`, judged without a model (`Scorer.vote`)."""
 COSINES = {"image_similarity": "image_similarity", "question_similarity": "text_similarity", "similarity": "mixed"}
 """The ways that go by a cosine, and its name in `knobwise.profiling.demonstrations.pools.similarity`."""
@@ -29,15 +21,11 @@ BATCH = 1024
 
 
 def simple_ways(table: BeamTable, shots: int, *, seed: int = 0, trusted: Tensor | None = None) -> dict[str, Tensor]:
-    """The choices of every simple way that the table supports, by name: int64 [Q, T] each.
+    """The choices of every simple way that the table supports, by name: int64 [Q, T] each; `seed` is that of `random`.
 
     `image_similarity` and `question_similarity` need these names in `table.blocks`, `part_similarity` parts (see
-    `parts_of`), `careful_rule` parts and `trusted`.
-
-    Args:
-        shots: T.
-        seed: of `random`.
-        trusted: bool [M], candidates whose annotators are known, from elsewhere, to be careful.
+    `parts_of`), `careful_rule` parts and `trusted`, bool [M]: whose annotators are known, from elsewhere, to be
+    careful.
     """
     ways = {"random": random_places(table, shots, seed)}
     ways |= {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}
@@ -67,11 +55,9 @@ def ways_by_cosine(table: BeamTable) -> list[str]:
 
 
 def cosines(table: BeamTable, way: str) -> Tensor:
-    """How similar the candidates of each pool are to their query: float32 [Q, N], −∞ for padding.
-
-    Cosine of the image's or of the question's part of the embeddings; `similarity` is their mean, or if the parts are
-    unknown the cosine of the whole embeddings.
-    """
+    """How similar the candidates of each pool are to their query: float32 [Q, N], −∞ for padding. The cosine of the
+    image's or of the question's part of the embeddings; `similarity` is their mean, or if the parts are unknown the
+    cosine of the whole embeddings."""
     blocks = {} if way == "similarity" and not {"image", "question"} <= set(table.blocks) else table.blocks
     batches = zip(table.queries.split(BATCH), table.pool.split(BATCH), strict=True)
     return torch.cat([similarity(queries, table.candidates, pool, blocks, COSINES[way]) for queries, pool in batches])
@@ -95,11 +81,9 @@ def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
 
 
 def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None) -> Tensor:
-    """For each part of the question in turn, again and again, the demonstration of it with the most similar image.
-
-    With `trusted` (bool [M]) the most similar trusted one, and others only if none is left. If no candidate answers the
-    part any more, the one with the most similar image.
-    """
+    """For each part of the question in turn, again and again, the demonstration of it with the most similar image; if
+    no candidate answers the part any more, the one with the most similar image. With `trusted` (bool [M]) the most
+    similar trusted one, and others only if none is left."""
     parts = parts_of(table)
     if parts is None:
         raise ValueError(f"beam table {table.name!r}: no blocks image and question, or question is not all 0 and 1")
@@ -120,10 +104,8 @@ def part_similarity(table: BeamTable, shots: int, trusted: Tensor | None = None)
 
 
 def voters(table: BeamTable, each: int = 5) -> Tensor:
-    """The demonstrations whose majority is `vote`: for each part asked the `each` with the most similar images.
-
-    int64 [Q, V], −1 at the end. If questions have no known parts, the most similar candidates.
-    """
+    """The demonstrations whose majority is `vote`: for each part asked the `each` with the most similar images, or if
+    questions have no known parts, the most similar candidates: int64 [Q, V], −1 at the end."""
     parts = parts_of(table)
     if parts is None:
         return best_places(cosines(table, "similarity"), each)

@@ -1,8 +1,5 @@
-"""v2_lora: a CLIP encoder that is trained together with the selector, through LoRA weights alone.
-
-It stands where `knobwise.agents.selector.selector.StoredEmbeddings` stands otherwise. transformers and peft are
-needed here and nowhere else.
-"""
+"""v2_lora: in place of `StoredEmbeddings` a CLIP encoder that is trained together with the selector, through LoRA
+weights alone. transformers and peft are needed here and nowhere else."""
 
 from __future__ import annotations
 
@@ -24,14 +21,12 @@ AT_ONCE = 256
 
 
 class ClipItems(NamedTuple):
-    """Images with their texts, as a CLIPProcessor gives them."""
+    """Images [M, 3, H, W], of any floating type (float16 takes half the memory), with their texts, int64 [M, L], and
+    where these are not padded, as a CLIPProcessor gives them."""
 
     pixel_values: Tensor
-    """[M, 3, H, W], of any floating type (float16 takes half the memory)."""
     input_ids: Tensor
-    """int64 [M, L]."""
     attention_mask: Tensor
-    """int64 [M, L], 0 where padded."""
 
 
 class ClipEncoder(nn.Module):
@@ -43,10 +38,9 @@ class ClipEncoder(nn.Module):
     Args:
         model: a transformers CLIPModel; it is changed in place.
         items: everything that may be embedded.
-        query_items: int64 [Q], the item of each query.
-        candidate_items: int64 [M], the item of each candidate of the bank; may share items with the queries.
-        rank: of the LoRA weights.
-        alpha: they are scaled by alpha / rank.
+        query_items, candidate_items: int64 [Q] and [M], the item of each query and of each candidate of the bank; they
+            may share items.
+        rank, alpha: the LoRA weights are scaled by alpha / rank.
         dropout: before them, in train mode. Old and new log-probs must be taken in the same mode.
 
     Raises:
@@ -91,11 +85,8 @@ class ClipEncoder(nn.Module):
     def pretrained(
         cls, source: str | Path, items: ClipItems, query_items: Tensor, candidate_items: Tensor
     ) -> ClipEncoder:
-        """With the weights of a folder, or of a model on the Hugging Face hub, in float32.
-
-        Raises:
-            InputError: transformers is not installed, or there is no such model.
-        """
+        """With the weights of a folder, or of a model on the Hugging Face hub, in float32. Without such a model, or
+        without transformers, an `InputError`."""
         try:
             from transformers import CLIPModel
         except ImportError as error:
@@ -131,11 +122,8 @@ class ClipEncoder(nn.Module):
 
     @torch.no_grad()
     def load_lora_state(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `lora_state`; nothing is changed where it does not fit.
-
-        Raises:
-            InputError: weights that are missing, too many, or of another shape.
-        """
+        """The inverse of `lora_state`. Weights that are missing, too many, or of another shape are an `InputError`,
+        and nothing is changed."""
         learned = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         wrong = sorted(learned.keys() ^ state.keys())
         wrong += [name for name in learned if name in state and state[name].shape != learned[name].shape]
@@ -165,3 +153,7 @@ class ClipEncoder(nn.Module):
 def _items_of(items: Tensor, rows: Tensor) -> Tensor:
     rows = rows.to(items.device)
     return torch.where(rows < 0, -1, items[rows.clamp_min(0)])
+
+
+Embeddings = StoredEmbeddings | ClipEncoder
+"""Both give `both(rows, pool)`: rows of queries, int64 [P], and of candidates, int64 [P, N] → [P, d] and [P, N, d]."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import cosines, random_places, simple_ways, voters, ways_by_cosine
+from knobwise.agents.selector.clip_encoder import Embeddings
 from knobwise.agents.selector.selector import Selector
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -43,35 +45,23 @@ class Decided(NamedTuple):
     """Median time of a decision."""
 
 
-class Embeds(Protocol):
-    """`StoredEmbeddings` or a `ClipEncoder`."""
-
-    def both(self, rows: Tensor, pool: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Rows of queries, int64 [P], and of candidates, int64 [P, N], −1 for none → [P, d] and [P, N, d]."""
-        ...
-
-
 def decide_selectors(
     selectors: Sequence[Selector],
-    embeddings: Embeds,
+    embeddings: Embeddings,
     table: BeamTable,
     scorer: Scorer | None,
     shots: int,
     rows: Tensor | None = None,
     decoding: str = "greedy",
 ) -> Decided:
-    """The choices of S selectors, and whether the answers were right.
-
-    Args:
-        table: held-out queries with their pools.
-        scorer: of this table; None judges on recorded sequences, NaN where there are none.
-        shots: T.
-        rows: int64 [n], the queries; None for all.
-        decoding: `greedy` or `beam`; recorded sequences need no decoding.
+    """The choices of S selectors of T shots for held-out queries `rows`, int64 [n], None for all, and whether the
+    answers were right. Without a scorer of this table they are judged on recorded sequences, NaN where there are none,
+    which need no `decoding`, `greedy` or `beam`.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
     if scorer is None:
-        preferences = [log_probs(selector, embeddings, table, rows, shots) for selector in selectors]
+        actors = [SelectorActor(s, embeddings, table.pool.to(s.mean.device), shots) for s in selectors]
+        preferences = [actor.recorded_log_probs(table, rows) for actor in actors]
         return recorded_choices(table.select(rows), shots, preferences)
     choices = [choose(selector, embeddings, table, rows, shots, decoding) for selector in selectors]
     return judged_choices(table, scorer, choices, rows)
@@ -86,14 +76,10 @@ def decide_simple(
     rows: Tensor | None = None,
     trusted: Tensor | None = None,
 ) -> dict[str, Decided]:
-    """The same for every policy that needs no training, by name; S = 1, except for `random`.
+    """The same for every policy that needs no training, by name; S = 1, except for `random`, which has `seeds`.
 
     `vote` is the same for every number of shots. `best_recorded` and `oracle` choose among the recorded sequences of
-    this length. Without a scorer there are neither `vote` nor the ways that go by parts.
-
-    Args:
-        seeds: S, of `random`.
-        trusted: see `simple_ways`.
+    this length. Without a scorer there are neither `vote` nor the ways that go by parts. `trusted`: see `simple_ways`.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
     part = table.select(rows)
@@ -119,7 +105,7 @@ def decide_simple(
 @torch.no_grad()
 def choose(
     selector: Selector,
-    embeddings: Embeds,
+    embeddings: Embeddings,
     table: BeamTable,
     rows: Tensor,
     shots: int,
@@ -137,11 +123,7 @@ def choose(
 def judge(table: BeamTable, scorer: Scores, sequences: Tensor, rows: Tensor | None = None) -> Tensor:
     """Whether each answer is right after these demonstrations: `vqa_correct`, float32 [n], on the CPU.
 
-    Args:
-        table: pools.
-        scorer: of the same queries and bank.
-        sequences: int64 [n, T], places in the queries' own pools; −1 after the end.
-        rows: int64 [n], the queries; None for all.
+    `sequences` int64 [n, T] are places in the pools of queries `rows`, int64 [n], −1 after the end; None for all rows.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
     return scorer(rows, bank_rows(table, sequences, rows))["vqa_correct"].float().cpu()
@@ -159,12 +141,10 @@ def bank_rows(table: BeamTable, sequences: Tensor, rows: Tensor) -> Tensor:
 
 
 def decision_us(
-    selector: Selector, embeddings: Embeds, table: BeamTable, rows: Tensor, shots: int, repeats: int = 30
+    selector: Selector, embeddings: Embeddings, table: BeamTable, rows: Tensor, shots: int, repeats: int = 30
 ) -> float:
-    """Median time of one greedy choice for one query, in µs, on one thread of the CPU.
-
-    Embeddings are stored; encoding the query and its pool by the selector's network counts.
-    """
+    """Median time of one greedy choice for one query, in µs, on one thread of the CPU, embeddings stored; encoding the
+    query and its pool by the selector's network counts."""
     selector = copy.deepcopy(selector).cpu()
     threads, times = torch.get_num_threads(), []
     torch.set_num_threads(1)
@@ -187,13 +167,8 @@ def decision_us(
 def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]) -> Decided:
     """The recorded sequence of T demonstrations that is preferred, for each query and each of S preferences.
 
-    Args:
-        table: with `vqa_correct`.
-        shots: T.
-        preferences: S times float [Q, B], for each recorded sequence; among equals the first counts, NaN is the lowest.
-
-    Returns:
-        `correct` is NaN for queries without a sequence of this length that was recorded with its correctness.
+    A preference is float [Q, B], for each recorded sequence; among equals the first counts, NaN is the lowest. In the
+    result `correct` is NaN for queries without a sequence of this length that was recorded with its correctness.
 
     Raises:
         InputError: the table has no `vqa_correct`.
@@ -206,11 +181,10 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
     correct = table.fields["vqa_correct"]
     fits = (table.lengths == shots) & ~correct.isnan()
     right, demonstrations, queries = [], [], torch.arange(table.num_queries)
+    if not table.num_beams:
+        count = len(preferences), table.num_queries
+        return Decided(torch.full(count, torch.nan), torch.full((*count, shots), -1))
     for preference in preferences:
-        if not table.num_beams:
-            right.append(torch.full((table.num_queries,), torch.nan))
-            demonstrations.append(torch.full((table.num_queries, shots), -1))
-            continue
         # finite, so that what fits is always before what does not
         ranked = preference.float().nan_to_num(nan=LOWEST, neginf=LOWEST).masked_fill(~fits, -torch.inf)
         first, known = ranked.argmax(1), fits.any(1)
@@ -218,24 +192,6 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
         places = table.sequences[queries, first, :shots].masked_fill(~known.unsqueeze(1), -1)
         demonstrations.append(bank_rows(table, places, queries))
     return Decided(torch.stack(right), torch.stack(demonstrations))
-
-
-@torch.no_grad()
-def log_probs(
-    selector: Selector, embeddings: Embeds, table: BeamTable, rows: Tensor, shots: int, batch: int = BATCH
-) -> Tensor:
-    """ln π of the recorded sequences of queries `rows`, float32 [n, B]; longer sequences are cut after T, and padding
-    counts 0."""
-    training, device = selector.training, selector.mean.device
-    selector.eval()
-    parts = []
-    for some in rows.split(batch):
-        pool, sequences = table.pool[some], table.sequences[some, :, :shots]
-        query, candidates = (x.to(device) for x in embeddings.both(some, pool))
-        dist = selector.distribution(query, candidates, (pool >= 0).to(device), shots, group_size=sequences.shape[1])
-        parts.append(dist.log_prob(sequences.to(device)).cpu())
-    selector.train(training)
-    return torch.cat(parts)
 
 
 def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:

@@ -10,8 +10,6 @@ the key of what was chosen, with nothing of the pool computed again. `v0` is a c
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,14 +24,12 @@ LONGEST = 32
 
 
 class Encoded(NamedTuple):
-    """P queries with their pools, ready to be pointed at."""
+    """P queries with their pools, ready to be pointed at: where every sequence of a query starts [P, h], keys of length
+    1, [P, N, h], and which places of the pool hold a candidate, bool [P, N]."""
 
     state: Tensor
-    """[P, h], where every sequence of a query starts."""
     keys: Tensor
-    """[P, N, h], of length 1."""
     mask: Tensor
-    """bool [P, N], which places of the pool hold a candidate."""
 
 
 def unit(x: Tensor) -> Tensor:
@@ -41,26 +37,32 @@ def unit(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1, eps=1e-6)
 
 
-class PointerNetwork(nn.Module, ABC):
+class PointerNetwork(nn.Module):
     """What sequences need to know of a network. J sequences of each query go side by side.
 
     A state is any tensor [P, J, …] of the network's own; a direction [P, J, h] is what it points with.
     """
 
+    inputs: nn.Module
+    layers: nn.ModuleList
+    query: nn.Module
+    candidate: nn.Module
     advance_by: nn.Module
 
     def __init__(self, config: SelectorConfig) -> None:
         super().__init__()
         self.temperature = config.temperature
 
-    @abstractmethod
     def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
         """Features of queries [P, d] and of their candidates [P, N, d], mask bool [P, N]."""
+        state, items = self.inputs(query), self.inputs(pool)
+        for layer in self.layers:
+            state = layer(state, items, mask)
+        return Encoded(unit(self.query(state)), unit(self.candidate(items)), mask)
 
     def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
         """The state after candidates with these keys, [P, J, h], were chosen."""
-        advanced: Tensor = self.advance_by(state, chosen)
-        return advanced
+        return self.advance_by(state, chosen)
 
     def start(self, encoded: Encoded, sequences: int) -> Tensor:
         """The state of J sequences in which nothing was chosen yet."""
@@ -71,10 +73,8 @@ class PointerNetwork(nn.Module, ABC):
         return state
 
     def directions(self, encoded: Encoded, chosen: Tensor) -> Tensor:
-        """The directions before each step of known sequences, [P, J, T, h].
-
-        `chosen` [P, J, T − 1, h] are the keys of what they chose in all steps but the last.
-        """
+        """The directions before each step of known sequences, [P, J, T, h], from the keys of what they chose in all
+        steps but the last, [P, J, T − 1, h]."""
         states = [self.start(encoded, chosen.shape[1])]
         for keys in chosen.unbind(2):
             states.append(self.advance(states[-1], keys))
@@ -91,6 +91,7 @@ class BiEncoder(PointerNetwork):
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
         super().__init__(config)
+        self.inputs, self.layers = nn.Identity(), nn.ModuleList()
         self.query, self.candidate = (self._projection(config, features) for _ in range(2))
         self.advance_by = StateUpdate(config, scalar_gate=True)
 
@@ -107,9 +108,6 @@ class BiEncoder(PointerNetwork):
             nn.LayerNorm(config.width),
         )
 
-    def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
-        return Encoded(unit(self.query(query)), unit(self.candidate(pool)), mask)
-
 
 class CrossAttentive(PointerNetwork):
     """v2: one space for both, in which the query attends to its pool before it points at it."""
@@ -120,12 +118,6 @@ class CrossAttentive(PointerNetwork):
         self.layers = nn.ModuleList(CrossAttention(config) for _ in range(config.layers))
         self.query, self.candidate = (inner_projection(config) for _ in range(2))
         self.advance_by = StateUpdate(config, scalar_gate=False)
-
-    def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
-        state, items = self.inputs(query), self.inputs(pool)
-        for layer in self.layers:
-            state = layer(state, items, mask)
-        return Encoded(unit(self.query(state)), unit(self.candidate(items)), mask)
 
 
 class CausalTransformer(PointerNetwork):
@@ -139,16 +131,13 @@ class CausalTransformer(PointerNetwork):
     def __init__(self, config: SelectorConfig, features: int) -> None:
         super().__init__(config)
         width = config.width
-        self.inputs = nn.Linear(features, width, bias=False)
+        self.inputs, self.layers = nn.Linear(features, width, bias=False), nn.ModuleList()
         self.query, self.candidate = (inner_projection(config) for _ in range(2))
         self.positions = nn.Parameter(torch.randn(LONGEST, width) * 0.02)
         layer = nn.TransformerEncoderLayer(
             width, config.heads, 4 * width, config.dropout, "gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(layer, config.layers, nn.LayerNorm(width), enable_nested_tensor=False)
-
-    def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
-        return Encoded(unit(self.query(self.inputs(query))), unit(self.candidate(self.inputs(pool))), mask)
 
     def start(self, encoded: Encoded, sequences: int) -> Tensor:
         return super().start(encoded, sequences).unsqueeze(2)
@@ -195,10 +184,8 @@ class CrossAttention(nn.Module):
         size = width // self.heads
         query = self.query(state).view(queries, self.heads, size).transpose(0, 1)
         direction = (query @ self.key.weight.view(self.heads, size, width)).transpose(0, 1)  # [P, heads, h]
-        scores = (direction @ items.mT / math.sqrt(size)).masked_fill(
-            ~mask.unsqueeze(1),
-            torch.finfo(items.dtype).min,  # not −inf: a pool may be empty
-        )
+        lowest = torch.finfo(items.dtype).min  # not −inf: a pool may be empty
+        scores = (direction @ items.mT / math.sqrt(size)).masked_fill(~mask.unsqueeze(1), lowest)
         seen = (scores.softmax(-1) @ items).transpose(0, 1)  # [heads, P, h]
         value = (seen @ self.value.weight.view(self.heads, size, width).mT).transpose(0, 1).reshape(queries, width)
         return self.norm(state + self.dropout(self.outer(value + self.value.bias)))
@@ -207,9 +194,7 @@ class CrossAttention(nn.Module):
 class StateUpdate(nn.Module):
     """norm(g·s + (1 − g)·x) with x = c (`convex`) or tanh(U[s; c]) (`additive`), s the state and c the chosen key.
 
-    Args:
-        config: settings.
-        scalar_gate: g = sigmoid of one learned number, .6 at first; otherwise g = sigmoid(W[s; c]), h numbers.
+    g = sigmoid(W[s; c]), h numbers; with `scalar_gate` the sigmoid of a single learned number, .6 at first.
     """
 
     def __init__(self, config: SelectorConfig, scalar_gate: bool) -> None:
@@ -247,6 +232,5 @@ def inner_projection(config: SelectorConfig) -> nn.Module:
 
 def pointer_network(config: SelectorConfig, features: int) -> PointerNetwork:
     """The network of a version, for embeddings of width `features`."""
-    versions: dict[str, Callable[[SelectorConfig, int], PointerNetwork]]
     versions = {"v0": CausalTransformer, "v1": BiEncoder, "v2": CrossAttentive}
     return versions[config.version](config, features)

@@ -23,12 +23,7 @@ STAGES = ("sft", "rce", "grpo")
 
 
 class StoredEmbeddings(nn.Module):
-    """Embeddings that are known already, looked up by row.
-
-    Args:
-        queries: float [Q, d].
-        candidates: float [M, d], the whole bank, in the same space.
-    """
+    """Embeddings that are known already, looked up by row: of queries float [Q, d] and of the whole bank [M, d]."""
 
     query_table: Tensor
     candidate_table: Tensor
@@ -49,14 +44,9 @@ def _looked_up(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class Selector(nn.Module):
-    """A policy over ordered sequences of demonstrations from a query's own pool.
+    """A policy over ordered sequences of demonstrations from a query's own pool, for embeddings of width `features`.
 
-    Args:
-        config: the network.
-        features: d, the width of the embeddings.
-
-    Attributes:
-        stage: how far it was trained: `sft`, `rce` or `grpo`. A v2 network at `grpo` is what is called v3.
+    `stage` says how far it was trained: `sft`, `rce` or `grpo`. A v2 network at `grpo` is what is called v3.
     """
 
     mean: Tensor
@@ -91,9 +81,8 @@ class Selector(nn.Module):
         group_size: int | None = None,
         temperature: float = 1.0,
     ) -> SequenceDistribution:
-        """Embeddings of queries [P, d] and of their pools [P, N, d], mask bool [P, N] → what to draw sequences from.
-
-        Everything is encoded here, once. `group_size` and `temperature` are those of `SequenceDistribution`.
+        """Embeddings of queries [P, d] and of their pools [P, N, d], mask bool [P, N] → what to draw sequences from
+        (see `SequenceDistribution`). Everything is encoded here, once.
 
         Raises:
             InputError: embeddings of another width than the selector reads, or fewer than one shot.
@@ -116,9 +105,8 @@ class Selector(nn.Module):
     ) -> Tensor:
         """What to show: places in the queries' own pools, int64 [P, T], −1 where a pool has fewer than T candidates.
 
-        Args:
-            query, pool, mask, shots: [P, d], [P, N, d], bool [P, N] and T.
-            decoding: `greedy`, or `beam` for beam search of this `width`.
+        Queries are [P, d], pools [P, N, d], the mask bool [P, N]; `decoding` is `greedy`, or `beam` for beam search of
+        this `width`.
 
         Raises:
             InputError: a setting that does not exist, or embeddings of another width.

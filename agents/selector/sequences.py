@@ -21,8 +21,7 @@ class SequenceDistribution(Distribution):
     than T candidates a sequence ends when nothing is left; what remains of it is −1 and adds 0.
 
     Args:
-        network: what points.
-        encoded: P queries and their pools of N places, as `network.encode` gives them.
+        network, encoded: what points, and P queries with their pools of N places, as its `encode` gives them.
         shots: T.
         group_size: G draws belong to one query: `sample` gives [*, P, G, T] and `log_prob` of it [*, P, G]. None for no
             group axis: [*, P, T] and [*, P].

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.predictors.prediction import pick
-from knobwise.agents.stack.reasons import deadline_reason
+from knobwise.agents.predictors.experts import Measured, pick
 from knobwise.envs.configurations.budgets import log_ms
 from knobwise.envs.configurations.reward import utility
 
@@ -41,18 +40,13 @@ WHEN = ("before", "after", "cautious", "static")
 class Guard(nn.Module):
     """Prices of a miss and fall-backs for B calibrated budgets; before calibration the best expected utility is taken.
 
-    All state is in buffers [B]: restore a guard by `Guard(B, …)` and `load_state_dict`. `unattainable`: neither a price
-    nor static reaches the level; `too_dear`: it can be reached, but costs more than `level_cost`; in both cases nothing
-    is enforced. `better`: at its price the policy is better than static, by more than chance. `deploy`: False falls
-    back to static. Utilities are means over held-out requests, satisfactions shares of the feasible ones, both at each
-    of `WHEN`; `gain_se` is the standard error of the paired mean of utility after − utility of static.
+    `level`, `confidence` and `level_cost` are those of `PolicyConfig`; with a `level_cost` of 1 static is deployed
+    where only static keeps the level.
 
-    Args:
-        groups: B.
-        level: share of feasible requests whose budget is to be met.
-        confidence: one-sided, that the policy is better than static; 0.5 only requires a better mean.
-        level_cost: share of the gain over static that keeping the level may cost; 1 keeps it at any cost, with static
-            if only static does.
+    All state is in buffers [B]: restore a guard by `Guard(B, …)` and `load_state_dict`. `unattainable`, `too_dear`:
+    see above. `better`: at its price the policy is better than static, by more than chance. `deploy`: False falls back
+    to static. Utilities are means over held-out requests, satisfactions shares of the feasible ones, both at each of
+    `WHEN`; `gain_se` is the standard error of the paired mean of utility after − utility of static.
     """
 
     budgets_ms: Tensor
@@ -74,36 +68,25 @@ class Guard(nn.Module):
     @classmethod
     @torch.no_grad()
     def calibrate(
-        cls,
-        *,
-        budgets_ms: Tensor,
-        score: Tensor,
-        meets: Tensor,
-        accuracy: Tensor,
-        latency_ms: Tensor,
-        mask: Tensor,
-        static_choice: Tensor,
-        **settings: float,
+        cls, measured: Measured, *, score: Tensor, meets: Tensor, static_choice: Tensor, **settings: float
     ) -> Guard:
         """Find prices and fall-backs on n held-out samples with C configurations, for B budgets.
 
         Args:
-            budgets_ms: float [B].
-            score: float [B, n, C], the utility under each budget predicted by a model not fitted on the sample.
-            meets: float [B, n, C], its predicted probability that the latency is at most the budget.
-            accuracy, latency_ms: float [n, C], as measured; NaN where not profiled.
-            mask: bool [n, C], what was profiled.
+            measured: the samples and the budgets.
+            score, meets: float [B, n, C], the utility under each budget, and the probability that the latency is at
+                most the budget, predicted by a model not fitted on the sample.
             static_choice: int64 [B, n], what budget-aware static chooses.
-            settings: level, confidence and level_cost of the class.
+            settings: those of the class.
         """
-        guard = cls(len(budgets_ms), **settings)
-        guard.budgets_ms.copy_(budgets_ms)
-        for group, budget in enumerate(budgets_ms):
+        guard = cls(len(measured.budgets_ms), **settings)
+        guard.budgets_ms.copy_(measured.budgets_ms)
+        for group, budget in enumerate(measured.budgets_ms):
             # columns: the prices, then static
-            choices = [_choice(score[group], meets[group], p, mask, static_choice[group]) for p in PRICES]
+            choices = [_choice(score[group], meets[group], p, measured.mask, static_choice[group]) for p in PRICES]
             columns = torch.stack([*choices, static_choice[group]], 1)
-            latency, feasible = latency_ms.gather(1, columns), (latency_ms <= budget).any(1)
-            utilities = utility(accuracy.gather(1, columns), latency, budget).double()
+            latency, feasible = measured.latency_ms.gather(1, columns), (measured.latency_ms <= budget).any(1)
+            utilities = utility(measured.accuracy.gather(1, columns), latency, budget).double()
             values = guard._calibrated(utilities, (latency <= budget).sum(0), int(feasible.sum()))
             for name, value in values.items():
                 getattr(guard, name)[group] = value
@@ -149,13 +132,8 @@ class Guard(nn.Module):
         """Guarded decisions for n requests, int64 [n].
 
         A request uses the calibrated budget nearest to its own. Among equal scores the configuration more likely to
-        meet the budget is taken; if all these probabilities round to 0, the choice of static.
-
-        Args:
-            score, meets: float [n, C], predicted utility and predicted probability of meeting the budget.
-            budgets_ms: float [n].
-            mask: bool [n, C], the configurations that may be chosen; at least one per request.
-            static_choice: int64 [n], what budget-aware static chooses.
+        meet the budget is taken; if all these probabilities round to 0, the choice of static. Arguments as in
+        `calibrate`, for one budget [n] each: score and meets [n, C], static_choice [n].
         """
         group = self.groups(budgets_ms)
         chosen = _choice(score, meets, self.miss[group].unsqueeze(1), mask, static_choice)
@@ -191,8 +169,41 @@ class Guard(nn.Module):
             "gain_se": group["gain_se"],
             "feasible": group["n_feasible"],
         }
-        row["reason"] = deadline_reason(row, self._may_miss(row["feasible"]), self.confidence, self.level_cost)
-        return row
+        return row | {"reason": self._reason(row)}
+
+    def _reason(self, row: dict[str, Any]) -> str:
+        """Why the policy is deployed at this budget or not, and whether the level is kept."""
+        decision, n, level = self._comparison(row), row["feasible"], f"{100 * self.level:g}%"
+        if not n:
+            return f"{decision}; no held-out request can meet this budget"
+        may_miss, kept = self._may_miss(n), f"{row['satisfaction_deployed']:.1%}"
+        if may_miss < 0:
+            least = math.ceil((1 - 1e-9) / (1 - self.level)) - 1
+            return f"{decision}; {n} feasible requests are too few to show {level} on time, at least {least} are needed"
+        if row["too_dear"]:
+            cost = f"more than {100 * self.level_cost:g}% of the gain over static" if row["deployed"] else "utility"
+            return f"{decision}; {level} on time would cost {cost}, so it is not enforced ({kept} on time)"
+        if row["unattainable"]:
+            share = max(row["satisfaction_cautious"], row["satisfaction_static"])
+            return (
+                f"{decision}; {level} on time is unattainable at this budget: the most cautious choice reaches "
+                f"{share:.1%} ({round(share * n)} of {n} feasible requests, {n - may_miss} are needed)"
+            )
+        return decision
+
+    def _comparison(self, row: dict[str, Any]) -> str:
+        gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"
+        on_time, static = row["satisfaction_deployed"], row["satisfaction_static"]
+        fallback = "fell back to budget-aware static"
+        if row["deployed"] and row["better"]:
+            return f"deployed: better than budget-aware static by {gain}"
+        if row["deployed"]:
+            return f"deployed: {on_time:.1%} on time, budget-aware static {static:.1%}; utility {gain}"
+        if row["better"]:
+            return f"{fallback}: it is {on_time:.1%} on time, the policy reaches {100 * self.level:g}% at no price"
+        if row["utility_policy"] == row["utility_static"] and row["gain_se"] == 0:
+            return f"{fallback}: the policy has the same utility on every held-out sample"
+        return f"{fallback}: {gain} is not above 0 with {100 * self.confidence:g}% confidence"
 
     def _may_miss(self, n: int) -> int:
         """The most misses among n feasible requests with (misses + 1)/(n + 1) ≤ 1 − level; −1 if there is none."""

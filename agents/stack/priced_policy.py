@@ -22,14 +22,13 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price
-from knobwise.agents.stack.reasons import mean_budget_reason
 from knobwise.agents.stack.stacked_controller import StackedController, fit_priced_stack
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import worths_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 WORTHS = 200
-"""Number of worths that are tried, evenly spaced in logarithm."""
+"""Number of worths that are tried."""
 SEED = 0
 """Seed of the hash, and of the draws for requests without features."""
 
@@ -41,10 +40,8 @@ class PricedChooser:
         name: of the policy.
         chooser: a controller or a baseline whose `choose(features, worths, mask)` weighs accuracy against
             latency/worth.
-        budgets_ms: float [B], the calibrated mean budgets.
-        prices: float64 [B], λ = 1/worth, accuracy per ms.
-        mix: the static mix for the same budgets; None without a guard.
-        guard: the guard's comparison for each budget (`compared`); empty without a guard.
+        budgets_ms, prices: float [B], the calibrated mean budgets, and λ = 1/worth for each, accuracy per ms.
+        mix, guard: the static mix and the guard's comparison (`compared`) for each budget; None and empty without.
     """
 
     def __init__(
@@ -63,11 +60,8 @@ class PricedChooser:
         self._draws = torch.Generator().manual_seed(SEED)
 
     def groups(self, budgets_ms: Tensor) -> Tensor:
-        """The index of each of these budgets among the calibrated ones: float [n] in ms → int64 [n].
-
-        Raises:
-            InputError: if a budget is not calibrated; its price cannot be guessed.
-        """
+        """The index of each of these budgets among the calibrated ones: float [n] in ms → int64 [n]. One that is not
+        is an `InputError`; its price cannot be guessed."""
         known = self.budgets_ms.double()
         group = (budgets_ms.double().unsqueeze(1) - known).abs().argmin(1)
         far = (budgets_ms.double() - known[group]).abs() > 1e-3 * known[group]
@@ -106,11 +100,8 @@ class PricedChooser:
 
     @torch.no_grad()
     def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Accuracy and latency (ms) of each sample at each calibrated budget, float64 [n, B] each.
-
-        Where the static mix decides, its expectation counts instead of a draw. `decided` may hold the result of
-        `decided` for the same samples.
-        """
+        """Accuracy and latency (ms) of each sample at each calibrated budget, float64 [n, B] each: of the choices
+        `decided`, None to make them here, and where the static mix decides, of its expectation instead of a draw."""
         chosen = self.decided(table, rows) if decided is None else decided
         accuracy, cost = (values[rows].double().gather(1, chosen) for values in (table.accuracy, table.latency_ms))
         if self.mix is None:
@@ -164,14 +155,9 @@ def prices_by_trial(
 ) -> tuple[Tensor, Tensor]:
     """The lowest of the tried prices that keeps each mean budget on these rows; if none does, the cheapest one.
 
-    Args:
-        choose: a worth, float [] in ms → configurations int64 [n], by a policy that was not fitted on these rows.
-        cost: float [n, C], as measured.
-        worths: float [W], to try.
-        budgets_ms: float [B].
-
-    Returns:
-        Prices float64 [B], and the choices at them, int64 [n, B].
+    `choose` gives for a worth, float [] in ms, configurations int64 [n], by a policy that was not fitted on these rows,
+    whose measured cost is float [n, C]. From worths [W] and budgets [B] → prices float64 [B], and the choices at them,
+    int64 [n, B].
     """
     worths = worths.sort(descending=True).values
     chosen = torch.stack([choose(worth) for worth in worths], 1)
@@ -184,16 +170,11 @@ def prices_by_trial(
 def compared(
     accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor, confidence: float
 ) -> list[dict[str, Any]]:
-    """The guard's comparison for each budget in plain values, with a `reason` in words.
+    """The guard's comparison for each budget [B] in plain values, with a `reason` in words.
 
     The policy is deployed if it keeps the budget and is more accurate than the static mix by more than z·(standard
-    error of the mean paired difference), z the normal quantile of `confidence`.
-
-    Args:
-        accuracy, cost: float [n, B], of the policy on samples that it was not fitted on.
-        mixed: float [n, B], expected accuracy of a static mix that was not fitted on them either.
-        budgets_ms: float [B].
-        confidence: one-sided.
+    error of the mean paired difference), z the normal quantile of the one-sided `confidence`. Accuracy and cost of the
+    policy and the mix's expected accuracy are float [n, B], on samples that neither was fitted on.
     """
     n, z = len(accuracy), torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64))
     gains = (accuracy - mixed).double()
@@ -212,7 +193,15 @@ def compared(
             "gain": float(gain[b]),
             "gain_se": float(error[b]),
         }
-        rows.append(row | {"reason": mean_budget_reason(row, bool(kept[b]), confidence)})
+        by = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} accuracy on held-out samples"
+        if row["deployed"]:
+            row["reason"] = f"deployed: better than the static mix by {by}"
+        elif kept[b]:
+            row["reason"] = f"fell back to the static mix: {by} is not above 0 with {confidence:.0%} confidence"
+        else:
+            lowest = f"no price brings the mean this low, the lowest is {row['latency_ms_mean']:.4g}"
+            row["reason"] = f"fell back to the static mix: {lowest}"
+        rows.append(row)
     return rows
 
 
@@ -226,12 +215,7 @@ def price_stack(
     budgets_ms: Tensor,
     seed: int,
 ) -> PricedChooser:
-    """A stack at its prices inside a guard, all calibrated out of fold.
-
-    Args:
-        table, rows, network, config, worths, seed: see `fit_priced_stack`.
-        budgets_ms: float [B], mean budgets.
-    """
+    """A stack (see `fit_priced_stack`) at its prices for mean budgets [B], inside a guard, calibrated out of fold."""
     stack, (accuracy, cost) = fit_priced_stack(table, rows, network, config, worths, seed)
     mask = table.mask[rows]
     prices = calibrate_prices(accuracy, cost, table.latency_ms[rows], mask, budgets_ms)
@@ -239,7 +223,8 @@ def price_stack(
     mixed = torch.zeros(chosen.shape, dtype=torch.float64)
     for fit, hold in folds_of(table, rows, seed):
         mixed[hold] = StaticMix(table, rows[torch.from_numpy(fit)], budgets_ms).expected(table, rows[hold])[0]
-    return _guarded(stack, prices, chosen, mixed, table, rows, rows, budgets_ms, config)
+    unguarded = PricedChooser("controller", stack, budgets_ms, prices)
+    return _guarded(unguarded, chosen, mixed, table, rows, rows, config)
 
 
 @torch.no_grad()
@@ -251,46 +236,35 @@ def price_controller(
     config: PolicyConfig,
     budgets_ms: Tensor,
 ) -> PricedChooser:
-    """Any controller at prices found by trial, inside a guard.
-
-    Args:
-        table: the profile.
-        controller: the controller.
-        choose: see `prices_by_trial`, for the held-out rows of all folds in order.
-        folds: the rows that a member was fitted on, and those held out of it, int64 each.
-        config: of the guard.
-        budgets_ms: float [B], mean budgets.
-    """
+    """Any controller at prices found by trial for mean budgets [B], inside a guard. Folds are the rows that a member
+    was fitted on, and those held out of it; `choose` (see `prices_by_trial`) is for the latter, all folds in order."""
     rows = torch.cat([hold for _, hold in folds])
-    prices, chosen = prices_by_trial(choose, table.latency_ms[rows], tried_worths(table, rows), budgets_ms)
+    # evenly spaced in logarithm over the range of training
+    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).log().tolist()
+    worths = torch.linspace(low, high, WORTHS).exp()
+    prices, chosen = prices_by_trial(choose, table.latency_ms[rows], worths, budgets_ms)
     mixed = torch.cat([StaticMix(table, fit, budgets_ms).expected(table, hold)[0] for fit, hold in folds])
     fitted = torch.cat([part for fold in folds for part in fold]).unique()
-    return _guarded(controller, prices, chosen, mixed, table, rows, fitted, budgets_ms, config)
+    unguarded = PricedChooser("controller", controller, budgets_ms, prices)
+    return _guarded(unguarded, chosen, mixed, table, rows, fitted, config)
 
 
 def _guarded(
-    chooser: Controller | StackedController,
-    prices: Tensor,
+    policy: PricedChooser,
     chosen: Tensor,
     mixed: Tensor,
     table: ProfileTable,
     rows: Tensor,
     fitted: Tensor,
-    budgets_ms: Tensor,
     config: PolicyConfig,
 ) -> PricedChooser:
     """Inside a guard that compares the choices int64 [n, B] on held-out `rows`; the mix is fitted to `fitted`."""
     if not config.guard:
-        return PricedChooser("controller", chooser, budgets_ms, prices)
-    accuracy, cost = (values[rows].double().gather(1, chosen) for values in (table.accuracy, table.latency_ms))
-    guard = compared(accuracy, cost, mixed, budgets_ms, config.confidence)
-    return PricedChooser("controller", chooser, budgets_ms, prices, StaticMix(table, fitted, budgets_ms), guard)
-
-
-def tried_worths(table: ProfileTable, rows: Tensor) -> Tensor:
-    """Worths evenly spaced in logarithm over the range of training, float32 [W], in ms."""
-    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).log().tolist()
-    return torch.linspace(low, high, WORTHS).exp()
+        return policy
+    budgets_ms = policy.budgets_ms
+    guard = compared(*policy.expected(table, rows, chosen), mixed, budgets_ms, config.confidence)
+    mix = StaticMix(table, fitted, budgets_ms)
+    return PricedChooser(policy.name, policy.chooser, budgets_ms, policy.prices, mix, guard)
 
 
 # -- baselines ---------------------------------------------------------------------------------------------------------
@@ -305,14 +279,8 @@ class PredictAtPrice(PredictThenChoose):
 
 
 def make_priced_baselines(table: ProfileTable, split: Split, budgets_ms: Tensor, seed: int = 0) -> list[PricedChooser]:
-    """The baselines that read the request, fitted on all but the test rows and calibrated out of fold.
-
-    Args:
-        table: the profile.
-        split: its parts.
-        budgets_ms: float [B], mean budgets.
-        seed: of folds and trees.
-    """
+    """The baselines that read the request, for mean budgets [B], fitted on all but the test rows and calibrated out of
+    fold; `seed` is that of folds and trees."""
     rows = torch.cat([split.train, split.validation])
     normaliser = FeatureNormaliser.fit(table, rows)
     measured = Measured.from_table(table, rows, budgets_ms[:0], seed)

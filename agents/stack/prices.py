@@ -9,13 +9,12 @@ numbers ≥ 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.baselines import averages
-from knobwise.agents.predictors.prediction import pick
+from knobwise.agents.judging.baselines import Averages, averages
+from knobwise.agents.predictors.experts import pick
 from knobwise.envs.configurations.budgets import DEFAULT_QUANTILES, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -24,13 +23,8 @@ ROUNDING = 1e-9
 
 
 def mean_budgets(table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None) -> Tensor:
-    """These mean budgets, by default 10/25/50/75/90 % quantiles of the configurations' mean latencies: float64 [B], ms.
-
-    No default is below the mean latency of the cheapest configuration, so that a single configuration can keep each.
-
-    Raises:
-        InputError: if there is no budget, or one that is not positive.
-    """
+    """These mean budgets (see `judged_budgets`), by default 10/25/50/75/90 % quantiles of the configurations' mean
+    latencies, so that a single configuration can keep each: float64 [B], ms."""
     if budgets_ms is not None:
         return judged_budgets(table, budgets_ms).double()
     cost = averages(table, rows)[1]
@@ -41,24 +35,18 @@ def mean_budgets(table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] 
 
 
 def choose_at_price(accuracy_hat: Tensor, cost_hat: Tensor, price: Tensor | float, mask: Tensor | None) -> Tensor:
-    """argmax_c Â_c − λ·L̂_c inside the mask, among equals the cheaper: int64 [n].
+    """argmax_c Â_c − λ·L̂_c inside the mask, all [n, C], among equals the cheaper: int64 [n].
 
-    Args:
-        accuracy_hat, cost_hat: float [n, C].
-        price: λ, one for all or [n]; accuracy per unit of cost, ≥ 0.
-        mask: bool [n, C].
+    The price λ ≥ 0, accuracy per unit of cost, is one for all or [n].
     """
     price = torch.as_tensor(price, dtype=torch.float64, device=cost_hat.device).reshape(-1, 1)
     return pick(accuracy_hat.double() - price * cost_hat.double(), cost_hat.double(), mask)
 
 
 def _hull(accuracy: Tensor, cost: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sample's upper concave hull, from its cheapest configuration up to its most accurate.
-
-    Returns:
-        Configurations int64 [n, H + 1], padded with the last one, and the H breakpoints float64 [n, H] in falling
-        order: step k is taken at prices below breakpoint k; 0 is padding.
-    """
+    """Each sample's upper concave hull, from its cheapest configuration up to its most accurate: configurations int64
+    [n, H + 1], padded with the last one, and the H breakpoints float64 [n, H] in falling order: step k is taken at
+    prices below breakpoint k; 0 is padding."""
     accuracy, cost = accuracy.double(), cost.double()
     corners, prices = [pick(-cost, -accuracy, mask)], []
     while True:
@@ -78,13 +66,8 @@ def calibrate_prices(accuracy_hat: Tensor, cost_hat: Tensor, cost: Tensor, mask:
 
     Exact: it follows the actual mean cost through the breakpoints of all samples. Wrong predictions can make that cost
     rise with the price in places; the lowest price still falls as budgets grow. A budget that no price keeps gets the
-    highest breakpoint, from which on every sample takes the configuration predicted to be cheapest.
-
-    Args:
-        accuracy_hat, cost_hat: float [n, C], predicted by a model that was not fitted on these rows.
-        cost: float [n, C], as measured; NaN where not profiled.
-        mask: bool [n, C], what was profiled.
-        budgets: float [B], of the mean cost.
+    highest breakpoint, from which on every sample takes the configuration predicted to be cheapest. All but budgets [B]
+    are [n, C]: predictions of a model that was not fitted on these rows; cost as measured, NaN where not profiled.
     """
     corners, prices = _hull(accuracy_hat, cost_hat, mask)
     paid = cost.double().gather(1, corners)
@@ -103,12 +86,8 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
     From every sample's cheapest configuration, steps along the hulls are taken in order of accuracy per cost until the
     next one would exceed the budget: the Lagrangian solution, with the steps at its price taken one by one. It is
     optimal up to one step: the sum of accuracies is below that of the linear relaxation, an upper bound for any choice,
-    by less than the gain of the next step. A budget below the cheapest choices gives these.
-
-    Args:
-        accuracy, cost: float [n, C], as measured; NaN where not profiled.
-        mask: bool [n, C], what was profiled.
-        budgets: float [B], of the mean cost.
+    by less than the gain of the next step. A budget below the cheapest choices gives these. Accuracy and cost [n, C]
+    are as measured; NaN where not profiled.
     """
     corners, prices = _hull(accuracy, cost, mask)
     paid = cost.double().gather(1, corners)
@@ -124,15 +103,8 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
 
 
 def best_single_at(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor, mask: Tensor) -> Tensor:
-    """The most accurate configuration whose mean cost keeps the budget, else the cheapest.
-
-    Args:
-        mean_accuracy, mean_cost: float [C].
-        budgets: float [B].
-        mask: bool [n, C], what each request may be given.
-
-    Returns: int64 [n, B].
-    """
+    """The most accurate configuration whose mean cost keeps the budget, else the cheapest: averages [C], budgets [B],
+    mask [n, C] of what each request may be given → int64 [n, B]."""
     affordable = mean_accuracy.where(mean_cost <= budgets.to(mean_cost).unsqueeze(1), -torch.inf)
     return torch.stack([pick(scores, mean_cost, mask) for scores in affordable], 1)
 
@@ -146,12 +118,8 @@ def static_hull(mean_accuracy: Tensor, mean_cost: Tensor) -> Tensor:
 def static_mix(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The best random mixture of two configurations at each mean budget: two neighbours on the upper concave hull.
 
-    Args:
-        mean_accuracy, mean_cost: float [C].
-        budgets: float [B]; below the mean cost of the cheapest configuration the mixture is this one alone.
-
-    Returns:
-        The cheaper int64 [B], the dearer int64 [B], and the share of requests that gets the dearer, float64 [B].
+    Averages [C] and budgets [B] → the cheaper int64 [B], the dearer int64 [B], and the share of requests that gets the
+    dearer, float64 [B]. Below the mean cost of the cheapest configuration the mixture is this one alone.
     """
     corners = static_hull(mean_accuracy, mean_cost)
     cost, budgets = mean_cost.double()[corners], budgets.double()
@@ -161,17 +129,12 @@ def static_mix(mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> tup
     return corners[low], corners[high], share.where(low < high, 0.0)
 
 
-class StaticMix:
+class StaticMix(Averages):
     """`static_mix` of a table's averages, which a policy must beat at the same mean cost.
 
     If one of the two was not profiled for a request, the other replaces it; if neither was, the best single profiled
     configuration for this budget does. With many holes the mean latency can therefore differ from the budget: report
-    it.
-
-    Args:
-        table: the profile.
-        rows: int64 [n], the samples that accuracy and latency are averaged over.
-        budgets: float [B], of the mean latency, ms.
+    it. Averages are those of `rows`, int64 [n]; budgets [B] of the mean latency are in ms.
     """
 
     def __init__(self, table: ProfileTable, rows: Tensor, budgets: Tensor) -> None:
@@ -196,14 +159,3 @@ class StaticMix:
         """Decisions from a number in [0, 1) and a budget's index int64 for each request [n], and mask [n, C]."""
         first, second = (side.gather(1, group.unsqueeze(1)).squeeze(1) for side in self.both(mask))
         return second.where(place < self.share[group], first)
-
-    def plain(self) -> dict[str, Any]:
-        """Tensors, for a checkpoint."""
-        return dict(vars(self))
-
-    @classmethod
-    def restored(cls, plain: dict[str, Any]) -> StaticMix:
-        """The inverse of `plain`."""
-        mix = cls.__new__(cls)
-        vars(mix).update(plain)
-        return mix

@@ -10,7 +10,7 @@ accuracy Â and a cost L̂, and ΣwÂ − λ·ΣwL̂ decides: linear in λ, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,8 @@ from knobwise.agents.controller.heads import masked_log_softmax
 from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.predictors.experts import Expert, Fitted, Measured, fit_experts
+from knobwise.agents.predictors.experts import Expert, Fitted, Measured, Prediction, fit_experts, pick
 from knobwise.agents.predictors.folds import folds_of
-from knobwise.agents.predictors.prediction import Prediction, pick
 from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.prices import choose_at_price
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
@@ -31,40 +30,36 @@ from knobwise.envs.configurations.reward import utility
 from knobwise.envs.tables.profile_table import ProfileTable
 
 GUARD_SETTINGS = ("level", "confidence", "level_cost")
-
 HOPELESS = 0.01
 """If no configuration is more likely than this to be on time, the one expected to be fastest is chosen."""
 
 
 class View(NamedTuple):
-    """Predictions under a deadline for each request, by one member or by all together, [n, C] each."""
+    """Expected utility, probability of meeting the deadline and ln ms for each request, [n, C] each, by one member or
+    by all together."""
 
     score: Tensor
-    """Expected utility."""
     meets: Tensor
-    """Probability of meeting the deadline."""
     log_latency: Tensor
-    """ln ms."""
 
     @classmethod
     def of_network(cls, network: UtilityNetwork, outcomes: Outcomes, limits: Tensor) -> View:
-        """Of M members side by side, [M, n, C] each, under deadlines [n]."""
+        """Of M members side by side, [M, n, C] each."""
         limits = limits.expand(len(outcomes.hidden), -1)
         return cls(network.scores(outcomes, limits), network.meets(outcomes, limits), outcomes.log_latency)
 
     @classmethod
     def of_expert(cls, prediction: Prediction, limits: Tensor) -> View:
-        """Under deadlines [n]."""
         return cls(prediction.expected_utility(limits), prediction.meets(limits), prediction.log_latency)
 
 
 class MemberPredictions(NamedTuple):
-    """What the members with a weight above 0 predict for n requests, whatever limits these."""
+    """What the members with a weight above 0 predict for n requests, whatever limits these: the M members of the
+    network, [M, n, ·] each, None if it does not count, and the experts."""
 
     weights: list[float]
     network: UtilityNetwork
     outcomes: Outcomes | None
-    """Of the network's M members, [M, n, ·] each; None if the network does not count."""
     experts: list[Prediction]
 
     @classmethod
@@ -105,10 +100,8 @@ class StackedController(nn.Module):
 
     Args:
         network: a controller of structure `utility`; the stack has its features and configurations.
-        experts: the other members.
         weights: float [1 + experts], the network's first.
-        guard: prices of a miss and fall-backs for deadlines, or None.
-        static: the policy that the guard falls back to.
+        guard, static: prices of a miss for deadlines, and the policy to fall back to; or None.
         held_out_worth: mean utility, or at prices mean of accuracy − latency/worth, out of fold and without the guard.
     """
 
@@ -238,32 +231,21 @@ def network_outcomes(controller: Controller, features: Tensor) -> Outcomes:
     return controller.network.outcomes(features.expand(controller.config.members, -1, -1))
 
 
-class _HeldOutMembers(NamedTuple):
-    """The rows that members are weighed on, and the members' predictions for rows that they have not seen."""
-
-    measured: Measured
-    fitted: list[Fitted]
-    outcomes: Outcomes
-    """Of all members of the network, [M, n, ·] each."""
-    owner: Tensor
-    """int64 [n], the member of the network that each row was held out of."""
-
-    def unseen(self, *parts: Tensor) -> Iterator[Tensor]:
-        """[M, n, C] each → [n, C], for every row by the member that it was held out of."""
-        return (part[self.owner, torch.arange(len(self.owner))] for part in parts)
-
-
 def _fit_members(
     table: ProfileTable, rows: Tensor, network: Controller, config: PolicyConfig, budgets_ms: Tensor, seed: int
-) -> _HeldOutMembers:
-    """Fit the experts; `budgets_ms` are the deadlines that their spreads are chosen for, empty at a price."""
+) -> tuple[Measured, list[Fitted], Outcomes, tuple[Tensor, Tensor]]:
+    """Fit the experts; `budgets_ms` are the deadlines that their spreads are chosen for, empty at a price.
+
+    Returns the rows' measurements, the experts, the outcomes [M, n, ·] that the network's members predict, and the
+    index of what each row's own member predicts, the one that it was held out of: [M, n, C] → [n, C].
+    """
     measured = Measured.from_table(table, rows, budgets_ms, seed)
     fitted = fit_experts(table, measured, network.normaliser, config.experts, seed) if network.normaliser.width else []
     owner = torch.empty(len(rows), dtype=torch.int64)
     for member, (_, hold) in enumerate(folds_of(table, rows, seed, network.config.members)):
         owner[torch.from_numpy(hold)] = member
     features = network.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    return _HeldOutMembers(measured, fitted, network_outcomes(network, features), owner)
+    return measured, fitted, network_outcomes(network, features), (owner, torch.arange(len(rows)))
 
 
 @torch.no_grad()
@@ -273,20 +255,18 @@ def fit_stack(
     """Fit the experts for deadlines, weigh all members and calibrate the guard, all out of fold.
 
     Args:
-        table: the profile.
         rows: int64 [n], the rows that the network's members were fitted on in folds (`folds_of` with the same seed).
         network: of structure `utility`, with at least two members.
-        config: the experts and the guard.
         limits: float [B], budgets in ms that the utility of a decision is averaged over.
         seed: of folds and trees.
     """
-    members = _fit_members(table, rows, network, config, limits, seed)
-    measured, inner = members.measured, network.network
+    measured, fitted, outcomes, unseen = _fit_members(table, rows, network, config, limits, seed)
+    inner = network.network
     assert isinstance(inner, UtilityNetwork)
     each = [limit.expand(len(rows)) for limit in limits]
     views = [
-        [View(*members.unseen(*View.of_network(inner, members.outcomes, limit))) for limit in each],
-        *([View.of_expert(expert.out_of_fold, limit) for limit in each] for expert in members.fitted),
+        [View(*(part[unseen] for part in View.of_network(inner, outcomes, limit))) for limit in each],
+        *([View.of_expert(expert.out_of_fold, limit) for limit in each] for expert in fitted),
     ]
     scores = [torch.stack([view.score for view in of_limits]) for of_limits in views]
     meets = [torch.stack([view.meets for view in of_limits]) for of_limits in views]
@@ -297,55 +277,43 @@ def fit_stack(
     if config.guard:
         static = BudgetAwareStatic(table, rows)
         guard = _calibrated(table, measured, held_out, meets, weights, config)
-    experts = [fitted.expert for fitted in members.fitted]
     mean_worth = held_out.mean_worth(weighted(scores, weights))
-    return StackedController(network, experts, weights, guard, static, mean_worth).eval()
+    return StackedController(network, [f.expert for f in fitted], weights, guard, static, mean_worth).eval()
 
 
 @torch.no_grad()
 def fit_priced_stack(
     table: ProfileTable, rows: Tensor, network: Controller, config: PolicyConfig, worths: Tensor, seed: int
 ) -> tuple[StackedController, tuple[Tensor, Tensor]]:
-    """Fit the experts for prices and weigh all members out of fold.
-
-    Args:
-        table, rows, network, config, seed: see `fit_stack`.
-        worths: float [B], in ms, that the mean of accuracy − latency/worth is averaged over.
+    """Fit the experts for prices and weigh all members out of fold, arguments as in `fit_stack`: the mean of
+    accuracy − latency/worth is averaged over `worths` [B] in ms.
 
     Returns:
         The stack, and its accuracy and latency in ms for these rows, [n, C] each, predicted by members and weights that
         have not seen them.
     """
-    members = _fit_members(table, rows, network, config, worths[:0], seed)
-    measured, outcomes = members.measured, members.outcomes
-    costs = [tuple(members.unseen(outcomes.accuracy, outcomes.latency_ms))]
-    costs += [(fitted.out_of_fold.accuracy, fitted.out_of_fold.latency_ms) for fitted in members.fitted]
+    measured, fitted, outcomes, unseen = _fit_members(table, rows, network, config, worths[:0], seed)
+    costs = [(outcomes.accuracy[unseen], outcomes.latency_ms[unseen])]
+    costs += [(expert.out_of_fold.accuracy, expert.out_of_fold.latency_ms) for expert in fitted]
     worth = worths[:, None, None]
     scores = [accuracy - latency_ms / worth for accuracy, latency_ms in costs]
     held_out = HeldOut(scores, (measured.accuracy - measured.latency_ms / worth).nan_to_num(), measured.mask)
     weights = stack_weights(held_out)
-    accuracy, latency_ms = _unseen(measured, held_out, weights, *zip(*costs, strict=True))
+    accuracy, latency_ms = _joined(measured, held_out, weights, *zip(*costs, strict=True))
     mean_worth = held_out.mean_worth(weighted(scores, weights))
-    experts = [fitted.expert for fitted in members.fitted]
-    return StackedController(network, experts, weights, held_out_worth=mean_worth).eval(), (accuracy, latency_ms)
+    stack = StackedController(network, [f.expert for f in fitted], weights, held_out_worth=mean_worth)
+    return stack.eval(), (accuracy, latency_ms)
 
 
-def _weights_of_folds(measured: Measured, held_out: HeldOut, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each fold its positions int64 [h], and weights that have not seen it."""
+def _joined(measured: Measured, held_out: HeldOut, weights: Tensor, *parts: Sequence[Tensor]) -> list[Tensor]:
+    """Each part [*, n, C] of all members, joined by weights that have not seen the fold that they are used for."""
+    joined = [torch.zeros_like(members[0]) for members in parts]
     for fit, hold in measured.folds:
         if len(held_out.scores) > 1:
             weights = stack_weights(held_out.take(torch.from_numpy(fit)))
-        yield torch.from_numpy(hold), weights
-
-
-def _unseen(measured: Measured, held_out: HeldOut, weights: Tensor, *parts: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Each part [*, n, C] of all members, joined by weights that have not seen the fold that they are used for."""
-    folds = list(_weights_of_folds(measured, held_out, weights))
-    for members in parts:
-        joined = torch.zeros_like(members[0])
-        for hold, of_fold in folds:
-            joined[..., hold, :] = weighted([part[..., hold, :] for part in members], of_fold).to(joined.dtype)
-        yield joined
+        for whole, members in zip(joined, parts, strict=True):
+            whole[..., hold, :] = weighted([part[..., hold, :] for part in members], weights).to(whole.dtype)
+    return joined
 
 
 def _calibrated(
@@ -357,19 +325,11 @@ def _calibrated(
     config: PolicyConfig,
 ) -> Guard:
     """The guard, calibrated by weights that have not seen the fold they are judged on."""
-    score, likely = _unseen(measured, held_out, weights, held_out.scores, meets)
+    score, likely = _joined(measured, held_out, weights, held_out.scores, meets)
     static_choice = torch.zeros(score.shape[:2], dtype=torch.int64)
     for fit, hold in measured.folds:
         static = BudgetAwareStatic(table, measured.rows[torch.from_numpy(fit)])
         for number, budget in enumerate(measured.budgets_ms):
             static_choice[number, hold] = static.choose({}, budget.expand(len(hold)), measured.mask[hold])
-    return Guard.calibrate(
-        budgets_ms=measured.budgets_ms,
-        score=score,
-        meets=likely,
-        accuracy=measured.accuracy,
-        latency_ms=measured.latency_ms,
-        mask=measured.mask,
-        static_choice=static_choice,
-        **{name: getattr(config, name) for name in GUARD_SETTINGS},
-    )
+    guard_settings = {name: getattr(config, name) for name in GUARD_SETTINGS}
+    return Guard.calibrate(measured, score=score, meets=likely, static_choice=static_choice, **guard_settings)

@@ -13,14 +13,12 @@ ROUNDS = 15
 
 
 class HeldOut(NamedTuple):
-    """The predictions of all members of a stack for held-out samples, and the outcomes."""
+    """For held-out samples the worth that K members of a stack expect, float [B, n, C] each, the actual worth, of the
+    same shape, anything where not profiled, and the mask, bool [n, C]."""
 
     scores: list[Tensor]
-    """K members' expected worth, float [B, n, C] each."""
     worth: Tensor
-    """float [B, n, C], the actual worth; anything where not profiled."""
     mask: Tensor
-    """bool [n, C]."""
 
     def take(self, positions: Tensor) -> HeldOut:
         """The same for some of the samples, int64 [m]."""

@@ -17,17 +17,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded, controller_start
 from knobwise.agents.controller.actor import Behaviour, OutcomesOfRows, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.evaluation import LOGGED, drawn_metrics, judge
 from knobwise.agents.predictors.folds import rows_of_members
-from knobwise.agents.training.init_from import controller_start
 from knobwise.agents.training.loop import Stage, Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_measured
 from knobwise.envs.configurations.contexts import row_weights
 from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
@@ -45,9 +43,8 @@ class ControllerTrainer(Trainer):
     """Trains one controller with one seed.
 
     Args:
-        table: the profile.
         split: fit on `train`, choose on `validation`, or both in folds (`policy.members`); `test` is not used.
-        policy, loss, optimiser, budget, reward: the settings. Under a mean budget the reward is always `priced`.
+        reward: under a mean budget it is always `priced`.
         budgets_ms: float [B], what is judged on validation; None for the default budgets.
         balance: which samples are drawn how often; None for all alike.
         init_from: a checkpoint whose weights training starts from, see `controller_start`; None for fresh weights.
@@ -56,6 +53,8 @@ class ControllerTrainer(Trainer):
 
     agent: Controller
     env: ConfigBandit
+    table: ProfileTable
+    trained_on = "on another profile or with another policy"
 
     def __init__(
         self,
@@ -188,16 +187,14 @@ class ControllerTrainer(Trainer):
         """GRPO and, with its weight, the regression, both from one prediction."""
         minibatch = self.predictor(minibatch.copy())
         losses = {key: self.loss.regression_coeff * loss for key, loss in self._regress(minibatch).items()}
-        outputs: TensorDictBase = self.grpo(minibatch)
-        return outputs.update(losses)
+        return self.grpo(minibatch).update(losses)
 
     def _regress(self, minibatch: TensorDictBase) -> TensorDictBase:
         """The regression on what was measured of these samples: looked up here, not stored in the buffer."""
         minibatch, row = minibatch.copy(), minibatch["row"]
         minibatch["accuracy_per_configuration"] = self.env.rewards.accuracy[row]
         minibatch["log_latency_per_configuration"] = self.log_latency[row]
-        losses: TensorDictBase = self.regression(minibatch)
-        return losses
+        return self.regression(minibatch)
 
     # -- held-out data -------------------------------------------------------------------------------------------------
 
@@ -255,20 +252,8 @@ class ControllerTrainer(Trainer):
             **rows,
         }
 
-    def _write(self, path: Path, extra: dict[str, Any]) -> None:
-        save_checkpoint(path, self.agent, self.table, extra)
-
-    def resume(self, path: Path) -> bool:
-        """Go on from a `last.pt`; the end is the same, bit for bit, as without the stop. False when there is none.
-
-        Raises:
-            InputError: it belongs to another profile, or to another network.
-        """
-        if not path.exists():
+    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
+        if (loaded.network.config, loaded.network.priced) != (self.policy, self.priced):
             return False
-        loaded = load_checkpoint(path)
-        controller, wanted = loaded.network, (self.policy, self.priced)
-        if loaded.profile_digest != self.table.digest or (controller.config, controller.priced) != wanted:
-            raise InputError(f"{path}: was trained on another profile or with another policy; choose another name=…")
-        self.resume_from(controller.state_dict(), loaded.extra["training"])
+        self.agent.load_state_dict(loaded.network.state_dict())
         return True

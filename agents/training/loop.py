@@ -27,9 +27,13 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.common.errors import InputError
 from knobwise.common.interruption import Held, held_back
 from knobwise.common.progress import progress
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses import GRPOLoss
 
 STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
@@ -93,21 +97,19 @@ class Trainer(ABC):
     Args:
         agent: what is trained; in eval mode but where a stage says otherwise.
         reference: what the KL is taken to.
-        env: gives contexts and rewards.
         behaviour: the policy that collects.
-        stages: what is done, one after the other.
-        settings: of the optimiser.
-        stored: which of the collected keys go into the buffer.
-        shape: of a batch of contexts.
+        stored: which of the collected keys go into the buffer, in batches of contexts of this `shape`.
         keep: `best` keeps the weights with the best score, `last` those that were judged last.
         seed: of initialisation, contexts, draws.
-        folder: where `best.pt` and `last.pt` go; None saves nothing.
-        log: where metrics go; None for nowhere.
+        folder, log: where `best.pt` and `last.pt` go, and metrics; None for nowhere.
         device: `cpu` or `cuda`.
     """
 
     judged_by: str
     """What `_judge` gives, in a word."""
+    trained_on: str
+    """What the message about another training's checkpoint says."""
+    table: ProfileTable | BeamTable
     grpo: GRPOLoss
     """The loss whose β may change in training."""
 
@@ -171,8 +173,13 @@ class Trainer(ABC):
         """What `best.pt` says of how its agent was trained."""
 
     @abstractmethod
-    def _write(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of the agent, with these values in it."""
+    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
+        """Load the agent of a checkpoint and of its training's state; False when it belongs to another training."""
+
+    @property
+    def trained(self) -> Any:
+        """What is saved, and what `run` gives."""
+        return self.agent
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
@@ -249,7 +256,8 @@ class Trainer(ABC):
             raise
         self.collector.shutdown()
         self.agent.load_state_dict(self.best["state"])
-        return self.agent.eval()
+        self.agent.eval()
+        return self.trained
 
     def _continues(self) -> bool:
         """Evaluate where it is time to, stop where a signal came, begin the next stage; False at the end."""
@@ -319,8 +327,9 @@ class Trainer(ABC):
         if self.folder is not None:
             with self._held.undisturbed():
                 for name in self._kept_files() if judged else ():
-                    self._write(self.folder / name, self.provenance())
-                self._write(self.folder / "last.pt", {"training": self.training_state()})
+                    save_checkpoint(self.folder / name, self.trained, self.table, self.provenance())
+                state = {"training": self.training_state()}
+                save_checkpoint(self.folder / "last.pt", self.trained, self.table, state)
                 self.saved = self.iteration
 
     def _kept_files(self) -> list[str]:
@@ -348,9 +357,18 @@ class Trainer(ABC):
             "random": random_state(self.device),
         }
 
-    def resume_from(self, agent: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Go on from what `training_state` gave; the end is the same, bit for bit, as without the stop."""
-        self.agent.load_state_dict(agent)
+    def resume(self, path: Path) -> bool:
+        """Go on from a `last.pt`; the end is the same, bit for bit, as without the stop. False when there is none.
+
+        Raises:
+            InputError: it belongs to another training.
+        """
+        if not path.exists():
+            return False
+        loaded = load_checkpoint(path)
+        state = loaded.extra.get("training", {})
+        if loaded.profile_digest != self.table.digest or not self._restore(loaded, state):
+            raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
         self.reference.load_state_dict(state["reference"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.grpo.kl_to_ref_coeff = state["kl_to_ref_coeff"]
@@ -359,3 +377,4 @@ class Trainer(ABC):
         self._random = state["random"]
         self.iteration, self.finished, self.best = state["iteration"], state["finished"], state["best"]
         self.saved = self.iteration
+        return True

@@ -10,17 +10,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
-from knobwise.agents.selector.clip_encoder import ClipEncoder
+from knobwise.agents.selector.clip_encoder import ClipEncoder, Embeddings
 from knobwise.agents.selector.evaluation import choose, judge
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.loop import Stage, Trainer, seeded
@@ -44,22 +43,20 @@ class SelectorTrainer(Trainer):
 
     Args:
         stage: `sft`, `rce` or `grpo`.
-        table: recorded beams.
         split: fit on `train`, choose the epoch on `validation`.
-        start: what the stage starts from; it is copied.
-        reference: what GRPO's KL is taken to, the SFT selector; None for `start`.
-        embeddings: where features come from; None for those of the table. A `ClipEncoder` is copied, and trained; it is
-            then `agent.embeddings`.
-        reference_embeddings: the same of the reference; None for those that `embeddings` gives at the start.
+        start, reference: what the stage starts from (it is copied), and what GRPO's KL is taken to, the SFT selector;
+            None for `start`.
+        embeddings, reference_embeddings: where features come from; None for those of the table, and of the reference
+            for those of the start. A `ClipEncoder` is copied, and trained; it is then `agent.embeddings`.
         shots: T of live draws, and of judging.
         scorer: judges sequences on held-out queries; None judges by what was recorded.
-        live: GRPO draws its own sequences, and the scorer scores them.
-        groups: which recorded sequences make a group; not for live.
-        config, loss, reward: the settings.
+        live: GRPO draws its own sequences, and the scorer scores them; `groups` says how recorded ones are grouped.
         seed, folder, log, device: see `Trainer`.
     """
 
     agent: SelectorActor
+    table: BeamTable
+    trained_on = "on other beams or with other settings"
 
     def __init__(
         self,
@@ -69,8 +66,8 @@ class SelectorTrainer(Trainer):
         start: Selector,
         *,
         reference: Selector | None = None,
-        embeddings: StoredEmbeddings | ClipEncoder | None = None,
-        reference_embeddings: StoredEmbeddings | ClipEncoder | None = None,
+        embeddings: Embeddings | None = None,
+        reference_embeddings: Embeddings | None = None,
         shots: int = 2,
         scorer: Scorer | None = None,
         live: bool = False,
@@ -122,6 +119,8 @@ class SelectorTrainer(Trainer):
         """What is trained."""
         return self.agent.selector
 
+    trained = selector
+
     # -- the stage -----------------------------------------------------------------------------------------------------
 
     def _stage(self, name: str, agent: SelectorActor, settings: OptimiserConfig) -> Stage:
@@ -155,16 +154,14 @@ class SelectorTrainer(Trainer):
                 self.agent.temperature = min(2.0, max(0.5, self.agent.temperature * change))
 
     def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
-        outputs: TensorDictBase = self.imitation(_taught(minibatch, _present(minibatch)))
-        return outputs
+        return self.imitation(_taught(minibatch, _present(minibatch)))
 
     def _grpo(self, minibatch: TensorDictBase) -> TensorDictBase:
         present, least = _present(minibatch), self.loss.min_positive
         if least > 0:
             right = (minibatch["next", "vqa_correct"] > 0.5) & present
             present = present & (right.sum(-1, keepdim=True) >= least * present.sum(-1, keepdim=True))
-        outputs: TensorDictBase = self.grpo(_taught(minibatch, present))
-        return outputs
+        return self.grpo(_taught(minibatch, present))
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         reward, right, present = data["next", "reward"], data["next", "vqa_correct"], _present(data)
@@ -190,20 +187,17 @@ class SelectorTrainer(Trainer):
             score = float(judge(self.table, self.scorer, chosen, rows).mean())
         return score, {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
 
-    @torch.no_grad()
-    def _recorded_first(self, rows: Tensor, batch: int = 512) -> float:
-        """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group: right or
-        wrong, or where that is not known its score. Over queries that have any."""
-        table, scores = self.table, []
+    def _recorded_first(self, rows: Tensor) -> float:
+        """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group, over queries
+        that have any: right or wrong, or where that is not known its score."""
+        table = self.table
         outcome = table.fields["vqa_correct" if "vqa_correct" in table.fields else "beam_score"]
         recorded = table.beam_mask & (table.lengths == self.shots) & ~outcome.isnan()
         rows = rows[recorded[rows].any(1)]
-        for part in rows.split(batch) if len(rows) else ():
-            queries = TensorDict({"row": part}, [len(part)], device=self.device)
-            log_probs = self.agent.get_dist(queries).log_prob(table.sequences[part].to(self.device)).cpu()
-            first = log_probs.masked_fill(~recorded[part], -torch.inf).argmax(1, keepdim=True)
-            scores.append(outcome[part].gather(1, first))
-        return float(torch.cat(scores).mean()) if scores else 0.0
+        if not len(rows):
+            return 0.0
+        log_probs = self.agent.recorded_log_probs(table, rows).masked_fill(~recorded[rows], -torch.inf)
+        return float(outcome[rows].gather(1, log_probs.argmax(1, keepdim=True)).mean())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -223,9 +217,6 @@ class SelectorTrainer(Trainer):
             extra["lora"] = self.agent.embeddings.lora_state()
         return extra
 
-    def _write(self, path: Path, extra: dict[str, Any]) -> None:
-        save_checkpoint(path, self.selector, self.table, extra)
-
     def training_state(self) -> dict[str, Any]:
         return super().training_state() | {
             "agent": self.agent.state_dict(),
@@ -233,33 +224,18 @@ class SelectorTrainer(Trainer):
             "settings": self._resumable,
         }
 
-    def resume(self, path: Path) -> bool:
-        """Go on from a `last.pt`; the end is the same, bit for bit, as without the stop. False when there is none.
-
-        Raises:
-            InputError: it belongs to other beams, or to a training with other settings.
-        """
-        if not path.exists():
+    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
+        if state.get("settings") != self._resumable:
             return False
-        loaded = load_checkpoint(path)
-        state = loaded.extra.get("training", {})
-        if loaded.profile_digest != self.table.digest or state.get("settings") != self._resumable:
-            raise InputError(f"{path}: was trained on other beams or with other settings; choose another name=…")
-        self.resume_from(state["agent"], state)
+        self.agent.load_state_dict(state["agent"])
         self.agent.temperature = state["temperature"]
         return True
-
-    def run(self) -> Selector:
-        """Train to the end; gives the selector of the best epoch, in eval mode."""
-        super().run()
-        return self.selector
 
 
 def _present(batch: TensorDictBase) -> Tensor:
     """Which sequences each group has, bool [P, G]; of live draws all."""
     reward = batch["next", "reward"]
-    mask: Tensor = batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
-    return mask
+    return batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
 
 
 def _taught(minibatch: TensorDictBase, present: Tensor) -> TensorDictBase:

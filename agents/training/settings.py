@@ -89,10 +89,7 @@ class StageConfig:
             iterations=self.epochs * each,
             contexts=collected,
             minibatch=min(self.queries, collected),
-            lr=self.lr,
-            rise=self.rise,
-            weight_decay=self.weight_decay,
-            clip_grad=self.clip_grad,
             evaluate_every=each,
             patience=0,
+            **{name: getattr(self, name) for name in ("lr", "rise", "weight_decay", "clip_grad")},
         )

@@ -14,13 +14,12 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.checkpoint import load_checkpoint, selector_start
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.networks import LONGEST
 from knobwise.agents.selector.selector import DECODINGS, Selector, StoredEmbeddings
-from knobwise.agents.training.init_from import selector_start
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError

@@ -19,20 +19,15 @@ from knobwise.losses import GRPOLoss, RCELoss
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(3))
 SAMPLED = {"objective": "sampled", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}
+DRAWN: set[Any] = {"action", ("next", "reward")}
+OLD = {"action_log_prob", "reference_log_prob"}
+ALL = {"reward_per_configuration", "behaviour_log_probs", "reference_log_probs"}
 KINDS: dict[str, tuple[Callable[..., LossModule], dict[str, Any], set[Any]]] = {
-    "sampled": (GRPOLoss, SAMPLED, {"action", ("next", "reward"), "action_log_prob", "reference_log_prob"}),
-    "exact": (
-        GRPOLoss,
-        {**SAMPLED, "objective": "exact"},
-        {"reward_per_configuration", "behaviour_log_probs", "reference_log_probs"},
-    ),
-    "masked": (
-        GRPOLoss,
-        {**SAMPLED, "masked": True},
-        {"action", ("next", "reward"), "action_log_prob", "reference_log_prob", "group_mask"},
-    ),
+    "sampled": (GRPOLoss, SAMPLED, DRAWN | OLD),
+    "exact": (GRPOLoss, SAMPLED | {"objective": "exact"}, ALL),
+    "masked": (GRPOLoss, SAMPLED | {"masked": True}, DRAWN | OLD | {"group_mask"}),
     "rce": (RCELoss, {}, {"reward_per_configuration"}),
-    "recorded": (RCELoss, {"recorded": True}, {"action", ("next", "reward"), "group_mask"}),
+    "recorded": (RCELoss, {"recorded": True}, DRAWN | {"group_mask"}),
 }
 every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
 either_way = pytest.mark.parametrize("functional", [True, False])
@@ -80,6 +75,10 @@ def total(out: TensorDict) -> torch.Tensor:
     return torch.stack([value for name, value in out.items() if name.startswith("loss_")]).sum()
 
 
+def assert_same(found: TensorDict, wanted: TensorDict) -> None:
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 @every_kind
 def test_reading_and_writing_keys_are_told(kind: str) -> None:
     loss = make_loss(kind)
@@ -105,8 +104,7 @@ def test_every_key_can_be_renamed(kind: str, functional: bool) -> None:
         data = make_data()
         if name == "configuration":  # may stand in for the action
             data["configuration"] = data.pop("action") @ torch.tensor([3, 1])
-        found = changed(data.rename_key_(key, ("other", "place")))
-        assert all(torch.equal(found[n], value) for n, value in wanted.items())
+        assert_same(changed(data.rename_key_(key, ("other", "place"))), wanted)
         changed.set_keys(**{name: None})  # back to what it was
         assert changed.in_keys == loss.in_keys
     with pytest.raises(ValueError, match="unknown"):
@@ -118,8 +116,7 @@ def test_every_key_can_be_renamed(kind: str, functional: bool) -> None:
 def test_the_input_is_left_as_it_was(kind: str, functional: bool) -> None:
     data = make_data()
     make_loss(kind, functional=functional)(data)
-    before = make_data()
-    assert all(torch.equal(data[key], before[key]) for key in before.keys(True, True))
+    assert_same(data.flatten_keys(), make_data().flatten_keys())
 
 
 @every_kind
@@ -128,13 +125,11 @@ def test_functional_or_not_gives_the_same_loss_and_gradients(kind: str, function
     stock, loss = make_loss(kind), make_loss(kind, functional=functional)
     assert loss.functional == functional
     wanted, found = stock(make_data()), loss(make_data())
-    assert all(torch.equal(found[n], value) for n, value in wanted.items())
+    assert_same(found, wanted)
     total(wanted).backward()
     total(found).backward()
     assert len(list(loss.parameters())) == 4
-    for p, q in zip(loss.parameters(), stock.parameters(), strict=True):
-        assert p.grad is not None
-        assert torch.equal(p.grad, q.grad)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(loss.parameters(), stock.parameters(), strict=True))
 
 
 @every_kind
@@ -177,11 +172,15 @@ def test_contexts_marked_as_padding_do_not_count(kind: str) -> None:
     assert all(found[name].allclose(wanted[name]) for name in losses)
 
 
+def keywords(loss: LossModule, data: TensorDict) -> dict[str, torch.Tensor]:
+    return {"_".join([key] if isinstance(key, str) else key): data[key] for key in loss.in_keys}
+
+
 @every_kind
 def test_it_can_be_called_without_a_tensordict(kind: str) -> None:
     loss, data = make_loss(kind), make_data()
     wanted = loss(data.clone())
-    named = {"_".join([key] if isinstance(key, str) else key): data[key] for key in loss.in_keys}
+    named = keywords(loss, data)
     for found in (loss(**named), loss(*named.values())):
         assert len(found) == len(loss.out_keys)
         assert all(torch.equal(value, wanted[name]) for name, value in zip(loss.out_keys, found, strict=True))
@@ -194,9 +193,7 @@ def test_outputs_can_be_selected(kind: str) -> None:
     wanted = loss(data.clone())
     loss.select_out_keys(names[0])
     assert list(loss(data.clone()).keys()) == [names[0]]
-    assert torch.equal(
-        loss(**{"_".join([k] if isinstance(k, str) else k): data[k] for k in loss.in_keys}), wanted[names[0]]
-    )
+    assert torch.equal(loss(**keywords(loss, data)), wanted[names[0]])
     loss.reset_out_keys()
     assert loss.out_keys == names
     assert make_loss(kind).out_keys == names  # another instance was not touched
@@ -211,10 +208,8 @@ def test_the_state_travels(kind: str, functional: bool) -> None:
     other = make_loss(kind, seed=1, functional=functional)
     assert not torch.equal(total(other(make_data())), total(loss(make_data())))
     other.load_state_dict(loss.state_dict())
-    wanted, found = loss(make_data()), other(make_data())
-    assert all(torch.equal(found[n], value) for n, value in wanted.items())
-    copied = copy.deepcopy(loss)(make_data())
-    assert all(torch.equal(copied[n], value) for n, value in wanted.items())
+    for again in (other, copy.deepcopy(loss)):
+        assert_same(again(make_data()), loss(make_data()))
 
 
 @every_kind

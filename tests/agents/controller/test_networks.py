@@ -5,10 +5,18 @@ import math
 import pytest
 import torch
 from helpers import small_table
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.heads import HEADS
+from knobwise.agents.controller.heads import (
+    HEADS,
+    AdditiveHead,
+    AutoregressiveHead,
+    IndependentHead,
+    masked_log_softmax,
+)
 from knobwise.agents.controller.networks import BINS, KnobNetwork, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
@@ -31,10 +39,11 @@ def stirred(net: UtilityNetwork) -> UtilityNetwork:
     return net
 
 
-def members_inputs(net: UtilityNetwork, n: int = 7) -> tuple[Tensor, Tensor]:
-    members = net.skip.weight.shape[0]
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(members, n, 2, generator=generator), 1 + 50 * torch.rand(members, n, generator=generator)
+def started(priced: bool = False) -> UtilityNetwork:
+    """At accuracy ½ and 4, 8 and 16 ms, whatever the features."""
+    net = network(priced=priced)
+    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), torch.tensor([4.0, 8.0, 16.0]).expand(9, 3))
+    return net
 
 
 # -- where it starts ---------------------------------------------------------------------------------------------------
@@ -72,8 +81,7 @@ def test_the_first_greedy_choice_is_the_best_static_one(members: int, holes: flo
     generator = torch.Generator().manual_seed(0)
     level, mean = torch.tensor([0.2, 0.5, 0.9]).repeat_interleave(4), torch.tensor([4.0, 8.0, 16.0])
     jitter = 1 + 0.01 * torch.randn(300, 12, generator=generator)
-    accuracy = (torch.rand(300, 12, generator=generator) < level).float().masked_fill(~table.mask, NAN)
-    table.accuracy.copy_(accuracy)
+    table.accuracy.copy_((torch.rand(300, 12, generator=generator) < level).float().masked_fill(~table.mask, NAN))
     table.latency_ms.copy_((mean.repeat_interleave(4) * jitter).masked_fill(~table.mask, NAN))
     config = PolicyConfig(structure="utility", hidden=16, members=members)
     controller = Controller.for_table(table, torch.arange(300), config).eval()
@@ -99,12 +107,9 @@ def test_without_features_it_sees_the_limit_alone() -> None:
 
 
 def test_scores_under_a_deadline_by_hand() -> None:
-    net = network()
-    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), torch.tensor([4.0, 8.0, 16.0]).expand(9, 3))
-    x = torch.randn(1, 1, 2)
+    net, x = started(), torch.randn(1, 1, 2)
     out = net.outcomes(x)
-    mean, spread = out.log_latency[0, 0], out.spread[0, 0]
-    normal = torch.distributions.Normal(mean, spread)
+    normal = torch.distributions.Normal(out.log_latency[0, 0], out.spread[0, 0])
     wanted = 0.5 * normal.cdf(torch.tensor(8.0).log())
     torch.testing.assert_close(net.scores(out, torch.tensor([[8.0]]))[0, 0], wanted)
     torch.testing.assert_close(net(x, torch.tensor([[8.0]]))[0, 0], (20 * wanted).log_softmax(-1))
@@ -115,8 +120,7 @@ def test_scores_under_a_deadline_by_hand() -> None:
 
 
 def test_scores_under_a_price_by_hand() -> None:
-    net = network(priced=True)
-    net.start_from(torch.randn(9, 2), torch.full((9, 3), 0.5), torch.tensor([4.0, 8.0, 16.0]).expand(9, 3))
+    net = started(priced=True)
     out = net.outcomes(torch.randn(1, 1, 2))
     mean = torch.distributions.LogNormal(out.log_latency[0, 0], out.spread[0, 0]).mean
     torch.testing.assert_close(net.scores(out, torch.tensor([[100.0]]))[0, 0], 0.5 - mean / 100)
@@ -124,12 +128,10 @@ def test_scores_under_a_price_by_hand() -> None:
 
 def test_the_residual_depends_on_the_limit() -> None:
     net = stirred(network())
-    x, _ = members_inputs(net, 1)
-    out = net.outcomes(x)
-    residual = [
-        net.scores(out, torch.tensor([[b]])) - out.accuracy * net.meets(out, torch.tensor([[b]])) for b in (2, 40)
-    ]
-    assert (residual[0] - residual[1]).abs().max() > 1e-3
+    out = net.outcomes(torch.randn(1, 1, 2, generator=torch.Generator().manual_seed(1)))
+    limits = torch.tensor([[2]]), torch.tensor([[40]])
+    first, second = (net.scores(out, limit) - out.accuracy * net.meets(out, limit) for limit in limits)
+    assert (first - second).abs().max() > 1e-3
 
 
 def test_it_sharpens_from_20_to_60() -> None:
@@ -180,3 +182,162 @@ def test_a_network_of_heads_is_an_mlp_by_hand(structure: str) -> None:
         hidden = pre * torch.sigmoid(pre)
     torch.testing.assert_close(net(x, limits), net.head(hidden[None]))
     assert not torch.equal(net.train()(x, limits), net(x, limits))
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2))
+SQUARE = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+CORNER = torch.tensor([[0, 0], [0, 1], [1, 0]])  # (1, 1) does not exist
+
+
+def spelled_out(head: nn.Module, logits: list[float]) -> nn.Module:
+    """The head, of one member, with these logits whatever its input."""
+    nn.init.zeros_(head.logits.weight)
+    head.logits.bias.data = torch.tensor(logits).reshape(1, 1, -1)
+    return head
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, Tensor, Tensor, Tensor]:
+    """A head, configurations with holes (every value occurs), hidden vectors [M, 6, 5], masks that leave something."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    members = draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    grid = torch.cartesian_prod(*[torch.arange(s) for s in sizes]).reshape(-1, len(sizes))
+    order = torch.randperm(len(grid), generator=generator)
+    count = draw(st.integers(1, len(grid)))
+    kept = grid[order[:count]]
+    # value indices without gaps, as a table's are
+    configurations = torch.stack([column.unique(return_inverse=True)[1] for column in kept.T], 1)
+    mask = torch.rand(members, 6, count, generator=generator) < draw(st.sampled_from([0.1, 0.5, 1.0]))
+    mask.scatter_(2, torch.randint(count, (members, 6, 1), generator=generator), True)
+    hidden = draw(st.sampled_from([0.1, 1.0, 30.0])) * torch.randn(members, 6, 5, generator=generator)
+    return draw(st.sampled_from(sorted(HEADS))), configurations, hidden, mask
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_head_is_a_distribution_over_what_the_mask_allows(case: tuple[str, Tensor, Tensor, Tensor]) -> None:
+    kind, configurations, hidden, mask = case
+    torch.manual_seed(0)
+    head = HEADS[kind](5, configurations, len(hidden)).double()
+    hidden = hidden.double().requires_grad_()
+    log_probs = head(hidden, mask)
+    assert log_probs.shape == mask.shape
+    assert ((log_probs == -torch.inf) == ~mask).all()
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(len(hidden), 6).double())
+    assert mask.gather(2, log_probs.argmax(-1, keepdim=True)).all()
+    # gradients of one log-prob and of the entropy are finite, whatever is masked
+    chosen = log_probs.gather(2, mask.long().argmax(2, keepdim=True)).sum()
+    entropy = -(log_probs.exp() * log_probs.masked_fill(~mask, 0.0)).sum()
+    gradients = torch.autograd.grad(chosen + entropy, [hidden, *head.parameters()])
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_a_mask_that_allows_everything_is_the_same_as_none(case: tuple[str, Tensor, Tensor, Tensor]) -> None:
+    kind, configurations, hidden, mask = case
+    torch.manual_seed(0)
+    head = HEADS[kind](5, configurations, len(hidden))
+    torch.testing.assert_close(head(hidden), head(hidden, torch.ones_like(mask)))
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_one_configuration_is_certain(kind: str) -> None:
+    head = HEADS[kind](5, torch.zeros(1, 3, dtype=torch.int64))
+    assert head(torch.randn(1, 4, 5)).tolist() == [[[0.0]] * 4]
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_rows_do_not_touch_one_another(kind: str) -> None:
+    torch.manual_seed(0)
+    head, hidden = HEADS[kind](5, GRID, 2), torch.randn(2, 3, 5)
+    mask = torch.rand(2, 3, 12) < 0.7
+    mask[..., 0] = True
+    one_by_one = torch.cat([head(hidden[:, i : i + 1], mask[:, i : i + 1]) for i in range(3)], 1)
+    torch.testing.assert_close(head(hidden, mask), one_by_one)
+
+
+def test_independent_on_a_full_grid_is_the_product_of_the_knobs() -> None:
+    torch.manual_seed(0)
+    head, hidden = IndependentHead(5, GRID), torch.randn(1, 7, 5)
+    first, second, third = (part.softmax(-1)[0] for part in head.logits(hidden).split([3, 2, 2], -1))
+    product = first[:, :, None, None] * second[:, None, :, None] * third[:, None, None, :]
+    torch.testing.assert_close(head(hidden).exp()[0], product.reshape(7, 12))
+
+
+def test_additive_and_independent_agree_on_a_full_grid() -> None:
+    torch.manual_seed(0)
+    independent, additive = IndependentHead(5, GRID), AdditiveHead(5, GRID)
+    additive.logits.load_state_dict(independent.logits.state_dict())
+    hidden = torch.randn(1, 7, 5)
+    torch.testing.assert_close(independent(hidden), additive(hidden))
+
+
+KNOBS = [0.0, 0.0, 0.0, math.log(3)]  # of two knobs the first is ½ : ½, the second ¼ : ¾
+
+
+@pytest.mark.parametrize(
+    ("kind", "configurations", "logits", "mask", "wanted"),
+    [
+        ("joint", GRID, torch.arange(12.0).tolist(), [True] * 12, torch.arange(12.0).softmax(-1).tolist()),
+        ("additive", CORNER, [1.0, 2.0, 3.0, 4.0], [True] * 3, torch.tensor([1.0 + 3, 1 + 4, 2 + 3]).softmax(-1)),
+        ("independent", CORNER, KNOBS, [True] * 3, [0.125, 0.375, 0.5]),  # after 1 only the value 0 is possible
+        ("independent", SQUARE, KNOBS, [True, False, True, True], [0.5, 0.0, 0.125, 0.375]),  # after 0 only 0
+        ("independent", SQUARE, KNOBS, [False, False, True, True], [0.0, 0.0, 0.25, 0.75]),  # 1 is sure
+    ],
+)
+def test_heads_by_hand(
+    kind: str, configurations: Tensor, logits: list[float], mask: list[bool], wanted: list[float]
+) -> None:
+    head = spelled_out(HEADS[kind](5, configurations), logits)
+    log_probs = head(torch.randn(1, 1, 5), torch.tensor(mask)[None, None])
+    torch.testing.assert_close(log_probs.exp()[0, 0], torch.as_tensor(wanted))
+
+
+def test_autoregressive_by_hand() -> None:
+    # the second knob's logits are silu of what was set first: value 0 → 2, value 1 → 0, on the first of two units
+    head = AutoregressiveHead(2, SQUARE)
+    for p in head.parameters():
+        nn.init.zeros_(p)
+    head.embedding.weight.data[0, 0, 0] = 2.0  # [M, values of all knobs, H]
+    head.logits.weight.data[0, 0, 3] = 1.0  # [M, H, values of all knobs]: value 1 of the second knob
+    # nothing set: all logits 0, ½ : ½. After 0 the second knob's logits are 0 and silu(2) = 1.7616; after 1 both 0
+    more = torch.tensor([0.0, 2 / (1 + torch.tensor(-2.0).exp())]).softmax(-1) / 2
+    torch.testing.assert_close(head(torch.zeros(1, 1, 2)).exp()[0, 0], torch.cat([more, torch.tensor([0.25, 0.25])]))
+    # where after 0 only the value 1 is left, whatever its logit, the first knob does not know of it
+    masked = head(torch.zeros(1, 1, 2), torch.tensor([[[False, True, True, True]]])).exp()[0, 0]
+    torch.testing.assert_close(masked, torch.tensor([0.0, 0.5, 0.25, 0.25]))
+
+
+def test_autoregressive_can_say_that_two_knobs_go_together_and_independent_cannot() -> None:
+    # 0 with 0 and 1 with 1, almost surely: a second knob that does not see the first is ½ : ½ after both
+    wanted = torch.tensor([0.49, 0.01, 0.01, 0.49])
+    off = {}
+    for kind in ("autoregressive", "independent", "joint"):
+        torch.manual_seed(0)
+        head = HEADS[kind](8, SQUARE)
+        optimiser = torch.optim.Adam(head.parameters(), lr=0.05)
+        for _ in range(200):
+            optimiser.zero_grad()
+            loss = -(wanted * head(torch.ones(1, 1, 8))[0, 0]).sum()
+            loss.backward()
+            optimiser.step()
+        off[kind] = float((head(torch.ones(1, 1, 8)).exp()[0, 0] - wanted).abs().max().detach())
+    assert off["autoregressive"] < 0.02
+    assert off["joint"] < 0.02
+    assert off["independent"] == pytest.approx(0.24, abs=0.01)
+
+
+def test_masked_log_softmax_by_hand() -> None:
+    result = masked_log_softmax(torch.tensor([0.0, 50.0, 0.0]), torch.tensor([True, False, True]))
+    torch.testing.assert_close(result.exp(), torch.tensor([0.5, 0.0, 0.5]))
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_only_what_is_learned_is_saved(kind: str) -> None:
+    learned = ["embedding.weight", "embedding.bias"] if kind == "autoregressive" else []
+    assert list(HEADS[kind](5, GRID).state_dict()) == [*learned, "logits.weight", "logits.bias"]

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-import dataclasses
+import math
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import blocks, member_of, small_table
 from tensordict import TensorDict
+from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from knobwise.agents.controller.actor import OutcomesOfRows, make_actor
+from knobwise.agents.controller.actor import ConfigurationCategorical, OutcomesOfRows, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.settings import PolicyConfig
@@ -17,6 +18,8 @@ from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
 
 STRUCTURES = ("utility", *sorted(HEADS))
+every_structure = pytest.mark.parametrize("structure", STRUCTURES)
+with_and_without_holes = pytest.mark.parametrize("holes", [0.0, 0.6])
 
 
 def small_controller(
@@ -31,15 +34,14 @@ def contexts(table: ProfileTable, count: int = 20, seed: int = 0) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(table.num_samples, (count,), generator=generator)
     budgets = 5 + 20 * torch.rand(count, generator=generator)
-    blocks = {name: block[rows] for name, block in table.features.items()}
-    return TensorDict({"row": rows, "budget_ms": budgets, "mask": table.mask[rows], **blocks}, [count])
+    return TensorDict({"row": rows, "budget_ms": budgets, "mask": table.mask[rows], **blocks(table, rows)}, [count])
 
 
 # -- the controller ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("holes", [0.0, 0.6])
+@every_structure
+@with_and_without_holes
 def test_choose_is_the_argmax_inside_the_mask(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
     controller, data = small_controller(table, structure), contexts(table)
@@ -50,7 +52,7 @@ def test_choose_is_the_argmax_inside_the_mask(structure: str, holes: float) -> N
     assert torch.equal(table.configurations[chosen], actor(data)["action"])  # TorchRL's default: deterministic
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str) -> None:
     table = small_table()
     controller, data = small_controller(table, structure).eval(), contexts(table)
@@ -61,7 +63,7 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str) -> Non
     assert torch.equal(by_row(data.clone())["action"], by_blocks(data.clone())["action"])
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 def test_a_profile_without_features_has_a_policy_that_sees_the_budget_alone(structure: str) -> None:
     table = small_table(features=False)
     controller, data = small_controller(table, structure).eval(), contexts(table)
@@ -92,22 +94,14 @@ def test_the_actor_takes_contexts_one_by_one_in_batches_and_in_time(
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_choose_is_without_dropout_and_leaves_the_mode_as_it_was(training: bool) -> None:
+def test_choose_is_without_dropout_which_is_there_in_training_mode_only(training: bool) -> None:
     table = small_table()
     controller, data = small_controller(table, dropout=0.5).train(training), contexts(table, 200)
     decisions = [controller.choose(data, data["budget_ms"]) for _ in range(2)]
     assert torch.equal(*decisions)
     assert all(module.training == training for module in controller.modules())
-
-
-def test_dropout_is_there_in_training_mode_only() -> None:
-    table = small_table()
-    controller, data = small_controller(table, dropout=0.5), contexts(table)
-    features = controller.features(data, 20)
-    noisy = [controller.train()(features, data["budget_ms"]) for _ in range(2)]
-    assert not torch.equal(*noisy)
-    quiet = [controller.eval()(features, data["budget_ms"]) for _ in range(2)]
-    assert torch.equal(*quiet)
+    log_probs = [controller(controller.features(data, 200), data["budget_ms"]) for _ in range(2)]
+    assert torch.equal(*log_probs) != training
 
 
 def test_statistics_come_from_the_rows_given_alone() -> None:
@@ -117,12 +111,12 @@ def test_statistics_come_from_the_rows_given_alone() -> None:
     torch.testing.assert_close(controller.network.encoding.mean, table.latency_ms[:10].log().mean())
 
 
-def test_gradients_reach_every_parameter() -> None:
+@every_structure
+def test_gradients_reach_every_parameter(structure: str) -> None:
     table = small_table(holes=0.5)
-    for structure in STRUCTURES:
-        controller, data = small_controller(table, structure), contexts(table)
-        make_actor(controller, table, 4).get_dist(data).entropy().sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in controller.parameters())
+    controller, data = small_controller(table, structure), contexts(table)
+    make_actor(controller, table, 4).get_dist(data).entropy().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in controller.parameters())
 
 
 def test_another_structure_is_refused() -> None:
@@ -133,17 +127,6 @@ def test_another_structure_is_refused() -> None:
 # -- an ensemble -------------------------------------------------------------------------------------------------------
 
 
-def alone(controller: Controller, number: int) -> Controller:
-    """One member of an ensemble as a controller of its own."""
-    config = dataclasses.replace(controller.config, members=1)
-    parts = controller.knobs, controller.configurations, controller.normaliser
-    one = Controller(*parts, controller.network.encoding, config)
-    state = controller.state_dict()
-    learned = {name for name, _ in controller.named_parameters()}
-    one.load_state_dict({k: v[number : number + 1] if k in learned else v for k, v in state.items()})
-    return one.eval()
-
-
 def stirred(controller: Controller) -> Controller:
     """With nothing left at 0, so that members differ whatever their structure."""
     torch.manual_seed(1)
@@ -152,25 +135,25 @@ def stirred(controller: Controller) -> Controller:
     return controller.eval()
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("holes", [0.0, 0.6])
+@every_structure
+@with_and_without_holes
 def test_members_decide_together_by_the_mean_of_their_log_probs(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
     controller, data = stirred(small_controller(table, structure, members=3)), contexts(table)
     features, mask = controller.features(data, 20), data["mask"] if holes else None
-    each = torch.stack([alone(controller, i)(features, data["budget_ms"], mask) for i in range(3)])
+    each = torch.stack([member_of(controller, i)(features, data["budget_ms"], mask) for i in range(3)])
     torch.testing.assert_close(controller(features, data["budget_ms"], mask), each.mean(0).log_softmax(-1))
     assert not torch.allclose(each[0].exp(), each[1].exp(), atol=1e-3)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("holes", [0.0, 0.6])
+@every_structure
+@with_and_without_holes
 def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
     controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
     flat = make_actor(controller, table).get_dist(data).log_probs
     for number in range(3):
-        wanted = make_actor(alone(controller, number), table).get_dist(data).log_probs
+        wanted = make_actor(member_of(controller, number), table).get_dist(data).log_probs
         torch.testing.assert_close(flat[number::3], wanted[number::3])
         assert not torch.allclose(flat.exp(), wanted.exp(), atol=1e-3)
     # [P, M], as the buffer holds them, is the same
@@ -179,7 +162,7 @@ def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, hole
     assert square.sample().shape == (7, 3, 4, 3)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 def test_a_gradient_touches_its_own_member_alone(structure: str) -> None:
     table = small_table(holes=0.5)
     controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
@@ -195,12 +178,12 @@ def test_predicted_outcomes_of_rows_are_those_of_their_member() -> None:
     found = OutcomesOfRows(make_actor(controller, table))(data.clone())
     features = controller.features(data.flatten(), 21)
     for number in range(3):
-        outcomes = alone(controller, number).network.outcomes(features[None])
+        outcomes = member_of(controller, number).network.outcomes(features[None])
         for key in ("accuracy_logits", "log_latency", "spread"):
             torch.testing.assert_close(found[key][:, number], getattr(outcomes, key)[0].reshape(7, 3, -1)[:, number])
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("features", [True, False])
 def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, features: bool) -> None:
@@ -216,7 +199,7 @@ def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, f
     torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@every_structure
 def test_under_a_price_the_limit_has_another_name(structure: str) -> None:
     table = small_table()
     config = PolicyConfig(structure=structure, hidden=16)
@@ -249,3 +232,86 @@ def test_a_policy_that_knows_the_table_never_leaves_its_holes() -> None:
     policy = make_actor(small_controller(table).eval(), table, 16)
     with set_exploration_type(ExplorationType.RANDOM):
         assert env.rollout(1, policy)["next", "reward"].isfinite().all()
+
+
+# -- the distribution --------------------------------------------------------------------------------------------------
+
+
+SOME = torch.tensor([[0, 0], [0, 1], [2, 1]])  # (1, ·), (2, 0) and (0, 2) do not exist
+
+
+def distribution(*shape: int, group_size: int | None = None, configurations: Tensor = SOME) -> ConfigurationCategorical:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(*shape, len(configurations), generator=generator)
+    return ConfigurationCategorical(logits, configurations, group_size)
+
+
+def test_probabilities_sum_to_one_whether_the_logits_did_or_not() -> None:
+    torch.testing.assert_close(distribution(4, 2).log_probs.exp().sum(-1), torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("group_size", [None, 1, 5])
+@pytest.mark.parametrize("batch", [(), (4,), (4, 2)])
+@pytest.mark.parametrize("sample", [(), (3,), (3, 2)])
+def test_shapes_of_draws_and_their_log_probs(
+    group_size: int | None, batch: tuple[int, ...], sample: tuple[int, ...]
+) -> None:
+    dist = distribution(*batch, group_size=group_size)
+    group = () if group_size is None else (group_size,)
+    drawn = dist.sample(sample)
+    assert drawn.shape == (*sample, *batch, *group, 2)
+    found = dist.log_prob(drawn)
+    assert found.shape == (*sample, *batch, *group)
+    # what is drawn exists, and its log-prob is that of its own context
+    wanted = dist.log_probs.reshape(*([1] * len(sample)), *batch, *([1] * len(group)), 3).expand(*found.shape, 3)
+    torch.testing.assert_close(found, wanted.gather(-1, dist.index(drawn).unsqueeze(-1)).squeeze(-1))
+    assert dist.entropy().shape == batch
+    assert dist.mode.shape == (*batch, *group, 2)
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_draws_have_the_frequencies_of_their_context(group_size: int | None) -> None:
+    torch.manual_seed(0)
+    dist = distribution(2, group_size=group_size)
+    drawn = dist.index(dist.sample((20_000,)))  # [20000, 2, (4)]
+    for context in range(2):
+        seen = drawn[:, context].flatten().bincount(minlength=3) / drawn[:, context].numel()
+        torch.testing.assert_close(seen, dist.log_probs[context].exp(), atol=0.015, rtol=0)
+
+
+def test_actions_that_do_not_exist_have_log_prob_minus_infinity() -> None:
+    actions = torch.tensor([[1, 0], [2, 0], [0, 2], [-1, 0], [3, 1], [2, 1]])
+    found = distribution().log_prob(actions)
+    assert found[:5].tolist() == [-math.inf] * 5
+    assert found[5].isfinite()
+    assert distribution(group_size=6).log_prob(actions).tolist() == found.tolist()
+
+
+def test_masked_configurations_are_never_drawn() -> None:
+    dist = ConfigurationCategorical(torch.tensor([[0.0, -torch.inf, 0.0]]), SOME, group_size=1000)
+    assert set(dist.sample_index().flatten().tolist()) == {0, 2}
+    assert dist.entropy().item() == pytest.approx(math.log(2))
+
+
+def test_mode_is_the_most_probable_action() -> None:
+    dist = ConfigurationCategorical(torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0]]), SOME)
+    assert dist.mode.tolist() == [[0, 1], [2, 1]]
+    assert dist.deterministic_sample.tolist() == dist.mode.tolist()
+    grouped = ConfigurationCategorical(torch.tensor([1.0, 3.0, 2.0]), SOME, group_size=2)
+    assert grouped.mode.tolist() == [[0, 1], [0, 1]]
+
+
+def test_entropy_is_that_of_torch() -> None:
+    p = distribution(4, 2)
+    torch.testing.assert_close(p.entropy(), torch.distributions.Categorical(logits=p.log_probs).entropy())
+
+
+def test_configurations_in_another_order_are_found() -> None:
+    shuffled = distribution(configurations=SOME[[2, 0, 1]])
+    assert shuffled.log_prob(SOME[[2, 0, 1]]).tolist() == shuffled.log_probs.tolist()
+
+
+def test_gradient_of_a_log_prob_is_that_of_softmax() -> None:
+    logits = torch.tensor([0.2, -0.1, 0.7], requires_grad=True)
+    ConfigurationCategorical(logits, SOME).log_prob(torch.tensor([0, 1])).backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([0.0, 1.0, 0.0]) - logits.detach().softmax(-1))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
 
 import pytest
 import torch
-from helpers import small_table, table_of, two_kinds
+from helpers import Always, blocks, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,8 +23,11 @@ from knobwise.agents.judging.baselines import (
     Random,
     make_baselines,
 )
+from knobwise.agents.judging.evaluation import decision_us, judge
 from knobwise.agents.judging.policy import Baseline
 from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 NAN = math.nan
@@ -36,22 +40,13 @@ BY_HAND = table_of([[0.5, 0.5, 1.0], [0.0, 1.0, 1.0]], [[10.0, 10.0, 30.0], [10.
 ALL = torch.arange(2)
 
 
-def chosen(policy: Baseline, budgets_ms: list[float], allowed: list[int] | None = None) -> list[int]:
-    mask = torch.ones(len(budgets_ms), 3, dtype=torch.bool)
-    if allowed is not None:
-        mask[:] = False
-        mask[:, allowed] = True
+def chosen(policy: Baseline, budgets_ms: list[float], allowed: tuple[int, ...] = (0, 1, 2)) -> list[int]:
+    mask = torch.isin(torch.arange(3), torch.tensor(allowed)).expand(len(budgets_ms), -1)
     return policy.choose({}, torch.tensor(budgets_ms), mask).tolist()
 
 
 def utility_of(policy: Baseline, table: ProfileTable, rows: Tensor) -> float:
-    features = {name: block[rows] for name, block in table.features.items()}
-    total = 0.0
-    for budget in default_budgets(table):
-        choice = policy.choose(features, budget.expand(len(rows)), table.mask[rows]).unsqueeze(1)
-        met = table.latency_ms[rows].gather(1, choice) <= budget
-        total += float((table.accuracy[rows].gather(1, choice) * met).mean()) / 5
-    return total
+    return float(judge(policy, table, rows, default_budgets(table), RewardTable(table, RewardConfig())).utility.mean())
 
 
 @functools.cache
@@ -69,8 +64,8 @@ def test_budget_aware_static() -> None:
     assert static.mean_utility(torch.tensor([9.0, 10.0, 30.0, 50.0])).tolist() == expected
     # nothing fits: the fastest; equal means at 10: the faster; then the middle one, and at last the largest
     assert chosen(static, [50.0, 9.0, 30.0, 10.0, 49.0, math.inf]) == [2, 0, 1, 0, 1, 2]
-    assert chosen(static, [50.0, 30.0, 10.0], allowed=[0, 1]) == [1, 1, 0]
-    assert chosen(static, [9.0, 50.0], allowed=[1, 2]) == [1, 2]
+    assert chosen(static, [50.0, 30.0, 10.0], allowed=(0, 1)) == [1, 1, 0]
+    assert chosen(static, [9.0, 50.0], allowed=(1, 2)) == [1, 2]
 
 
 def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only() -> None:
@@ -80,14 +75,14 @@ def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only() ->
     torch.testing.assert_close(static.mean_utility(torch.tensor([8.0])).float(), torch.tensor([[0.6, 0.8, 0.0]]))
     # the last configuration was never profiled in these rows: known to be good only to whoever looks at the third
     assert chosen(static, [8.0, 7.0, 0.0]) == [1, 0, 0]
-    assert chosen(static, [8.0], allowed=[2]) == [2]
+    assert chosen(static, [8.0], allowed=(2,)) == [2]
 
 
 def test_best_static_is_one_configuration_for_all_budgets() -> None:
     # mean utility over budgets 10 and 30: .25, .5, .25
     best = BestStatic(BY_HAND, ALL, torch.tensor([10.0, 30.0]))
     assert chosen(best, [1.0, 50.0]) == [1, 1]
-    assert chosen(best, [1.0, 50.0], allowed=[0, 2]) == [0, 0]  # equal: the faster
+    assert chosen(best, [1.0, 50.0], allowed=(0, 2)) == [0, 0]  # equal: the faster
     assert chosen(BestStatic(BY_HAND, ALL, torch.tensor([50.0])), [1.0]) == [2]
 
 
@@ -96,7 +91,7 @@ def test_lookup_table_has_a_tolerance_and_falls_back_to_the_nearest_latency() ->
     # mean latencies 10, 20, 40: 20 fits 19.1·1.05 = 20.055, not 19·1.05 = 19.95
     assert chosen(lookup, [19.0, 19.1, 38.0, 38.2, 1.0]) == [0, 1, 1, 2, 0]
     assert chosen(LookupTable(BY_HAND, ALL, tolerance=0.0), [19.1, 20.0]) == [0, 1]
-    assert chosen(lookup, [19.0, 5.0, 100.0], allowed=[1, 2]) == [1, 1, 2]
+    assert chosen(lookup, [19.0, 5.0, 100.0], allowed=(1, 2)) == [1, 1, 2]
 
 
 def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest() -> None:
@@ -115,12 +110,8 @@ def test_oracle_takes_the_best_utility_then_the_faster_then_the_fastest() -> Non
 
 def test_without_a_mask_everything_may_be_chosen() -> None:
     budgets, everything = torch.tensor([10.0, 50.0]), torch.ones(2, 3, dtype=torch.bool)
-    for policy in (
-        BudgetAwareStatic(BY_HAND, ALL),
-        BestStatic(BY_HAND, ALL),
-        LookupTable(BY_HAND, ALL),
-        Oracle(BY_HAND, ALL),
-    ):
+    for kind in (BudgetAwareStatic, BestStatic, LookupTable, Oracle):
+        policy = kind(BY_HAND, ALL)
         assert torch.equal(policy.choose({}, budgets), policy.choose({}, budgets, everything))
     with pytest.raises(ValueError, match="random draws from a mask"):
         Random().choose({}, budgets)
@@ -131,9 +122,8 @@ def test_random_is_uniform_over_the_mask() -> None:
     counts = Random(seed=0).choose({}, torch.ones(6000), mask).bincount(minlength=4)
     assert counts[1] == 0
     assert (counts[[0, 2, 3]] - 2000).abs().max() < 150  # 4 standard deviations
-    assert not torch.equal(
-        Random(0).choose({}, torch.ones(99), mask[:99]), Random(1).choose({}, torch.ones(99), mask[:99])
-    )
+    first, second = (Random(seed).choose({}, torch.ones(99), mask[:99]) for seed in (0, 1))
+    assert not torch.equal(first, second)
 
 
 # -- the fitted ones ---------------------------------------------------------------------------------------------------
@@ -156,7 +146,7 @@ def test_latency_only_takes_the_mean_accuracy_for_every_sample() -> None:
     table, split, baselines = fitted_where_features_tell()
     latency_only = baselines[3]
     assert isinstance(latency_only, PredictThenChoose)
-    accuracy, log_latency, _ = latency_only.predict({"x": table.features["x"][split.test]}, len(split.test))
+    accuracy, log_latency, _ = latency_only.predict(blocks(table, split.test), len(split.test))
     known = torch.cat([split.train, split.validation])
     torch.testing.assert_close(accuracy, table.accuracy[known].mean(0).expand_as(accuracy))
     assert (log_latency - table.latency_ms[split.test].log()).abs().max() < 0.3  # 1 to 4 times as slow: ln 4 = 1.39
@@ -174,18 +164,15 @@ def test_the_test_rows_are_not_looked_at() -> None:
     table = small_table(60)
     split = table.split()
     others = split.test
-    changed = table.accuracy.clone(), table.latency_ms.clone(), {k: v.clone() for k, v in table.features.items()}
-    changed[0][others] = 1 - changed[0][others]
-    changed[1][others] = changed[1][others].flip(1) * 3
-    for block in changed[2].values():
+    other = copy.deepcopy(table)
+    other.accuracy[others] = 1 - other.accuracy[others]
+    other.latency_ms[others] = other.latency_ms[others].flip(1) * 3
+    for block in other.features.values():
         block[others] *= -7
-    other = dataclasses.replace(table, accuracy=changed[0], latency_ms=changed[1], features=changed[2])
     budgets = default_budgets(table)
-    features = {name: block[split.test] for name, block in table.features.items()}  # as they were
-    request = features, budgets[2].expand(len(split.test)), table.mask[split.test]
-    for first, second in zip(
-        make_baselines(table, split, 0, budgets), make_baselines(other, split, 0, budgets), strict=True
-    ):
+    request = blocks(table, split.test), budgets[2].expand(len(split.test)), table.mask[split.test]
+    fitted = (make_baselines(each, split, 0, budgets) for each in (table, other))
+    for first, second in zip(*fitted, strict=True):
         if first.name != "oracle":
             assert torch.equal(first.choose(*request), second.choose(*request)), first.name
 
@@ -203,15 +190,13 @@ def test_without_features_they_know_the_means_alone() -> None:
 
 def test_a_latency_of_zero_is_fast_and_nothing_else() -> None:
     table = two_kinds(60, shown=True)
-    latency = table.latency_ms.clone()
-    latency[:, 0] = 0.0
-    table = dataclasses.replace(table, latency_ms=latency)
+    table.latency_ms[:, 0] = 0.0
     split = table.split()
     n = len(split.test)
     for chooser in make_baselines(table, split, seed=0):
         if chooser.name not in ("best_static", "random"):  # at budget 0 only the one that takes no time fits
-            features = {"x": table.features["x"][split.test]}
-            assert chooser.choose(features, torch.zeros(n), table.mask[split.test]).tolist() == [0] * n, chooser.name
+            chosen = chooser.choose(blocks(table, split.test), torch.zeros(n), table.mask[split.test])
+            assert chosen.tolist() == [0] * n, chooser.name
 
 
 @pytest.mark.parametrize("samples", [1, 7])
@@ -219,17 +204,15 @@ def test_few_samples(samples: int) -> None:
     table = small_table(samples + 2)
     split = Split(torch.arange(samples), torch.tensor([samples]), torch.tensor([samples + 1]))
     for chooser in make_baselines(table, split, seed=0):
-        features = {name: block[split.test] for name, block in table.features.items()}
-        assert 0 <= int(chooser.choose(features, torch.tensor([10.0]), table.mask[split.test])) < 12
+        assert 0 <= int(chooser.choose(blocks(table, split.test), torch.tensor([10.0]), table.mask[split.test])) < 12
 
 
 def test_one_configuration_and_no_variation() -> None:
     table = table_of([[1.0]] * 12, [[5.0]] * 12, torch.arange(24.0).reshape(12, 2))
     split = table.split()
     for chooser in make_baselines(table, split, seed=0):
-        mask = torch.ones(len(split.test), 1, dtype=torch.bool)
-        features = {"x": table.features["x"][split.test]}
-        assert chooser.choose(features, torch.full((len(split.test),), 5.0), mask).tolist() == [0] * len(split.test)
+        budgets = torch.full((len(split.test),), 5.0)
+        assert not chooser.choose(blocks(table, split.test), budgets, table.mask[split.test]).any()
 
 
 HOLES = small_table(80, seed=1, holes=0.5)
@@ -246,7 +229,7 @@ def test_never_outside_the_mask_and_deterministic(chooser: Baseline, data: st.Da
     empty = ~mask.any(1)
     mask[empty] = HOLES.mask[rows][empty]
     budgets = torch.tensor(data.draw(st.lists(st.floats(0, 100, width=32), min_size=len(rows), max_size=len(rows))))
-    features = {name: block[rows] for name, block in HOLES.features.items()}
+    features = blocks(HOLES, rows)
     choice = chooser.choose(features, budgets, mask)
     assert choice.dtype == torch.int64
     assert mask.gather(1, choice.unsqueeze(1)).all()
@@ -257,15 +240,38 @@ def test_holes_do_not_hide_what_the_features_tell() -> None:
     table = two_kinds(300, shown=True)
     mask = torch.rand(300, 3, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[torch.arange(300), torch.arange(300) % 3] = True
-    holes = dataclasses.replace(
-        table,
-        accuracy=table.accuracy.masked_fill(~mask, NAN),
-        latency_ms=table.latency_ms.masked_fill(~mask, NAN),
-        mask=mask,
-    )
+    seen = {name: getattr(table, name).masked_fill(~mask, NAN) for name in ("accuracy", "latency_ms")}
+    holes = dataclasses.replace(table, **seen, mask=mask)
     split = holes.split()
     fitted = make_baselines(holes, split, seed=0)
     # judged where everything is known
     static, best = utility_of(fitted[0], table, split.test), utility_of(Oracle(table, split.test), table, split.test)
     for chooser in fitted[4:9]:
         assert utility_of(chooser, table, split.test) > static + 0.8 * (best - static), chooser.name
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+def test_judged_by_hand() -> None:
+    table = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
+    rewards = RewardTable(table, RewardConfig(kind="utility"))
+    judged = judge(Always(1), table, torch.arange(2), torch.tensor([15.0, 35.0]), rewards)
+    assert judged.chosen.tolist() == [[1, 1], [1, 1]]
+    assert judged.accuracy.tolist() == [[1, 1], [0.75, 0.75]]
+    assert judged.latency_ms.tolist() == [[20, 20], [40, 40]]
+    assert judged.utility.tolist() == judged.reward.tolist() == [[0, 1.0], [0, 0]]
+    assert judged.met.tolist() == [[False, True], [False, False]]
+    assert judged.feasible.tolist() == [[True, True], [False, True]]
+    wanted = {"Utility": 0.25, "Reward_Mean": 0.25, "Accuracy_Mean": 0.875, "Latency_Mean": 30}
+    wanted |= {"Budget_Violation_Rate": 0.75, "Satisfaction_Feasible": pytest.approx(1 / 3)}
+    assert {name: value for name, value in judged.metrics().items() if name in wanted} == wanted
+
+
+def test_the_same_policy_scores_the_same_twice_and_takes_time() -> None:
+    table = small_table(40)
+    rows, budgets = torch.arange(40), torch.tensor([9.0])
+    twice = [judge(Always(3), table, rows, budgets, RewardTable(table, RewardConfig())) for _ in range(2)]
+    assert torch.equal(twice[0].utility, twice[1].utility)
+    assert torch.equal(twice[0].reward, twice[1].reward)
+    assert 0 < decision_us(Always(3), table, rows, budgets) < 1e6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsRegressor
 from torch import nn
 
+from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import (
     COMPONENTS,
     FAMILIES,
@@ -28,15 +29,15 @@ from knobwise.agents.predictors.regressors import (
     neighbours,
     ridge,
 )
+from knobwise.common.errors import InputError
 
 OUTPUTS = 12
-FEW = {
-    "ridge": [0.1],
-    "kernel_ridge": [(1.0, 0.3)],
-    "knn": [(5, True)],
-    "random_forest": [4],
-    "gradient_boosting": [20],
-}
+FEW = dict(zip(FAMILIES, ([0.1], [(1.0, 0.3)], [(5, True)], [4], [20]), strict=True))
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def components_of(y: Array) -> Array:
+    return np.linalg.svd(y - y.mean(0), full_matrices=False)[2]
 
 
 def data(n: int = 70, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Array, Array]:
@@ -49,11 +50,6 @@ def data(n: int = 70, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Array, Arr
 
 def predict(regressor: nn.Module, x: Array) -> Array:
     return regressor(torch.from_numpy(x).float()).numpy().astype(np.float64)
-
-
-@functools.cache
-def one_of(name: str) -> nn.Module:
-    return FAMILIES[name].fit(*data(), FEW[name], 0)[0]
 
 
 NEW = data(40, seed=1)[0]
@@ -111,7 +107,7 @@ def test_no_more_neighbours_than_there_are() -> None:
 
 def test_forests_are_those_of_scikit_learn() -> None:
     x, y = data()
-    components = np.linalg.svd(y - y.mean(0), full_matrices=False)[2][:COMPONENTS]
+    components = components_of(y)[:COMPONENTS]
     for leaf, result in zip((4, 12), forest(x, y, (4, 12), 3), strict=True):
         stock = RandomForestRegressor(40, min_samples_leaf=leaf, max_features=1 / 3, random_state=3)
         stock.fit(x, (y - y.mean(0)) @ components.T)
@@ -121,9 +117,8 @@ def test_forests_are_those_of_scikit_learn() -> None:
 
 def test_the_largest_components_are_enough_where_outputs_go_together() -> None:
     _, y = data()  # three things stand behind twelve outputs
-    bias, components = y.mean(0), np.linalg.svd(y - y.mean(0), full_matrices=False)[2]
-    rest = (y - bias) @ components[COMPONENTS:].T
-    assert (rest**2).sum() < 0.01 * ((y - bias) ** 2).sum()
+    centred = y - y.mean(0)
+    assert ((centred @ components_of(y)[COMPONENTS:].T) ** 2).sum() < 0.01 * (centred**2).sum()
 
 
 def test_boosting_by_hand_with_one_tree() -> None:
@@ -134,7 +129,7 @@ def test_boosting_by_hand_with_one_tree() -> None:
     step = predict(result, x) - y.mean(0)
     leaves, which = np.unique(step.round(5), axis=0, return_inverse=True)
     assert 2 <= len(leaves) <= 5  # 42 samples, 8 in each leaf
-    components = np.linalg.svd(y - y.mean(0), full_matrices=False)[2][:COMPONENTS]
+    components = components_of(y)[:COMPONENTS]
     residual = (y - y.mean(0)) @ components.T @ components
     for leaf in range(len(leaves)):
         inside = part[which.ravel()[part] == leaf]
@@ -155,7 +150,7 @@ def test_boosting_goes_on_where_fewer_trees_stopped_and_fits_better() -> None:
     assert ((predict(most, held_out) - truth) ** 2).mean() < 0.5 * truth.var(0).mean()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_predictions_follow_what_matters(name: str) -> None:
     x, y = data(300)
     settings = FAMILIES[name].settings
@@ -174,9 +169,8 @@ def test_averaged_is_the_mean_of_what_each_says() -> None:
     each = [*forest(x, y, [4], 0), *forest(*data(50, seed=5), [12], 1), *forest(*data(5, seed=6), [1], 2)]
     assert len({e.value.shape[1] for e in each}) > 1
     together = Trees.averaged(each)
-    np.testing.assert_allclose(
-        predict(together, NEW), np.mean([predict(e, NEW) for e in each], 0), rtol=1e-4, atol=1e-5
-    )
+    mean = np.mean([predict(e, NEW) for e in each], 0)
+    np.testing.assert_allclose(predict(together, NEW), mean, rtol=1e-4, atol=1e-5)
     assert Trees.averaged(each[:1]).roots.tolist() == each[0].roots.tolist()
 
 
@@ -190,13 +184,12 @@ def test_a_sample_on_the_threshold_goes_where_scikit_learn_sends_it() -> None:
     x = np.array([[0.1], [0.2], [0.3], [0.4]]).astype(np.float32).astype(np.float64).repeat(4, 0)
     y = np.stack([x[:, 0], 1 - x[:, 0], x[:, 0] ** 2], 1)
     (result,) = forest(x, y, [1], 0)
-    components = np.linalg.svd(y - y.mean(0), full_matrices=False)[2][:COMPONENTS]
+    components = components_of(y)[:COMPONENTS]
     stock = RandomForestRegressor(40, min_samples_leaf=1, max_features=1 / 3, random_state=0)
     stock.fit(x, (y - y.mean(0)) @ components.T)
     edges = np.unique(np.concatenate([t.tree_.threshold[t.tree_.feature >= 0] for t in stock.estimators_]))[:, None]
-    np.testing.assert_allclose(
-        predict(result, edges), stock.predict(edges) @ components + y.mean(0), rtol=1e-4, atol=1e-6
-    )
+    wanted = stock.predict(edges) @ components + y.mean(0)
+    np.testing.assert_allclose(predict(result, edges), wanted, rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=50, deadline=None)
@@ -211,7 +204,7 @@ def test_a_threshold_rounded_down_divides_float32_as_before(threshold: float, of
 # -- edges -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 @pytest.mark.parametrize("n", [1, 2, 9])
 @pytest.mark.parametrize("outputs", [2, 12])
 def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
@@ -222,20 +215,110 @@ def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
             np.testing.assert_allclose(predict(result, x), y, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_outputs_that_never_vary(name: str) -> None:
     x, _ = data(20)
     for result in FAMILIES[name].fit(x, np.full((20, 4), 3.0), FAMILIES[name].settings[:2], 0):
         np.testing.assert_allclose(predict(result, NEW), 3.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_one_is_fitted_for_each_setting(name: str) -> None:
-    family = FAMILIES[name]
-    assert len(family.fit(*data(30), family.settings, 0)) == len(family.settings)
+    assert len(FAMILIES[name].fit(*data(30), FAMILIES[name].settings, 0)) == len(FAMILIES[name].settings)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_the_same_seed_gives_the_same(name: str) -> None:
-    again = FAMILIES[name].fit(*data(), FEW[name], 0)[0]
-    np.testing.assert_array_equal(predict(one_of(name), NEW), predict(again, NEW))
+    first, again = (FAMILIES[name].fit(*data(), FEW[name], 0)[0] for _ in range(2))
+    np.testing.assert_array_equal(predict(first, NEW), predict(again, NEW))
+
+
+# -- the one vector that policies and baselines read, by hand ----------------------------------------------------------
+
+
+NAN = math.nan
+
+
+def test_blocks_are_joined_standardised_and_clipped() -> None:
+    blocks = {"a": torch.tensor([[1.0], [3.0]]), "b": torch.tensor([[10.0, 7.0], [30.0, 7.0]])}
+    normaliser = FeatureNormaliser(blocks)
+    assert normaliser.width == 3
+    assert normaliser(blocks).tolist() == [[-1, -1, 0], [1, 1, 0]]
+    # order of the fit, not of the request; mean 2 ± 1 and 20 ± 10; a column that never varied says nothing
+    far = {"b": torch.tensor([[40.0, 900.0]]), "a": torch.tensor([[-100.0]])}
+    assert normaliser(far).tolist() == [[-5, 2, 0]]
+    assert FeatureNormaliser(blocks, clip=0.5)(blocks).tolist() == [[-0.5, -0.5, 0], [0.5, 0.5, 0]]
+
+
+def test_missing_values_become_the_median_and_an_indicator() -> None:
+    blocks = {"a": torch.tensor([[0.0, 1.0], [0.0, NAN], [6.0, 5.0], [NAN, 3.0]])}
+    normaliser = FeatureNormaliser({"a": blocks["a"][:3]})
+    # the first column is 0, 0, 6 (2 ± √8), complete where fitted; the second 1, median 1 (the lower of two), 5 (7/3)
+    got = normaliser(blocks)
+    assert normaliser.width == got.shape[1] == 3
+    torch.testing.assert_close(got[:, 0], torch.tensor([-2.0, -2.0, 4.0, -2.0]) / math.sqrt(8))
+    spread = math.sqrt((16 / 9 + 16 / 9 + 64 / 9) / 3)
+    torch.testing.assert_close(got[:, 1], torch.tensor([-4 / 3, -4 / 3, 8 / 3, 2 / 3]) / spread)
+    assert got[:, 2].tolist() == [0, 1, 0, 0]
+
+
+def test_a_column_without_any_value_says_nothing() -> None:
+    normaliser = FeatureNormaliser({"a": torch.full((3, 1), NAN)})
+    assert normaliser({"a": torch.tensor([[4.0], [NAN]])}).tolist() == [[0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+def test_units_do_not_matter(unit: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.stack([torch.randn(400, generator=generator), torch.randn(400, generator=generator).mul(2).exp()], 1)
+    normaliser = FeatureNormaliser({"a": values * unit})
+    assert normaliser.heavy.tolist() == [False, True]
+    torch.testing.assert_close(normaliser({"a": values * unit}), FeatureNormaliser({"a": values})({"a": values}))
+
+
+def test_heavy_tails_are_drawn_in() -> None:
+    # ±1 many times and one 1023: the unit is 1, and sign(x)·ln(1 + |x|) gives ±ln 2 and 10·ln 2
+    values = torch.tensor([1.0, -1.0] * 10 + [1023.0]).unsqueeze(1)
+    drawn_in = torch.tensor([1.0, -1.0] * 10 + [10.0]) * math.log(2)
+    expected = (drawn_in - drawn_in.mean()) / drawn_in.std(correction=0)
+    torch.testing.assert_close(FeatureNormaliser({"a": values})({"a": values}).squeeze(1), expected)
+
+
+def test_a_constant_column_is_zero_whatever_its_value() -> None:
+    for value in (0.0, 0.1, 1e-12, 123456.789, -3e30):
+        normaliser = FeatureNormaliser({"a": torch.full((7, 1), value)})
+        assert normaliser({"a": torch.full((2, 1), value)}).tolist() == [[0], [0]]
+
+
+def test_without_features_the_width_is_zero() -> None:
+    normaliser = FeatureNormaliser({})
+    assert normaliser.width == 0
+    assert normaliser({}, 4).shape == normaliser({"unused": torch.ones(4, 2)}, 4).shape == (4, 0)
+
+
+def test_a_missing_or_misshapen_block_is_named() -> None:
+    normaliser = FeatureNormaliser({"image": torch.randn(5, 3)})
+    with pytest.raises(InputError, match="'image' must be 3 wide, got nothing"):
+        normaliser({"text": torch.randn(5, 3)})
+    with pytest.raises(InputError, match="'image' must be 3 wide, got 2"):
+        normaliser({"image": torch.randn(5, 2)})
+
+
+def test_a_restored_one_takes_the_buffers_of_a_saved_one() -> None:
+    blocks = {"a": torch.tensor([[1.0, NAN], [2.0, 5.0], [9.0, 5.0]]), "b": torch.tensor([[1.0], [1.0], [1e9]])}
+    saved = FeatureNormaliser(blocks)
+    restored = FeatureNormaliser.restored(saved.sizes, saved.has_missing)
+    restored.load_state_dict(saved.state_dict())
+    assert restored.width == saved.width
+    assert torch.equal(restored(blocks), saved(blocks))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(width=32, allow_infinity=False), min_size=2, max_size=12))
+def test_what_comes_out_is_finite_and_within_the_clip(values: list[float]) -> None:
+    block = {"a": torch.tensor(values).unsqueeze(1)}
+    normaliser = FeatureNormaliser({"a": block["a"][: len(values) // 2]})
+    got = normaliser(block)
+    assert got.dtype == torch.float32
+    assert got.isfinite().all()
+    assert got.abs().max() <= 5

@@ -25,12 +25,9 @@ POOL = torch.tensor([[0, 1, 2], [2, 1, 3], [4, -1, -1]])
 def clip() -> nn.Module:
     torch.manual_seed(0)
     layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.CLIPConfig(
-        text_config=layers
-        | {"vocab_size": 50, "max_position_embeddings": 6, "eos_token_id": 49, "bos_token_id": 48, "pad_token_id": 0},
-        vision_config=layers | {"image_size": 16, "patch_size": 8},
-        projection_dim=12,
-    )
+    words = {"vocab_size": 50, "max_position_embeddings": 6, "eos_token_id": 49, "bos_token_id": 48, "pad_token_id": 0}
+    images = {"image_size": 16, "patch_size": 8}
+    config = transformers.CLIPConfig(text_config=layers | words, vision_config=layers | images, projection_dim=12)
     return transformers.CLIPModel(config).eval()
 
 
@@ -42,8 +39,8 @@ def items() -> ClipItems:
     return ClipItems(torch.randn(7, 3, 16, 16, generator=generator), words, (words > 0).long())
 
 
-def encoder(model: nn.Module | None = None) -> ClipEncoder:
-    model = clip() if model is None else model
+def encoder() -> ClipEncoder:
+    model = clip()
     torch.manual_seed(1)
     return ClipEncoder(model, items(), QUERY_ITEMS, CANDIDATE_ITEMS).eval()
 
@@ -64,15 +61,6 @@ def frozen_embeddings() -> Tensor:
         image = model.get_image_features(images).pooler_output
         text = model.get_text_features(words, shown).pooler_output
     return (image / image.norm(dim=-1, keepdim=True) + text / text.norm(dim=-1, keepdim=True)) / 2
-
-
-def calls(made: ClipEncoder) -> list[int]:
-    """How many items each call of CLIP gets, from now on."""
-    sizes: list[int] = []
-    made.model.register_forward_pre_hook(
-        lambda module, args, given: sizes.append(len(given["input_ids"])), with_kwargs=True
-    )
-    return sizes
 
 
 def test_before_any_step_the_embeddings_are_those_of_the_frozen_clip() -> None:
@@ -98,8 +86,10 @@ def test_stored_embeddings_are_those_of_the_encoder() -> None:
 
 
 def test_every_distinct_item_is_encoded_once() -> None:
-    made = encoder()
-    sizes = calls(made)
+    made, sizes = encoder(), []  # how many items each call of CLIP gets
+    made.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     made.both(torch.arange(3), POOL)  # items 0, 1, 2 as queries; 2, 3, 4, 5, 6 in pools
     made.both(torch.tensor([1, 1, 1, -1]), torch.full((4, 1), -1))
     selector = Selector(SelectorConfig(width=8, heads=2), 12)
@@ -111,9 +101,8 @@ def test_every_distinct_item_is_encoded_once() -> None:
 
 def test_a_pool_of_nothing_is_zeros() -> None:
     query, pool = encoder().both(torch.tensor([-1, -1]), torch.full((2, 3), -1))
-    assert (query.shape, pool.shape) == ((2, 12), (2, 3, 12))
-    assert (query == 0).all()
-    assert (pool == 0).all()
+    assert torch.equal(query, torch.zeros(2, 12))
+    assert torch.equal(pool, torch.zeros(2, 3, 12))
 
 
 def test_only_lora_weights_learn() -> None:
@@ -167,14 +156,15 @@ def test_weights_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="query_items: must be rows of the 7 items"):
-        ClipEncoder(clip(), items(), torch.tensor([7]), CANDIDATE_ITEMS)
-    with pytest.raises(InputError, match="candidate_items: must be rows of the 7 items"):
-        ClipEncoder(clip(), items(), QUERY_ITEMS, torch.tensor([-1]))
-    with pytest.raises(InputError, match=r"as many images as texts are needed, got \[6, 7\]"):
-        ClipEncoder(clip(), items()._replace(pixel_values=torch.zeros(6, 3, 16, 16)), QUERY_ITEMS, CANDIDATE_ITEMS)
-    with pytest.raises(InputError, match="none of the layers q_proj, k_proj"):
-        ClipEncoder(nn.Sequential(nn.Linear(2, 2)), items(), QUERY_ITEMS, CANDIDATE_ITEMS)
+    right = {"model": clip(), "items": items(), "query_items": QUERY_ITEMS, "candidate_items": CANDIDATE_ITEMS}
+    for wrong, message in (
+        ({"query_items": torch.tensor([7])}, "query_items: must be rows of the 7 items"),
+        ({"candidate_items": torch.tensor([-1])}, "candidate_items: must be rows of the 7 items"),
+        ({"items": items()._replace(pixel_values=torch.zeros(6, 3, 16, 16))}, r"as texts are needed, got \[6, 7\]"),
+        ({"model": nn.Sequential(nn.Linear(2, 2))}, "none of the layers q_proj, k_proj"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ClipEncoder(**right | wrong)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InputError, match=r"pip install knobwise\[models\]"):
         encoder()
@@ -200,17 +190,8 @@ def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
     for stage, live in (("sft", False), ("grpo", True)):
         before = {name: p.detach().clone() for name, p in made.named_parameters()}
         given = made
-        student = SelectorTrainer(
-            stage,
-            table,
-            table.split(0.7, 0.2),
-            start,
-            embeddings=made,
-            scorer=scorer,
-            live=live,
-            config=config,
-            folder=tmp_path / stage,
-        )
+        options = {"embeddings": made, "scorer": scorer, "live": live, "config": config, "folder": tmp_path / stage}
+        student = SelectorTrainer(stage, table, table.split(0.7, 0.2), start, **options)
         if live:
             next(iter(student.collector))
             student.stage.prepare(0.0, True)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from knobwise.agents.selector.networks import LONGEST, CrossAttention, PointerNetwork, StateUpdate, pointer_network
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
@@ -17,6 +19,7 @@ CONFIGS = [
     for version in ("v0", "v1", "v2")
     for update in ("additive", "convex")
 ]
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
 
 
 def embeddings() -> StoredEmbeddings:
@@ -82,7 +85,7 @@ def test_the_scale_of_the_embeddings_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "beam"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
+@every_config
 def test_choices_are_different_places_of_the_querys_own_pool(config: SelectorConfig, decoding: str) -> None:
     made = selector(config)
     chosen = made.choose(*batch(), shots=3, decoding=decoding, width=4)
@@ -140,7 +143,7 @@ def test_mistakes_are_told(changed: dict[str, Any], message: str) -> None:
 # -- saved and restored ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
+@every_config
 def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -> None:
     made = selector(config)
     made.stage = "grpo"
@@ -150,11 +153,10 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
     assert restored.stage == "grpo"
     assert not restored.training
     wanted, found = (s.eval().distribution(*batch(), 3).beam(6) for s in (made, restored))
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
+    assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
+@every_config
 def test_every_key_must_be_there_and_no_other(config: SelectorConfig) -> None:
     plain = selector(config).plain()
     for key, value in plain["state"].items():
@@ -166,9 +168,231 @@ def test_every_key_must_be_there_and_no_other(config: SelectorConfig) -> None:
 
 def test_weights_of_another_network_are_refused() -> None:
     plain = selector(CONFIGS[4]).plain()
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        Selector.restored(plain | {"features": 5})
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        Selector.restored(plain | {"selector": plain["selector"] | {"update": "convex"}})
+    for changed in ({"features": 5}, {"selector": plain["selector"] | {"update": "convex"}}):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            Selector.restored(plain | changed)
     with pytest.raises(InputError, match="stage='v3': must be one of sft, rce, grpo"):
         Selector.restored(plain | {"stage": "v3"})
+
+
+# -- the networks behind it --------------------------------------------------------------------------------------------
+
+
+every_version = pytest.mark.parametrize("version", ["v0", "v1", "v2"])
+every_update = pytest.mark.parametrize("update", ["additive", "convex"])
+
+
+def network(version: str = "v2", features: int = 6, **settings: object) -> PointerNetwork:
+    torch.manual_seed(0)
+    return pointer_network(SelectorConfig(version=version, **{"width": 16, "layers": 2} | settings), features).eval()
+
+
+def encodable(queries: int = 3, size: int = 5, features: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(queries, features, generator=generator)
+    pool = torch.randn(queries, size, features, generator=generator)
+    return query, pool, torch.ones(queries, size, dtype=torch.bool)
+
+
+def size_of(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"version": "v3"}, "selector.version='v3': must be one of v0, v1, v2"),
+        ({"projection": "cnn"}, "selector.projection='cnn'"),
+        ({"update": "gru"}, "selector.update='gru'"),
+        ({"layers": -1}, "selector.layers=-1: must be at least 0"),
+        ({"width": 0}, "selector.width=0"),
+        ({"heads": 0}, "selector.heads=0"),
+        ({"width": 10, "heads": 4}, "must be a multiple of selector.heads=4"),
+        ({"temperature": 0.0}, "selector.temperature=0.0: must be positive"),
+        ({"dropout": 1.0}, "selector.dropout=1.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SelectorConfig(**settings)
+
+
+# -- sizes: those of the original where it is configured as the original -----------------------------------------------
+
+
+def test_v1_has_the_originals_number_of_parameters() -> None:
+    config = SelectorConfig(version="v1", width=512, update="convex", temperature=0.5, dropout=0.5)
+    assert size_of(pointer_network(config, 512)) == 1_054_721
+
+
+def test_v2_has_the_originals_number_of_parameters_with_and_without_its_gate() -> None:
+    original = pointer_network(SelectorConfig(width=256, projection="linear", update="convex"), 512)
+    assert size_of(original) == 657_152
+    assert size_of(original) - sum(size_of(m) for m in original.modules() if isinstance(m, StateUpdate)) == 525_824
+
+
+def test_the_default_is_small() -> None:
+    # input 137·128; attention 4·128·129 + 256; projections 2·(128·256 + 256 + 512 + 256·128); gate and U 2·257·128
+    assert size_of(pointer_network(SelectorConfig(), 137)) == 17_536 + 66_304 + 132_608 + 65_792
+
+
+# -- what all versions have in common ----------------------------------------------------------------------------------
+
+
+@every_update
+@pytest.mark.parametrize("projection", ["mlp", "linear"])
+@every_version
+def test_logits_are_cosines_over_the_temperature(version: str, projection: str, update: str) -> None:
+    net = network(version, projection=projection, update=update, temperature=0.25)
+    encoded = net.encode(*encodable())
+    torch.testing.assert_close(encoded.keys.norm(dim=-1), torch.ones(3, 5))
+    state = net.start(encoded, 4)
+    for step in range(3):
+        directions = net.point(state)
+        assert directions.shape == (3, 4, 16)
+        torch.testing.assert_close(directions.norm(dim=-1), torch.ones(3, 4))
+        logits = net.logits(directions, encoded)
+        assert logits.shape == (3, 4, 5)
+        torch.testing.assert_close(logits[1, 2, 3], directions[1, 2] @ encoded.keys[1, 3] / 0.25)
+        state = net.advance(state, encoded.keys[:, step].unsqueeze(1).expand(-1, 4, -1))
+
+
+@every_update
+@every_version
+def test_known_sequences_are_read_as_step_by_step(version: str, update: str) -> None:
+    net = network(version, update=update)
+    encoded = net.encode(*encodable())
+    chosen = encoded.keys[:, torch.tensor([[0, 1], [4, 2]])]  # [3, 2, 2, 16]
+    state, wanted = net.start(encoded, 2), []
+    for step in range(3):
+        wanted.append(net.point(state))
+        state = net.advance(state, chosen[:, :, step]) if step < 2 else state
+    torch.testing.assert_close(net.directions(encoded, chosen), torch.stack(wanted, 2))
+
+
+@every_version
+def test_what_was_chosen_first_and_its_order_matter(version: str) -> None:
+    net = network(version)
+    encoded = net.encode(*encodable())
+    chosen = encoded.keys[:, torch.tensor([[0, 1], [1, 0], [2, 1]])]
+    last = net.directions(encoded, chosen)[:, :, -1]
+    assert (last[:, 0] - last[:, 1]).norm(dim=-1).min() > 1e-3
+    assert (last[:, 0] - last[:, 2]).norm(dim=-1).min() > 1e-3
+
+
+@every_version
+def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool(version: str) -> None:
+    net = network(version)
+    query, pool, mask = encodable()
+    mask[1, 3:] = False
+    encoded = net.encode(query, pool, mask)
+    pool[1, 3:] = 100.0
+    pool[2] = -pool[2]
+    other = net.encode(query, pool, mask)
+    torch.testing.assert_close(other.state[:2], encoded.state[:2])
+    torch.testing.assert_close(other.keys[:2][mask[:2]], encoded.keys[:2][mask[:2]])
+    alone = net.encode(query[1:2], pool[1:2, :3], mask[1:2, :3])
+    torch.testing.assert_close(alone.state, encoded.state[1:2])
+
+
+@every_version
+def test_another_order_of_the_pool_is_only_another_order_of_the_keys(version: str) -> None:
+    net = network(version)
+    query, pool, mask = encodable()
+    order = torch.tensor([3, 0, 4, 2, 1])
+    one, other = net.encode(query, pool, mask), net.encode(query, pool[:, order], mask)
+    torch.testing.assert_close(other.keys, one.keys[:, order])
+    torch.testing.assert_close(other.state, one.state)
+
+
+@every_update
+@every_version
+def test_every_weight_learns(version: str, update: str) -> None:
+    net = network(version, update=update)
+    encoded = net.encode(*encodable())
+    directions = net.directions(encoded, encoded.keys[:, torch.tensor([[0, 1], [4, 2]])])
+    torch.manual_seed(0)
+    (net.logits(directions, encoded) * torch.randn(3, 2, 3, 5)).sum().backward()
+    for name, parameter in net.named_parameters():
+        if name.endswith("key.bias"):  # cancels in the softmax
+            continue
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+@every_version
+def test_dropout_is_for_train_mode_alone(version: str) -> None:
+    net = network(version, dropout=0.5)
+    assert torch.equal(net.encode(*encodable()).state, net.encode(*encodable()).state)
+    net.train()
+    first, second = (net.point(net.start(net.encode(*encodable()), 1)) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_cross_attention_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    layer = CrossAttention(SelectorConfig(width=16, heads=4))
+    stock = nn.MultiheadAttention(16, 4, batch_first=True)
+    inner = (layer.query, layer.key, layer.value)
+    stock.in_proj_weight = nn.Parameter(torch.cat([linear.weight for linear in inner]))
+    stock.in_proj_bias = nn.Parameter(torch.cat([linear.bias for linear in inner]))
+    stock.out_proj = layer.outer
+    state, items = torch.randn(3, 16), torch.randn(3, 7, 16)
+    mask = torch.rand(3, 7) < 0.6
+    mask[:, 0] = True
+    read, _ = stock(state.unsqueeze(1), items, items, key_padding_mask=~mask)
+    torch.testing.assert_close(layer(state, items, mask), layer.norm(state + read.squeeze(1)))
+
+
+def test_cross_attention_over_nothing_is_finite() -> None:
+    layer = CrossAttention(SelectorConfig(width=8, heads=2))
+    state = torch.randn(2, 8, requires_grad=True)
+    read = layer(state, torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool))
+    read.square().sum().backward()
+    assert read.isfinite().all()
+    assert state.grad.isfinite().all()
+
+
+def test_convex_update_with_a_scalar_gate_by_hand() -> None:
+    update = StateUpdate(SelectorConfig(width=4, update="convex"), scalar_gate=True)
+    assert size_of(update) == 1
+    found = update(torch.tensor([1.0, 0, 0, 0]), torch.tensor([0, 1.0, 0, 0]))
+    torch.testing.assert_close(found, torch.tensor([0.6, 0.4, 0, 0]) / math.sqrt(0.52))
+
+
+def test_updates_with_a_learned_gate_by_hand() -> None:
+    state, chosen = torch.tensor([1.0, 0]), torch.tensor([0, 1.0])
+    convex = StateUpdate(SelectorConfig(width=2, heads=1, update="convex"), scalar_gate=False)
+    additive = StateUpdate(SelectorConfig(width=2, heads=1, update="additive"), scalar_gate=False)
+    with torch.no_grad():
+        for update in (convex, additive):
+            update.linear.weight.zero_()
+            update.linear.bias.zero_()
+        convex.linear.weight[0, 2] = additive.linear.weight[0, 3] = 1.0  # g₀ reads c₀ = 0; g₀ reads c₁ = 1
+        additive.linear.weight[3, 3] = -2.0  # U₁ reads c₁
+    torch.testing.assert_close(convex(state, chosen), torch.tensor([0.5, 0.5]) * math.sqrt(2))
+    gate = 1 / (1 + math.exp(-1))
+    wanted = torch.tensor([gate, 0.5 * math.tanh(-2)])  # turned away from what was chosen: no convex update can
+    torch.testing.assert_close(additive(state, chosen), wanted / wanted.norm())
+
+
+def test_linear_projections_point_at_what_is_alike_before_any_training() -> None:
+    net = network("v2", features=32, width=64, layers=0, projection="linear")
+    query, pool, mask = encodable(queries=20, features=32)
+    pool[:, 2] = query + 0.1 * pool[:, 2]
+    encoded = net.encode(query, pool, mask)
+    assert net.logits(net.start(encoded, 1), encoded).argmax(-1).flatten().tolist() == [2] * 20
+
+
+def test_v0_says_when_it_has_no_positions_left() -> None:
+    net = network("v0", layers=1)
+    encoded = net.encode(*encodable(size=LONGEST + 1))
+    assert net.directions(encoded, encoded.keys[:, None, : LONGEST - 1]).shape == (3, 1, LONGEST, 16)
+    with pytest.raises(InputError, match=f"shots={LONGEST + 1}: selector.version=v0 has positions for {LONGEST}"):
+        net.directions(encoded, encoded.keys[:, None, :LONGEST])

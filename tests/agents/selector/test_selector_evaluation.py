@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from knobwise.agents.selector.actor import SelectorActor
+from knobwise.agents.selector.baselines import (
+    best_places,
+    part_similarity,
+    parts_of,
+    random_places,
+    simple_ways,
+    voters,
+)
 from knobwise.agents.selector.evaluation import (
     Decided,
     bank_rows,
@@ -14,7 +27,6 @@ from knobwise.agents.selector.evaluation import (
     decide_simple,
     decision_us,
     judge,
-    log_probs,
     recorded_choices,
 )
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
@@ -100,36 +112,28 @@ def test_each_query_is_judged_on_its_own_pool() -> None:
     data, rows = table(), torch.tensor([5, 3, 0])
     places = torch.tensor([[4, 1], [0, -1], [2, 0]])
     shown = bank_rows(data, places, rows)
-    assert shown.tolist() == [
-        [int(data.pool[5, 4]), int(data.pool[5, 1])],
-        [int(data.pool[3, 0]), -1],
-        [int(data.pool[0, 2]), int(data.pool[0, 0])],
-    ]
+    pool = data.pool.tolist()
+    assert shown.tolist() == [[pool[5][4], pool[5][1]], [pool[3][0], -1], [pool[0][2], pool[0][0]]]
     right = judge(data, Sums(), places, rows)
     assert right.dtype == torch.float32
-    expected = [
-        (row + sum(r for r in line if r >= 0)) % 3 == 0 for row, line in zip([5, 3, 0], shown.tolist(), strict=True)
-    ]
-    assert right.tolist() == expected
+    assert right.tolist() == ((rows + shown.clamp_min(0).sum(1)) % 3 == 0).tolist()
     assert len(judge(data, Sums(), torch.zeros(QUERIES, 1, dtype=torch.int64))) == QUERIES
 
 
 def test_a_selector_is_judged_by_what_it_chose() -> None:
     data, rows = table(), torch.arange(1, 9)
     policy, stored = selector(data)
-    for shots in (1, 3):
+    for shots in (1, 2, 3):
         chosen = choose(policy, stored, data, rows, shots)
-        assert torch.equal(
-            decide_selectors([policy], stored, data, Sums(), shots, rows).correct[0], judge(data, Sums(), chosen, rows)
-        )
+        decided = decide_selectors([policy], stored, data, Sums(), shots, rows)
+        assert torch.equal(decided.correct[0], judge(data, Sums(), chosen, rows))
 
 
 def test_simple_ways_are_judged_beside_it() -> None:
     data, rows = table(), torch.tensor([8, 0, 5])
     found = correct(decide_simple(data, Sums(), 2, seeds=(0, 1, 2), rows=rows))
-    names = {"random", "image_similarity", "question_similarity", "similarity", "vote", "best_recorded", "oracle"}
-    assert set(found) == names
-    assert {name: len(values) for name, values in found.items()} == {n: 3 if n == "random" else 1 for n in names}
+    names = ("image_similarity", "question_similarity", "similarity", "vote", "best_recorded", "oracle")
+    assert {name: len(values) for name, values in found.items()} == {"random": 3} | dict.fromkeys(names, 1)
     assert all(values.shape[1] == 3 and values.dtype == torch.float32 for values in found.values())
     assert found["vote"].tolist() == [[0.0, 0.0, 0.0]]  # five voters
     everyone = correct(decide_simple(data, Sums(), 2))
@@ -152,17 +156,13 @@ def test_what_was_shown_is_said_with_what_came_of_it() -> None:
             for row, line in zip(rows, shown, strict=True):
                 assert {r for r in line.tolist() if r >= 0} <= set(data.pool[row].tolist())
     oracle = found["oracle"]
-    assert oracle.demonstrations is not None
     assert oracle.demonstrations[0, 1].tolist() == [-1, -1]  # no sequence of two
     shown = [[int(data.pool[8, place]) for place in beam] for beam in data.sequences[8, :3]]
     assert data.fields["vqa_correct"][8, shown.index(oracle.demonstrations[0, 0].tolist())] == oracle.correct[0, 0]
 
     policy, stored = selector(data)
     own = decide_selectors([policy], stored, data, Sums(), 2, rows)
-    chosen = choose(policy, stored, data, rows, 2)
-    assert own.demonstrations is not None
-    assert torch.equal(own.demonstrations[0], bank_rows(data, chosen, rows))
-    assert torch.equal(own.correct[0], judge(data, Sums(), chosen, rows))
+    assert torch.equal(own.demonstrations[0], bank_rows(data, choose(policy, stored, data, rows, 2), rows))
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
@@ -197,14 +197,12 @@ def test_the_recorded_sequence_that_is_preferred_counts() -> None:
 
 def test_the_oracle_is_right_wherever_any_record_is() -> None:
     data = table()
-    oracle = correct(decide_simple(data, None, 2))["oracle"][0]
+    found = correct(decide_simple(data, None, 2))
     some = data.fields["vqa_correct"][:, :3].nan_to_num(0).amax(1)
     known = [q for q in range(QUERIES) if q not in (3, QUERIES - 1)]
-    assert torch.equal(oracle[known], some[known])
+    assert torch.equal(found["oracle"][0, known], some[known])
     best = data.fields["beam_score"][:, :3].argmax(1)
-    assert torch.equal(
-        correct(decide_simple(data, None, 2))["best_recorded"][0, known], data.fields["vqa_correct"][known, best[known]]
-    )
+    assert torch.equal(found["best_recorded"][0, known], data.fields["vqa_correct"][known, best[known]])
 
 
 def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
@@ -224,7 +222,7 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
     data, rows = table(), torch.tensor([9, 3, 1, 11])
     policy, stored = selector(data)
     policy.train()
-    found = log_probs(policy, stored, data, rows, 2, batch=3)
+    found = SelectorActor(policy, stored, data.pool, 2).recorded_log_probs(data, rows, batch=3)
     assert policy.training
     assert found.shape == (4, BEAMS)
     query, pool = stored.both(rows[:1], data.pool[rows[:1]])
@@ -238,9 +236,8 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
 
 def test_simple_ways_without_a_scorer() -> None:
     found = correct(decide_simple(table(), None, 2, seeds=(0, 1)))
-    assert set(found) == {
-        *("random", "image_similarity", "question_similarity", "similarity", "best_recorded", "oracle")
-    }
+    similar = {"image_similarity", "question_similarity", "similarity"}
+    assert set(found) == {"random", *similar, "best_recorded", "oracle"}
     assert found["random"].shape == (2, QUERIES)
     known = ~found["oracle"][0].isnan()
     for values in found.values():
@@ -250,15 +247,119 @@ def test_simple_ways_without_a_scorer() -> None:
 
 def test_a_table_without_beams_has_no_records() -> None:
     data = table()
-    bare = BeamTable(
-        name="bare",
-        query_ids=data.query_ids,
-        pool=data.pool,
-        sequences=data.sequences[:, :0],
-        fields={"vqa_correct": torch.zeros(QUERIES, 0)},
-        found_by=data.found_by[:, :0],
-        round=data.round[:, :0],
-        queries=data.queries,
-        candidates=data.candidates,
-    )
+    nothing = {name: getattr(data, name)[:, :0] for name in ("sequences", "found_by", "round")}
+    bare = dataclasses.replace(data, fields={"vqa_correct": torch.zeros(QUERIES, 0)}, **nothing)
     assert correct(decide_simple(bare, Sums(), 1))["oracle"].isnan().all()
+
+
+# -- simple ways to choose, by hand ------------------------------------------------------------------------------------
+
+
+BLOCKS = {"image": (0, 2), "question": (2, 4), "annotator": (4, 5)}
+
+
+def image(degrees: float) -> list[float]:
+    angle = torch.deg2rad(torch.tensor(degrees))
+    return [float(angle.cos()) * 3, float(angle.sin()) * 3]
+
+
+# how far the image is turned from that of the query, what the demonstration answers, its annotator
+ITEMS = [(10, "a", 1), (20, "b", 0), (0, "a", 0), (80, "b", 1), (30, "a", 1), (40, "b", 0), (60, "a", 0)]
+CANDIDATES = torch.tensor([[*image(turn), answers == "a", answers == "b", who] for turn, answers, who in ITEMS])
+# the first asks both, the second a, the third b of a short pool, the fourth has nothing to choose from
+BY_HAND = torch.tensor([[*image(0), a, b, 0] for a, b in ((1, 1), (1, 0), (0, 1), (1, 1))])
+POOL = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [3, 0, -1, -1, -1, -1, -1], [-1] * 7])
+
+
+def by_hand(queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tuple[int, int]] = BLOCKS) -> BeamTable:
+    none = torch.full((len(queries), 0), -1)
+    recorded = {"sequences": none.unsqueeze(2).expand(-1, -1, 2), "fields": {}, "found_by": none, "round": none}
+    ids = tuple(map(str, range(len(queries))))
+    return BeamTable("by hand", ids, pool, **recorded, queries=queries, candidates=CANDIDATES, blocks=blocks)
+
+
+def chosen(way: str, shots: int, **more: Tensor) -> list[list[int]]:
+    """Rows of the bank."""
+    data = by_hand()
+    places = simple_ways(data, shots, **more)[way]  # type: ignore[arg-type]
+    assert places.shape == (4, shots)
+    return data.pool.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1).tolist()
+
+
+def test_image_similarity_takes_the_nearest_images_and_question_similarity_of_equals_the_first() -> None:
+    assert chosen("image_similarity", 3) == [[2, 0, 1], [2, 0, 1], [0, 3, -1], [-1, -1, -1]]
+    assert chosen("question_similarity", 2) == [[0, 1], [6, 4], [3, 0], [-1, -1]]
+
+
+def test_similarity_is_the_mean_of_both_cosines() -> None:
+    # b of the third query: cos 80° + 1 = 1.17 against cos 10° + 0 = .98
+    assert chosen("similarity", 2) == [[2, 0], [2, 0], [3, 0], [-1, -1]]
+    mixed = simple_ways(by_hand(blocks={}), 2)
+    assert set(mixed) == {"random", "similarity"}
+    whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
+    assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
+
+
+def test_part_similarity_serves_the_parts_in_turn() -> None:
+    assert chosen("part_similarity", 4) == [[2, 1, 0, 5], [2, 0, 4, 6], [3, 0, -1, -1], [-1] * 4]
+    # a is answered four times, then what has the most similar image
+    assert chosen("part_similarity", 5)[1] == [2, 0, 4, 6, 1]
+
+
+def test_careful_rule_prefers_who_is_trusted_among_those_that_answer() -> None:
+    trusted = CANDIDATES[:, 4].bool()
+    assert chosen("careful_rule", 4, trusted=trusted) == [[0, 3, 4, 1], [0, 4, 2, 6], [3, 0, -1, -1], [-1] * 4]
+    assert "careful_rule" not in simple_ways(by_hand(), 2)
+
+
+def test_voters_are_the_nearest_few_of_each_part() -> None:
+    data = by_hand()
+    places = voters(data, each=3)
+    rows = data.pool.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1)
+    assert rows.tolist() == [[2, 0, 4, 1, 5, 3], [2, 0, 4, -1, -1, -1], [3] + [-1] * 5, [-1] * 6]
+    assert voters(by_hand(blocks={})).shape == (4, 5)
+
+
+def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
+    asked, answered = parts_of(by_hand()) or pytest.fail("there are parts")
+    assert asked.tolist() == [[True, True], [True, False], [False, True], [True, True]]
+    assert answered[:3].tolist() == [[True, False], [False, True], [True, False]]
+    for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
+        assert parts_of(other) is None
+        assert "part_similarity" not in simple_ways(other, 2)
+        with pytest.raises(ValueError, match="no blocks"):
+            part_similarity(other, 2)
+
+
+def test_a_query_that_asks_nothing_known_gets_similar_images() -> None:
+    nothing = by_hand(BY_HAND * torch.tensor([1.0, 1, 0, 0, 1]))
+    assert POOL[0][part_similarity(nothing, 3)[0]].tolist() == [2, 0, 1]
+
+
+@given(st.integers(1, 9), st.integers(0, 5))
+@settings(max_examples=20, deadline=None)
+def test_every_way_takes_each_candidate_once_and_no_padding(shots: int, seed: int) -> None:
+    data = by_hand()
+    for places in simple_ways(data, shots, seed=seed, trusted=CANDIDATES[:, 4].bool()).values():
+        assert places.shape == (4, shots)
+        for row, size in zip(places.tolist(), data.pool_mask.sum(1).tolist(), strict=True):
+            real, padding = row[: min(shots, size)], row[min(shots, size) :]
+            assert len(set(real)) == len(real)
+            assert all(0 <= place < size for place in real)
+            assert set(padding) <= {-1}
+
+
+def test_random_follows_its_seed_and_is_uniform() -> None:
+    many = dataclasses.replace(
+        by_hand(BY_HAND[:1].expand(3500, -1), POOL[:1].expand(3500, -1)), query_ids=tuple(map(str, range(3500)))
+    )
+    places = random_places(many, 2, seed=1)
+    assert torch.equal(places, random_places(many, 2, seed=1))
+    assert not torch.equal(places, random_places(many, 2, seed=2))
+    counts = torch.bincount(places[:, 1], minlength=7)
+    assert ((counts - 500).abs() < 5 * 500**0.5).all()
+
+
+def test_best_places_are_padded_where_too_few_are_left() -> None:
+    scores = torch.tensor([[0.5, -torch.inf, 0.7], [-torch.inf] * 3])
+    assert best_places(scores, 4).tolist() == [[2, 0, -1, -1], [-1] * 4]

@@ -14,7 +14,8 @@ from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 
 VERSIONS = ("v0", "v1", "v2")
-UPDATES = ("additive", "convex")
+every_version = pytest.mark.parametrize("version", VERSIONS)
+every_update = pytest.mark.parametrize("update", ["additive", "convex"])
 SIZES = (4, 2, 1, 0)  # candidates of the four queries, in pools of four places; those of query 1 do not stand first
 
 
@@ -32,14 +33,10 @@ def features() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def distribution(
-    version: str = "v2",
-    shots: int = 3,
-    group_size: int | None = None,
-    temperature: float = 1.0,
-    update: str = "additive",
+    version: str = "v2", shots: int = 3, update: str = "additive", **settings: float | None
 ) -> SequenceDistribution:
     net = network(version, update)
-    return SequenceDistribution(net, net.encode(*features()), shots, group_size, temperature)
+    return SequenceDistribution(net, net.encode(*features()), shots, **settings)
 
 
 def everything(mask: Tensor, shots: int) -> list[tuple[int, ...]]:
@@ -47,6 +44,11 @@ def everything(mask: Tensor, shots: int) -> list[tuple[int, ...]]:
     places = mask.nonzero().flatten().tolist()
     length = min(shots, len(places))
     return [(*s, *[-1] * (shots - length)) for s in itertools.permutations(places, length)]
+
+
+def log_probs_of(dist: SequenceDistribution, sequences: list[tuple[int, ...]], query: int) -> Tensor:
+    """Of a query's sequences, [n]: as draws of shape [n], in which other queries' log-probs are not read."""
+    return dist.log_prob(torch.tensor(sequences).unsqueeze(1).expand(-1, 4, -1))[:, query]
 
 
 @torch.no_grad()
@@ -70,30 +72,29 @@ def step_by_step(net: PointerNetwork, query: int, sequence: tuple[int, ...], tem
 
 
 @pytest.mark.parametrize("shots", [1, 2, 3])
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("version", VERSIONS)
+@every_update
+@every_version
 def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, shots: int) -> None:
     dist = distribution(version, shots, update=update, temperature=0.7)
     mask = features()[2]
     for query in range(4):
-        sequences = torch.tensor(everything(mask[query], shots))
-        value = sequences.unsqueeze(1).expand(-1, 4, -1)  # as draws of shape [*]: other queries' log-probs are not read
-        torch.testing.assert_close(dist.log_prob(value)[:, query].exp().sum(), torch.tensor(1.0))
+        log_probs = log_probs_of(dist, everything(mask[query], shots), query)
+        torch.testing.assert_close(log_probs.exp().sum(), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("version", VERSIONS)
+@every_update
+@every_version
 def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update: str) -> None:
     net, dist = network(version, update), distribution(version, temperature=1.7, update=update)
     mask = features()[2]
     for query in range(4):
         sequences = everything(mask[query], 3)
-        found = dist.log_prob(torch.tensor(sequences).unsqueeze(1).expand(-1, 4, -1))[:, query]
+        found = log_probs_of(dist, sequences, query)
         wanted = torch.tensor([step_by_step(net, query, sequence, 1.7) for sequence in sequences])
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_a_shorter_sequence_has_the_log_prob_of_its_beginning(version: str) -> None:
     dist, net = distribution(version, group_size=3), network(version)
     value = torch.full((4, 3, 3), -1)
@@ -105,7 +106,7 @@ def test_a_shorter_sequence_has_the_log_prob_of_its_beginning(version: str) -> N
     assert (found[1:] == 0).all()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_what_cannot_be_chosen_has_log_prob_minus_infinity(version: str) -> None:
     dist = distribution(version, group_size=7)
     wrong = [[1, 1, 2], [0, 1, 0], [4, 0, 1], [-2, 0, 1], [0, -1, 1], [-1, 0, -1], [0, 1, 9]]
@@ -147,7 +148,7 @@ def test_shapes(sample: tuple[int, ...], group_size: int | None) -> None:
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_draws_have_the_frequencies_of_their_probabilities(version: str) -> None:
     torch.manual_seed(0)
     dist = distribution(version, shots=2, group_size=20_000)
@@ -178,15 +179,13 @@ def test_draws_follow_the_temperature() -> None:
 
 
 def test_draws_carry_no_gradient() -> None:
-    drawn, log_prob = distribution(group_size=3).sample_with_log_prob()
-    assert not drawn.requires_grad
-    assert not log_prob.requires_grad
+    assert not any(part.requires_grad for part in distribution(group_size=3).sample_with_log_prob())
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
     net, dist = network(version), distribution(version)
     for query, mask in enumerate(features()[2]):
@@ -198,23 +197,22 @@ def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
         assert tuple(dist.mode[query].tolist()) == tuple(dist.beam(1)[0][query, 0].tolist()) == wanted
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_a_beam_as_wide_as_all_sequences_finds_all_of_them_best_first(version: str) -> None:
     dist = distribution(version)
     sequences, log_probs = dist.beam(30)
-    assert sequences.shape == (4, 30, 3)
-    assert log_probs.shape == (4, 30)
+    assert (sequences.shape, log_probs.shape) == ((4, 30, 3), (4, 30))
     for query, mask in enumerate(features()[2]):
         wanted = everything(mask, 3)
         found = [tuple(s) for s in sequences[query].tolist()]
         assert sorted(found[: len(wanted)]) == sorted(wanted)
         assert found[len(wanted) :] == [(-1, -1, -1)] * (30 - len(wanted))
-        every = dist.log_prob(torch.tensor(wanted).unsqueeze(1).expand(-1, 4, -1))[:, query]
+        every = log_probs_of(dist, wanted, query)
         torch.testing.assert_close(log_probs[query, : len(wanted)], every.sort(descending=True).values)
         assert log_probs[query, len(wanted) :].isneginf().all()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_beams_know_their_log_probs(version: str) -> None:
     sequences, log_probs = distribution(version).beam(2)
     torch.testing.assert_close(distribution(version, group_size=2).log_prob(sequences)[:2], log_probs[:2])
@@ -227,19 +225,13 @@ class Misleading(PointerNetwork):
     def __init__(self) -> None:
         super().__init__(SelectorConfig(temperature=1.0))
 
-    def encode(self, query: Tensor, pool: Tensor, mask: Tensor) -> Encoded:
-        return Encoded(query, pool, mask)
-
     def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
         return torch.where(chosen[..., 1:2] > 0, torch.tensor([0.0, 0.0, 20.0]), torch.zeros(3))
 
 
 def test_a_wider_beam_finds_what_greedy_misses() -> None:
-    net = Misleading()
-    first = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    dist = SequenceDistribution(
-        net, net.encode(first, torch.eye(3).unsqueeze(0), torch.ones(1, 3, dtype=torch.bool)), 2
-    )
+    first, every = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.ones(1, 3, dtype=torch.bool)
+    dist = SequenceDistribution(Misleading(), Encoded(first, torch.eye(3).unsqueeze(0), every), 2)
     sequences, log_probs = dist.beam(2)
     assert sequences[0, 0].tolist() == [1, 2]
     assert log_probs[0].exp().tolist() == pytest.approx([0.3, 0.25], abs=1e-4)
@@ -249,15 +241,14 @@ def test_a_wider_beam_finds_what_greedy_misses() -> None:
 # -- entropy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_entropy_is_unbiased(version: str) -> None:
     net = network(version)
     query, pool, mask = (x[:2].repeat_interleave(4000, 0) for x in features())
     estimates = SequenceDistribution(net, net.encode(query, pool, mask), 3).entropy().unflatten(0, (2, 4000))
     exact = distribution(version)
     for row in range(2):
-        sequences = torch.tensor(everything(features()[2][row], 3))
-        log_probs = exact.log_prob(sequences.unsqueeze(1).expand(-1, 4, -1))[:, row]
+        log_probs = log_probs_of(exact, everything(features()[2][row], 3), row)
         wanted = -(log_probs.exp() * log_probs).sum()
         error = estimates[row].std() / math.sqrt(4000)
         assert (estimates[row].mean() - wanted).abs() <= 4 * error + 1e-5
@@ -265,7 +256,7 @@ def test_entropy_is_unbiased(version: str) -> None:
 
 def test_entropy_of_one_shot_is_exact_and_of_no_choice_is_zero() -> None:
     dist = distribution(shots=1)
-    log_probs = dist.log_prob(torch.arange(4).view(4, 1, 1).expand(-1, 4, -1))[:, 0]
+    log_probs = log_probs_of(dist, everything(features()[2][0], 1), 0)
     found = dist.entropy()
     torch.testing.assert_close(found[0], -(log_probs.exp() * log_probs).sum())
     assert found[2:].tolist() == [0, 0]
@@ -284,7 +275,7 @@ def test_looking_at_the_entropy_does_not_change_what_is_drawn() -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version: str) -> None:
     net = network(version)
     query, pool, mask = (x[2:] for x in features())
@@ -296,12 +287,11 @@ def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version:
     log_prob = dist.log_prob(drawn)
     assert log_prob.tolist() == [[0.0] * 4] * 2
     (log_prob.sum() + dist.entropy().sum()).backward()
-    for gradient in (query.grad, pool.grad, *(p.grad for p in net.parameters() if p.grad is not None)):
-        assert gradient is not None
-        assert (gradient.abs() < 1e-6).all()
+    gradients = [query.grad, pool.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+    assert all((gradient.abs() < 1e-6).all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_version
 def test_following_the_gradient_makes_a_sequence_more_probable(version: str) -> None:
     net = network(version)
     optimiser = torch.optim.SGD(net.parameters(), 0.05)
@@ -319,8 +309,7 @@ def test_following_the_gradient_makes_a_sequence_more_probable(version: str) -> 
 def test_the_score_function_has_mean_zero() -> None:
     """E_a[∇ ln π(a)] = 0, over all sequences: what a policy gradient without a reward must be."""
     dist = distribution()
-    sequences = torch.tensor(everything(features()[2][0], 3))
-    log_probs = dist.log_prob(sequences.unsqueeze(1).expand(-1, 4, -1))[:, 0]
+    log_probs = log_probs_of(dist, everything(features()[2][0], 3), 0)
     (log_probs.detach().exp() * log_probs).sum().backward()
     gradients = [p.grad for p in dist.network.parameters() if p.grad is not None]
     assert len(gradients) > 10

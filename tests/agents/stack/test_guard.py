@@ -10,32 +10,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.agents.predictors.experts import Measured
 from knobwise.agents.stack.guard import PRICES, Guard
 
 NAN = math.nan
 ZERO = torch.zeros(1, dtype=torch.int64)
+Cells = list[list[float]]
 
 
 def calibrated(
-    score: list[list[float]],
-    meets: list[list[float]],
-    accuracy: list[list[float]],
-    latency_ms: list[list[float]],
-    static: list[int],
-    **settings: float,
+    score: Cells, meets: Cells, accuracy: Cells, latency_ms: Cells, static: list[int], **settings: float
 ) -> Guard:
     """One budget of 10 ms."""
-    latency = torch.tensor(latency_ms).float()
+    scores, likely, right, latency = (torch.tensor(cells).float() for cells in (score, meets, accuracy, latency_ms))
+    measured = Measured(torch.arange(len(static)), right, latency, ~latency.isnan(), torch.tensor([10.0]), [])
+    settings = {"level": 0.5, "level_cost": 1.0, **settings}
     return Guard.calibrate(
-        budgets_ms=torch.tensor([10.0]),
-        score=torch.tensor([score]).float(),
-        meets=torch.tensor([meets]).float(),
-        accuracy=torch.tensor(accuracy).float(),
-        latency_ms=latency,
-        mask=~latency.isnan(),
-        static_choice=torch.tensor([static]),
-        **{"level": 0.5, "level_cost": 1.0, **settings},
+        measured, score=scores[None], meets=likely[None], static_choice=torch.tensor([static]), **settings
     )
+
+
+def ruling(guard: Guard, **expected: object) -> str:
+    """The reason for its only budget; fails where the budget's row is not as expected."""
+    (row,) = guard.rows()
+    assert {name: row[name] for name in expected} == expected
+    return row["reason"]
 
 
 def three_requests(**settings: float) -> Guard:
@@ -67,34 +66,24 @@ def test_the_prices_rise_from_nothing_by_a_fifth_each_to_where_only_the_budget_c
 
 def test_the_lowest_price_that_keeps_the_level() -> None:
     # (misses + 1) / 4 ≤ 0.5 allows one miss: without a price there are two, from κ = 1.11 on there is one
-    (row,) = three_requests().rows()
-    assert row["miss_price"] == first_price_above(1 / 0.9)
-    assert (row["satisfaction_before"], row["satisfaction_after"], row["satisfaction_cautious"]) == (1 / 3, 2 / 3, 1)
-    assert row["satisfaction_static"] == 1
-    assert (row["utility_unconstrained"], row["utility_policy"], row["utility_static"]) == (1 / 3, 0.5, 0.5)
-    assert row["gain"] == 0
-    assert row["gain_se"] == pytest.approx(math.sqrt(0.5 / 2 / 3))  # differences 0, −.5, .5
-    assert (row["budget_ms"], row["level"], row["feasible"]) == (10, 0.5, 3)
-    assert (row["unattainable"], row["too_dear"], row["deployed"]) == (False, False, False)
-    assert (row["satisfaction_deployed"], row["utility_deployed"]) == (1, 0.5)
-    assert row["reason"] == (
-        "fell back to budget-aware static: +0.000 ± 0.289 on held-out samples is not above 0 with 80% confidence"
-    )
+    guard = three_requests()
+    ruling(guard, budget_ms=10, level=0.5, feasible=3, miss_price=first_price_above(1 / 0.9))
+    ruling(guard, satisfaction_before=1 / 3, satisfaction_after=2 / 3, satisfaction_cautious=1, satisfaction_static=1)
+    ruling(guard, utility_unconstrained=1 / 3, utility_policy=0.5, utility_static=0.5)
+    ruling(guard, gain=0, gain_se=pytest.approx(math.sqrt(0.5 / 2 / 3)))  # differences 0, −.5, .5
+    ruling(guard, unattainable=False, too_dear=False, deployed=False, satisfaction_deployed=1, utility_deployed=0.5)
+    comparison = "+0.000 ± 0.289 on held-out samples is not above 0 with 80% confidence"
+    assert ruling(guard) == f"fell back to budget-aware static: {comparison}"
 
 
 def test_a_stricter_level_needs_a_higher_price() -> None:
     # (misses + 1) / 4 ≤ 0.25 allows none
-    (row,) = three_requests(level=0.75).rows()
-    assert row["miss_price"] == first_price_above(1 / 0.7)
-    assert row["satisfaction_after"] == 1
+    ruling(three_requests(level=0.75), miss_price=first_price_above(1 / 0.7), satisfaction_after=1)
 
 
 def test_too_few_requests_to_show_a_level() -> None:
-    (row,) = three_requests(level=0.8).rows()
-    assert row["unattainable"]
-    assert row["miss_price"] == 0
-    assert row["satisfaction_after"] == row["satisfaction_before"]
-    assert row["reason"].endswith("; 3 feasible requests are too few to show 80% on time, at least 4 are needed")
+    reason = ruling(three_requests(level=0.8), unattainable=True, miss_price=0, satisfaction_after=1 / 3)
+    assert reason.endswith("; 3 feasible requests are too few to show 80% on time, at least 4 are needed")
 
 
 def test_rounding_of_the_level_does_not_decide() -> None:
@@ -107,46 +96,38 @@ def test_rounding_of_the_level_does_not_decide() -> None:
 def test_a_higher_price_that_misses_more_rules_out_the_lower_ones() -> None:
     # the first request is late between κ = 2.57 and κ = 3, the second up to κ = 5, and one may be: at all lower prices
     # one is, and they would do, if it were not for the two that are late at κ = 2.76
-    (row,) = calibrated(
+    guard = calibrated(
         score=[[3, 2.1, 0.3], [5, 0, 0], [1, 0, 0]],
         meets=[[0.05, 0.4, 1], [0, 1, 1], [1, 1, 1]],
         accuracy=[[1, 1, 1]] * 3,
         latency_ms=[[5, 20, 5], [20, 5, 5], [5, 5, 5]],
         static=[2, 2, 2],
-    ).rows()
+    )
     assert 0.9 / 0.35 < first_price_above(0.9 / 0.35) < 1.8 / 0.6
-    assert row["miss_price"] == first_price_above(1.8 / 0.6)
-    assert row["satisfaction_before"] == row["satisfaction_after"] == 2 / 3
+    price = first_price_above(1.8 / 0.6)
+    ruling(guard, miss_price=price, satisfaction_before=2 / 3, satisfaction_after=2 / 3)
 
 
 def test_an_unattainable_level_forces_nothing() -> None:
     # predictions that say the opposite: what is called sure is slow for two of three, and static takes it
-    (row,) = calibrated(
-        score=[[1, 2]] * 3,
-        meets=[[1, 0.1]] * 3,
-        accuracy=[[1, 1]] * 3,
-        latency_ms=[[20, 5], [20, 5], [5, 20]],
-        static=[0, 0, 0],
-        level=0.75,
-    ).rows()
-    assert (row["unattainable"], row["too_dear"]) == (True, False)
-    assert row["miss_price"] == 0
-    assert row["satisfaction_after"] == 2 / 3
-    assert row["reason"].endswith(
+    latency_ms: Cells = [[20, 5], [20, 5], [5, 20]]
+    guard = calibrated([[1, 2]] * 3, [[1, 0.1]] * 3, [[1, 1]] * 3, latency_ms, [0, 0, 0], level=0.75)
+    reason = ruling(guard, unattainable=True, too_dear=False, miss_price=0, satisfaction_after=2 / 3)
+    assert reason.endswith(
         "; 75% on time is unattainable at this budget: the most cautious choice reaches 33.3% "
         "(1 of 3 feasible requests, 3 are needed)"
     )
 
 
-def costly(level_cost: float) -> Guard:
+def costly(level_cost: float, static_right: float = 0.4) -> Guard:
     """Two choices of the policy: right for nine of ten requests and late for the tenth, or never late and .8 right.
 
-    Static is .4 right and never late. By (misses + 1) / 11 ≤ .1 none may be.
+    Static is never late. By (misses + 1) / 11 ≤ .1 none may be.
     """
     return calibrated(
         score=[[1, 2, 0]] * 10,
         meets=[[0.9, 0.3, 0]] * 10,
-        accuracy=[[0.8, 1, 0.4]] * 10,
+        accuracy=[[0.8, 1, static_right]] * 10,
         latency_ms=[[5, 20 if i == 0 else 9, 5] for i in range(10)],
         static=[2] * 10,
         level=0.9,
@@ -156,33 +137,21 @@ def costly(level_cost: float) -> Guard:
 
 def test_a_level_that_is_too_dear_is_not_enforced() -> None:
     # κ·(.9 − .3) ≥ 1 turns all; the gain over static falls from .9 − .4 to .8 − .4, a fifth of it
-    for level_cost, enforced in ((0.1, False), (0.19, False), (0.2, True), (0.21, True), (1.0, True)):
-        (row,) = costly(level_cost).rows()
-        assert row["deployed"]
-        assert row["too_dear"] == (not enforced)
-        assert not row["unattainable"]
-        assert row["miss_price"] == (first_price_above(1 / 0.6) if enforced else 0)
-        assert row["satisfaction_deployed"] == (1 if enforced else 0.9)
-        assert row["utility_deployed"] == pytest.approx(0.8 if enforced else 0.9)
-    assert costly(0.1).rows()[0]["reason"] == (
+    enforced = {"miss_price": first_price_above(1 / 0.6), "satisfaction_deployed": 1, "too_dear": False}
+    dear = {"miss_price": 0, "satisfaction_deployed": 0.9, "too_dear": True}
+    for cost, expected, right in ((0.1, dear, 0.9), (0.19, dear, 0.9), *((c, enforced, 0.8) for c in (0.2, 0.21, 1.0))):
+        utility = pytest.approx(right)
+        ruling(costly(cost), deployed=True, unattainable=False, utility_deployed=utility, **expected)
+    assert ruling(costly(0.1)) == (
         "deployed: better than budget-aware static by +0.500 ± 0.100 on held-out samples; 90% on time would cost "
         "more than 10% of the gain over static, so it is not enforced (90.0% on time)"
     )
 
 
 def test_nothing_may_be_lost_where_nothing_is_gained() -> None:
-    # the policy is late for one of ten at the same utility as static, .9; the price costs it .1
-    arguments = {
-        "score": [[1, 2, 0]] * 10,
-        "meets": [[0.9, 0.3, 0]] * 10,
-        "accuracy": [[0.8, 1, 0.9]] * 10,
-        "latency_ms": [[5, 20 if i == 0 else 9, 5] for i in range(10)],
-        "static": [2] * 10,
-        "level": 0.9,
-    }
-    (row,) = calibrated(**arguments, level_cost=0.5).rows()  # type: ignore[arg-type]
-    assert (row["miss_price"], row["deployed"]) == (0, False)
-    assert (row["too_dear"], row["satisfaction_deployed"]) == (False, 1)  # static keeps it
+    # the policy is late for one of ten at the same utility as static, .9, which keeps the level; the price costs it .1
+    guard = costly(0.5, static_right=0.9)
+    ruling(guard, miss_price=0, deployed=False, too_dear=False, satisfaction_deployed=1)
 
 
 @pytest.mark.parametrize(
@@ -207,61 +176,45 @@ def test_where_static_misses_the_level_no_worse_is_enough(static_right: int, lev
         confidence=0.99,
         level_cost=level_cost,
     )
-    (row,) = guard.rows()
-    assert not guard.better.any()
-    assert row["deployed"] is deployed
-    assert row["too_dear"] == (not deployed)
-    assert row["satisfaction_deployed"] == (1 if deployed else 0.9)
+    on_time = 1 if deployed else 0.9
+    reason = ruling(guard, better=False, deployed=deployed, too_dear=not deployed, satisfaction_deployed=on_time)
     if deployed:
         gain = (8 - static_right) / 10
-        assert row["reason"].startswith(f"deployed: 100.0% on time, budget-aware static 90.0%; utility {gain:+z.3f} ± ")
-        assert row["reason"].endswith(" on held-out samples")
+        assert reason.startswith(f"deployed: 100.0% on time, budget-aware static 90.0%; utility {gain:+z.3f} ± ")
+        assert reason.endswith(" on held-out samples")
     else:
-        assert row["reason"].endswith("; 90% on time would cost utility, so it is not enforced (90.0% on time)")
+        assert reason.endswith("; 90% on time would cost utility, so it is not enforced (90.0% on time)")
 
 
 def test_at_any_cost_static_keeps_the_level_that_no_price_reaches() -> None:
     # the policy's configurations are late for the first or for the second request, static's for none
-    arguments = {
-        "score": [[1, 2, -9]] * 10,
-        "meets": [[0.9, 0.3, 0.1]] * 10,
-        "accuracy": [[1, 1, 0.4]] * 10,
-        "latency_ms": [[20 if i == 1 else 5, 20 if i == 0 else 9, 5] for i in range(10)],
-        "static": [2] * 10,
-        "level": 0.9,
-    }
-    (row,) = calibrated(**arguments, level_cost=1.0).rows()  # type: ignore[arg-type]
-    assert (row["deployed"], row["unattainable"], row["too_dear"]) == (False, False, False)
-    assert row["satisfaction_deployed"] == 1
-    assert row["reason"] == "fell back to budget-aware static: it is 100.0% on time, the policy reaches 90% at no price"
-    (row,) = calibrated(**arguments, level_cost=0.9).rows()  # type: ignore[arg-type]
-    assert (row["deployed"], row["unattainable"], row["too_dear"]) == (True, False, True)
-    assert row["miss_price"] == 0
+    latency_ms: Cells = [[20 if i == 1 else 5, 20 if i == 0 else 9, 5] for i in range(10)]
+    cells = [[1, 2, -9]] * 10, [[0.9, 0.3, 0.1]] * 10, [[1, 1, 0.4]] * 10, latency_ms
+    at_any_cost, dear = (calibrated(*cells, [2] * 10, level=0.9, level_cost=cost) for cost in (1.0, 0.9))
+    reason = ruling(at_any_cost, deployed=False, unattainable=False, too_dear=False, satisfaction_deployed=1)
+    assert reason == "fell back to budget-aware static: it is 100.0% on time, the policy reaches 90% at no price"
+    ruling(dear, deployed=True, unattainable=False, too_dear=True, miss_price=0)
 
 
 def test_infeasible_requests_do_not_count_and_holes_are_not_chosen() -> None:
     # the last two are infeasible; the second of the others has its best score where nothing was profiled
-    (row,) = calibrated(
+    guard = calibrated(
         score=[[1, 2], [1, 9], [1, 2], [1, 2]],
         meets=[[1, 0.9], [1, 1], [0.2, 0.1], [0, 0]],
         accuracy=[[0.5, 1], [0.5, NAN], [1, 1], [1, 1]],
         latency_ms=[[5, 5], [5, NAN], [20, 30], [20, 30]],
         static=[0, 0, 0, 0],
         confidence=0.5,
-    ).rows()
-    assert row["feasible"] == 2
-    assert row["satisfaction_before"] == 1
-    assert (row["utility_policy"], row["utility_static"]) == (1.5 / 4, 1 / 4)
-    assert row["deployed"] is True
-    assert row["reason"] == "deployed: better than budget-aware static by +0.125 ± 0.125 on held-out samples"
+    )
+    utilities = {"utility_policy": 1.5 / 4, "utility_static": 1 / 4}
+    reason = ruling(guard, feasible=2, satisfaction_before=1, deployed=True, **utilities)
+    assert reason == "deployed: better than budget-aware static by +0.125 ± 0.125 on held-out samples"
 
 
 def test_no_feasible_request_asks_for_nothing() -> None:
-    (row,) = calibrated([[1.0]] * 2, [[0.5]] * 2, [[1.0]] * 2, [[20.0]] * 2, [0, 0]).rows()
-    assert (row["miss_price"], row["unattainable"], row["too_dear"], row["feasible"]) == (0, False, False, 0)
-    assert row["satisfaction_before"] is None
-    assert row["satisfaction_deployed"] is None
-    assert row["reason"] == (
+    guard = calibrated([[1.0]] * 2, [[0.5]] * 2, [[1.0]] * 2, [[20.0]] * 2, [0, 0])
+    nothing = {"miss_price": 0, "unattainable": False, "too_dear": False, "feasible": 0}
+    assert ruling(guard, **nothing, satisfaction_before=None, satisfaction_deployed=None) == (
         "fell back to budget-aware static: the policy has the same utility on every held-out sample; no held-out "
         "request can meet this budget"
     )
@@ -293,8 +246,7 @@ def test_the_policy_is_deployed_where_it_is_better_by_more_than_chance(
 
 def test_a_worse_policy_falls_back() -> None:
     guard = calibrated([[1, 2]] * 4, [[1, 1]] * 4, [[1, 0]] * 4, [[5, 5]] * 4, [0] * 4, confidence=0.5)
-    assert guard.rows()[0]["gain"] == -1
-    assert guard.rows()[0]["deployed"] is False
+    ruling(guard, gain=-1, deployed=False)
 
 
 def test_a_request_belongs_to_the_nearest_calibrated_budget_in_log_ms() -> None:
@@ -377,17 +329,9 @@ def test_the_level_holds_over_many_draws() -> None:
         meets = torch.special.ndtr((budgets.log().reshape(2, 1, 1) - mean) / 0.3)  # the spread is .63
         score = meets * size
         every = torch.ones(700, 5, dtype=torch.bool)
-        guard = Guard.calibrate(
-            budgets_ms=budgets,
-            score=score[:, :200],
-            meets=meets[:, :200],
-            accuracy=torch.ones(200, 5),
-            latency_ms=latency[:200],
-            mask=every[:200],
-            static_choice=torch.full((2, 200), 4),
-            level=level,
-            level_cost=1,
-        )
+        measured = Measured(torch.arange(200), torch.ones(200, 5), latency[:200], every[:200], budgets, [])
+        held_out = {"score": score[:, :200], "meets": meets[:, :200], "static_choice": torch.full((2, 200), 4)}
+        guard = Guard.calibrate(measured, **held_out, level=level, level_cost=1)
         for b, budget in enumerate(budgets):
             arguments = (score[b, 200:], meets[b, 200:], budget.expand(500), every[200:], torch.full((500,), 4))
             feasible = (latency[200:] <= budget).any(1)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import Always, blocks, small_table
 from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.experts import Measured
-from knobwise.agents.predictors.prediction import Prediction
 from knobwise.agents.stack.priced_policy import (
     PricedChooser,
     compared,
@@ -25,7 +25,7 @@ from knobwise.agents.stack.priced_policy import (
     prices_by_trial,
 )
 from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price, mean_budgets
-from knobwise.agents.stack.stacked_controller import StackedController, _weights_of_folds, fit_priced_stack
+from knobwise.agents.stack.stacked_controller import StackedController, _joined, fit_priced_stack
 from knobwise.agents.stack.weights import HeldOut
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
@@ -34,13 +34,12 @@ from knobwise.envs.configurations.budgets import BudgetEncoding
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
-MEAN = BudgetConfig(sense="mean")
 SHORT = OptimiserConfig(warmup_iterations=10, iterations=4, contexts=32, minibatch=32, evaluate_every=4)
 STACK = PolicyConfig(structure="utility", members=3, experts=("ridge", "knn"), hidden=16, dropout=0.0)
 
 
 def trained(table: ProfileTable, policy: PolicyConfig) -> ControllerTrainer:
-    trainer = ControllerTrainer(table, table.split(), policy=policy, optimiser=SHORT, budget=MEAN)
+    trainer = ControllerTrainer(table, table.split(), policy=policy, optimiser=SHORT, budget=BudgetConfig(sense="mean"))
     trainer.run()
     return trainer
 
@@ -51,13 +50,6 @@ def fitted_rows(table: ProfileTable) -> Tensor:
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_mean_of_a_log_normal() -> None:
-    mean_log = torch.tensor([[10.0, 10.0], [3.0, 3.0]]).log()
-    spread = torch.tensor([0.0, 2 * math.log(2)]).sqrt()
-    prediction = Prediction(torch.ones(2, 2), mean_log, spread)
-    assert prediction.latency_ms.flatten().tolist() == pytest.approx([10, 20, 3, 6])
 
 
 def test_at_a_price_a_network_scores_accuracy_minus_latency_over_worth_and_nothing_else() -> None:
@@ -78,9 +70,8 @@ def test_the_lowest_price_tried_that_keeps_the_budget() -> None:
     # means 1, 4 and 8; a worth of 3 ms is foolish, dearer than one of 4
     choices = {2.0: [0, 0], 3.0: [2, 2], 4.0: [1, 1], 8.0: [2, 2]}
     worths = torch.tensor([2.0, 3.0, 4.0, 8.0])
-    prices, chosen = prices_by_trial(
-        lambda worth: torch.tensor(choices[float(worth)]), cost, worths, torch.tensor([0.5, 1.0, 3.9, 4.0, 9.0])
-    )
+    budgets = torch.tensor([0.5, 1.0, 3.9, 4.0, 9.0])
+    prices, chosen = prices_by_trial(lambda worth: torch.tensor(choices[float(worth)]), cost, worths, budgets)
     assert prices.tolist() == [1 / 2, 1 / 2, 1 / 2, 1 / 4, 1 / 8]
     assert chosen.T.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1], [2, 2]]
 
@@ -133,17 +124,6 @@ def test_a_mixture_takes_its_dearer_side_for_its_share_of_the_requests() -> None
 # -- around something that decides -------------------------------------------------------------------------------------
 
 
-class Always:
-    """Chooses one configuration, and keeps the worths it was asked for."""
-
-    def __init__(self, configuration: int) -> None:
-        self.configuration = configuration
-
-    def choose(self, features: dict[str, Tensor], worths: Tensor, mask: Tensor) -> Tensor:
-        self.worths = worths
-        return torch.full((len(worths),), self.configuration)
-
-
 def always_with_fallback(table: ProfileTable) -> PricedChooser:
     budgets = torch.tensor([6.0, 9.0], dtype=torch.float64)
     guard = [{"deployed": True}, {"deployed": False}]
@@ -155,18 +135,16 @@ def always_with_fallback(table: ProfileTable) -> PricedChooser:
 def test_where_it_was_not_shown_to_be_better_the_mixture_decides(features: bool) -> None:
     table = small_table(60, features=features)
     chooser = always_with_fallback(table)
-    assert chooser.mix is not None
-    blocks = table.features
-    first = chooser.choose(blocks, torch.full((60,), 6.0), table.mask)
-    assert chooser.chooser.worths.tolist() == [4.0] * 60
+    first = chooser.choose(table.features, torch.full((60,), 6.0), table.mask)
+    assert chooser.chooser.limits.tolist() == [4.0] * 60
     assert first.tolist() == [3] * 60
     sides = torch.stack([chooser.mix.first[1], chooser.mix.second[1]])
-    drawn = torch.cat([chooser.choose(blocks, torch.full((60,), 9.0), table.mask) for _ in range(30)])
-    assert chooser.chooser.worths.isinf().all()
+    drawn = torch.cat([chooser.choose(table.features, torch.full((60,), 9.0), table.mask) for _ in range(30)])
+    assert chooser.chooser.limits.isinf().all()
     assert torch.isin(drawn, sides).all()
     share = (drawn == sides[1]).float().mean().item()
     assert share == pytest.approx(float(chooser.mix.share[1]), abs=0.15 if features else 0.04)
-    again = torch.cat([always_with_fallback(table).choose(blocks, torch.full((60,), 9.0), table.mask)])
+    again = always_with_fallback(table).choose(table.features, torch.full((60,), 9.0), table.mask)
     assert again.equal(drawn[:60])
     # what is expected of it needs no draw
     accuracy, cost = chooser.expected(table, torch.arange(60))
@@ -200,10 +178,10 @@ def test_a_stack_is_priced_by_what_it_says_out_of_fold(tmp_path: Path, features:
         assert row["latency_ms_mean"] <= budget * (1 + 1e-9) or "no price" in row["reason"]
     # what decides is Â − λ·L̂ of the whole, and its probabilities follow
     assert isinstance(priced.chooser, StackedController)
-    blocks, worths = {name: block[rows] for name, block in table.features.items()}, torch.full((len(rows),), 20.0)
-    normal = stack.features(blocks, len(rows))
+    requests, worths = blocks(table, rows), torch.full((len(rows),), 20.0)
+    normal = stack.features(requests, len(rows))
     accuracy, cost = stack.predictions(normal).costs()
-    chosen = priced.chooser.choose(blocks, worths, table.mask[rows])
+    chosen = priced.chooser.choose(requests, worths, table.mask[rows])
     assert chosen.equal(choose_at_price(accuracy, cost, 1 / 20, table.mask[rows]))
     assert stack(normal, worths, table.mask[rows]).argmax(-1).equal(chosen)
     # in and out of a checkpoint
@@ -214,7 +192,7 @@ def test_a_stack_is_priced_by_what_it_says_out_of_fold(tmp_path: Path, features:
     for budget in budgets:
         limits = budget.expand(len(rows))
         fresh = price_stack(*arguments, budgets, seed=0)
-        assert again.choose(blocks, limits, table.mask[rows]).equal(fresh.choose(blocks, limits, table.mask[rows]))
+        assert again.choose(requests, limits, table.mask[rows]).equal(fresh.choose(requests, limits, table.mask[rows]))
         again._draws.manual_seed(0)
 
 
@@ -225,10 +203,14 @@ def test_the_weights_of_a_fold_have_not_seen_it() -> None:
     worth = scores[0] + scores[1]
     changed, (_, hold) = worth.clone(), measured.folds[2]
     changed[:, hold] = scores[2][:, hold]
-    folds = [list(_weights_of_folds(measured, HeldOut(scores, w, table.mask), torch.ones(3))) for w in (worth, changed)]
-    assert sorted(torch.cat([place for place, _ in folds[0]]).tolist()) == list(range(100))
-    same = [torch.equal(before, after) for (_, before), (_, after) in zip(*folds, strict=True)]
-    assert same == [False, False, True, False, False]
+    # where member k says 1 and the others 0, the joined prediction is the weight of k in the sample's fold
+    members = [[torch.full((100, 1), float(k == member)) for k in range(3)] for member in range(3)]
+    before, after = (
+        torch.cat(_joined(measured, HeldOut(scores, w, table.mask), torch.ones(3), *members), 1)
+        for w in (worth, changed)
+    )
+    torch.testing.assert_close(before.sum(1), torch.ones(100))
+    assert [torch.equal(before[hold], after[hold]) for _, hold in measured.folds] == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("policy", [PolicyConfig(hidden=16), PolicyConfig(structure="joint", members=3, hidden=16)])
@@ -237,16 +219,14 @@ def test_any_other_controller_is_priced_by_trial_on_what_was_held_out(policy: Po
     trainer, rows = trained(table, policy), fitted_rows(table)
     budgets, mask = mean_budgets(table, rows), table.mask[trainer.judged_rows]
     folds = list(zip(*trainer.divide(), strict=True))
-    priced = price_controller(
-        table, trainer.agent, lambda w: trainer.choose({}, w.reshape(1), mask), folds, policy, budgets
+    no_guard = dataclasses.replace(policy, guard=False)
+    priced, unguarded = (
+        price_controller(table, trainer.agent, lambda w: trainer.choose({}, w.reshape(1), mask), folds, each, budgets)
+        for each in (policy, no_guard)
     )
     assert (priced.prices.diff() <= 0).all()
     for row, budget in zip(priced.guard, budgets.tolist(), strict=True):
         assert row["latency_ms_mean"] <= budget * (1 + 1e-9) or "no price" in row["reason"]
-    no_guard = PolicyConfig(**{**vars(policy), "guard": False})
-    unguarded = price_controller(
-        table, trainer.agent, lambda w: trainer.choose({}, w.reshape(1), mask), folds, no_guard, budgets
-    )
     assert unguarded.deployed.all()
     assert unguarded.mix is None
     assert unguarded.prices.equal(priced.prices)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_table, table_of, two_kinds
+from helpers import blocks, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,14 +20,13 @@ from knobwise.agents.predictors.folds import folds_of, rows_of_members
 from knobwise.agents.stack.stacked_controller import StackedController, fit_priced_stack, fit_stack
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
-from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 FAST = ("ridge", "knn")
 
 
 def config_of(**settings: object) -> PolicyConfig:
-    options: dict[str, object] = {"structure": "utility", "members": 3, "hidden": 8, "experts": FAST, **settings}
-    return PolicyConfig(**options)  # type: ignore[arg-type]
+    return PolicyConfig(**{"structure": "utility", "members": 3, "hidden": 8, "experts": FAST, **settings})
 
 
 def driven_apart(table: ProfileTable, rows: Tensor, config: PolicyConfig, priced: bool = False) -> Controller:
@@ -79,10 +78,6 @@ def member_scores(network: Controller, features: Tensor, limit: float) -> Tensor
     return net.scores(out, torch.full((members, len(features)), limit))
 
 
-def blocks(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
-    return {name: block[rows] for name, block in table.features.items()}
-
-
 # -- whatever the table ------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +90,6 @@ def test_it_is_fitted_whatever_the_table(name: str) -> None:
     expected = () if name == "no features" else EXPERTS  # then nothing but the budget tells
     assert tuple(expert.name for expert in stack.experts) == expected
     assert list(stack.chosen()["weights"]) == ["network", *expected]
-    assert stack.guard is not None
     assert stack.guard.budgets_ms.tolist() == pytest.approx(default_budgets(table).tolist())
 
 
@@ -128,8 +122,7 @@ def test_a_loaded_one_decides_like_the_saved_one(name: str, tmp_path: Path) -> N
     assert all(torch.equal(a, b) for a, b in zip(again.view(x, budgets), stack.view(x, budgets), strict=True))
     assert again.chosen() == stack.chosen()
     assert again.held_out_worth == stack.held_out_worth
-    assert again.guard is not None
-    assert again.guard.rows() == stack.guard.rows()  # type: ignore[union-attr]
+    assert again.guard.rows() == stack.guard.rows()
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -243,17 +236,14 @@ def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
     assert (stack.limit_key, stack.priced, stack.guard) == ("worth_ms", True, None)
     x, worths = stack.features(table.features, 90), torch.linspace(2, 300, 90)
     out = stack.network.network.outcomes(x.expand(3, -1, -1))
-    members = [
-        (out.accuracy.mean(0), out.latency_ms.mean(0)),
-        *((e(x).accuracy, e(x).latency_ms) for e in stack.experts),
-    ]
+    members = [(out.accuracy.mean(0), out.latency_ms.mean(0))]
+    members += [(e(x).accuracy, e(x).latency_ms) for e in stack.experts]
     accuracy, cost = (sum(float(w) * s[i] for w, s in zip(stack.weights, members, strict=True)) for i in range(2))
     torch.testing.assert_close(stack.predictions(x).costs(), (accuracy, cost))
     score = (accuracy - cost / worths.unsqueeze(1)).masked_fill(~table.mask, -torch.inf)
     assert torch.equal(stack.choose(table.features, worths, table.mask), score.argmax(1))
-    torch.testing.assert_close(
-        stack(x, worths, table.mask), (stack.network.network.sharpness * score).log_softmax(-1).to(score.dtype)
-    )
+    log_probs = (stack.network.network.sharpness * score).log_softmax(-1)
+    torch.testing.assert_close(stack(x, worths, table.mask), log_probs)
 
 
 @torch.no_grad()
@@ -296,16 +286,8 @@ def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
     mask = torch.rand(n, c, generator=generator) < profiled
     mask[torch.arange(n), torch.arange(n) % c] = True
     accuracy = (torch.rand(n, c, generator=generator) < 0.5).float().masked_fill(~mask, torch.nan)
-    table = ProfileTable(
-        name="noise",
-        knobs=(Knob("model", tuple(str(i) for i in range(c))),),
-        configurations=torch.arange(c).unsqueeze(1),
-        accuracy=accuracy,
-        latency_ms=torch.ones(n, c).masked_fill(~mask, torch.nan),
-        mask=mask,
-        sample_ids=tuple(str(i) for i in range(n)),
-        features={"features": torch.randn(n, 8, generator=generator)},
-    )
+    latency_ms = torch.ones(n, c).masked_fill(~mask, torch.nan)
+    table = table_of(accuracy.tolist(), latency_ms.tolist(), torch.randn(n, 8, generator=generator))
     rows, budgets = torch.arange(n), torch.tensor([2.0])
     measured = Measured.from_table(table, rows, budgets, 0)
     normaliser = FeatureNormaliser.fit(table, rows)
@@ -320,9 +302,123 @@ def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
     x = network.features(table.features, n)
     got = []
     for member, held in enumerate(held_out):
+        inputs = x[held].expand(5, -1, -1), budgets.expand(5, len(held)), mask[held].expand(5, -1, -1)
         with torch.no_grad():
-            scores = network.network(
-                x[held].expand(5, -1, -1), budgets.expand(5, len(held)), mask[held].expand(5, -1, -1)
-            )
+            scores = network.network(*inputs)
         got.append(accuracy[held].gather(1, scores[member].argmax(-1, keepdim=True)))
     assert abs(float(torch.cat(got).mean()) - 0.5) < 0.11
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def tiny(n: int = 40, configurations: int = 3, limits: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """What was really got, [B, n, C], a member that knows nothing of it, and a mask that allows everything."""
+    generator = torch.Generator().manual_seed(seed)
+    worth, noise = torch.rand(2, limits, n, configurations, generator=generator)
+    return worth, noise, torch.ones(n, configurations, dtype=torch.bool)
+
+
+def test_a_perfect_member_beside_a_useless_one() -> None:
+    worth, noise, mask = tiny(400)
+    for scores, best in (([worth, noise], 0), ([noise, worth], 1)):
+        weights = stack_weights(HeldOut(scores, worth, mask))
+        assert weights[best] > 0.99
+        assert weights.sum().item() == pytest.approx(1)
+
+
+def test_a_member_that_is_always_wrong_gets_nothing() -> None:
+    worth, _, mask = tiny()
+    assert stack_weights(HeldOut([-worth, worth], worth, mask)).tolist() == pytest.approx([0.0, 1.0])
+
+
+def test_least_squares_by_hand() -> None:
+    # one sample, inside which worth = 1·a + 3·b, and a and b stand at right angles
+    a, b = torch.tensor([[[1.0, -1.0, 0.0, 0.0]]]), torch.tensor([[[0.0, 0.0, 1.0, -1.0]]])
+    held_out = HeldOut([a, b], a + 3 * b, torch.ones(1, 4, dtype=torch.bool))
+    # least squares ¼ : ¾; greedy selection takes b, whose choice is worth 3, and nothing betters it
+    assert stack_weights(held_out).tolist() == pytest.approx([0.125, 0.875])
+
+
+def test_greedy_takes_what_betters_the_decision_by_hand() -> None:
+    # two samples: the first member is right of the first and undecided, by a little wrong, of the second; the second
+    # member the other way round. Alone each gets ½; one of each gets 1, and so half the weight each
+    one = torch.tensor([[[1.0, 0.0], [0.4, 0.5]]])
+    other = torch.tensor([[[0.4, 0.5], [1.0, 0.0]]])
+    worth = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
+    held_out = HeldOut([one, other], worth, torch.ones(2, 2, dtype=torch.bool))
+    assert held_out.mean_worth(one) == held_out.mean_worth(other) == 0.5
+    assert held_out.mean_worth(one + other) == 1.0
+    assert stack_weights(held_out).tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_what_is_the_same_for_all_configurations_of_a_sample_does_not_matter() -> None:
+    worth, noise, mask = tiny()
+    member = worth + 0.3 * noise
+    level = 100 * torch.rand(2, 40, 1, generator=torch.Generator().manual_seed(9))
+    result = [stack_weights(HeldOut([score, noise], worth, mask)) for score in (member, member + level)]
+    torch.testing.assert_close(*result, atol=1e-3, rtol=0)
+
+
+def test_what_was_not_profiled_does_not_matter() -> None:
+    worth, noise, _ = tiny()
+    mask = torch.rand(40, 3, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask[torch.arange(40), torch.arange(40) % 3] = True
+    members = [worth + 0.5 * noise, noise]
+    wanted = stack_weights(HeldOut([m.masked_fill(~mask, 0.0) for m in members], worth.masked_fill(~mask, 0.0), mask))
+    for nonsense in (50.0, -50.0):
+        spoiled = [m.masked_fill(~mask, nonsense) for m in members]
+        result = stack_weights(HeldOut(spoiled, worth.masked_fill(~mask, nonsense), mask))
+        torch.testing.assert_close(result, wanted)
+
+
+def test_members_that_say_the_same_of_everything_share_evenly() -> None:
+    worth, _, mask = tiny()
+    flat = torch.ones(2, 40, 3)
+    weights = stack_weights(HeldOut([flat, 2 * flat], worth, mask))
+    assert weights.sum().item() == pytest.approx(1)
+    assert (weights >= 0).all()
+
+
+def test_members_that_nearly_agree_are_no_trouble() -> None:
+    worth, noise, mask = tiny(300)
+    nearly = [noise + 1e-7 * k * worth for k in range(6)]
+    weights = stack_weights(HeldOut([*nearly, worth], worth, mask))
+    assert weights[:-1].sum() < 0.01
+
+
+def test_one_member_has_all_the_weight() -> None:
+    worth, noise, mask = tiny()
+    assert stack_weights(HeldOut([noise], worth, mask)).tolist() == [1.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(0, 999), st.booleans())
+def test_weights_are_not_negative_and_sum_to_one(k: int, n: int, c: int, seed: int, equal: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = list(torch.randn(k, 2, n, c, generator=generator))
+    if equal:
+        scores = [scores[0]] * k
+    mask = torch.rand(n, c, generator=generator) < 0.5
+    mask[:, 0] = True
+    weights = stack_weights(HeldOut(scores, torch.rand(2, n, c, generator=generator), mask))
+    assert weights.shape == (k,)
+    assert weights.dtype == torch.float64
+    assert (weights >= 0).all()
+    assert weights.sum().item() == pytest.approx(1)
+
+
+def test_mean_worth_and_some_of_the_samples() -> None:
+    worth = torch.tensor([[[0.1, 0.9], [0.7, 0.3], [0.2, 0.4]]])
+    mask = torch.tensor([[True, False], [True, True], [True, True]])
+    held_out = HeldOut([worth], worth, mask)
+    assert held_out.mean_worth(worth) == pytest.approx((0.1 + 0.7 + 0.4) / 3)  # .9 was not profiled
+    part = held_out.take(torch.tensor([2, 0]))
+    assert part.mean_worth(part.scores[0]) == pytest.approx((0.4 + 0.1) / 2)
+
+
+def test_weighted_leaves_members_of_no_weight_out() -> None:
+    spoiled = torch.full((2,), torch.nan)
+    result = weighted([torch.tensor([1.0, 2.0]), spoiled, torch.tensor([3.0, 4.0])], torch.tensor([0.25, 0.0, 0.75]))
+    assert result.tolist() == [2.5, 3.5]
+    assert weighted([spoiled, torch.ones(2)], torch.tensor([0.0, 1.0])).tolist() == [1.0, 1.0]

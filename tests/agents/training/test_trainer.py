@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import Lines, blocks, equal_states, member_of, small_table
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.judging.evaluation import judge
@@ -25,14 +25,6 @@ from knobwise.losses.settings import LossConfig
 UTILITY = RewardConfig(kind="utility")
 SHORT = OptimiserConfig(warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=4)
 ENSEMBLE = PolicyConfig(structure="utility", members=3, hidden=16)
-NAMES = ["Reward_Mean", "Reward_Std", "Accuracy_Mean", "Accuracy_Std", "Latency_Mean", "Latency_Std"]
-
-
-class Lines(list[tuple[int, dict[str, float]]]):
-    """A log that keeps what it gets."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.append((step, dict(metrics)))
 
 
 def watch(student: ControllerTrainer, look: Callable[[Any], object]) -> ControllerTrainer:
@@ -49,12 +41,7 @@ def watch(student: ControllerTrainer, look: Callable[[Any], object]) -> Controll
 
 def trainer(table: ProfileTable, folder: Path | None = None, **settings: object) -> ControllerTrainer:
     options = {"optimiser": SHORT, "reward": UTILITY, "policy": PolicyConfig(hidden=32), **settings}
-    return ControllerTrainer(table, table.split(), folder=folder, **options)  # type: ignore[arg-type]
-
-
-def equal_states(first: torch.nn.Module, second: torch.nn.Module) -> bool:
-    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return ControllerTrainer(table, table.split(), folder=folder, **options)
 
 
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
@@ -67,21 +54,18 @@ def test_learns_more_than_budget_aware_static(objective: str, policy: PolicyConf
     table = small_table(1500, holes=0.2)
     optimiser = OptimiserConfig(warmup_iterations=60, iterations=200, contexts=128, minibatch=128, lr=1e-3)
     student = trainer(table, optimiser=optimiser, policy=policy, loss=LossConfig(objective=objective))
-    before = judge(student.agent, table, student.split.test, student.limits, student.env.rewards)
-    after = judge(student.run(), table, student.split.test, student.limits, student.env.rewards)
-    static = BudgetAwareStatic(table, student.split.train)
-    baseline = judge(static, table, student.split.test, student.limits, student.env.rewards)
-    assert after.utility.mean() > baseline.utility.mean() + 0.02
-    assert after.utility.mean() > before.utility.mean() + 0.05
+    data = table, student.split.test, student.limits, student.env.rewards
+    baseline = BudgetAwareStatic(table, student.split.train)
+    before, static = (judge(policy, *data).utility.mean() for policy in (student.agent, baseline))
+    after = judge(student.run(), *data).utility.mean()
+    assert after > static + 0.02
+    assert after > before + 0.05
 
 
 def test_the_same_seed_gives_the_same_controller_and_another_seed_another() -> None:
-    table = small_table(80)
-    first, second, other = (trainer(table, seed=seed) for seed in (3, 3, 4))
-    for each in (first, second, other):
-        each.run()
-    assert equal_states(first.agent, second.agent)
-    assert not equal_states(first.agent, other.agent)
+    first, second, other = (trainer(small_table(80), seed=seed).run() for seed in (3, 3, 4))
+    assert equal_states(first, second)
+    assert not equal_states(first, other)
 
 
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
@@ -97,7 +81,7 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_like_one_that_was_not(
     }
     whole = trainer(table, tmp_path / "whole", **settings)
     whole.run()
-    last = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)
+    last = load_checkpoint(tmp_path / "whole" / "last.pt")
     for stop in (2, 9, 17):
         folder = tmp_path / f"stopped at {stop}"
         stopped = trainer(table, folder, **settings)
@@ -113,10 +97,9 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_like_one_that_was_not(
         assert resumed.iteration == stop // 4 * 4
         resumed.run()
         assert equal_states(whole.agent, resumed.agent)
-        again = torch.load(folder / "last.pt", weights_only=True)
-        for name, value in last["controller"]["state"].items():
-            assert torch.equal(value, again["controller"]["state"][name])
-        assert last["extra"]["training"]["iteration"] == again["extra"]["training"]["iteration"]
+        again = load_checkpoint(folder / "last.pt")
+        assert equal_states(last.controller, again.controller)
+        assert last.extra["training"]["iteration"] == again.extra["training"]["iteration"]
 
 
 def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_path: Path) -> None:
@@ -133,12 +116,11 @@ def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_pa
 def test_logs_every_name_of_the_contract() -> None:
     lines = Lines()
     trainer(small_table(60), log=lines, loss=LossConfig(kl_to_ref_coeff=0.1)).run()
-    seen = {name for _, metrics in lines for name in metrics}
-    wanted = {f"{part}/{name}" for part in ("Train", "Val") for name in ["Loss", *NAMES, "Budget_Violation_Rate"]}
+    moments = [f"{name}_{moment}" for name in ("Reward", "Accuracy", "Latency") for moment in ("Mean", "Std")]
+    wanted = {f"{part}/{name}" for part in ("Train", "Val") for name in ["Loss", *moments, "Budget_Violation_Rate"]}
     own = ["KL", "Clip_Fraction", "ESS", "Entropy", "Zero_Advantage_Fraction", "Ratio_Mean", "Grad_Norm", "LR"]
-    assert wanted | {f"Train/{name}" for name in own} <= seen
-    steps = [step for step, _ in lines]
-    assert steps == sorted(steps)
+    assert wanted | {f"Train/{name}" for name in own} <= {name for _, metrics in lines for name in metrics}
+    assert lines == sorted(lines, key=lambda line: line[0])
 
 
 def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout() -> None:
@@ -155,9 +137,8 @@ def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout() -> None
 def test_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     optimiser = OptimiserConfig(warmup_iterations=0, iterations=4000, contexts=16, minibatch=16, lr=0.03, patience=2)
     student = trainer(small_table(60), tmp_path, optimiser=optimiser)
-    best = student.run()
+    assert equal_states(student.run(), load_checkpoint(tmp_path / "best.pt").controller)
     assert student.iteration < 4000
-    assert equal_states(load_checkpoint(tmp_path / "best.pt").controller, best)
 
 
 @pytest.mark.parametrize("policy", [PolicyConfig(hidden=32), ENSEMBLE], ids=["one", "ensemble"])
@@ -178,15 +159,6 @@ def photographed(samples: int = 90, holes: float = 0.3) -> ProfileTable:
     return dataclasses.replace(small_table(samples, holes=holes), image_ids=tuple(str(i // 3) for i in range(samples)))
 
 
-def alone(controller: Controller, number: int) -> Controller:
-    """One member of an ensemble as a controller of its own."""
-    learned = {name for name, _ in controller.named_parameters()}
-    plain = controller.plain()
-    plain["policy"] |= {"members": 1}
-    plain["state"] = {k: v[number : number + 1] if k in learned else v for k, v in plain["state"].items()}
-    return Controller.restored(plain)
-
-
 def test_every_sample_but_the_test_ones_is_held_out_of_one_member() -> None:
     table = photographed()
     student = trainer(table, policy=ENSEMBLE, seed=4)
@@ -196,16 +168,14 @@ def test_every_sample_but_the_test_ones_is_held_out_of_one_member() -> None:
     for own, hold in zip(fitted, held_out, strict=True):
         assert sorted([*own.tolist(), *hold.tolist()]) == sorted(known.tolist())
         assert not set((own // 3).tolist()) & set((hold // 3).tolist())  # images are kept together
+    assert student.judged_rows.tolist() == torch.cat(held_out).tolist()
+    assert student.held_out.flatten()[student.places].tolist() == student.judged_rows.tolist()
     # the block [longest, M] that the members judge side by side: column m holds what was held out of m, then padding
     for number, hold in enumerate(held_out):
         column = student.held_out[:, number]
         assert column[: len(hold)].tolist() == hold.tolist()
         assert set(column[len(hold) :].tolist()) <= {int(hold[-1])}
-    assert student.judged_rows.tolist() == torch.cat(held_out).tolist()
-    assert student.held_out.flatten()[student.places].tolist() == student.judged_rows.tolist()
-    owner = student.places % 3
-    for number, hold in enumerate(held_out):
-        assert student.judged_rows[owner == number].tolist() == hold.tolist()
+        assert student.judged_rows[student.places % 3 == number].tolist() == hold.tolist()
 
 
 def test_one_member_is_fitted_on_train_and_judged_on_validation() -> None:
@@ -223,10 +193,9 @@ def test_members_are_judged_on_what_was_held_out_of_them_by_hand() -> None:
     _, held_out = student.divide()
     total, count = 0.0, 0
     for number, hold in enumerate(held_out):
-        member = alone(student.agent, number)
-        blocks = {name: block[hold] for name, block in table.features.items()}
+        member = member_of(student.agent, number)
         for budget in student.limits:
-            chosen = member.choose(blocks, budget.expand(len(hold)), table.mask[hold])
+            chosen = member.choose(blocks(table, hold), budget.expand(len(hold)), table.mask[hold])
             total += float((table.accuracy[hold, chosen] * (table.latency_ms[hold, chosen] <= budget)).sum())
             count += len(hold)
     student._evaluate()
@@ -261,7 +230,7 @@ def test_a_sample_is_learned_from_by_no_member_that_it_is_held_out_of() -> None:
         for _ in range(12):  # of the warm-up and of GRPO
             student.iterate(stream)
             student.iteration += 1
-        ends.append([alone(student.agent, number) for number in range(3)])
+        ends.append([member_of(student.agent, number) for number in range(3)])
     same = [equal_states(a, b) for a, b in zip(*ends, strict=True)]
     assert same == [False, True, False]
 
@@ -283,7 +252,7 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced() -> None:
     best = watch(student, priced).run()
     assert best.limit_key == "worth_ms"
     assert torch.equal(student.limits, judged_worths(student.table))
-    assert not any("Train/Budget_Violation_Rate" in metrics for _, metrics in lines)
+    assert not lines.values("Train/Budget_Violation_Rate")
     cheap, dear = (best.choose(student.table.features, torch.full((60,), worth)) for worth in (1.0, 1e4))
     rows = torch.arange(60)
     assert student.table.latency_ms[rows, cheap].mean() < student.table.latency_ms[rows, dear].mean()
@@ -294,18 +263,21 @@ def test_grpo_starts_from_the_best_of_the_regression_and_from_the_end_of_rce(str
     student = trainer(small_table(80), policy=PolicyConfig(structure=structure, hidden=16))
     regresses = structure == "utility"
     moved = "network.outcome_head.bias" if regresses else "network.head.logits.bias"
-    start = {name: value.clone() for name, value in student.agent.state_dict().items()}
-    student.best = {"score": 2.0, "iteration": 0, "state": start}  # as if nothing after it had been as good
+    start = copy.deepcopy(student.agent)
+    student.best = {
+        "score": 2.0,
+        "iteration": 0,
+        "state": start.state_dict(),
+    }  # as if nothing later were as good
     begin, began = student.stages[1].begin, []
 
     def watched() -> None:
-        end = {name: value.clone() for name, value in student.agent.state_dict().items()}
-        assert not torch.equal(end[moved], start[moved])
+        end = copy.deepcopy(student.agent)
+        assert not torch.equal(end.state_dict()[moved], start.state_dict()[moved])
         begin()
         began.append(student.iteration)
         for network in (student.agent, student.reference):
-            wanted = start if regresses else end
-            assert all(torch.equal(network.state_dict()[name], value) for name, value in wanted.items())
+            assert equal_states(network, start if regresses else end)
 
     student.stages[1].begin = watched
     student.run()
@@ -335,14 +307,13 @@ def test_bad_settings(group: Any, key: str, value: object) -> None:
 def test_validation_is_on_the_budgets_asked_for() -> None:
     lines = Lines()
     trainer(small_table(60), log=lines, budgets_ms=torch.tensor([1e-3])).run()
-    assert all(m["Val/Utility"] == 0 for _, m in lines if "Val/Utility" in m)
+    assert set(lines.values("Val/Utility")) == {0}
 
 
 def test_kl_to_the_warmed_up_policy_is_logged_also_when_it_costs_nothing() -> None:
     lines = Lines()
     trainer(small_table(60), log=lines, loss=LossConfig(kl_to_ref_coeff=0.0)).run()
-    after = [m["Train/KL"] for step, m in lines if step > 8 and "Train/KL" in m]
-    assert min(after) > 0
+    assert min(m["Train/KL"] for step, m in lines if step > 8 and "Train/KL" in m) > 0
 
 
 def test_the_random_state_of_the_caller_is_left_alone() -> None:
@@ -355,8 +326,6 @@ def test_the_random_state_of_the_caller_is_left_alone() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_trains_and_resumes_on_a_gpu(tmp_path: Path) -> None:
-    table = small_table(60)
-    first = trainer(table, tmp_path, device="cuda", loss=LossConfig(objective="sampled"))
-    first.run()
-    assert first.agent.configurations.device.type == "cuda"
-    assert trainer(table, tmp_path, device="cuda", loss=LossConfig(objective="sampled")).resume(tmp_path / "last.pt")
+    first, again = (trainer(small_table(60), tmp_path, device="cuda", loss=LossConfig("sampled")) for _ in range(2))
+    assert first.run().configurations.device.type == "cuda"
+    assert again.resume(tmp_path / "last.pt")
