@@ -13,11 +13,13 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import polars as pl
 from omegaconf import OmegaConf
 
 from knobwise.common.checks import at_least
@@ -25,11 +27,11 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.sweep import jobs_of
-from knobwise.experiments.compare.runs import read_settings_of
+from knobwise.experiments.compare.runs import dotted, read_settings_of
+from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.results.run_folder import LEFT_OUT_OF_NAME, UNFINISHED, run_name
-from knobwise.experiments.studies.findings import Study, StudyRun
-from knobwise.experiments.studies.page import results_page
+from knobwise.experiments.studies.page import Study, StudyRun, results_page
 from knobwise.experiments.studies.running import in_turn, quiet, run_from_words, write_page
 
 FAILED = "failed: "
@@ -119,16 +121,15 @@ def run(config: ReferenceConfig) -> list[str]:
     runs: list[Run] = []
     with progress("planning: experiments", len(known["experiments"])) as tick:
         for planned in plan(config, study):
+            check(planned)
             runs.append(planned)
             tick(len({run.experiment for run in runs}), planned.experiment)
-    for planned in runs:
-        if (planned.folder / "config.yaml").exists():
-            check(planned)
     experiments, profiles = (getattr(config, key) or names for key, names in known.items())
     wanted = {run.folder for run in runs if run.experiment in experiments and run.profile in (*profiles, "beams")}
-    first = {run.folder: run for run in reversed(runs)}  # a shared run is made as the first experiment has it
-    missing = [(first[folder],) for folder in dict.fromkeys(run.folder for run in runs) if folder in wanted]
-    missing = [piece for piece in missing if not piece[0].finished]
+    first: dict[Path, Run] = {}
+    for each in runs:  # a shared run is made as the first experiment has it
+        first.setdefault(each.folder, each)
+    missing = [(each,) for folder, each in first.items() if folder in wanted and not each.finished]
     notes = in_turn("runs", train_or_note, missing, config.jobs, len(wanted) - len(missing))
     finished = [_read(run) for run in runs if run.finished]
     if finished:
@@ -144,32 +145,20 @@ def plan(config: ReferenceConfig, study: Study) -> Iterator[Run]:
     """
     seeds = f"seeds=[{','.join(map(str, config.seeds))}]"
     folders: dict[str, Path] = {}
-
-    @functools.cache  # composing takes long, so what a profile changes is composed once
-    def of_profile(profile: str) -> dict[str, Any]:
-        settings = training_settings("train", study.profiles[profile].words)
-        return {key: value for key, value in settings.items() if _of_profile(key)}
-
     for experiment, section in study.controllers.items():
-        first = study.profiles[section.profiles[0]].words
-        jobs = [[*job, *first, seeds] for job in jobs_of("train", [f"experiment={experiment}"])]
-        shared = set.intersection(*map(set, jobs))
-        composed = [training_settings("train", job) for job in jobs]
-        default = composed[0]
-        if len(jobs) > 1:
-            default = training_settings("train", [word for word in jobs[0] if word in shared])
+        jobs = jobs_of("train", [f"experiment={experiment}"])
+        shared = [word for word in jobs[0] if all(word in job for job in jobs)]
         for profile in section.profiles:
-            for job, in_first in zip(jobs, composed, strict=True):
+            common = [*study.profiles[profile].words, seeds]
+            default = training_settings("train", [*shared, *common])
+            for job in jobs:
                 varied = [word for word in job if word not in shared]
+                words = [*varied, f"experiment={experiment}", *common]
+                settings = training_settings("train", words)
                 name = "-".join(["reference", profile, *([run_name(varied)] if varied else [])])
-                words = [*varied, f"experiment={experiment}", *study.profiles[profile].words, seeds]
-                settings = in_first
-                if profile != section.profiles[0]:
-                    settings = {key: value for key, value in in_first.items() if not _of_profile(key)}
-                    settings |= of_profile(profile)
-                key = json.dumps(settings, sort_keys=True)
-                folder = folders.setdefault(key, Path(config.runs) / experiment / name)
-                variant, is_default = " ".join(varied), in_first == default
+                folder = Path(config.runs) / experiment / name
+                folder = folders.setdefault(json.dumps(settings, sort_keys=True), folder)
+                variant, is_default = " ".join(varied), settings == default
                 yield Run(experiment, profile, variant, is_default, folder, words, settings, section.baselines)
     for experiment in study.selectors:
         folder, words = Path(config.runs) / experiment / "reference", [f"experiment={experiment}", seeds]
@@ -177,8 +166,8 @@ def plan(config: ReferenceConfig, study: Study) -> Iterator[Run]:
 
 
 def check(run: Run) -> None:
-    """Check that a run was made with the settings that it would have now. Settings that only one of them has are newer
-    or older than the run, and do not count.
+    """Check that a run, if it was begun, was made with the settings that it would have now. Settings that only one of
+    them has are newer or older than the run, and do not count.
 
     Raises:
         InputError: it was made with other settings, or is no run.
@@ -198,20 +187,7 @@ def training_settings(verb: str, words: list[str]) -> dict[str, Any]:
     else it judges."""
     content = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(asdict(read_settings(verb, words)))))
     assert isinstance(content, dict)
-    left_out = (*LEFT_OUT_OF_NAME, "baselines")
-    return dict(_flat({key: value for key, value in content.items() if key not in left_out}))
-
-
-def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _of_profile(key: str) -> bool:
-    return key.partition(".")[0] == "profile"
+    return dotted({key: value for key, value in content.items() if key not in (*LEFT_OUT_OF_NAME, "baselines")})
 
 
 def train_or_note(run: Run) -> str:
@@ -225,20 +201,13 @@ def train_or_note(run: Run) -> str:
 
 def train(run: Run) -> str:
     """Train and judge with every seed; returns a note with the time that it took."""
-    start = time.monotonic()
-    settings, saved = read_settings(run.verb, [*run.words, *run.place]), run.folder / "config.yaml"
+    start, settings = time.monotonic(), read_settings(run.verb, [*run.words, *run.place])
     # a run with another number of jobs would not be resumed but trained anew in a second folder
-    if saved.exists() and (jobs := OmegaConf.select(OmegaConf.load(saved), "jobs", default=1)) != 1:
+    if (jobs := read_settings_of(run.folder).get("jobs", 1)) != 1:
         raise InputError(f"was begun with jobs={jobs}; finish it that way, or move it away")
+    trainer = "selector" if run.profile == "beams" else "controller"
     with quiet():
-        if run.verb == "train":
-            from knobwise.experiments.train import controller
-
-            folder = controller.run(settings, run.words)
-        else:
-            from knobwise.experiments.train import selector
-
-            folder = selector.run(settings, run.words)
+        folder = import_module(f"knobwise.experiments.train.{trainer}").run(settings, run.words)
     if folder != run.folder:
         raise InputError(f"was begun with other settings; move it away (this run is {folder})")
     return f"{folder.parent.name}/{folder.name}: {time.monotonic() - start:.0f} s"
@@ -246,17 +215,14 @@ def train(run: Run) -> str:
 
 def _read(run: Run) -> StudyRun:
     """A finished run. A selector's results are enough for the page."""
-    results = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))
+    results = read_results(run.folder)
     stages = {key: run.settings.get(f"optimiser.{key}") for key in ("warmup_iterations", "iterations")}
     results.setdefault("training", stages)
-    decisions = read_decisions(run.folder) if run.verb == "train" else None
+    decisions = read_decisions(run.folder) if run.verb == "train" else pl.DataFrame()
     return StudyRun(run.experiment, run.profile, run.variant, run.default, results, decisions)
 
 
-def main(words: list[str]) -> int:
-    """Run from `key=value` words; returns the exit status."""
-    return run_from_words("reference", ReferenceConfig, run, words)
-
+main = functools.partial(run_from_words, "reference", ReferenceConfig, run)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

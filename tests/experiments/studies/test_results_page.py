@@ -11,7 +11,7 @@ from helpers import small_beams
 from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.results.decisions import SCHEMA
 from knobwise.experiments.results.summary import selector_results
-from knobwise.experiments.studies.findings import StudyRun
+from knobwise.experiments.studies.page import StudyRun
 from knobwise.experiments.studies.page import results_page
 from knobwise.experiments.studies.study import read_study
 
@@ -141,7 +141,6 @@ def test_fewer_common_samples_are_said() -> None:
 
 def test_a_data_set_at_a_time() -> None:
     finished = run("leave_one_out", 0.7, "split.leave_out=a")._replace(profile="calibrated")
-    assert finished.decisions is not None
     names = pl.when(pl.col("sample_id").cast(pl.Int64) < 20).then(pl.lit("a")).otherwise(pl.lit("b"))
     lines = lines_of(finished._replace(decisions=finished.decisions.with_columns(dataset=names)))
     (sentence,) = (line for line in lines if "by data set" in line)
@@ -175,7 +174,7 @@ def selector(experiment: str, accuracies: dict[str, float], variants: list[str])
     decisions = pl.DataFrame(rows, schema=SCHEMA)
     results = selector_results(decisions, small_beams(20)[0], seeds=[0, 1], trained_shots=2)
     results |= {"experiment": experiment, "variants": variants}
-    return StudyRun(experiment, "beams", "", True, results, None)
+    return StudyRun(experiment, "beams", "", True, results, pl.DataFrame())
 
 
 def test_selectors_by_hand() -> None:
