@@ -74,7 +74,7 @@ def test_the_page_says_what_was_found() -> None:
 
 def test_what_is_trained_never_sees_what_it_is_judged_on() -> None:
     table = join_tables(two_tables())
-    tasks = {task.name: task for task in tasks_of(table, 3)}
+    tasks = tasks_of(table, 3)
     assert list(tasks)[:4] == ["all", "all, told", "own a", "own b"]
     for task in tasks.values():
         fitted = torch.cat([task.split.train, task.split.validation])
@@ -112,7 +112,7 @@ def test_a_whole_study_of_ones_own_profiles(
     results = json.loads((folder / "all-0.json").read_text())
     assert set(results) == {"policy", "static", "ridge", "oracle"}
     assert results["oracle"]["a"] >= results["static"]["a"]
-    assert measure(folder, "all", 0, vars(config)) == results
+    assert measure(folder, "all", 0, config) == results
 
 
 @pytest.mark.parametrize("name", ["others b", "others b, told", "all, told"])
@@ -134,7 +134,7 @@ def test_nothing_of_what_is_judged_is_in_what_is_fitted(name: str, monkeypatch: 
 
     monkeypatch.setattr(data_sets, "ControllerTrainer", Trainer)
     monkeypatch.setattr(data_sets, "judge", judge)
-    task = next(task for task in tasks_of(joint, 2) if task.name == name)
+    task = tasks_of(joint, 2)[name]
     utilities_of(joint, task, 0, config)
     (trainer,) = made
     assert ("dataset" in trainer.table.features) == task.dataset_input
