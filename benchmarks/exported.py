@@ -149,7 +149,7 @@ if __name__ == "__main__":
     threadpool_limits(1)  # NumPy's products; with more threads one of this size is slower
     if options.only in "baselines":
         baselines(options.rounds // 6)
-    wide = random_table("wide", KNOBS, 300, BLOCKS)
+    wide = random_table("wide", KNOBS, 300, **BLOCKS)
     additive = Controller.for_table(wide, torch.arange(wide.num_samples), PolicyConfig()).eval()
     table, agents = built_in() if options.only not in "2,848 features" or not options.only else (wide, {})
     cases = [(table, name, agent) for name, agent in agents.items()]

@@ -2,9 +2,8 @@
 
 - The group as an axis against flat rows with repeated contexts: the same 64 contexts × 8 draws, the same network and
   loss; encoded once per context and asked for the log-probs of its whole group, or encoded for every draw.
-- What it costs a selector to learn from a query's beams of 2–4 shots: the pool encoded once (`SequenceDistribution`),
-  or once for every beam, with torch's own attention and one step after the other. The log-probs are asserted to be
-  equal. For the original's network (width 256) and for the default one.
+- What it costs a selector to learn from a query's beams of 2–4 shots: the pool encoded once, or once for every beam.
+  The log-probs are asserted to be equal. For the original's network (width 256) and for the default one.
 - A plain network and the exact loss of one minibatch, eager against torch.compile; how long compiling takes, and after
   how many optimiser steps that time is earned back. A run of default length takes about two thousand steps.
 """
@@ -20,12 +19,11 @@ import torch
 from tensordict import TensorDict
 from timing import Functions, calls_of, in_turns, medians
 from torch import Tensor
-from torch.nn import functional as F
 
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.selector.networks import CrossAttention, CrossAttentive
+from knobwise.agents.selector.networks import CrossAttentive
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.settings import OptimiserConfig
@@ -93,16 +91,6 @@ def groups(table: ProfileTable) -> Functions:
 # -- beams -------------------------------------------------------------------------------------------------------------
 
 
-def attended(layer: CrossAttention, state: Tensor, items: Tensor, mask: Tensor) -> Tensor:
-    """What our layer computes, with torch's attention."""
-    query, key, value = (
-        linear(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-        for linear, x in ((layer.query, state.unsqueeze(1)), (layer.key, items), (layer.value, items))
-    )
-    read = F.scaled_dot_product_attention(query, key, value, mask[:, None, None])
-    return layer.norm(state + layer.outer(read.transpose(1, 2).flatten(1)))
-
-
 def beams_of(queries: int) -> Tensor:
     """int64 [P, BEAMS, SHOTS]: 2 to 4 different places each, then −1."""
     sequences = torch.rand(queries, BEAMS, POOL).argsort(-1)[..., :SHOTS]
@@ -117,24 +105,12 @@ def beams(config: SelectorConfig, queries: int) -> Functions:
     mask, sequences = torch.ones(queries, POOL, dtype=torch.bool), beams_of(queries)
 
     def once() -> Tensor:
-        dist = SequenceDistribution(network, network.encode(query, pool, mask), SHOTS, BEAMS)
-        return dist.log_prob(sequences)
+        return SequenceDistribution(network, network.encode(query, pool, mask), SHOTS, BEAMS).log_prob(sequences)
 
     def per_beam() -> Tensor:
-        each_query, each_pool, available = (x.repeat_interleave(BEAMS, 0) for x in (query, pool, mask))
-        state, items = network.inputs(each_query), network.inputs(each_pool)
-        for layer in network.layers:
-            state = attended(layer, state, items, available)
-        state, keys = (F.normalize(x, dim=-1) for x in (network.query(state), network.candidate(items)))
-        row, total = torch.arange(len(state)), torch.zeros(len(state))
-        for places in sequences.flatten(0, 1).unbind(-1):
-            logits = (keys @ state.unsqueeze(-1)).squeeze(-1) / config.temperature
-            place = places.clamp_min(0)
-            log_prob = logits.masked_fill(~available, -torch.inf).log_softmax(-1)[row, place]
-            total = total + torch.where(places < 0, 0.0, log_prob)
-            available = available.scatter(-1, place.unsqueeze(-1), False)
-            state = network.advance(state, keys[row, place])
-        return total.unflatten(0, (queries, BEAMS))
+        encoded = network.encode(*(each.repeat_interleave(BEAMS, 0) for each in (query, pool, mask)))
+        log_prob = SequenceDistribution(network, encoded, SHOTS, 1).log_prob(sequences.view(-1, 1, SHOTS))
+        return log_prob.view(queries, BEAMS)
 
     torch.testing.assert_close(once(), per_beam(), atol=1e-4, rtol=1e-5)
     old, advantage = once().detach(), torch.randn(queries, BEAMS)
