@@ -4,15 +4,11 @@
   loss; encoded once per context and asked for the log-probs of its whole group, or encoded for every draw.
 - What it costs a selector to learn from a query's beams of 2–4 shots: the pool encoded once, or once for every beam.
   The log-probs are asserted to be equal. For the original's network (width 256) and for the default one.
-- A plain network and the exact loss of one minibatch, eager against torch.compile; how long compiling takes, and after
-  how many optimiser steps that time is earned back. A run of default length takes about two thousand steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import time
 from collections.abc import Callable
 
 import torch
@@ -26,11 +22,11 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.networks import CrossAttentive
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs import ConfigBandit, builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses import GRPOLoss
-from knobwise.losses.functional import clipped_surrogate, expectation
+from knobwise.losses.advantage import group_advantage
+from knobwise.losses.functional import clipped_surrogate
 
 ROUNDS, SECONDS = 15, 0.25
 CONTEXTS, GROUP = 64, 8
@@ -39,14 +35,11 @@ NETWORKS = {
     "original": SelectorConfig(width=256, projection="linear", update="convex"),
     "default": SelectorConfig(),
 }
-MINIBATCH = OptimiserConfig().minibatch
 
 
-def compare(title: str, functions: Functions) -> tuple[float, float]:
-    """Print and return the ms of two ways."""
+def compare(title: str, functions: Functions) -> None:
     (first, ms), (second, other) = medians(in_turns(functions, ROUNDS, calls_of(functions, SECONDS))).items()
     print(f"{title}: {first} {ms:.3f} ms, {second} {other:.3f} ms; ratio {other / ms:.2f}", flush=True)
-    return ms, other
 
 
 def passes(network: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
@@ -79,9 +72,7 @@ def groups(table: ProfileTable) -> Functions:
 
     def as_flat_rows() -> Tensor:
         new = flat.get_dist(repeated).log_prob(repeated["action"]).unflatten(0, (CONTEXTS, GROUP))
-        reward = data["next", "reward"]
-        scale = reward.std(1, correction=0, keepdim=True).clamp_min(0.1)
-        advantage = ((reward - reward.mean(1, keepdim=True)) / scale).clamp(-5, 5)
+        advantage = group_advantage(data["next", "reward"])
         return -clipped_surrogate(new, data["action_log_prob"], advantage, 0.2)[0].mean()
 
     along_an_axis = passes(controller, lambda: loss(data)["loss_objective"])
@@ -121,33 +112,6 @@ def beams(config: SelectorConfig, queries: int) -> Functions:
     return {"encoded once": passes(network, loss(once)), "for every beam": passes(network, loss(per_beam))}
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------
-
-
-def compiling(table: ProfileTable) -> None:
-    torch.manual_seed(0)
-    controller = Controller.for_table(table, table.split().train, PolicyConfig(structure="additive")).eval()
-    rows = torch.randint(table.num_samples, (MINIBATCH,))
-    features = controller.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    budgets = table.latency_ms[rows, 0]
-    with torch.no_grad():
-        old = controller(features, budgets)
-    advantage = torch.randn(old.shape)
-
-    def loss() -> Tensor:
-        surrogate, _ = clipped_surrogate(controller(features, budgets), old, advantage, 0.2)
-        return -expectation(surrogate, old.exp()).mean()
-
-    compiled = torch.compile(loss)
-    start = time.perf_counter()
-    compiled().backward()
-    cost = time.perf_counter() - start
-    ways = {"compiled": passes(controller, compiled), "eager": passes(controller, loss)}
-    fast, eager = compare(f"minibatch of {MINIBATCH}", ways)
-    earned = cost / (eager - fast) * 1e3 if eager > fast else float("inf")
-    print(f"compiling took {cost:.1f} s (cold or warm cache), earned back after {earned:,.0f} optimiser steps")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     TABLE = builtin_profile()
@@ -156,7 +120,3 @@ if __name__ == "__main__":
     for NAME, CONFIG in NETWORKS.items():
         for QUERIES in (1, 32):
             compare(f"{NAME} selector, {QUERIES} queries × {BEAMS} beams, {POOL} candidates", beams(CONFIG, QUERIES))
-    if any(map(shutil.which, ("c++", "g++", "clang++"))):
-        compiling(TABLE)
-    else:
-        print("torch.compile needs a C++ compiler, and there is none here")

@@ -48,12 +48,6 @@ def frames() -> None:
     print(f"ratio table_from_frame / loop: {ms['table_from_frame'] / ms['loop']:.3f}")
 
 
-def simulation(samples: int) -> None:
-    start = time.perf_counter()
-    table = simulate_calibrated(CalibratedConfig(samples=samples))
-    print(f"simulated {table.accuracy.numel():,} records with features: {time.perf_counter() - start:.1f} s")
-
-
 def write(kind: str, folder: Path, samples: int) -> None:
     """Files with all that profilers write: also a prediction, the annotators' answers, facts about the sample."""
     config = CalibratedConfig(samples=samples)
@@ -96,7 +90,9 @@ if __name__ == "__main__":
     else:
         samples = FULL if chosen.full else chosen.samples
         frames()
-        simulation(samples)
+        start = time.perf_counter()
+        table = simulate_calibrated(CalibratedConfig(samples=samples))
+        print(f"simulated {table.accuracy.numel():,} records with features: {time.perf_counter() - start:.1f} s")
         for kind in ("exp5_exp6", "core_exp"):
             with tempfile.TemporaryDirectory() as folder:
                 write(kind, Path(folder), samples)

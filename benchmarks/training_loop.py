@@ -45,15 +45,6 @@ def with_torchrl(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
     return iterate
 
 
-def adamw(network: nn.Module) -> torch.optim.Optimizer:
-    """AdamW that leaves biases alone."""
-    named = list(network.named_parameters())
-    biases = [parameter for name, parameter in named if name.endswith("bias")]
-    weights = [parameter for name, parameter in named if not name.endswith("bias")]
-    groups = [{"params": weights, "weight_decay": SETTINGS.weight_decay}, {"params": biases}]
-    return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-
-
 def in_plain_torch(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
     """Five utility networks side by side: regression, or exact GRPO together with regression."""
     torch.manual_seed(0)
@@ -64,7 +55,11 @@ def in_plain_torch(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
     features = controller.features(table.features, table.num_samples)
     contexts, rewards = ContextSampler(table, BudgetConfig(), members, seed=0), RewardTable(table, REWARD)
     log_latency = table.latency_ms.log()
-    optimiser = adamw(controller)
+    named = list(controller.named_parameters())
+    biases = [parameter for name, parameter in named if name.endswith("bias")]
+    weights = [parameter for name, parameter in named if not name.endswith("bias")]
+    groups = [{"params": weights, "weight_decay": SETTINGS.weight_decay}, {"params": biases}]
+    optimiser = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
     def iterate() -> None:
         rows, budgets = contexts(SETTINGS.contexts * POLICY.members)
