@@ -25,8 +25,7 @@ from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.envs import ConfigBandit, builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses import GRPOLoss
-from knobwise.losses.advantage import group_advantage
-from knobwise.losses.functional import clipped_surrogate
+from knobwise.losses.functional import clipped_surrogate, group_advantage
 
 ROUNDS, SECONDS = 15, 0.25
 CONTEXTS, GROUP = 64, 8

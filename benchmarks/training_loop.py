@@ -24,9 +24,7 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import GROUPS
-from knobwise.losses.advantage import group_advantage
-from knobwise.losses.functional import clipped_surrogate, expectation
-from knobwise.losses.regression import gaussian_nll
+from knobwise.losses.functional import clipped_surrogate, expectation, gaussian_nll, group_advantage
 from knobwise.losses.settings import LossConfig
 
 ROUNDS, ITERATIONS = 12, 4

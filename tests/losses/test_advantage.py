@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from knobwise.losses.advantage import group_advantage
+from knobwise.losses.functional import group_advantage
 from knobwise.losses.settings import ADVANTAGES
 
 RELATIVE = [kind for kind in ADVANTAGES if kind != "unnormalised"]

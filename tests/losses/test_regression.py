@@ -8,7 +8,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from knobwise.losses.regression import RegressionLoss, gaussian_nll
+from knobwise.losses import RegressionLoss
+from knobwise.losses.functional import gaussian_nll
 
 NAN = math.nan
 

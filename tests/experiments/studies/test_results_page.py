@@ -11,8 +11,7 @@ from helpers import small_beams
 from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.results.decisions import SCHEMA
 from knobwise.experiments.results.summary import selector_results
-from knobwise.experiments.studies.page import StudyRun
-from knobwise.experiments.studies.page import results_page
+from knobwise.experiments.studies.page import StudyRun, results_page
 from knobwise.experiments.studies.study import read_study
 
 STUDY = read_study()
