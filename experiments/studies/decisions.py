@@ -304,6 +304,7 @@ def decisions_page(cells: Sequence[Mapping[str, Any]]) -> str:
         "decisions.md.j2",
         seeds=len({cell["seed"] for cell in cells}),
         tables=tables,
+        first=[each.name for each in tables if each.rank(AUTO) == 1],
         overview=sorted(overview, key=lambda row: -row["lead"]),
         parts={
             words: [each.lead(*pair) for each in tables if {*pair} <= each.means.keys()]

@@ -20,6 +20,7 @@ from knobwise.experiments.report import words
 from knobwise.experiments.report.verdicts import of_last_round
 from knobwise.experiments.report.words import LEARNED, ORACLE, STATIC, policy_name, ranked
 from knobwise.experiments.results.problem import DEMONSTRATIONS, FEASIBLE, GRPO, LATENCY, problem_of
+from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.results.statistics import CHANCE, Difference, holm
 from knobwise.experiments.studies.running import rendered
 
@@ -67,20 +68,33 @@ class Study:
 
 
 class StudyRun(NamedTuple):
-    """A finished run."""
+    """One training with all seeds, planned or finished."""
 
     experiment: str
     profile: str
     """A key of `Study.profiles`; "beams" for a selector."""
     variant: str
+    """What the sweep sets; empty without a sweep."""
     default: bool
-    results: Mapping[str, Any]
-    decisions: pl.DataFrame
-    """Empty for a selector."""
+    """Whether the experiment's file sets the same without a sweep."""
+    folder: Path
+    """In the folder of the first experiment that has these settings."""
+    words: list[str]
+    """The command line, except for the name and the folder of the run."""
+    settings: dict[str, Any]
+    """What decides how it trains, by dotted key."""
+    baselines: bool = False
+    results: Mapping[str, Any] = {}
+    decisions: pl.DataFrame = pl.DataFrame()
+    """Of a finished controller."""
 
     @property
     def label(self) -> str:
         return f"`{self.variant or self.experiment}`"
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "results.json").exists() and not (self.folder / UNFINISHED).exists()
 
     def compared(self) -> ComparedRun:
         """The run as `knobwise compare` sees it."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import polars as pl
 from omegaconf import OmegaConf
@@ -30,7 +30,7 @@ from knobwise.experiments.command_line.sweep import jobs_of
 from knobwise.experiments.compare.runs import dotted, read_settings_of
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import read_decisions
-from knobwise.experiments.results.run_folder import LEFT_OUT_OF_NAME, UNFINISHED, run_name
+from knobwise.experiments.results.run_folder import LEFT_OUT_OF_NAME, run_name
 from knobwise.experiments.studies.page import Study, StudyRun, results_page
 from knobwise.experiments.studies.running import in_turn, quiet, run_from_words, write_page
 
@@ -55,41 +55,6 @@ class ReferenceConfig:
     """The page."""
     jobs: int = 2
     """Runs at the same time, one thread each."""
-
-
-class Run(NamedTuple):
-    """One training with all seeds."""
-
-    experiment: str
-    profile: str
-    """A key of `Study.profiles`; "beams" for a selector."""
-    variant: str
-    """What the sweep sets; empty without a sweep."""
-    default: bool
-    """Whether the experiment's file sets the same without a sweep."""
-    folder: Path
-    """In the folder of the first experiment that has these settings."""
-    words: list[str]
-    """The command line, except for the name and the folder of the run."""
-    settings: dict[str, Any]
-    """What decides how it trains, by dotted key."""
-    baselines: bool = False
-
-    @property
-    def verb(self) -> str:
-        return "train_selector" if self.profile == "beams" else "train"
-
-    @property
-    def place(self) -> list[str]:
-        """The rest of the command line."""
-        words = [f"name={self.folder.name}", f"runs={self.folder.parent.parent}", "tracking=disabled"]
-        if self.verb == "train_selector":
-            return [*words, "jobs=1"]
-        return words if self.baselines else [*words, "baselines=false"]
-
-    @property
-    def finished(self) -> bool:
-        return (self.folder / "results.json").exists() and not (self.folder / UNFINISHED).exists()
 
 
 def read_study(path: str = ReferenceConfig.study) -> Study:
@@ -118,7 +83,7 @@ def run(config: ReferenceConfig) -> list[str]:
     at_least("jobs", config.jobs, 1)
     if not config.seeds:
         raise InputError("seeds=[]: at least one is needed")
-    runs: list[Run] = []
+    runs: list[StudyRun] = []
     with progress("planning: experiments", len(known["experiments"])) as tick:
         for planned in plan(config, study):
             check(planned)
@@ -126,7 +91,7 @@ def run(config: ReferenceConfig) -> list[str]:
             tick(len({run.experiment for run in runs}), planned.experiment)
     experiments, profiles = (getattr(config, key) or names for key, names in known.items())
     wanted = {run.folder for run in runs if run.experiment in experiments and run.profile in (*profiles, "beams")}
-    first: dict[Path, Run] = {}
+    first: dict[Path, StudyRun] = {}
     for each in runs:  # a shared run is made as the first experiment has it
         first.setdefault(each.folder, each)
     missing = [(each,) for folder, each in first.items() if folder in wanted and not each.finished]
@@ -137,7 +102,7 @@ def run(config: ReferenceConfig) -> list[str]:
     return [note.removeprefix(FAILED) for note in notes if note.startswith(FAILED)]
 
 
-def plan(config: ReferenceConfig, study: Study) -> Iterator[Run]:
+def plan(config: ReferenceConfig, study: Study) -> Iterator[StudyRun]:
     """Every run of the study. Runs with equal settings have the same folder.
 
     Raises:
@@ -159,13 +124,13 @@ def plan(config: ReferenceConfig, study: Study) -> Iterator[Run]:
                 folder = Path(config.runs) / experiment / name
                 folder = folders.setdefault(json.dumps(settings, sort_keys=True), folder)
                 variant, is_default = " ".join(varied), settings == default
-                yield Run(experiment, profile, variant, is_default, folder, words, settings, section.baselines)
+                yield StudyRun(experiment, profile, variant, is_default, folder, words, settings, section.baselines)
     for experiment in study.selectors:
         folder, words = Path(config.runs) / experiment / "reference", [f"experiment={experiment}", seeds]
-        yield Run(experiment, "beams", "", True, folder, words, training_settings("train_selector", words))
+        yield StudyRun(experiment, "beams", "", True, folder, words, training_settings("train_selector", words))
 
 
-def check(run: Run) -> None:
+def check(run: StudyRun) -> None:
     """Check that a run, if it was begun, was made with the settings that it would have now. Settings that only one of
     them has are newer or older than the run, and do not count.
 
@@ -190,7 +155,7 @@ def training_settings(verb: str, words: list[str]) -> dict[str, Any]:
     return dotted({key: value for key, value in content.items() if key not in (*LEFT_OUT_OF_NAME, "baselines")})
 
 
-def train_or_note(run: Run) -> str:
+def train_or_note(run: StudyRun) -> str:
     """`train`; an error becomes a note that begins with `FAILED`, so that the other runs go on."""
     try:
         return train(run)
@@ -199,13 +164,17 @@ def train_or_note(run: Run) -> str:
         return f"{FAILED}{run.folder}: {reason.splitlines()[0]}"
 
 
-def train(run: Run) -> str:
+def train(run: StudyRun) -> str:
     """Train and judge with every seed; returns a note with the time that it took."""
-    start, settings = time.monotonic(), read_settings(run.verb, [*run.words, *run.place])
+    place = [f"name={run.folder.name}", f"runs={run.folder.parent.parent}", "tracking=disabled"]
+    if run.profile == "beams":
+        verb, trainer, place = "train_selector", "selector", [*place, "jobs=1"]
+    else:
+        verb, trainer, place = "train", "controller", [*place, f"baselines={str(run.baselines).lower()}"]
+    start, settings = time.monotonic(), read_settings(verb, [*run.words, *place])
     # a run with another number of jobs would not be resumed but trained anew in a second folder
     if (jobs := read_settings_of(run.folder).get("jobs", 1)) != 1:
         raise InputError(f"was begun with jobs={jobs}; finish it that way, or move it away")
-    trainer = "selector" if run.profile == "beams" else "controller"
     with quiet():
         folder = import_module(f"knobwise.experiments.train.{trainer}").run(settings, run.words)
     if folder != run.folder:
@@ -213,13 +182,14 @@ def train(run: Run) -> str:
     return f"{folder.parent.name}/{folder.name}: {time.monotonic() - start:.0f} s"
 
 
-def _read(run: Run) -> StudyRun:
+def _read(run: StudyRun) -> StudyRun:
     """A finished run. A selector's results are enough for the page."""
     results = read_results(run.folder)
     stages = {key: run.settings.get(f"optimiser.{key}") for key in ("warmup_iterations", "iterations")}
     results.setdefault("training", stages)
-    decisions = read_decisions(run.folder) if run.verb == "train" else pl.DataFrame()
-    return StudyRun(run.experiment, run.profile, run.variant, run.default, results, decisions)
+    return run._replace(
+        results=results, decisions=pl.DataFrame() if run.profile == "beams" else read_decisions(run.folder)
+    )
 
 
 main = functools.partial(run_from_words, "reference", ReferenceConfig, run)

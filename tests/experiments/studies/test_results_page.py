@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -43,7 +44,7 @@ def run(experiment: str, utility: float, variant: str = "", default: bool = True
     ]
     results: dict[str, Any] = {"rows": rows, "test_samples": 50, "seeds": [0, 1]}
     results["profile"] = {"name": "x", "samples": 100, "configurations": 8}
-    return StudyRun(experiment, "builtin", variant, default, results, decisions(utilities))
+    return StudyRun(experiment, "builtin", variant, default, Path(), [], {}, False, results, decisions(utilities))
 
 
 def lines_of(*finished: StudyRun) -> list[str]:
@@ -173,7 +174,7 @@ def selector(experiment: str, accuracies: dict[str, float], variants: list[str])
     decisions = pl.DataFrame(rows, schema=SCHEMA)
     results = selector_results(decisions, small_beams(20)[0], seeds=[0, 1], trained_shots=2)
     results |= {"experiment": experiment, "variants": variants}
-    return StudyRun(experiment, "beams", "", True, results, pl.DataFrame())
+    return StudyRun(experiment, "beams", "", True, Path(), [], {}, False, results)
 
 
 def test_selectors_by_hand() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.studies.study import ReferenceConfig, Run, check, main, plan, read_study, train, train_or_note
+from knobwise.experiments.studies.page import StudyRun
+from knobwise.experiments.studies.study import ReferenceConfig, check, main, plan, read_study, train, train_or_note
 from knobwise.experiments.studies.study import training_settings as settings_of
 from knobwise.experiments.train.controller import run as run_controller
 
@@ -93,16 +94,16 @@ def test_the_default_variant_is_what_the_file_sets(few: str, tmp_path: Path) -> 
         *(("heads", f"policy={name}", False) for name in HEADS),
     ]
     assert runs[1].folder == runs[0].folder
-    assert pickle.loads(pickle.dumps((train_or_note, runs[2]))) == (train_or_note, runs[2])  # for other processes
-    assert "baselines=false" in runs[0].place
-    assert [run.verb for run in runs] == ["train"] * 6
+    work, planned = pickle.loads(pickle.dumps((train_or_note, runs[2])))  # for other processes
+    assert (work, planned[:-1]) == (train_or_note, runs[2][:-1])
+    assert {run.profile for run in runs} == {"builtin"}
 
 
 def test_a_finished_run_is_checked_by_its_settings(tmp_path: Path) -> None:
     words = ["experiment=mean_budget", "policy=utility", *TINY, "seeds=[0]"]
     where = ["name=one", f"runs={tmp_path}", "tracking=disabled", "baselines=false"]
     folder = run_controller(read_settings("train", [*words, *where]), words)
-    made = Run("mean_budget", "builtin", "", True, folder, words, settings_of("train", words))
+    made = StudyRun("mean_budget", "builtin", "", True, folder, words, settings_of("train", words))
     check(made)  # the run has put its own reward into config.yaml
     other = made._replace(settings=settings_of("train", [*words, "optimiser.lr=0.5"]))
     with pytest.raises(InputError, match=r"optimiser\.lr="):
@@ -114,5 +115,5 @@ def test_a_selector_that_others_are_training_is_left_to_them(tmp_path: Path) -> 
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("jobs: 2\n")
     with pytest.raises(InputError, match="was begun with jobs=2"):
-        train(Run("selector_kl", "beams", "", True, folder, words, {}))
+        train(StudyRun("selector_kl", "beams", "", True, folder, words, {}))
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
