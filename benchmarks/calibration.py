@@ -84,16 +84,14 @@ def _data_set_report(dataset: str, rows: pl.DataFrame, by: list[str]) -> dict[st
     if "tier" in by:  # the ends of the measured front, whichever configurations they are
         front = {"worst": means.head(1), "best": means.sort("accuracy", descending=True).head(1)}
     else:
-        crops = {"medium": 6, "high": 12}[known.best_tier]
-        wanted = {"worst": (2, 4, 12), "best": (min(crops, rows["max_crops"].max()), 8, 16)}  # type: ignore[type-var]
-        front = {
-            end: means.filter(*(pl.col(k) == v for k, v in zip(by, at, strict=True))) for end, at in wanted.items()
-        }
+        crops = min({"medium": 6, "high": 12}[known.best_tier], means["max_crops"].to_numpy().max())
+        wanted = {"worst": (2, 4, 12), "best": (crops, 8, 16)}
+        front = {end: means.filter(**dict(zip(by, at, strict=True))) for end, at in wanted.items()}
     report = {}
     for end, row in front.items():
         at = " ".join(str(row[k].item()) for k in by)
-        for place, column in enumerate(("accuracy", "latency_ms")):
-            report[f"{dataset} {end} {column} ({at})"] = (float(getattr(known, end)[place]), float(row[column].item()))
+        for column, published in zip(("accuracy", "latency_ms"), getattr(known, end), strict=True):
+            report[f"{dataset} {end} {column} ({at})"] = (float(published), float(row[column].item()))
     for what, how, published in zip(("mean", "least", "most"), ("mean", "min", "max"), known.tokens, strict=True):
         report[f"{dataset} tokens {what}"] = (float(published), float(getattr(rows["num_output_tokens"], how)()))
     return report

@@ -108,14 +108,14 @@ def baselines(rounds: int) -> None:
     controller = Controller.for_table(table, split.train, PolicyConfig()).eval()
     budget = table.latency_ms[split.train].median().expand(1)
 
-    def request(rows: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def request(rows: Tensor) -> tuple[object, ...]:
         return {name: block[rows] for name, block in table.features.items()}, budget.expand(len(rows)), table.mask[rows]
 
     requests = [request(row) for row in split.test[:40].split(1)]
-    policies = [each for each in make_baselines(table, split) if each.name != "oracle"]
-    choices = {"controller": controller.choose, **{each.name: each.choose for each in policies}}
+    policies = {each.name: each for each in make_baselines(table, split) if each.name != "oracle"}
+    choices = {name: policy.choose for name, policy in {"controller": controller, **policies}.items()}
     forms = {name: lambda i, choose=choose: choose(*requests[i]) for name, choose in choices.items()}
-    show("baselines", measure(forms, len(requests), rounds))  # type: ignore[arg-type]
+    show("baselines", measure(forms, len(requests), rounds))
     many = request(torch.arange(BATCH) % table.num_samples)
     micros = measure({"batch": lambda i: controller.choose(*many)}, 1, 2)["batch"]
     print(f"controller in batches of {BATCH}: {BATCH / statistics.median(micros) * 1e3:.0f} k decisions a second")
@@ -124,12 +124,13 @@ def baselines(rounds: int) -> None:
 def show(title: str, micros: Mapping[str, list[float]]) -> dict[str, float]:
     """Print and return the medians."""
     median = {name: statistics.median(values) for name, values in micros.items()}
-    first = next(iter(median))
+    first, *_ = median
     print(f"{title}:")
     for name, values in micros.items():
-        tenth = statistics.quantiles(values, n=10)[0]
-        ratio = f"{first} / {name} = {median[first] / median[name]:.1f}"
-        print(f"  {name:19s} median {median[name]:8.1f} µs   fastest tenth {tenth:8.1f} µs   {ratio}")
+        print(f"  {name:19s} median {median[name]:8.1f} µs   fastest tenth", end=" ")
+        print(
+            f"{statistics.quantiles(values, n=10)[0]:8.1f} µs   {first} / {name} = {median[first] / median[name]:.1f}"
+        )
     return median
 
 

@@ -118,59 +118,48 @@ def table_of(name: str, seed: int) -> tuple[ProfileTable, Split]:
 def measure(name: str, seed: int) -> dict[str, Any]:
     """Fit and judge every policy on one table with one seed."""
     table, split = table_of(name, seed)
-    measurement = _Measurement(table, split, seed)
-    measurement.baselines()
-    measurement.default_policy()
-    warm = measurement.networks()
+    cell = _Cell(table, split, seed)
+    policies, seconds = _timed(make_baselines, table, split, seed, cell.budgets)
+    for policy in policies:
+        cell.judge(policy.name, policy, seconds)
+    # the default policy with its guard, without it, and without its weights
+    trainer, network_seconds = _timed(cell.trained, AUTO)
+    config, network = GROUPS["policy"][AUTO], trainer.agent
+    auto, seconds = _timed(fit_stack, table, cell.fitted, network, config, cell.budgets, seed)
+    seconds += network_seconds
+    guard = None if auto.guard is None else auto.guard.rows()
+    cell.judge(AUTO, auto, seconds, chosen=auto.chosen(), guard=guard)
+    cell.judge(UNGUARDED, _with_weights(auto, auto.weights), seconds)
+    if auto.experts:
+        equal = torch.full_like(auto.weights, 1 / len(auto.weights))
+        cell.judge("auto, no guard, equal weights", _with_weights(auto, equal), seconds)
+    cell.judge("utility network", network, network_seconds, stopped_at=trainer.best["iteration"])
+    # networks of other structures; objectives start from the regression
+    warm, seconds = _timed(cell.trained, "utility", iterations=0)
+    cell.judge("utility network, regression only", warm.controller, seconds)
+    for structure in ("additive", "autoregressive", "independent", "joint"):
+        trainer, seconds = _timed(cell.trained, structure)
+        cell.judge(structure, trainer.agent, seconds)
     objectives = OBJECTIVES.items() if name in OBJECTIVE_TABLES else ()
     return {
         "table": name,
         "seed": seed,
-        "samples": len(measurement.fitted),
+        "samples": len(cell.fitted),
         "configurations": table.num_configurations,
         "features": sum(block.shape[1] for block in table.features.values()),
-        "policies": measurement.policies,
-        "objectives": [{"objective": words, **measurement.objective(warm, loss)} for words, loss in objectives],
+        "policies": cell.policies,
+        "objectives": [{"objective": words, **cell.objective(warm, loss)} for words, loss in objectives],
     }
 
 
-class _Measurement:
+class _Cell:
     """One table with one seed: what each policy got, and the CPU seconds of fitting it."""
 
     def __init__(self, table: ProfileTable, split: Split, seed: int) -> None:
         self.table, self.split, self.seed = table, split, seed
         self.fitted = torch.cat([split.train, split.validation])
         self.budgets = default_budgets(table)
-        self.rewards = RewardTable(table, RewardConfig())
         self.policies: list[dict[str, Any]] = []
-
-    def baselines(self) -> None:
-        policies, seconds = _timed(make_baselines, self.table, self.split, self.seed, self.budgets)
-        for policy in policies:
-            self.judge(policy.name, policy, seconds)
-
-    def default_policy(self) -> None:
-        """With its guard, without it, and without its weights."""
-        trainer, network_seconds = _timed(self.trained, AUTO)
-        config, network = GROUPS["policy"][AUTO], trainer.agent
-        auto, seconds = _timed(fit_stack, self.table, self.fitted, network, config, self.budgets, self.seed)
-        seconds += network_seconds
-        guard = None if auto.guard is None else auto.guard.rows()
-        self.judge(AUTO, auto, seconds, chosen=auto.chosen(), guard=guard)
-        self.judge(UNGUARDED, _with_weights(auto, auto.weights), seconds)
-        if auto.experts:
-            equal = torch.full_like(auto.weights, 1 / len(auto.weights))
-            self.judge("auto, no guard, equal weights", _with_weights(auto, equal), seconds)
-        self.judge("utility network", network, network_seconds, stopped_at=trainer.best["iteration"])
-
-    def networks(self) -> ControllerTrainer:
-        """Networks of other structures; returns the regression that objectives start from."""
-        warm, seconds = _timed(self.trained, "utility", iterations=0)
-        self.judge("utility network, regression only", warm.controller, seconds)
-        for structure in ("additive", "autoregressive", "independent", "joint"):
-            trainer, seconds = _timed(self.trained, structure)
-            self.judge(structure, trainer.agent, seconds)
-        return warm
 
     def objective(self, warm: ControllerTrainer, loss: LossConfig) -> dict[str, list[float]]:
         """GRPO alone, from where a warm-up was best: 60 iterations, judged on the test part every 5."""
@@ -192,7 +181,8 @@ class _Measurement:
         return ControllerTrainer(self.table, self.split, policy=policy, loss=loss, optimiser=settings, **rest)
 
     def judge(self, name: str, policy: Any, seconds: float, **facts: Any) -> None:
-        row = judged_means(judge(policy, self.table, self.split.test, self.budgets, self.rewards))
+        rewards = RewardTable(self.table, RewardConfig())
+        row = judged_means(judge(policy, self.table, self.split.test, self.budgets, rewards))
         numbers = {key: row[key] for key in ("utility", "accuracy", "satisfaction_feasible")}
         self.policies.append({"policy": name, **numbers, "cpu_seconds": seconds, **facts})
 
