@@ -136,7 +136,7 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     cell.judge("utility network", network, network_seconds, stopped_at=trainer.best["iteration"])
     # networks of other structures; objectives start from the regression
     warm, seconds = _timed(cell.trained, "utility", iterations=0)
-    cell.judge("utility network, regression only", warm.controller, seconds)
+    cell.judge("utility network, regression only", warm.agent, seconds)
     for structure in ("additive", "autoregressive", "independent", "joint"):
         trainer, seconds = _timed(cell.trained, structure)
         cell.judge(structure, trainer.agent, seconds)

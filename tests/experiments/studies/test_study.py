@@ -71,17 +71,10 @@ def test_a_small_study_from_the_command_line(few: str, tmp_path: Path, capsys: p
 
 
 def test_a_wrong_word_is_named_before_anything_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (
-        ["experiments=[other]"],
-        ["profiles=[other]"],
-        ["seeds=[]"],
-        ["jobs=0"],
-        ["sections=1"],
-        ["study=x.yaml"],
-    ):
-        assert main([*words, f"runs={tmp_path}", f"out={tmp_path / 'page.md'}"]) == 2
+    for word in ("experiments=[other]", "profiles=[other]", "seeds=[]", "jobs=0", "sections=1", "study=x.yaml"):
+        assert main([word, f"runs={tmp_path}", f"out={tmp_path / 'page.md'}"]) == 2
         message = capsys.readouterr().err
-        assert words[0].split("=")[0] in message
+        assert word.split("=")[0] in message
         assert message.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
