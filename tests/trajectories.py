@@ -1,7 +1,7 @@
 """Reference trajectories: the loss and the norm of the gradient at every optimiser step of short runs of fixed seed.
 
-`tests/test_trajectories.py` holds them against what the code gives today, so that nobody changes the mathematics
-unawares. Where a change is meant, make them anew and commit them with it:
+`tests/agents/training/test_trajectories.py` holds them against what the code gives today, so that nobody changes the
+mathematics unawares. Where a change is meant, make them anew and commit them with it:
 
     python tests/trajectories.py
 

@@ -170,15 +170,8 @@ def utilities_of(table: ProfileTable, task: Task, seed: int, config: DataSetsCon
     fitted = torch.cat([task.split.train, task.split.validation])
     budgets = quantile_budgets(table.latency_ms[fitted], table.mask[fitted])
     settings = replace(GROUPS["policy"]["utility"], members=config.members, experts=tuple(config.simple))
-    trainer = ControllerTrainer(
-        table,
-        task.split,
-        policy=settings,
-        optimiser=GROUPS["optimiser"]["utility"],
-        reward=GROUPS["reward"]["utility"],
-        budgets_ms=budgets,
-        seed=seed,
-    )
+    groups: dict[str, Any] = {name: GROUPS[name]["utility"] for name in ("optimiser", "reward")}
+    trainer = ControllerTrainer(table, task.split, policy=settings, **groups, budgets_ms=budgets, seed=seed)
     policies: dict[str, Policy[Tensor]] = {
         "policy": fit_stack(table, fitted, trainer.run(), settings, budgets, seed),
         "static": BudgetAwareStatic(table, fitted),
