@@ -38,7 +38,6 @@ from knobwise.envs.simulated.kinds import KINDS, SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.report.words import ORACLE, STATIC, sign_of
-from knobwise.experiments.results.statistics import mean_row
 from knobwise.experiments.results.summary import judged_means
 from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words, write_page
 from knobwise.losses.settings import LossConfig
@@ -285,10 +284,11 @@ def decisions_page(cells: Sequence[Mapping[str, Any]]) -> str:
     """docs/decisions.md, from one measurement for each table and seed."""
     names = dict.fromkeys(cell["table"] for cell in cells)
     tables = [MeasuredTable(name, [cell for cell in cells if cell["table"] == name]) for name in names]
-    policies = dict.fromkeys(policy for each in tables for policy in each.means if policy != ORACLE)
+    names = dict.fromkeys(policy for each in tables for policy in each.means if policy != ORACLE)
+    policies = {policy: [each for each in tables if policy in each.means] for policy in names}
     overview = [
-        {"policy": policy, **mean_row([each.row(policy) for each in tables if policy in each.means])}
-        for policy in policies
+        {"policy": policy, **pl.DataFrame([each.row(policy) for each in having]).mean().row(0, named=True)}
+        for policy, having in policies.items()
     ]
     return rendered(
         "decisions.md.j2",
