@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from sklearn.linear_model import LinearRegression
+from sklearn.metrics import mean_absolute_percentage_error, r2_score
 
 from knobwise.envs.simulated.calibrated import (
     DATA_SETS,
@@ -82,34 +84,28 @@ def _data_set_report(dataset: str, rows: pl.DataFrame, by: list[str]) -> dict[st
     if "tier" in by:  # the ends of the measured front, whichever configurations they are
         front = {"worst": means.head(1), "best": means.sort("accuracy", descending=True).head(1)}
     else:
-        crops = {"medium": 6, "high": 12}[known.best_tier]
-        wanted = {"worst": (2, 4, 12), "best": (min(crops, rows["max_crops"].max()), 8, 16)}  # type: ignore[type-var]
-        front = {
-            end: means.filter(*(pl.col(k) == v for k, v in zip(by, at, strict=True))) for end, at in wanted.items()
-        }
+        crops = min({"medium": 6, "high": 12}[known.best_tier], means["max_crops"].to_numpy().max())
+        wanted = {"worst": (2, 4, 12), "best": (crops, 8, 16)}
+        front = {end: means.filter(**dict(zip(by, at, strict=True))) for end, at in wanted.items()}
     report = {}
     for end, row in front.items():
         at = " ".join(str(row[k].item()) for k in by)
-        for place, column in enumerate(("accuracy", "latency_ms")):
-            report[f"{dataset} {end} {column} ({at})"] = (float(getattr(known, end)[place]), float(row[column].item()))
-    tokens = rows["num_output_tokens"]
-    for what, published, value in zip(
-        ("mean", "least", "most"), known.tokens, (tokens.mean(), tokens.min(), tokens.max()), strict=True
-    ):
-        report[f"{dataset} tokens {what}"] = (float(published), float(value))  # type: ignore[arg-type]
+        for column, published in zip(("accuracy", "latency_ms"), getattr(known, end), strict=True):
+            report[f"{dataset} {end} {column} ({at})"] = (float(published), float(row[column].item()))
+    for what, how, published in zip(("mean", "least", "most"), ("mean", "min", "max"), known.tokens, strict=True):
+        report[f"{dataset} tokens {what}"] = (float(published), float(getattr(rows["num_output_tokens"], how)()))
     return report
 
 
 def _estimator(records: pl.DataFrame) -> tuple[float, float]:
     """R² and mean absolute percentage error of prefill, estimated by least squares in logarithms from vision tokens,
     text tokens, top_k, blocks and, where there is one, the tier."""
-    inputs = records.select("num_vision_tokens", "num_language_tokens", "top_k", "num_active_blocks").to_numpy()
-    columns = [np.ones(len(records)), *np.log(inputs).T]
+    x = records.select(pl.col("num_vision_tokens", "num_language_tokens", "top_k", "num_active_blocks").log())
     if "tier" in records.columns:
-        columns += [(records["tier"] == tier).to_numpy().astype(float) for tier in ("medium", "high")]
-    x, y = np.stack(columns, 1), records["prefill_ms"].to_numpy()
-    estimate = np.exp(x @ np.linalg.solve(x.T @ x, x.T @ np.log(y)))
-    return 1 - np.square(y - estimate).mean() / y.var(), float(np.abs(y / estimate - 1).mean())
+        x = x.hstack(records.select("tier").to_dummies(drop_first=True))
+    y = records["prefill_ms"].to_numpy()
+    estimate = np.exp(LinearRegression().fit(x.to_numpy(), np.log(y)).predict(x.to_numpy()))
+    return r2_score(y, estimate), mean_absolute_percentage_error(y, estimate)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ KNOBS = Knob("crops", (1, 2, 4, 8)), Knob("depth", (4, 8, 16, 24))
 
 
 def main(decisions: int) -> None:
-    table = random_table("simulated", KNOBS, decisions // (len(BUDGETS_MS) * (SEEDS + BASELINES)), {})
+    table = random_table("simulated", KNOBS, decisions // (len(BUDGETS_MS) * (SEEDS + BASELINES)))
     rows = torch.arange(table.num_samples)
     baselines = [Random(seed) for seed in range(SEEDS, SEEDS + BASELINES - 2)]
     for number, baseline in enumerate(baselines):

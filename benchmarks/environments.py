@@ -22,10 +22,12 @@ from knobwise.envs.tables.profile_table import ProfileTable
 ROUNDS, SECONDS = 7, 0.1
 
 
-def per_second(functions: Functions, decisions: int) -> dict[str, float]:
-    """Decisions per CPU second; a call of a function makes so many."""
+def per_millisecond(title: str, functions: Functions, decisions: int) -> list[float]:
+    """Print and return the decisions per CPU ms of each function; a call makes so many decisions."""
     times = in_turns(functions, ROUNDS, calls_of(functions, SECONDS))
-    return {name: 1e3 * decisions / min(values) for name, values in times.items()}
+    rates = {name: decisions / min(values) for name, values in times.items()}
+    print(f"{title}: " + ", ".join(f"{name} {rate:,.1f} k/s" for name, rate in rates.items()), flush=True)
+    return list(rates.values())
 
 
 def native(table: ProfileTable, size: int) -> None:
@@ -41,9 +43,7 @@ def native(table: ProfileTable, size: int) -> None:
         "step_and_maybe_reset": lambda: env.step_and_maybe_reset(fresh()),
         "rollout(1)": lambda: env.rollout(1),
     }
-    rates = per_second(functions, size)
-    words = ", ".join(f"{name} {rate / 1e6:.2f} M/s" for name, rate in rates.items())
-    print(f"ConfigBandit, batch {size}: {words}", flush=True)
+    per_millisecond(f"ConfigBandit, batch {size}", functions, size)
 
 
 def gymnasiums(table: ProfileTable, size: int, compared: bool) -> None:
@@ -54,10 +54,10 @@ def gymnasiums(table: ProfileTable, size: int, compared: bool) -> None:
     actions = np.zeros((size, len(table.knobs)), dtype=np.int64)
     for env in envs.values():
         env.reset(seed=0)
-    rates = per_second({name: functools.partial(env.step, actions) for name, env in envs.items()}, size)
-    words = ", ".join(f"{name} {rate / 1e3:.1f} k/s" for name, rate in rates.items())
-    first, *rest = rates.values()
-    print(f"{size} environments: {words}" + "".join(f"; ratio {first / other:.1f}" for other in rest), flush=True)
+    steps = {name: functools.partial(env.step, actions) for name, env in envs.items()}
+    first, *rest = per_millisecond(f"{size} environments", steps, size)
+    for other in rest:
+        print(f"  ratio {first / other:.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ time of reading the first layer's weights (a product of 2,848 × 256), which no 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,7 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
 BAR_US = 60.0
+WIDE = "2,848 features, 240 configurations"
 BATCH = 1_024
 BLOCKS = {"image_features": 768, "language_features": 2048, "data_set": 32}
 KNOBS = (
@@ -54,43 +57,33 @@ def built_in() -> tuple[ProfileTable, dict[str, Agent]]:
     config = PolicyConfig(structure="utility", members=5, hidden=96, dropout=0.2, experts=EXPERTS)
     network = Controller.for_table(table, rows, config).eval()
     stack = fit_stack(table, rows, network, config, default_budgets(table), seed=0)
-    lean = PolicyConfig(structure="utility", members=1, hidden=96, dropout=0.2)
     student = student_of(stack, table, rows, 0, StudentConfig(steps=1))
-    return table, {
-        "default stack": stack,
-        "student": student,
-        "lean utility": Controller.for_table(table, rows, lean).eval(),
-    }
+    lean = Controller.for_table(table, rows, replace(config, members=1, experts=())).eval()
+    return table, {"default stack": stack, "student": student, "lean utility": lean}
 
 
-def forms_of(agent: Agent, table: ProfileTable, folder: Path, int8: bool) -> dict[str, Callable[[int], object]]:
+def forms_of(agent: Agent, table: ProfileTable, folder: Path) -> dict[str, Callable[[int], object]]:
     """For each form a function that decides on request number i."""
     generator = torch.Generator().manual_seed(1)
     count = table.num_samples
     budgets = default_budgets(table)[torch.randint(5, (count,), generator=generator)]
     budgets = budgets * (0.9 + 0.2 * torch.rand(count, generator=generator))
-    blocks = {name: block.numpy() for name, block in table.features.items()}
-    limits = budgets.tolist()
-    controller = to_numpy(agent)
-    samples = [{name: block[row] for name, block in blocks.items()} for row in range(count)]
-    tensors: list[Mapping[str, Tensor]] = [
-        {name: block[row : row + 1] for name, block in table.features.items()} for row in range(count)
-    ]
+    limits, controller = budgets.tolist(), to_numpy(agent)
+    tensors = [{name: block[row : row + 1] for name, block in table.features.items()} for row in range(count)]
+    feeds = [{name: block.numpy() for name, block in request.items()} for request in tensors]
+    samples = [{name: block[0] for name, block in request.items()} for request in feeds]
+    for feed, limit in zip(feeds, limits, strict=True):
+        feed["budget_ms"] = np.float32([limit])
     forms: dict[str, Callable[[int], object]] = {
         "torch": lambda i: agent.choose(tensors[i], budgets[i : i + 1]),
         "NumPy": lambda i: controller.decide(samples[i], limits[i]),
     }
-    feeds = [
-        {**{name: block[row : row + 1] for name, block in blocks.items()}, "budget_ms": np.float32([limits[row]])}
-        for row in range(count)
-    ]
-    for form in ("ONNX float32", "ONNX int8") if int8 else ("ONNX float32",):
+    for form in ("ONNX float32", "ONNX int8"):
         path = folder / f"{form}.onnx"
         export_onnx(agent, path)
         if form.endswith("int8"):
             quantise_onnx(path, path)
-        session = onnx_session(path)
-        forms[form] = lambda i, session=session: session.run(None, feeds[i])  # type: ignore[misc]
+        forms[form] = functools.partial(lambda session, i: session.run(None, feeds[i]), onnx_session(path))
     return forms
 
 
@@ -115,14 +108,14 @@ def baselines(rounds: int) -> None:
     controller = Controller.for_table(table, split.train, PolicyConfig()).eval()
     budget = table.latency_ms[split.train].median().expand(1)
 
-    def request(rows: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def request(rows: Tensor) -> tuple[object, ...]:
         return {name: block[rows] for name, block in table.features.items()}, budget.expand(len(rows)), table.mask[rows]
 
     requests = [request(row) for row in split.test[:40].split(1)]
-    policies = [each for each in make_baselines(table, split) if each.name != "oracle"]
-    choices = {"controller": controller.choose, **{each.name: each.choose for each in policies}}
+    policies = {each.name: each for each in make_baselines(table, split) if each.name != "oracle"}
+    choices = {name: policy.choose for name, policy in {"controller": controller, **policies}.items()}
     forms = {name: lambda i, choose=choose: choose(*requests[i]) for name, choose in choices.items()}
-    show("baselines", measure(forms, len(requests), rounds))  # type: ignore[arg-type]
+    show("baselines", measure(forms, len(requests), rounds))
     many = request(torch.arange(BATCH) % table.num_samples)
     micros = measure({"batch": lambda i: controller.choose(*many)}, 1, 2)["batch"]
     print(f"controller in batches of {BATCH}: {BATCH / statistics.median(micros) * 1e3:.0f} k decisions a second")
@@ -131,12 +124,13 @@ def baselines(rounds: int) -> None:
 def show(title: str, micros: Mapping[str, list[float]]) -> dict[str, float]:
     """Print and return the medians."""
     median = {name: statistics.median(values) for name, values in micros.items()}
-    first = next(iter(median))
+    first, *_ = median
     print(f"{title}:")
     for name, values in micros.items():
-        tenth = statistics.quantiles(values, n=10)[0]
-        ratio = f"{first} / {name} = {median[first] / median[name]:.1f}"
-        print(f"  {name:19s} median {median[name]:8.1f} µs   fastest tenth {tenth:8.1f} µs   {ratio}")
+        print(f"  {name:19s} median {median[name]:8.1f} µs   fastest tenth", end=" ")
+        print(
+            f"{statistics.quantiles(values, n=10)[0]:8.1f} µs   {first} / {name} = {median[first] / median[name]:.1f}"
+        )
     return median
 
 
@@ -149,20 +143,18 @@ if __name__ == "__main__":
     threadpool_limits(1)  # NumPy's products; with more threads one of this size is slower
     if options.only in "baselines":
         baselines(options.rounds // 6)
-    wide = random_table("wide", KNOBS, 300, BLOCKS)
+    wide = random_table("wide", KNOBS, 300, **BLOCKS)
     additive = Controller.for_table(wide, torch.arange(wide.num_samples), PolicyConfig()).eval()
-    table, agents = built_in() if options.only not in "2,848 features" or not options.only else (wide, {})
-    cases = [(table, name, agent) for name, agent in agents.items()]
-    cases.append((wide, "2,848 features, 240 configurations", additive))
-    medians = {}
-    for each, name, agent in cases:
+    cases = [(wide, WIDE, additive)]
+    if not options.only or options.only not in "2,848 features":
+        table, agents = built_in()
+        cases = [*((table, name, agent) for name, agent in agents.items()), *cases]
+    for table, name, agent in cases:
         if options.only in name:
             with tempfile.TemporaryDirectory() as folder:
-                forms = forms_of(agent, each, Path(folder), int8=True)
-                medians[name] = show(name, measure(forms, each.num_samples, options.rounds))
+                median = show(name, measure(forms_of(agent, table, Path(folder)), table.num_samples, options.rounds))
+            if name == WIDE:
+                print(f"2,848 features by NumPy: {median['NumPy']:.1f} µs; bar {BAR_US:.0f} µs")
     x, weight = np.ones((1, 2848), np.float32), np.ones((2848, 256), np.float32)
     product = measure({"torch": lambda i: x @ weight}, 1, options.rounds)["torch"]
     print(f"2,848 × 256 product alone: median {statistics.median(product):.1f} µs")
-    ours = medians.get("2,848 features, 240 configurations")
-    if ours:
-        print(f"2,848 features by NumPy: {ours['NumPy']:.1f} µs; bar {BAR_US:.0f} µs")

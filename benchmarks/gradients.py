@@ -2,37 +2,30 @@
 
 - The group as an axis against flat rows with repeated contexts: the same 64 contexts × 8 draws, the same network and
   loss; encoded once per context and asked for the log-probs of its whole group, or encoded for every draw.
-- What it costs a selector to learn from a query's beams of 2–4 shots: the pool encoded once (`SequenceDistribution`),
-  or once for every beam, with torch's own attention and one step after the other. The log-probs are asserted to be
-  equal. For the original's network (width 256) and for the default one.
-- A plain network and the exact loss of one minibatch, eager against torch.compile; how long compiling takes, and after
-  how many optimiser steps that time is earned back. A run of default length takes about two thousand steps.
+- What it costs a selector to learn from a query's beams of 2–4 shots: the pool encoded once, or once for every beam.
+  The log-probs are asserted to be equal. For the original's network (width 256) and for the default one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import time
 from collections.abc import Callable
 
 import torch
 from tensordict import TensorDict
 from timing import Functions, calls_of, in_turns, medians
 from torch import Tensor
-from torch.nn import functional as F
 
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.selector.networks import CrossAttention, CrossAttentive
+from knobwise.agents.selector.networks import CrossAttentive
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs import ConfigBandit, builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses import GRPOLoss
-from knobwise.losses.functional import clipped_surrogate, expectation
+from knobwise.losses.functional import clipped_surrogate, group_advantage
 
 ROUNDS, SECONDS = 15, 0.25
 CONTEXTS, GROUP = 64, 8
@@ -41,14 +34,11 @@ NETWORKS = {
     "original": SelectorConfig(width=256, projection="linear", update="convex"),
     "default": SelectorConfig(),
 }
-MINIBATCH = OptimiserConfig().minibatch
 
 
-def compare(title: str, functions: Functions) -> tuple[float, float]:
-    """Print and return the ms of two ways."""
+def compare(title: str, functions: Functions) -> None:
     (first, ms), (second, other) = medians(in_turns(functions, ROUNDS, calls_of(functions, SECONDS))).items()
     print(f"{title}: {first} {ms:.3f} ms, {second} {other:.3f} ms; ratio {other / ms:.2f}", flush=True)
-    return ms, other
 
 
 def passes(network: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
@@ -81,9 +71,7 @@ def groups(table: ProfileTable) -> Functions:
 
     def as_flat_rows() -> Tensor:
         new = flat.get_dist(repeated).log_prob(repeated["action"]).unflatten(0, (CONTEXTS, GROUP))
-        reward = data["next", "reward"]
-        scale = reward.std(1, correction=0, keepdim=True).clamp_min(0.1)
-        advantage = ((reward - reward.mean(1, keepdim=True)) / scale).clamp(-5, 5)
+        advantage = group_advantage(data["next", "reward"])
         return -clipped_surrogate(new, data["action_log_prob"], advantage, 0.2)[0].mean()
 
     along_an_axis = passes(controller, lambda: loss(data)["loss_objective"])
@@ -91,16 +79,6 @@ def groups(table: ProfileTable) -> Functions:
 
 
 # -- beams -------------------------------------------------------------------------------------------------------------
-
-
-def attended(layer: CrossAttention, state: Tensor, items: Tensor, mask: Tensor) -> Tensor:
-    """What our layer computes, with torch's attention."""
-    query, key, value = (
-        linear(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-        for linear, x in ((layer.query, state.unsqueeze(1)), (layer.key, items), (layer.value, items))
-    )
-    read = F.scaled_dot_product_attention(query, key, value, mask[:, None, None])
-    return layer.norm(state + layer.outer(read.transpose(1, 2).flatten(1)))
 
 
 def beams_of(queries: int) -> Tensor:
@@ -117,24 +95,12 @@ def beams(config: SelectorConfig, queries: int) -> Functions:
     mask, sequences = torch.ones(queries, POOL, dtype=torch.bool), beams_of(queries)
 
     def once() -> Tensor:
-        dist = SequenceDistribution(network, network.encode(query, pool, mask), SHOTS, BEAMS)
-        return dist.log_prob(sequences)
+        return SequenceDistribution(network, network.encode(query, pool, mask), SHOTS, BEAMS).log_prob(sequences)
 
     def per_beam() -> Tensor:
-        each_query, each_pool, available = (x.repeat_interleave(BEAMS, 0) for x in (query, pool, mask))
-        state, items = network.inputs(each_query), network.inputs(each_pool)
-        for layer in network.layers:
-            state = attended(layer, state, items, available)
-        state, keys = (F.normalize(x, dim=-1) for x in (network.query(state), network.candidate(items)))
-        row, total = torch.arange(len(state)), torch.zeros(len(state))
-        for places in sequences.flatten(0, 1).unbind(-1):
-            logits = (keys @ state.unsqueeze(-1)).squeeze(-1) / config.temperature
-            place = places.clamp_min(0)
-            log_prob = logits.masked_fill(~available, -torch.inf).log_softmax(-1)[row, place]
-            total = total + torch.where(places < 0, 0.0, log_prob)
-            available = available.scatter(-1, place.unsqueeze(-1), False)
-            state = network.advance(state, keys[row, place])
-        return total.unflatten(0, (queries, BEAMS))
+        encoded = network.encode(*(each.repeat_interleave(BEAMS, 0) for each in (query, pool, mask)))
+        log_prob = SequenceDistribution(network, encoded, SHOTS, 1).log_prob(sequences.view(-1, 1, SHOTS))
+        return log_prob.view(queries, BEAMS)
 
     torch.testing.assert_close(once(), per_beam(), atol=1e-4, rtol=1e-5)
     old, advantage = once().detach(), torch.randn(queries, BEAMS)
@@ -145,33 +111,6 @@ def beams(config: SelectorConfig, queries: int) -> Functions:
     return {"encoded once": passes(network, loss(once)), "for every beam": passes(network, loss(per_beam))}
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------
-
-
-def compiling(table: ProfileTable) -> None:
-    torch.manual_seed(0)
-    controller = Controller.for_table(table, table.split().train, PolicyConfig(structure="additive")).eval()
-    rows = torch.randint(table.num_samples, (MINIBATCH,))
-    features = controller.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    budgets = table.latency_ms[rows, 0]
-    with torch.no_grad():
-        old = controller(features, budgets)
-    advantage = torch.randn(old.shape)
-
-    def loss() -> Tensor:
-        surrogate, _ = clipped_surrogate(controller(features, budgets), old, advantage, 0.2)
-        return -expectation(surrogate, old.exp()).mean()
-
-    compiled = torch.compile(loss)
-    start = time.perf_counter()
-    compiled().backward()
-    cost = time.perf_counter() - start
-    ways = {"compiled": passes(controller, compiled), "eager": passes(controller, loss)}
-    fast, eager = compare(f"minibatch of {MINIBATCH}", ways)
-    earned = cost / (eager - fast) * 1e3 if eager > fast else float("inf")
-    print(f"compiling took {cost:.1f} s (cold or warm cache), earned back after {earned:,.0f} optimiser steps")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     TABLE = builtin_profile()
@@ -180,7 +119,3 @@ if __name__ == "__main__":
     for NAME, CONFIG in NETWORKS.items():
         for QUERIES in (1, 32):
             compare(f"{NAME} selector, {QUERIES} queries × {BEAMS} beams, {POOL} candidates", beams(CONFIG, QUERIES))
-    if any(map(shutil.which, ("c++", "g++", "clang++"))):
-        compiling(TABLE)
-    else:
-        print("torch.compile needs a C++ compiler, and there is none here")

@@ -46,9 +46,8 @@ def controllers(table: ProfileTable, paths: Iterable[str]) -> dict[str, Any]:
     single, five = (Controller.for_table(table, rows, PolicyConfig(**network, members=m)).eval() for m in (1, 5))
     fresh: dict[str, Any] = {"one network, exported": to_numpy(single), "five networks, exported": to_numpy(five)}
     for path in paths:
-        fresh[path] = (
-            NumpyController.load(path) if path.endswith(".npz") else to_numpy(load_checkpoint(path).controller)
-        )
+        exported = path.endswith(".npz")
+        fresh[path] = NumpyController.load(path) if exported else to_numpy(load_checkpoint(path).controller)
     return fresh
 
 
@@ -57,8 +56,7 @@ if __name__ == "__main__":
     gc.disable()  # as `knobwise live` does: it would interrupt random requests
     table, vlm = builtin_profile(), ElasticAdaptive()
     rows = table.split().test[:REQUESTS].tolist()
-    profile = ElasticProfileConfig()
-    scenes = draw_samples(max(rows) + 1, profile.seed)
+    scenes = draw_samples(max(rows) + 1, ElasticProfileConfig().seed)
     requests = [request_of(scenes[row]) for row in rows]
     rng = np.random.default_rng(0)
     budgets = rng.choice(default_budgets(table).numpy(), len(rows)).tolist()

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import torch
-from timing import in_turns, medians
+from timing import in_a_new_process, in_turns, medians, memory
 
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import table_from_frame
@@ -31,18 +28,6 @@ FULL = 2_276
 DATA_SETS = ("text_vqa", "coco_vqa", "okvqa")
 
 
-def frame() -> pl.DataFrame:
-    cells = SAMPLES * CONFIGURATIONS
-    return pl.DataFrame(
-        {
-            "sample_id": np.repeat(np.arange(SAMPLES), CONFIGURATIONS),
-            "knob": np.tile(np.arange(CONFIGURATIONS), SAMPLES),
-            "accuracy": np.linspace(0, 1, cells),
-            "latency_ms": np.arange(cells, dtype=np.float64),
-        }
-    )
-
-
 def in_a_loop(data: pl.DataFrame) -> None:
     accuracy, latency = np.full((2, SAMPLES, CONFIGURATIONS), np.nan)
     for sample, knob, score, time_ms in data.iter_rows():
@@ -50,7 +35,9 @@ def in_a_loop(data: pl.DataFrame) -> None:
 
 
 def frames() -> None:
-    data = frame()
+    sample, knob = (each.ravel() for each in np.indices((SAMPLES, CONFIGURATIONS)))
+    data = pl.DataFrame({"sample_id": sample, "knob": knob, "accuracy": np.linspace(0, 1, sample.size)})
+    data = data.with_columns(latency_ms=np.arange(sample.size, dtype=np.float64))
     functions = {
         "table_from_frame": lambda: table_from_frame(data, name="t", knobs=["knob"]),
         "loop": lambda: in_a_loop(data),
@@ -60,12 +47,6 @@ def frames() -> None:
     for name, each in ms.items():
         print(f"{name}: {data.height / each / 1e3:.2f} M cells per CPU second")
     print(f"ratio table_from_frame / loop: {ms['table_from_frame'] / ms['loop']:.3f}")
-
-
-def simulation(samples: int) -> None:
-    start = time.perf_counter()
-    table = simulate_calibrated(CalibratedConfig(samples=samples))
-    print(f"simulated {table.accuracy.numel():,} records with features: {time.perf_counter() - start:.1f} s")
 
 
 def write(kind: str, folder: Path, samples: int) -> None:
@@ -99,7 +80,7 @@ def read(kind: str, folder: Path) -> None:
     else:
         table = read_exp5_exp6(folder / "exp5", folder / "exp6", DATA_SETS)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    records, peak = int(table.mask.sum()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    records, peak = int(table.mask.sum()), memory("VmHWM") / 1024
     print(
         f"{kind}: {records:,} records in {seconds:.1f} s ({records / seconds:,.0f} per second, {cpu:.1f} CPU-seconds), "
         f"peak memory {peak:.2f} GiB"
@@ -119,9 +100,10 @@ if __name__ == "__main__":
     else:
         samples = FULL if chosen.full else chosen.samples
         frames()
-        simulation(samples)
+        start = time.perf_counter()
+        table = simulate_calibrated(CalibratedConfig(samples=samples))
+        print(f"simulated {table.accuracy.numel():,} records with features: {time.perf_counter() - start:.1f} s")
         for kind in ("exp5_exp6", "core_exp"):
             with tempfile.TemporaryDirectory() as folder:
                 write(kind, Path(folder), samples)
-                words = [sys.executable, __file__, f"--kind={kind}", f"--folder={folder}"]
-                subprocess.run(words, check=True)  # a process that does nothing else, for its memory
+                in_a_new_process(read, kind, Path(folder))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -51,15 +54,15 @@ def memory(line: str) -> float:
     return next(int(each.split()[1]) for each in lines if each.startswith(line)) / 1024
 
 
-def random_table(name: str, knobs: tuple[Knob, ...], samples: int, features: Mapping[str, int]) -> ProfileTable:
-    """Random values of the right shapes; nothing can be learned from them but means.
+def in_a_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` returns in a process that does nothing else, for its memory; on one thread."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return pool.submit(work, *arguments).result()
 
-    Args:
-        name: of the table.
-        knobs: all their combinations are configurations.
-        samples: how many.
-        features: width of each block.
-    """
+
+def random_table(name: str, knobs: tuple[Knob, ...], samples: int, **features: int) -> ProfileTable:
+    """Random values of the right shapes, for all combinations of the knobs, with feature blocks of these widths."""
     generator = torch.Generator().manual_seed(0)
     grid = torch.cartesian_prod(*(torch.arange(len(knob.values)) for knob in knobs)).view(-1, len(knobs))
     shape = (samples, len(grid))

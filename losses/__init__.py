@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
-    from knobwise.losses.advantage import group_advantage
+    from knobwise.losses.functional import group_advantage
     from knobwise.losses.grpo import GRPOLoss
-    from knobwise.losses.rce import RCELoss
-    from knobwise.losses.regression import RegressionLoss
+    from knobwise.losses.warm_up import RCELoss, RegressionLoss
 
 __getattr__ = lazy(
     __name__,
-    {"GRPOLoss": "grpo", "RCELoss": "rce", "RegressionLoss": "regression", "group_advantage": "advantage"},
+    {"GRPOLoss": "grpo", "RCELoss": "warm_up", "RegressionLoss": "warm_up", "group_advantage": "functional"},
 )
 
 __all__ = ["GRPOLoss", "RCELoss", "RegressionLoss", "group_advantage"]

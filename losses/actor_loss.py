@@ -24,6 +24,7 @@ class ActorLoss(LossModule):
         diagnostics: whether `forward` also gives diagnostics; without them it is faster.
     """
 
+    functional = True
     actor_network: ProbabilisticTensorDictSequential
     actor_network_params: TensorDictParams
     target_actor_network_params: TensorDictParams
@@ -33,19 +34,12 @@ class ActorLoss(LossModule):
     ) -> None:
         super().__init__()
         self._forward_pre_hooks.clear()  # TorchRL looks there for target networks that nobody updates; we have none
-        self._functional = functional
-        self.reduction = reduction
-        self.diagnostics = True
+        self.functional, self.reduction, self.diagnostics = functional, reduction, True
         if functional:
             self.convert_to_functional(actor_network, "actor_network")
         else:
             self.actor_network = actor_network
             self.actor_network_params = None
-
-    @property
-    def functional(self) -> bool:
-        """Whether the parameters stand apart from the module."""
-        return self._functional
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         self.in_keys = list(dict.fromkeys([*self.actor_network.in_keys, *self._loss_keys()]))

@@ -12,13 +12,13 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from knobwise.losses.actor_loss import ActorLoss, is_zero
-from knobwise.losses.advantage import group_advantage
 from knobwise.losses.functional import (
     clipped_surrogate,
     effective_sample_size,
     even_weight,
     expectation,
     expected_k3,
+    group_advantage,
     weight_of_best,
 )
 from knobwise.losses.settings import ADVANTAGES
@@ -102,7 +102,6 @@ class GRPOLoss(ActorLoss):
         *("clip_fraction", "ESS", "ratio_mean", "zero_advantage_fraction"),
     ]
     _schedulable_buffers = frozenset({"clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"})
-
     clip_epsilon: Tensor
     entropy_coeff: Tensor
     kl_to_ref_coeff: Tensor
@@ -166,14 +165,7 @@ class GRPOLoss(ActorLoss):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The loss of a batch of contexts, each with its whole group.
-
-        Args:
-            tensordict: batch [P] with the keys above.
-
-        Returns:
-            the outputs named in the class docstring.
-        """
+        """The loss of a batch of contexts, [P] with the keys above, each with its whole group."""
         penalised = not is_zero(self.kl_to_ref_coeff)
         mask = tensordict.get(self.tensor_keys.group_mask) if self.masked else None
         dist, log_prob, old, reference, reward, weight = self._group(tensordict, finite=penalised or self.diagnostics)

@@ -37,8 +37,8 @@ class GRPOConfig:
 
     def of_grpo(self) -> dict[str, Any]:
         """Those that `GRPOLoss` takes."""
-        names = "clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_std_floor advantage_clip"
-        return {name: getattr(self, name) for name in names.split()}
+        names = "objective clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_std_floor advantage_clip"
+        return {name: getattr(self, name) for name in names.split() if hasattr(self, name)}
 
     def __post_init__(self) -> None:
         one_of("loss.advantage", self.advantage, ADVANTAGES)
@@ -59,9 +59,6 @@ class LossConfig(GRPOConfig):
     regression_coeff: float = 0.2
     """Weight of the regression on measured accuracy and latency beside GRPO, for a `utility` structure."""
 
-    def of_grpo(self) -> dict[str, Any]:
-        return super().of_grpo() | {"objective": self.objective}
-
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("loss.objective", self.objective, ("exact", "sampled"))
@@ -73,13 +70,11 @@ class SelectorLossConfig(GRPOConfig):
     """What is minimised. The reference policy of the KL is the one after supervised fine-tuning."""
 
     advantage: str = "zscore"
-    """`zscore`, `centred`, `rank` or `unnormalised`, inside the group."""
     kl_to_ref_coeff: float = 0.02
     """β, weight of the k3 KL to the SFT policy."""
     temperature_start: float = 2.0
     """τ of the RCE warm-up at its beginning, in units of the scores."""
     temperature_end: float = 0.5
-    """τ at its end; it falls linearly."""
     scores: str = "raw"
     """What RCE weighs by: `raw` rewards, or `zscore`, `centred`, `rank`, compared inside the group first. `rank` gives
     every query the same weights."""

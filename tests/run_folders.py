@@ -24,13 +24,7 @@ SETTINGS = {
     "baselines": True,
     "runs": "runs",
 }
-MEAN_BUDGETS = {
-    "sense": "mean",
-    "static_hull": [
-        {"label": "a", "accuracy": 0.2, "latency_ms": 0.0},
-        {"label": "b", "accuracy": 1.0, "latency_ms": 40.0},
-    ],
-}
+HULL = [{"label": "a", "accuracy": 0.2, "latency_ms": 0.0}, {"label": "b", "accuracy": 1.0, "latency_ms": 40.0}]
 
 
 def write_run(
@@ -51,16 +45,13 @@ def write_run(
     draws = np.random.default_rng(0)
     luck, order = (draws.random(shape)[list(samples)] for shape in ((1000, len(budgets)), 1000))
     rows, frames = [], []
-    policies = {"controller": list(seeds), "oracle": [None]}
-    policies |= {"budget_aware_static": [None]} if sense == "deadline" else {"static_mix": [None]}
-    for policy, of_seeds in policies.items():
-        cubes = []
-        latency = np.array(budgets) * 0.8 + (spent if policy == "controller" else 0.0)
-        for seed in of_seeds:
+    for policy in ("controller", "oracle", "budget_aware_static" if sense == "deadline" else "static_mix"):
+        cubes, learned = [], policy == "controller"
+        latency = np.array(budgets) * 0.8 + spent * learned
+        for seed in seeds if learned else [None]:
             right = luck < {"controller": 0.5, "oracle": 0.95}.get(policy, 0.4)
-            if policy == "controller":
-                right = right ^ (luck * 1000 % 1 < 0.02 * (1 + (seed or 0)))
-                right |= (order < gain)[:, None]
+            if learned:
+                right = right ^ (luck * 1000 % 1 < 0.02 * (1 + seed)) | (order < gain)[:, None]
             cubes.append(right.astype(float))
             for b, budget in enumerate(budgets):
                 columns: dict[str, Any] = {"sample_id": [f"s{i}" for i in samples], "accuracy": cubes[-1][:, b]}
@@ -68,11 +59,10 @@ def write_run(
                 columns |= {"latency_ms": float(latency[b]), "in_time": True, "feasible": True}
                 frames.append(pl.DataFrame(columns | {"score": columns["accuracy"]}))
         cube = np.stack(cubes)
-        for place in (None, *range(len(budgets))):
-            mean = float(cube[..., slice(None) if place is None else place].mean())
-            row = {"policy": policy, "budget_ms": None if place is None else budgets[place]}
+        for budget, place in [(None, slice(None)), *((budget, b) for b, budget in enumerate(budgets))]:
+            mean, latency_ms = float(cube[..., place].mean()), float(latency[place].mean())
+            row = {"policy": policy, "budget_ms": budget, "latency_ms_mean": latency_ms}
             row |= {"accuracy": mean, "utility": mean, "gap_closed": 0.5, "satisfaction": 0.9}
-            row |= {"latency_ms_mean": float(latency.mean() if place is None else latency[place])}
             row |= {f"{name}_ci95": [row[name] - 0.05, row[name] + 0.05] for name in ("utility", "accuracy")}
             row |= {"gap_closed_ci95": [0.4, 0.6], "satisfaction_feasible": 0.95, "decision_us_p50": 12.0}
             if sense == "mean":
@@ -80,7 +70,7 @@ def write_run(
             rows.append(row)
     results = {
         "profile": {"name": "small", "digest": digest, "samples": 300, "configurations": 2},
-        **(MEAN_BUDGETS if sense == "mean" else {}),
+        **({"sense": "mean", "static_hull": HULL} if sense == "mean" else {}),
         "test_samples": len(samples),
         "seeds": list(seeds),
         "unit": "ms",

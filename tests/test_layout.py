@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,8 @@ def test_imports_go_one_way(path: Path) -> None:
 def folder_imports() -> dict[str, set[str]]:
     """Folder → folders that its modules import from, inside functions too; type checkers and `__main__` blocks
     aside."""
-    modules = {path: ".".join(("knobwise", *path.relative_to(ROOT).with_suffix("").parts)) for path in SOURCES}
-    modules |= {path: modules[path].replace("knobwise.knobwise.", "knobwise.") for path in SOURCES}
+    modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
+    modules = {path: f"knobwise.{name.removeprefix('knobwise.')}" for path, name in modules.items()}
     folder_of = {name: str(path.parent.relative_to(ROOT)) for path, name in modules.items()}
     edges: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
 
@@ -79,13 +80,7 @@ def folder_imports() -> dict[str, set[str]]:
 
 
 def test_no_circle_between_folders() -> None:
-    edges = folder_imports()
-    while edges:  # each pass removes the folders that import no folder that is left
-        leaves = {folder for folder, others in edges.items() if not others & edges.keys()}
-        if not leaves:
-            break
-        edges = {folder: others for folder, others in edges.items() if folder not in leaves}
-    assert not edges, f"circle between {sorted(edges)}"
+    TopologicalSorter(folder_imports()).prepare()  # raises CycleError, which names the folders
 
 
 def test_no_folder_is_crowded() -> None:
@@ -101,14 +96,11 @@ def test_tests_never_import_our_folders_bare() -> None:
 def names_in(tree: ast.AST) -> Iterator[str]:
     """Every name that a file gives to something: functions, classes, arguments, variables, fields."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
 
 
 @pytest.mark.parametrize("path", [*SOURCES, *BENCHMARKS], ids=lambda p: str(p.relative_to(ROOT)))
@@ -155,11 +147,11 @@ def test_the_readme_tree_names_every_folder_and_nothing_else() -> None:
     named, top = set(), ""
     for line in tree:
         names = re.findall(r"[a-z_]+(?=/(?:\s|$))", re.split(r"\s{2,}(?=[^/]*$)", line)[0] + " ")
-        if not line.startswith(" "):
-            named |= set(names)
-            top = names[0]
+        if line.startswith(" "):
+            names = [f"{top}/{name}" for name in names]
         else:
-            named |= {f"{top}/{name}" for name in names}
+            top = names[0]
+        named |= set(names)
     folders = {path.parent for path in SOURCES} - {COMMON} | {COMMON.parent}
     code = {str(folder.relative_to(ROOT)) for folder in folders}
     assert code <= named

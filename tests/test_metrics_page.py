@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from wandb_stub import offline_runs
 
 from knobwise.__main__ import main
 from knobwise.envs.readers.long_table import write_features, write_long_table
+from knobwise.experiments.report.words import read_results
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.workspace import view_of
 
@@ -73,24 +73,14 @@ def section(title: str) -> str:
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def pattern(name: str) -> re.Pattern[str]:
-    """A name of the page, where `<…>` stands for any word."""
-    parts = re.split(r"<\w+>", name)
-    return re.compile("[^/]+".join(map(re.escape, parts)))
-
-
 def explains_each(explained: list[str], logged: set[str]) -> None:
-    """Every logged name is explained by exactly one line, and every line is about a name that is logged."""
-    lines = {name: pattern(name) for name in explained}
+    """Every logged name is explained by exactly one line, where `<…>` stands for any word, and every line is about a
+    name that is logged."""
+    lines = {name: re.compile("[^/]+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in explained}
     assert len(lines) == len(explained), "a name is explained twice"
     by_name = {name: [line for line, form in lines.items() if form.fullmatch(name)] for name in logged}
     assert {name for name, found in by_name.items() if len(found) != 1} == set()
     assert set(explained) - {line for found in by_name.values() for line in found} == set()
-
-
-def results(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "results.json").read_text())
-    return found
 
 
 @cache
@@ -111,7 +101,7 @@ def names(runs: dict[str, Path]) -> set[str]:
     found: set[str] = set()
     for name, run in runs.items():
         by_run = logged_to_wandb(run)
-        assert set(by_run) == {name, *(f"{name}-seed{seed}" for seed in results(run)["seeds"])}
+        assert set(by_run) == {name, *(f"{name}-seed{seed}" for seed in read_results(run)["seeds"])}
         found |= {key for keys in by_run.values() for key in keys}
     axes = {"step", "budget_ms", "shots"}
     assert axes <= found
@@ -154,17 +144,14 @@ def test_every_name_in_the_workspace_is_logged(names: set[str]) -> None:
 
 
 def test_metrics_csv_holds_the_training_names(runs: dict[str, Path], names: set[str]) -> None:
-    found: set[str] = set()
-    for run in runs.values():
-        with (run / "metrics.csv").open(newline="") as file:
-            found |= set(next(csv.reader(file)))
+    found = {name for run in runs.values() for name in pl.read_csv(run / "metrics.csv", n_rows=0).columns}
     assert found == {"seed", "step", *(name for name in names if name.startswith(("Train/", "Val/")))}
 
 
 def test_every_policy_is_explained_and_no_other(runs: dict[str, Path]) -> None:
-    found = {row["policy"] for run in runs.values() for row in results(run)["rows"]}
-    variants = {name for run in runs.values() for name in results(run).get("variants", [])}
-    found |= {row["policy"] for run in runs.values() for row in results(run).get("controls", [])}
+    found = {row["policy"] for run in runs.values() for row in read_results(run)["rows"]}
+    variants = {name for run in runs.values() for name in read_results(run).get("variants", [])}
+    found |= {row["policy"] for run in runs.values() for row in read_results(run).get("controls", [])}
     assert found - variants == set(NAMED.findall(section("Results").split("| policy |")[1]))
 
 
@@ -177,9 +164,9 @@ def columns_of(value: Any) -> set[str]:
 
 def test_every_name_of_results_json_is_explained_and_no_other(runs: dict[str, Path]) -> None:
     found: set[str] = set()
-    of_rows = {column for run in runs.values() for column in columns_of(results(run)["rows"])}
+    of_rows = {column for run in runs.values() for column in columns_of(read_results(run)["rows"])}
     for run in runs.values():
-        for name, value in results(run).items():
+        for name, value in read_results(run).items():
             columns = set(value) if name == "profile" else columns_of(value)
             columns -= of_rows if name in ROWS_TOO else set()
             found |= {f"{name}.{column}" for column in columns} | ({name} if name != "profile" else set())

@@ -1,7 +1,7 @@
 """Reference trajectories: the loss and the norm of the gradient at every optimiser step of short runs of fixed seed.
 
-`tests/test_trajectories.py` holds them against what the code gives today, so that nobody changes the mathematics
-unawares. Where a change is meant, make them anew and commit them with it:
+`tests/agents/training/test_trajectories.py` holds them against what the code gives today, so that nobody changes the
+mathematics unawares. Where a change is meant, make them anew and commit them with it:
 
     python tests/trajectories.py
 
@@ -34,81 +34,37 @@ from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 FILE = Path(__file__).with_suffix(".json")
+CONTROLLER: dict[str, dict[str, Any]] = {
+    "policy": {"hidden": 16, "dropout": 0.0},
+    "loss": {"entropy_coeff": 0.02, "kl_to_ref_coeff": 0.2, "clip_epsilon": 0.2},
+    "optimiser": {"warmup_iterations": 10, "iterations": 10, "contexts": 32, "epochs": 3}
+    | {"evaluate_every": 10, "patience": 0},
+    "reward": {"kind": "utility", "miss": 0.2},
+}
+SELECTOR = {"lr": 2e-3, "queries": 8, "keep": "last"}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "controller sampled": {  # a head over the knobs; RCE, then GRPO on draws, several passes so that the clip acts
-        "policy": {"structure": "additive", "hidden": 16, "dropout": 0.0},
-        "loss": {
-            "objective": "sampled",
-            "group_size": 6,
-            "temperature_start": 0.5,
-            "temperature_end": 0.1,
-            "advantage": "zscore",
-            "advantage_std_floor": 0.1,
-            "advantage_clip": 1.5,
-            "entropy_coeff": 0.02,
-            "kl_to_ref_coeff": 0.2,
-            "clip_epsilon": 0.2,
-        },
-        "optimiser": {
-            "warmup_iterations": 10,
-            "iterations": 10,
-            "contexts": 32,
-            "minibatch": 16,
-            "epochs": 3,
-            "warmup_lr": 1e-2,
-            "lr": 1e-2,
-            "clip_grad": 0.5,
-            "evaluate_every": 10,
-            "patience": 0,
-        },
-        "reward": {"kind": "utility", "miss": 0.2},
+        "policy": CONTROLLER["policy"] | {"structure": "additive"},
+        "loss": CONTROLLER["loss"]
+        | {"objective": "sampled", "group_size": 6, "temperature_start": 0.5, "temperature_end": 0.1}
+        | {"advantage": "zscore", "advantage_std_floor": 0.1, "advantage_clip": 1.5},
+        "optimiser": CONTROLLER["optimiser"] | {"minibatch": 16, "warmup_lr": 1e-2, "lr": 1e-2, "clip_grad": 0.5},
+        "reward": CONTROLLER["reward"],
     },
     "controller exact": {  # two predicting networks; regression, then GRPO over every configuration with regression
-        "policy": {"structure": "utility", "members": 2, "hidden": 16, "dropout": 0.0},
-        "loss": {
-            "objective": "exact",
-            "advantage": "centred",
-            "regression_coeff": 0.2,
-            "entropy_coeff": 0.02,
-            "kl_to_ref_coeff": 0.2,
-            "clip_epsilon": 0.2,
-        },
-        "optimiser": {
-            "warmup_iterations": 10,
-            "iterations": 10,
-            "contexts": 32,
-            "minibatch": 32,
-            "epochs": 3,
-            "warmup_lr": 5e-3,
-            "lr": 4e-4,
-            "clip_grad": 3.0,
-            "evaluate_every": 10,
-            "patience": 0,
-        },
-        "reward": {"kind": "utility", "miss": 0.2},
+        "policy": CONTROLLER["policy"] | {"structure": "utility", "members": 2},
+        "loss": CONTROLLER["loss"] | {"objective": "exact", "advantage": "centred", "regression_coeff": 0.2},
+        "optimiser": CONTROLLER["optimiser"] | {"minibatch": 32, "warmup_lr": 5e-3, "lr": 4e-4, "clip_grad": 3.0},
+        "reward": CONTROLLER["reward"],
     },
     "selector RCE": {
-        "config": {"epochs": 4, "lr": 2e-3, "queries": 8, "clip_grad": 20.0, "keep": "last"},
+        "config": SELECTOR | {"epochs": 4, "clip_grad": 20.0},
         "loss": {"temperature_start": 2.0, "temperature_end": 0.5},
     },
     "selector GRPO": {  # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
-        "config": {
-            "epochs": 5,
-            "lr": 2e-3,
-            "queries": 8,
-            "collected": 32,
-            "rise": 0.2,
-            "clip_grad": 15.0,
-            "keep": "last",
-        },
-        "loss": {
-            "advantage": "zscore",
-            "kl_to_ref_coeff": 0.1,
-            "clip_epsilon": 0.2,
-            "curriculum": 0.5,
-            "curriculum_top": 3,
-            "kl_band": (2.5, 3.5),
-        },
+        "config": SELECTOR | {"epochs": 5, "collected": 32, "rise": 0.2, "clip_grad": 15.0},
+        "loss": {"advantage": "zscore", "kl_to_ref_coeff": 0.1, "clip_epsilon": 0.2}
+        | {"curriculum": 0.5, "curriculum_top": 3, "kl_band": (2.5, 3.5)},
     },
 }
 """The settings of each run, by group: what the formulae do is all at work, and none of it saturates."""

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -135,13 +134,6 @@ class ReceivedArtifact:
     committed: bool = False
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no error."""
-
-
 class WandbStub:
     """The server; a context manager. All that came lies in its attributes."""
 
@@ -170,19 +162,17 @@ class WandbStub:
 
             do_GET = do_POST = do_PUT = _answer
 
-            def log_message(self, *words: Any) -> None:
-                pass
+            def log_message(self, *words: Any) -> None: ...
 
-        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.handle_error = lambda *_: None  # of a client that hangs up
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> WandbStub:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 
@@ -195,24 +185,18 @@ class WandbStub:
 
     def _answered(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         if path == "/graphql":
-            asked = json.loads(body)
-            name = (re.findall(r"(?:query|mutation)\s+(\w+)", asked["query"]) or ["anonymous"])[0]
-            if self.refuse(name):
-                return 400, {"errors": [{"message": f"{name} refused"}]}
-            if name in ANSWERS:
-                return 200, {"data": ANSWERS[name]}
-            answer = getattr(self, f"_{name}", None)
-            if answer is None:
-                self.unknown.append(asked["query"])
-                return 400, {"errors": [{"message": f"{name} unknown"}]}
-            return 200, {"data": answer(asked.get("variables") or {})}
+            return self._of_graphql(json.loads(body))
         if self.refuse(path):
             return 403, {}
         parts = path.strip("/").split("/")
         if parts[0] == "files" and parts[-1] == "file_stream":
             return 200, self._stream(self.runs[parts[-2]], json.loads(body))
         if parts[0] == "upload" and method == "PUT":
-            self._keep(parts[1], parts[2], "/".join(parts[3:]), body)
+            _, kind, owner, *file = parts
+            if kind == "manifest":
+                self.artifacts[owner].manifest = json.loads(body)
+            else:
+                {"run": self.runs, "artifact": self.artifacts}[kind][owner].files["/".join(file)] = body
             return 200, {}
         if parts[0] == "sdk":  # how wandb itself is doing
             return 200, {}
@@ -227,36 +211,32 @@ class WandbStub:
             run.exit_code = sent["exitcode"]
         return {"limits": {}}
 
-    def _keep(self, kind: str, owner: str, path: str, body: bytes) -> None:
-        if kind == "run":
-            self.runs[owner].files[path] = body
-        elif kind == "artifact":
-            self.artifacts[owner].files[path] = body
-        else:
-            self.artifacts[owner].manifest = json.loads(body)
-
     # -- GraphQL: one method for each operation ------------------------------------------------------------------------
+
+    def _of_graphql(self, request: dict[str, Any]) -> tuple[int, Any]:
+        name = (re.findall(r"(?:query|mutation)\s+(\w+)", request["query"]) or ["anonymous"])[0]
+        if self.refuse(name):
+            return 400, {"errors": [{"message": f"{name} refused"}]}
+        if name in ANSWERS:
+            return 200, {"data": ANSWERS[name]}
+        if hasattr(self, f"_{name}"):
+            return 200, {"data": getattr(self, f"_{name}")(request.get("variables") or {})}
+        self.unknown.append(request["query"])
+        return 400, {"errors": [{"message": f"{name} unknown"}]}
 
     def _RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
         model = {"id": "p", "name": variables["project"], "entity": {"name": ENTITY}, "bucket": None}
         run = self.runs.get(variables["name"])
         if run is None:
             return {"model": model}
-        rows = sorted(run.lines.get("wandb-history.jsonl", {}).items())
+        rows, events = (run.lines.get(f"wandb-{name}.jsonl", {}) for name in ("history", "events"))
+        config = {key: {"value": value} for key, value in run.config.items()}
         bucket = {
-            "id": run.name,
-            "name": run.name,
-            "displayName": run.about["displayName"],
-            "summaryMetrics": json.dumps(run.summary),
-            "logLineCount": 0,
-            "historyLineCount": len(rows),
-            "eventsLineCount": len(run.lines.get("wandb-events.jsonl", {})),
-            "historyTail": json.dumps([line for _, line in rows[-1:]]),
-            "eventsTail": "[]",
-            "config": json.dumps({key: {"value": value} for key, value in run.config.items()}),
+            **{"id": run.name, "name": run.name, "displayName": run.about["displayName"], "notes": None},
+            **{"logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": len(events), "eventsTail": "[]"},
+            **{"historyTail": json.dumps([rows[max(rows)]] if rows else []), "config": json.dumps(config)},
+            **{"summaryMetrics": json.dumps(run.summary), "wandbConfig": json.dumps({"t": 1})},
             "tags": run.about.get("tags") or [],
-            "notes": None,
-            "wandbConfig": json.dumps({"t": 1}),
         }
         return {"model": model | {"bucket": bucket}}
 
@@ -270,20 +250,15 @@ class WandbStub:
         if variables.get("summaryMetrics"):
             run.lines["wandb-summary.json"] = {0: variables["summaryMetrics"]}
         bucket = {
-            "id": name,
-            "name": name,
-            "displayName": run.about.get("displayName") or name,
-            "description": None,
-            "config": "{}",
-            "sweepName": run.about.get("sweep"),
+            **{"id": name, "name": name, "displayName": run.about.get("displayName") or name, "description": None},
+            **{"config": "{}", "sweepName": run.about.get("sweep")},
             "project": {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": ENTITY}},
             "historyLineCount": len(run.lines.get("wandb-history.jsonl", {})),
         }
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
 
     def _CreateRunFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
-        address = f"{self.url}/upload/run/{variables['run']}"
-        files = [{"name": file, "uploadUrl": f"{address}/{file}"} for file in variables["files"]]
+        files = [self._upload("run", variables["run"], file) for file in variables["files"]]
         return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
 
     def _CreateArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:
@@ -305,21 +280,21 @@ class WandbStub:
         return {"createArtifactManifest": {"artifactManifest": self._manifest(variables["artifactID"])}}
 
     def _UpdateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
-        owner = variables["artifactManifestID"].removeprefix("manifest-")
-        return {"updateArtifactManifest": {"artifactManifest": self._manifest(owner)}}
+        return {"updateArtifactManifest": {"artifactManifest": self._manifest(variables["artifactManifestID"])}}
 
     def _manifest(self, owner: str) -> dict[str, Any]:
-        name = "wandb_manifest.json"
-        address = {"uploadUrl": f"{self.url}/upload/manifest/{owner}/{name}", "uploadHeaders": []}
-        return {"id": f"manifest-{owner}", "file": {"id": "f", "name": name, "displayName": name, **address}}
+        return {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
+
+    def _upload(self, kind: str, owner: str, name: str) -> dict[str, Any]:
+        address = {"uploadUrl": f"{self.url}/upload/{kind}/{owner}/{name}", "uploadHeaders": []}
+        return {"id": "f", "name": name, "displayName": name, **address}
 
     def _CreateArtifactFiles(self, variables: dict[str, Any]) -> dict[str, Any]:
         edges = []
         for file in variables["input"]["artifactFiles"]:
             name, owner = file["name"], file["artifactID"]
-            node = {"id": "f", "name": name, "displayName": name, "storagePath": f"{owner}/{name}"}
-            node |= {"uploadUrl": f"{self.url}/upload/artifact/{owner}/{name}", "uploadHeaders": []}
-            edges.append({"node": node | {"uploadMultipartUrls": None, "artifact": {"id": owner}}})
+            node = self._upload("artifact", owner, name) | {"storagePath": f"{owner}/{name}", "artifact": {"id": owner}}
+            edges.append({"node": node | {"uploadMultipartUrls": None}})
         return {"createArtifactFiles": {"files": {"edges": edges}}}
 
     def _CommitArtifact(self, variables: dict[str, Any]) -> dict[str, Any]:

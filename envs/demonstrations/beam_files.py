@@ -110,17 +110,8 @@ def _table(
     pool, sequences, usable = _without(leaks, pool, owners, _padded(kept.sequences))
     owners = owners[usable]
     beams = owners.bincount(minlength=len(ids))
-    counts = {
-        "candidates dropped from pools: they are the query itself or show its image": int(leaks.sum()),
-        "rows dropped: they use such candidates": int((~usable).sum()),
-        "queries of unknown image": query_names.count("") if any(query_names) else 0,
-        "queries name their image, candidates do not: none could be dropped for showing it (see candidate_images)": (
-            sum(map(bool, query_names)) if not any(names) else 0
-        ),
-        "queries without any beam": int((beams == 0).sum()),
-        "queries with only one beam, which is compared with nothing": int((beams == 1).sum()),
-    }
-    notes = [*map(str, saved.get("notes", ())), *(f"{n} {what}" for what, n in {**kept.counts, **counts}.items() if n)]
+    counts = kept.counts | _counts(leaks, usable, beams, query_names, names)
+    notes = [*map(str, saved.get("notes", ())), *(f"{n} {what}" for what, n in counts.items() if n)]
     if not len(owners):
         raise InputError(f"{path}: no beam is left. {'; '.join(notes)}")
     slot = torch.arange(len(owners)) - (beams.cumsum(0) - beams)[owners]
@@ -146,6 +137,22 @@ def _table(
         blocks=saved.get("blocks", {}),
         notes=tuple(notes),
     )
+
+
+def _counts(
+    leaks: Tensor, usable: Tensor, beams: Tensor, query_names: Sequence[str], names: Sequence[str]
+) -> dict[str, int]:
+    """What was dropped or is missing → how often."""
+    return {
+        "candidates dropped from pools: they are the query itself or show its image": int(leaks.sum()),
+        "rows dropped: they use such candidates": int((~usable).sum()),
+        "queries of unknown image": query_names.count("") if any(query_names) else 0,
+        "queries name their image, candidates do not: none could be dropped for showing it (see candidate_images)": (
+            sum(map(bool, query_names)) if not any(names) else 0
+        ),
+        "queries without any beam": int((beams == 0).sum()),
+        "queries with only one beam, which is compared with nothing": int((beams == 1).sum()),
+    }
 
 
 def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any] | None = None) -> None:

@@ -194,14 +194,15 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds no settings")
-    return _dotted(content)
+    return dotted(content)
 
 
-def _dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
+def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """Nested settings by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         nested = isinstance(value, Mapping) and value
-        flat |= {f"{key}.{name}": leaf for name, leaf in _dotted(value).items()} if nested else {str(key): value}
+        flat |= {f"{key}.{name}": leaf for name, leaf in dotted(value).items()} if nested else {str(key): value}
     return flat
 
 

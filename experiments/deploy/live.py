@@ -39,7 +39,7 @@ from knobwise.common.files import written_whole
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.report.live import METRICS, print_live, write_live_page
+from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.report.words import LEARNED, STATIC
 from knobwise.experiments.results.statistics import mean_interval
 from knobwise.experiments.settings.options import LiveConfig
@@ -49,6 +49,8 @@ from knobwise.profiling.elastic.settings import Configuration, ElasticProfileCon
 from knobwise.profiling.measuring.machine import cpu_name, one_thread
 from knobwise.profiling.measuring.measuring import collected_between
 
+METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
+"""What is known of every request."""
 LATELY = 100
 """The number of timed cells whose median ratio is the speed of the machine."""
 IN_A_ROW = 20

@@ -10,6 +10,7 @@ data set, under the data set's own five default budgets. Training seeds differ; 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -40,32 +41,13 @@ from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibr
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import k_folds, leave_one_out
 from knobwise.experiments.command_line.compose import GROUPS
-from knobwise.experiments.report.words import STATIC, policy_name
+from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.results.statistics import mean_interval, score_intervals
 from knobwise.experiments.settings.profiles import JointProfile, read_profile
 from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words, write_page
 
 TEST_PARTS = 5
 """The test part is one of so many parts of every data set."""
-FITTED = {
-    "all": "all data sets",
-    "all, told": "all data sets, data set as input",
-    "own": "its own data set",
-    "others": "the other data sets",
-    "others, told": "the other data sets, data set as input",
-}
-COMPARED = (
-    (("policy", "all"), ("policy", "own"), "one policy for all − one for each"),
-    (("policy", "all, told"), ("policy", "all"), "one for all: data set as input − without"),
-    (("policy", "all, told"), ("policy", "own"), "one for all, data set as input − one for each"),
-    (("policy", "others"), ("policy", "own"), "unseen data set − its own policy"),
-    (("policy", "others, told"), ("policy", "others"), "unseen data set: data set as input − without"),
-    (("policy", "others"), ("static", "own"), "unseen data set − static of the data set"),
-    (("policy", "others"), ("static", "others"), "unseen data set − static of the other data sets"),
-    (("policy", "all"), ("static", "own"), "one policy for all − static of the data set"),
-    (("static", "all"), ("static", "own"), "static of all − static of the data set"),
-)
-"""Differences: a policy and what it is fitted on, a key of `FITTED`."""
 Utilities = Mapping[str, Sequence[Mapping[str, Mapping[str, list[float]]]]]
 """Task → for each seed: policy → data set → utility of each test sample."""
 
@@ -106,7 +88,6 @@ class DataSetsConfig:
 class Task(NamedTuple):
     """What to fit, and on what to judge it."""
 
-    name: str
     dataset_input: bool
     """Whether the data set is an input."""
     split: Split
@@ -125,17 +106,17 @@ def run(config: DataSetsConfig) -> list[str]:
     folder = folder_for(config.runs, [table.digest, fitted])
     if not (folder / "table.safetensors").exists():
         table.save(folder / "table.safetensors")
-    names = [task.name for task in tasks_of(table, config.folds)]
     cells = {
-        folder / f"{name.replace('/', '-')}-{seed}.json": (folder, name, seed, asdict(config))
+        folder / f"{name.replace('/', '-')}-{seed}.json": (folder, name, seed, config)
         for seed in config.seeds
-        for name in names
+        for name in tasks_of(table, config.folds)
     }
+    utilities: dict[str, Any] = {}
     results = measured("tasks × seeds", measure, cells, config.jobs)
-    utilities = {name: results[number :: len(names)] for number, name in enumerate(names)}
-    facts = {key: getattr(config, key) for key in ("seeds", "simple", "folds", "members")}
-    facts |= {"profile": table.name, "samples": table.num_samples, "configurations": table.num_configurations}
-    page = data_sets_page(utilities, facts | {"simulated": not config.paths})
+    for (_, name, *_), result in zip(cells.values(), results, strict=True):
+        utilities.setdefault(name, []).append(result)
+    facts = {"profile": table.name, "samples": table.num_samples, "configurations": table.num_configurations}
+    page = data_sets_page(utilities, asdict(config) | facts | {"simulated": not config.paths})
     rich.print(Markdown(page))
     write_page(config.out, page)
     return []
@@ -150,8 +131,8 @@ def read_table(config: DataSetsConfig) -> ProfileTable:
     return simulate_calibrated(simulated)
 
 
-def tasks_of(table: ProfileTable, folds: int) -> list[Task]:
-    """Everything that is fitted with each seed.
+def tasks_of(table: ProfileTable, folds: int) -> dict[str, Task]:
+    """Everything that is fitted with each seed, by name.
 
     Raises:
         InputError: the table has one data set only.
@@ -160,28 +141,27 @@ def tasks_of(table: ProfileTable, folds: int) -> list[Task]:
     base = k_folds(table, TEST_PARTS)[0]
     tests = {name: base.test[places] for name, places in rows_by_dataset(table, base.test).items()}
 
-    def only(rows: Tensor, name: str) -> Tensor:
-        return rows[rows_by_dataset(table, rows)[name]]
+    def only(split: Split, name: str) -> Split:
+        return Split(*(rows[rows_by_dataset(table, rows)[name]] for rows in split))
 
-    tasks = [Task("all", False, base, tests), Task("all, told", True, base, tests)]
+    tasks = {"all": Task(False, base, tests), "all, told": Task(True, base, tests)}
     for name, test in tests.items():
-        tasks.append(Task(f"own {name}", False, Split(*(only(rows, name) for rows in base)), {name: test}))
-    for dataset_input in (False, True):
-        for name, test in tests.items():
-            words = f"others {name}" + ", told" * dataset_input
-            tasks.append(Task(words, dataset_input, without[name]._replace(test=test), {name: test}))
+        tasks[f"own {name}"] = Task(False, only(base, name), {name: test})
+    for name, test in tests.items():
+        split = without[name]._replace(test=test)
+        tasks |= {f"others {name}": Task(False, split, {name: test})}
+        tasks |= {f"others {name}, told": Task(True, split, {name: test})}
     first = next(iter(tests))
-    for number, split in enumerate(k_folds(table, folds)):
-        parts = Split(*(only(rows, first) for rows in split))
-        tasks.append(Task(f"fold {number} {first}", False, parts, {first: parts.test}))
+    for number, fold in enumerate(k_folds(table, folds)):
+        split = only(fold, first)
+        tasks[f"fold {number} {first}"] = Task(False, split, {first: split.test})
     return tasks
 
 
-def measure(folder: Path, name: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+def measure(folder: Path, name: str, seed: int, config: DataSetsConfig) -> dict[str, Any]:
     """Fit and judge one task with one seed."""
-    config, table = DataSetsConfig(**settings), ProfileTable.load(folder / "table.safetensors")
-    task = next(task for task in tasks_of(table, config.folds) if task.name == name)
-    return utilities_of(table, task, seed, config)
+    table = ProfileTable.load(folder / "table.safetensors")
+    return utilities_of(table, tasks_of(table, config.folds)[name], seed, config)
 
 
 def utilities_of(table: ProfileTable, task: Task, seed: int, config: DataSetsConfig) -> dict[str, Any]:
@@ -190,15 +170,8 @@ def utilities_of(table: ProfileTable, task: Task, seed: int, config: DataSetsCon
     fitted = torch.cat([task.split.train, task.split.validation])
     budgets = quantile_budgets(table.latency_ms[fitted], table.mask[fitted])
     settings = replace(GROUPS["policy"]["utility"], members=config.members, experts=tuple(config.simple))
-    trainer = ControllerTrainer(
-        table,
-        task.split,
-        policy=settings,
-        optimiser=GROUPS["optimiser"]["utility"],
-        reward=GROUPS["reward"]["utility"],
-        budgets_ms=budgets,
-        seed=seed,
-    )
+    groups: dict[str, Any] = {name: GROUPS[name]["utility"] for name in ("optimiser", "reward")}
+    trainer = ControllerTrainer(table, task.split, policy=settings, **groups, budgets_ms=budgets, seed=seed)
     policies: dict[str, Policy[Tensor]] = {
         "policy": fit_stack(table, fitted, trainer.run(), settings, budgets, seed),
         "static": BudgetAwareStatic(table, fitted),
@@ -206,11 +179,10 @@ def utilities_of(table: ProfileTable, task: Task, seed: int, config: DataSetsCon
     cells, normaliser = Measured.from_table(table, fitted, budgets, seed=0), FeatureNormaliser.fit(table, fitted)
     for fit in fit_experts(table, cells, normaliser, config.simple, seed=0):
         policies[fit.expert.name] = PredictThenChoose(fit.expert.name, fit.expert, normaliser)
-    rewards, everything = RewardTable(table, RewardConfig()), torch.arange(table.num_samples)
+    rewards, rows_of = RewardTable(table, RewardConfig()), rows_by_dataset(table, torch.arange(table.num_samples))
     utilities: dict[str, Any] = {name: {} for name in (*policies, "oracle")}
     for dataset, rows in task.tests.items():
-        of_dataset = everything[rows_by_dataset(table, everything)[dataset]]
-        limits = quantile_budgets(table.latency_ms[of_dataset], table.mask[of_dataset])
+        limits = quantile_budgets(table.latency_ms[rows_of[dataset]], table.mask[rows_of[dataset]])
         for name, policy in {**policies, "oracle": Oracle(table, rows)}.items():
             utilities[name][dataset] = judge(policy, table, rows, limits, rewards).utility.mean(1).tolist()
     return utilities
@@ -229,71 +201,43 @@ def data_sets_page(measured: Utilities, facts: Mapping[str, Any]) -> str:
     names = list(measured["all"][0]["policy"])
 
     def by_dataset(policy: str, fitted: str) -> list[np.ndarray]:
-        return [utilities(measured, fitted, policy, name) for name in names]
+        name, _, dataset_input = fitted.partition(",")
+        tasks = [name if name == "all" else f"{name} {dataset}" for dataset in names]
+        tasks = [f"{task},{dataset_input}" if dataset_input else task for task in tasks]
+        return [utilities(measured[task], policy, dataset) for task, dataset in zip(tasks, names, strict=True)]
 
     def by_fold(policy: str) -> list[np.ndarray]:
-        seeds_of_folds = [measured[f"fold {number} {names[0]}"] for number in range(facts["folds"])]
-        return [np.array([seed[policy][names[0]] for seed in seeds]) for seeds in seeds_of_folds]
+        folds = [measured[f"fold {number} {names[0]}"] for number in range(facts["folds"])]
+        return [utilities(fold, policy, names[0]) for fold in folds]
 
-    policies = [(policy, fitted) for policy in ("policy", *facts["simple"]) for fitted in FITTED]
-    policies += [("static", fitted) for fitted in ("own", "all", "others")] + [("oracle", "all")]
-    return rendered(
-        "data_sets.md.j2",
-        **facts,
-        names=names,
-        policies=_rows({pair: by_dataset(*pair) for pair in policies}, ("static", "own"), ("oracle", "all")),
-        differences={
-            words: [a - b for a, b in zip(by_dataset(*pair), by_dataset(*other), strict=True)]
-            for pair, other, words in COMPARED
-        },
-        by_fold=_rows(
-            {(policy, "own"): by_fold(policy) for policy in ("policy", *facts["simple"], "static", "oracle")},
-            ("static", "own"),
-            ("oracle", "own"),
-        ),
-        concatenated=lambda columns: np.concatenate(columns, 1),
-        mean_interval=mean_interval,
-    )
+    functions: dict[str, Any] = {
+        "by_dataset": by_dataset,
+        "by_fold": by_fold,
+        "gap_closed": gap_closed,
+        "spread": spread,
+    }
+    functions |= {"joined": np.hstack, "paired": zip, "mean_interval": mean_interval, "policy_name": policy_name}
+    return rendered("data_sets.md.j2", **facts, names=names, **functions)
 
 
-def utilities(measured: Utilities, fitted: str, policy: str, dataset: str) -> np.ndarray:
-    """Float64 [S, n]: utility of a policy, fitted on a key of `FITTED`, for the test samples of a data set.
-
-    The S rows are equal where the seed of training changes nothing.
-    """
-    name, _, with_input = fitted.partition(",")
-    task = fitted if name == "all" else f"{name} {dataset}" + (f",{with_input}" if with_input else "")
-    return np.array([seed[policy][dataset] for seed in measured[task]])
+def utilities(seeds: Sequence[Mapping[str, Mapping[str, list[float]]]], policy: str, dataset: str) -> np.ndarray:
+    """Float64 [S, n]: utility of a policy for the test samples of a data set. The S rows are equal where the seed of
+    training changes nothing."""
+    return np.array([seed[policy][dataset] for seed in seeds])
 
 
-def _rows(
-    columns: Mapping[tuple[str, str], list[np.ndarray]], low: tuple[str, str], high: tuple[str, str]
-) -> list[dict[str, Any]]:
-    """For each policy its columns, float64 [S, n], the spread between them, and the share of the way from `low` to
-    `high` that it closes."""
-    every = {pair: np.concatenate(values, 1) for pair, values in columns.items()}
-    references = every[low][0], every[high][0]
-    rows = []
-    for pair, values in every.items():
-        gap = (values.mean() - references[0].mean()) / (references[1].mean() - references[0].mean())
-        ci95 = score_intervals([(values, *references)])[0]["gap_closed_ci95"]
-        rows.append(
-            {
-                "policy": policy_name({"policy": "learned policy", "static": STATIC}.get(pair[0], pair[0])),
-                "fitted": "" if pair == high else FITTED[pair[1]],
-                "columns": columns[pair],
-                "all": values,
-                "spread": float(np.std([each.mean() for each in columns[pair]], ddof=1)),
-                "gap": {low: "0", high: "1"}.get(pair, f"{gap:z.2f} [{ci95[0]:z.2f}, {ci95[1]:z.2f}]"),
-            }
-        )
-    return rows
+def spread(columns: Sequence[np.ndarray]) -> float:
+    """The standard deviation of their means."""
+    return float(np.std([values.mean() for values in columns], ddof=1))
 
 
-def main(words: list[str]) -> int:
-    """Run from `key=value` words; returns the exit status."""
-    return run_from_words("data_sets", DataSetsConfig, run, words)
+def gap_closed(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float, list[float]]:
+    """The share of the way from `low` to `high`, float64 [S, n] each, that a policy closes, and its interval."""
+    share = (values.mean() - low[0].mean()) / (high[0].mean() - low[0].mean())
+    return float(share), score_intervals([(values, low[0], high[0])])[0]["gap_closed_ci95"]
 
+
+main = functools.partial(run_from_words, "data_sets", DataSetsConfig, run)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

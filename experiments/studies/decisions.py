@@ -17,10 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import polars as pl
 import torch
-from scipy.stats import t
+from scipy.stats import sem, t
 from torch import Tensor
 
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import make_baselines
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.predictors.experts import Expert
@@ -35,7 +37,7 @@ from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.simulated.kinds import KINDS, SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.command_line.compose import GROUPS
-from knobwise.experiments.report.words import ORACLE, STATIC
+from knobwise.experiments.report.words import ORACLE, STATIC, sign_of
 from knobwise.experiments.results.judge import judged_means
 from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words, write_page
 from knobwise.losses.settings import LossConfig
@@ -115,59 +117,48 @@ def table_of(name: str, seed: int) -> tuple[ProfileTable, Split]:
 def measure(name: str, seed: int) -> dict[str, Any]:
     """Fit and judge every policy on one table with one seed."""
     table, split = table_of(name, seed)
-    measurement = _Measurement(table, split, seed)
-    measurement.baselines()
-    measurement.default_policy()
-    warm = measurement.networks()
+    cell = _Cell(table, split, seed)
+    policies, seconds = _timed(make_baselines, table, split, seed, cell.budgets)
+    for policy in policies:
+        cell.judge(policy.name, policy, seconds)
+    # the default policy with its guard, without it, and without its weights
+    trainer, network_seconds = _timed(cell.trained, AUTO)
+    config, network = GROUPS["policy"][AUTO], trainer.agent
+    auto, seconds = _timed(fit_stack, table, cell.fitted, network, config, cell.budgets, seed)
+    seconds += network_seconds
+    guard = None if auto.guard is None else auto.guard.rows()
+    cell.judge(AUTO, auto, seconds, chosen=auto.chosen(), guard=guard)
+    cell.judge(UNGUARDED, _with_weights(auto, auto.weights), seconds)
+    if auto.experts:
+        equal = torch.full_like(auto.weights, 1 / len(auto.weights))
+        cell.judge("auto, no guard, equal weights", _with_weights(auto, equal), seconds)
+    cell.judge("utility network", network, network_seconds, stopped_at=trainer.best["iteration"])
+    # networks of other structures; objectives start from the regression
+    warm, seconds = _timed(cell.trained, "utility", iterations=0)
+    cell.judge("utility network, regression only", warm.agent, seconds)
+    for structure in ("additive", "autoregressive", "independent", "joint"):
+        trainer, seconds = _timed(cell.trained, structure)
+        cell.judge(structure, trainer.agent, seconds)
     objectives = OBJECTIVES.items() if name in OBJECTIVE_TABLES else ()
     return {
         "table": name,
         "seed": seed,
-        "samples": len(measurement.fitted),
+        "samples": len(cell.fitted),
         "configurations": table.num_configurations,
         "features": sum(block.shape[1] for block in table.features.values()),
-        "policies": measurement.policies,
-        "objectives": [{"objective": words, **measurement.objective(warm, loss)} for words, loss in objectives],
+        "policies": cell.policies,
+        "objectives": [{"objective": words, **cell.objective(warm, loss)} for words, loss in objectives],
     }
 
 
-class _Measurement:
+class _Cell:
     """One table with one seed: what each policy got, and the CPU seconds of fitting it."""
 
     def __init__(self, table: ProfileTable, split: Split, seed: int) -> None:
         self.table, self.split, self.seed = table, split, seed
         self.fitted = torch.cat([split.train, split.validation])
         self.budgets = default_budgets(table)
-        self.rewards = RewardTable(table, RewardConfig())
         self.policies: list[dict[str, Any]] = []
-
-    def baselines(self) -> None:
-        policies, seconds = _timed(lambda: make_baselines(self.table, self.split, self.seed, self.budgets))
-        for policy in policies:
-            self.judge(policy.name, policy, seconds)
-
-    def default_policy(self) -> None:
-        """With its guard, without it, and without its weights."""
-        trainer, network_seconds = _timed(lambda: self.trained("auto"))
-        config, network = GROUPS["policy"]["auto"], trainer.agent
-        auto, seconds = _timed(lambda: fit_stack(self.table, self.fitted, network, config, self.budgets, self.seed))
-        seconds += network_seconds
-        guard = None if auto.guard is None else auto.guard.rows()
-        self.judge("auto", auto, seconds, chosen=auto.chosen(), guard=guard)
-        self.judge("auto, no guard", _with_weights(auto, auto.weights), seconds)
-        if auto.experts:
-            equal = torch.full_like(auto.weights, 1 / len(auto.weights))
-            self.judge("auto, no guard, equal weights", _with_weights(auto, equal), seconds)
-        self.judge("utility network", network, network_seconds, stopped_at=trainer.best["iteration"])
-
-    def networks(self) -> ControllerTrainer:
-        """Networks of other structures; returns the regression that objectives start from."""
-        warm, seconds = _timed(lambda: self.trained("utility", iterations=0))
-        self.judge("utility network, regression only", warm.controller, seconds)
-        for structure in ("additive", "autoregressive", "independent", "joint"):
-            trainer, seconds = _timed(functools.partial(self.trained, structure))
-            self.judge(structure, trainer.agent, seconds)
-        return warm
 
     def objective(self, warm: ControllerTrainer, loss: LossConfig) -> dict[str, list[float]]:
         """GRPO alone, from where a warm-up was best: 60 iterations, judged on the test part every 5."""
@@ -184,29 +175,20 @@ class _Measurement:
         trainer.run()
         return trainer
 
-    def trainer(self, policy: Any, settings: OptimiserConfig, loss: LossConfig) -> ControllerTrainer:
-        reward = GROUPS["reward"]["utility"]
-        return ControllerTrainer(
-            self.table,
-            self.split,
-            policy=policy,
-            loss=loss,
-            optimiser=settings,
-            reward=reward,
-            budgets_ms=self.budgets,
-            seed=self.seed,
-        )
+    def trainer(self, policy: PolicyConfig, settings: OptimiserConfig, loss: LossConfig) -> ControllerTrainer:
+        rest = {"reward": GROUPS["reward"]["utility"], "budgets_ms": self.budgets, "seed": self.seed}
+        return ControllerTrainer(self.table, self.split, policy=policy, loss=loss, optimiser=settings, **rest)
 
     def judge(self, name: str, policy: Any, seconds: float, **facts: Any) -> None:
-        outcome = judge(policy, self.table, self.split.test, self.budgets, self.rewards)
-        row = judged_means(outcome)
+        rewards = RewardTable(self.table, RewardConfig())
+        row = judged_means(judge(policy, self.table, self.split.test, self.budgets, rewards))
         numbers = {key: row[key] for key in ("utility", "accuracy", "satisfaction_feasible")}
         self.policies.append({"policy": name, **numbers, "cpu_seconds": seconds, **facts})
 
 
-def _timed(fit: Callable[[], Any]) -> tuple[Any, float]:
+def _timed(fit: Callable[..., Any], *arguments: Any, **settings: Any) -> tuple[Any, float]:
     start = time.process_time()
-    result = fit()
+    result = fit(*arguments, **settings)
     return result, time.process_time() - start
 
 
@@ -219,25 +201,24 @@ class _Trajectory:
     """Utility on the test part at every evaluation, and the CPU seconds of training until then."""
 
     def __init__(self, trainer: ControllerTrainer, test: Tensor) -> None:
-        self._trainer, self._test, self._judging = trainer, test, 0.0
-        self._start = time.process_time()
+        self._trainer, self._test, self._start = trainer, test, time.process_time()
         self.utility: list[float] = []
         self.seconds: list[float] = []
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if "Val/Utility" in metrics:
             begun, trainer = time.process_time(), self._trainer
-            self.seconds.append(begun - self._start - self._judging)
+            self.seconds.append(begun - self._start)
             judged = judge(trainer.agent, trainer.table, self._test, trainer.limits, trainer.env.rewards)
             self.utility.append(float(judged.utility.mean()))
-            self._judging += time.process_time() - begun
+            self._start += time.process_time() - begun  # judging is no training
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
 class Mean(NamedTuple):
-    """A mean over seeds and half the width of its 95 % interval (Student's t)."""
+    """A mean over seeds and half the width of its 95 % interval (Student's t), NaN for one seed."""
 
     value: float
     half: float
@@ -245,10 +226,8 @@ class Mean(NamedTuple):
     @classmethod
     def over(cls, values: Iterable[float]) -> Mean:
         numbers = np.array(list(values), dtype=float)
-        if len(numbers) < 2:
-            return cls(float(numbers.mean()), float("nan"))
-        error = numbers.std(ddof=1) / np.sqrt(len(numbers))
-        return cls(float(numbers.mean()), float(t.ppf(0.975, len(numbers) - 1) * error))
+        half = t.ppf(0.975, len(numbers) - 1) * sem(numbers) if len(numbers) > 1 else np.nan
+        return cls(float(numbers.mean()), float(half))
 
     def words(self, form: str = ".3f") -> str:
         return f"{self.value:z{form}} ± {self.half:{form}}"
@@ -256,7 +235,7 @@ class Mean(NamedTuple):
     @property
     def sign(self) -> int:
         """1 or −1 where it differs from 0 by more than its interval, else 0."""
-        return int(self.value - self.half > 0) - int(self.value + self.half < 0)
+        return sign_of((self.value - self.half, self.value + self.half))
 
 
 class MeasuredTable:
@@ -264,21 +243,15 @@ class MeasuredTable:
 
     def __init__(self, name: str, cells: Sequence[Mapping[str, Any]]) -> None:
         self.name, self.facts = name, cells[0]
-        rows = [{row["policy"]: row for row in cell["policies"]} for cell in cells]
-        self.policies = list(rows[0])
-
-        def values(key: str) -> dict[str, np.ndarray]:
-            return {policy: np.array([row[policy][key] for row in rows], dtype=float) for policy in rows[0]}
-
-        self.utility = values("utility")
+        rows = pl.DataFrame([row for cell in cells for row in cell["policies"]], infer_schema_length=None)
+        numbers = rows.group_by("policy", maintain_order=True)
+        self.utility = {policy: part["utility"].to_numpy() for (policy,), part in numbers}
         """Policy → float64 [seeds]."""
-        self.mean = {policy: float(each.mean()) for policy, each in self.utility.items()}
-        self.seconds = {policy: float(each.mean()) for policy, each in values("cpu_seconds").items()}
-        self.feasible = {policy: float(np.nanmean(each)) for policy, each in values("satisfaction_feasible").items()}
-        self.headroom = self.mean[ORACLE] - self.mean[STATIC]
-        self.best_baseline = max(BASELINES, key=lambda policy: self.mean[policy])
-        self.auto_is_first = self.rank(AUTO) == 1
-        self.guard = [budget for row in rows for budget in row[AUTO]["guard"] or []]
+        means = numbers.agg(pl.col("utility", "satisfaction_feasible", "cpu_seconds").fill_nan(None).mean())
+        self.means = {row["policy"]: row for row in means.to_dicts()}
+        self.headroom = self.lead(ORACLE, STATIC).value
+        self.best_baseline = max(BASELINES, key=lambda policy: self.means[policy]["utility"])
+        self.guard = [budget for row in rows["guard"].drop_nulls() for budget in row]
 
     def gap(self, policy: str) -> Mean | None:
         """The share of the headroom; None where there is hardly any."""
@@ -292,43 +265,45 @@ class MeasuredTable:
 
     def rank(self, policy: str) -> int:
         """Among the baselines and `auto`; 1 is best."""
-        return 1 + sum(self.mean[other] > self.mean[policy] for other in (AUTO, *BASELINES))
+        return 1 + sum(self.lead(other, policy).value > 0 for other in (AUTO, *BASELINES))
+
+    def row(self, policy: str) -> dict[str, Any]:
+        """What means over tables are taken of; None where it says nothing."""
+        gap = self.gap(policy)
+        ranked = policy in (AUTO, *BASELINES)
+        return {
+            "gap": gap.value if gap else None,
+            "lead": self.lead(policy, STATIC).value,
+            "rank": self.rank(policy) if ranked else None,
+            "feasible": self.means[policy]["satisfaction_feasible"],
+            "seconds": self.means[policy]["cpu_seconds"],
+        }
 
 
 def decisions_page(cells: Sequence[Mapping[str, Any]]) -> str:
     """docs/decisions.md, from one measurement for each table and seed."""
     names = dict.fromkeys(cell["table"] for cell in cells)
     tables = [MeasuredTable(name, [cell for cell in cells if cell["table"] == name]) for name in names]
-    parts = {
-        words: [each.lead(*pair) for each in tables if {*pair} <= set(each.policies)] for words, pair in PARTS.items()
-    }
+    names = dict.fromkeys(policy for each in tables for policy in each.means if policy != ORACLE)
+    policies = {policy: [each for each in tables if policy in each.means] for policy in names}
+    overview = [
+        {"policy": policy, **pl.DataFrame([each.row(policy) for each in having]).mean().row(0, named=True)}
+        for policy, having in policies.items()
+    ]
     return rendered(
         "decisions.md.j2",
         seeds=len({cell["seed"] for cell in cells}),
         tables=tables,
-        overview=_overview(tables),
-        parts=parts,
+        first=[each.name for each in tables if each.rank(AUTO) == 1],
+        overview=sorted(overview, key=lambda row: -row["lead"]),
+        parts={
+            words: [each.lead(*pair) for each in tables if {*pair} <= each.means.keys()]
+            for words, pair in PARTS.items()
+        },
         objectives=_objectives([cell["objectives"] for cell in cells if cell["objectives"]]),
         AUTO=AUTO,
         UNGUARDED=UNGUARDED,
     )
-
-
-def _overview(tables: Sequence[MeasuredTable]) -> list[dict[str, Any]]:
-    """Means over tables of every policy but the oracle, best first."""
-    rows = []
-    for policy in dict.fromkeys(p for each in tables for p in each.policies if p != ORACLE):
-        having = [each for each in tables if policy in each.policies]
-        means: dict[str, list[float]] = {
-            "gap": [gap.value for each in having if (gap := each.gap(policy))],
-            "lead": [each.lead(policy, STATIC).value for each in having],
-            "rank": [each.rank(policy) for each in having if policy in (AUTO, *BASELINES)],
-            "feasible": [each.feasible[policy] for each in having],
-            "seconds": [each.seconds[policy] for each in having],
-        }
-        row = {key: float(np.mean(values)) if values else None for key, values in means.items()}
-        rows.append({"policy": policy, **row})
-    return sorted(rows, key=lambda row: -row["lead"])
 
 
 def _objectives(cells: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -337,25 +312,24 @@ def _objectives(cells: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, 
     Args:
         cells: for each table and seed what was measured of every objective.
     """
+    # the CPU time that the cheapest objective takes for the same updates
+    limits = [min(curve["seconds"][-1] for curve in cell) for cell in cells]
     rows = []
     for curves in zip(*cells, strict=True):  # one objective, on each table with each seed
-        updates, in_time = [], []
-        for curve, cell in zip(curves, cells, strict=True):
-            # the CPU time that the cheapest objective takes for the same updates
-            limit = min(other["seconds"][-1] for other in cell)
-            last = int(np.searchsorted(curve["seconds"], limit, side="right")) - 1
-            updates.append(curve["utility"][-1] - curve["utility"][0])
-            in_time.append(curve["utility"][last] - curve["utility"][0])
-        seconds = float(np.mean([curve["seconds"][-1] for curve in curves]))
-        gains = {"updates": Mean.over(updates), "in_time": Mean.over(in_time)}
-        rows.append({"name": curves[0]["objective"], "seconds": seconds, **gains})
+        gains = [np.subtract(curve["utility"], curve["utility"][0]) for curve in curves]
+        steps = [np.searchsorted(curve["seconds"], limit, "right") for curve, limit in zip(curves, limits, strict=True)]
+        rows.append(
+            {
+                "name": curves[0]["objective"],
+                "seconds": float(np.mean([curve["seconds"][-1] for curve in curves])),
+                "updates": Mean.over(gain[-1] for gain in gains),
+                "in_time": Mean.over(gain[step - 1] for gain, step in zip(gains, steps, strict=True)),
+            }
+        )
     return rows
 
 
-def main(words: list[str]) -> int:
-    """Run from `key=value` words; returns the exit status."""
-    return run_from_words("decisions", DecisionsConfig, run, words)
-
+main = functools.partial(run_from_words, "decisions", DecisionsConfig, run)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

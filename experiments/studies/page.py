@@ -1,18 +1,103 @@
-"""The page of a study, docs/results.md: what is compared and in which words; tables and prose are in the template."""
+"""What a study compares, and its page, docs/results.md; tables and sentences are in `results.md.j2`.
+
+In a `Difference` here, `run` and `against` are in the words of the page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import polars as pl
 
 from knobwise.experiments.command_line.compose import question_of
+from knobwise.experiments.compare.paired import differences
+from knobwise.experiments.compare.runs import ComparedRun, place_of
 from knobwise.experiments.report import words
-from knobwise.experiments.report.words import of_last_round, policy_name
-from knobwise.experiments.results.problem import FEASIBLE, GRPO, LATENCY, problem_of
-from knobwise.experiments.results.statistics import CHANCE, Difference
-from knobwise.experiments.studies import findings
-from knobwise.experiments.studies.findings import Section, SelectorSection, Study, StudyRun
+from knobwise.experiments.report.words import LEARNED, ORACLE, STATIC, of_last_round, policy_name, ranked
+from knobwise.experiments.results.problem import DEMONSTRATIONS, FEASIBLE, GRPO, LATENCY, problem_of
+from knobwise.experiments.results.run_folder import UNFINISHED
+from knobwise.experiments.results.statistics import CHANCE, Difference, holm
 from knobwise.experiments.studies.running import rendered
+
+
+@dataclass
+class Profile:
+    """What controllers are trained on."""
+
+    name: str
+    words: list[str]
+    """On the command line."""
+    description: str = ""
+
+
+@dataclass
+class Section:
+    """How the page presents an experiment with a controller; `reference.yaml` explains the fields."""
+
+    title: str
+    against: str = ""
+    policy: str = ""
+    baselines: bool = False
+    profiles: list[str] = field(default_factory=lambda: ["builtin", "calibrated"])
+    note: str = ""
+
+
+@dataclass
+class SelectorSection:
+    """How the page presents an experiment with a selector."""
+
+    title: str
+    against: str = ""
+    pairs: list[list[str]] = field(default_factory=list)
+    full: bool = False
+    """Show the baselines too, and the votes without a learner."""
+
+
+@dataclass
+class Study:
+    """A study's YAML file."""
+
+    profiles: dict[str, Profile]
+    controllers: dict[str, Section]
+    selectors: dict[str, SelectorSection]
+
+
+class StudyRun(NamedTuple):
+    """One training with all seeds, planned or finished."""
+
+    experiment: str
+    profile: str
+    """A key of `Study.profiles`; "beams" for a selector."""
+    variant: str
+    """What the sweep sets; empty without a sweep."""
+    default: bool
+    """Whether the experiment's file sets the same without a sweep."""
+    folder: Path
+    """In the folder of the first experiment that has these settings."""
+    words: list[str]
+    """The command line, except for the name and the folder of the run."""
+    settings: dict[str, Any]
+    """What decides how it trains, by dotted key."""
+    baselines: bool = False
+    results: Mapping[str, Any] = {}
+    decisions: pl.DataFrame = pl.DataFrame()
+    """Of a finished controller."""
+
+    @property
+    def label(self) -> str:
+        return f"`{self.variant or self.experiment}`"
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "results.json").exists() and not (self.folder / UNFINISHED).exists()
+
+    def compared(self) -> ComparedRun:
+        """The run as `knobwise compare` sees it."""
+        return ComparedRun(Path(), self.label, problem_of(self.results), dict(self.results), {}, self.decisions)
 
 
 def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int], unfinished: int = 0) -> str:
@@ -27,7 +112,7 @@ def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int
     controllers, selectors = [], []
     for name, section in study.controllers.items():
         if runs := [run for run in finished if run.experiment == name]:
-            controllers.append(_heading(name, section) | _controllers(study, name, section, runs, finished))
+            controllers.append(_heading(name, section) | _controllers(study, section, runs, finished))
     demonstrations = {run.experiment: run.results for run in finished if run.profile == "beams"}
     for name, selector in study.selectors.items():
         if name in demonstrations:
@@ -42,14 +127,16 @@ def results_page(study: Study, finished: Sequence[StudyRun], seeds: Sequence[int
         unfinished=unfinished,
         chance=CHANCE,
         differences=every,
-        outside=sum(d.ci95[0] > 0 or d.ci95[1] < 0 for d in every),
+        outside=sum(words.sign_of(d.ci95) != 0 for d in every),
         families=families,
         controllers=controllers,
         selectors=selectors,
         study=study,
         beams=next(iter(demonstrations.values()), None),
-        points=findings.points,
         words=words,
+        of_last_round=of_last_round,
+        FEASIBLE=FEASIBLE,
+        LATENCY=LATENCY,
     )
 
 
@@ -58,57 +145,72 @@ def _heading(name: str, section: Section | SelectorSection) -> dict[str, Any]:
     return {**vars(section), "anchor": anchor, "question": question_of(name), "name": name}
 
 
+# -- controllers -------------------------------------------------------------------------------------------------------
+
+
 def _controllers(
-    study: Study, name: str, section: Section, runs: Sequence[StudyRun], finished: Sequence[StudyRun]
+    study: Study, section: Section, runs: Sequence[StudyRun], finished: Sequence[StudyRun]
 ) -> dict[str, Any]:
     """What the page says about the runs of an experiment."""
-    swept = any(run.variant for run in runs)
-    profile_words = study.profiles[section.profiles[0]].words[:1] if len(section.profiles) > 1 else []
-    families, lines, answers, compared_of = list[Sequence[Difference]](), list[str](), list[str](), {}
-    for profile, facts in study.profiles.items():
-        of_profile = [run for run in runs if run.profile == profile]
-        compared = compared_of[profile] = findings.controller_differences(section, of_profile, finished)
-        notes = list(findings.sentences(compared))
-        if compared:
-            families.append(compared)
-            answer = findings.answer_on_baselines if section.baselines else findings.answer
-            answers.append(f"{facts.name}: {answer(compared)}")
-        for run in of_profile:
-            if early := words.kept_before_grpo(run.results):
-                seeds = f"in {early} of {len(run.results['chosen'])} seeds"
-                notes.append(f"{run.label}: {seeds} the best checkpoint is from before GRPO.")
-            if len(section.profiles) == 1 and (by_dataset := findings.differences_by_dataset(run)):
-                families.append(by_dataset)
-                sorted_out = findings.sorted_out(by_dataset)
-                notes.append(f"{run.label} against budget-aware static, by data set: {sorted_out}.")
-        lines += [f"{facts.name}: {note}" for note in notes]
+    compared = {}
+    for profile in study.profiles:
+        compared[profile] = _compared(section, [run for run in runs if run.profile == profile], finished)
+    by_dataset = {run.label: _by_dataset(run) for run in runs if len(section.profiles) == 1}
+    families = [family for family in (*compared.values(), *by_dataset.values()) if family]
     problem = problem_of(runs[0].results)
-    bases = {d.against for compared in compared_of.values() for d in compared}
-    return {
-        "command": " ".join(["knobwise train", *["-m"] * swept, f"experiment={name}", *profile_words]),
-        "runs": runs,
-        "lines": lines,
-        "answer": "; ".join(answers) or "not finished",
-        "families": families,
-        "score": next(metric for metric in problem.metrics if metric.key == problem.score),
-        "fourth": FEASIBLE if FEASIBLE in problem.metrics else LATENCY,
-        "base": bases.pop() if len(bases) == 1 else "what it is held against",
-        "differences": {(profile, d.run): d for profile, compared in compared_of.items() for d in reversed(compared)},
-        "leads": {(profile, d.run, d.against): d for profile, compared in compared_of.items() for d in compared},
-    }
+    return {"runs": runs, "compared": compared, "by_dataset": by_dataset, "families": families, "problem": problem}
+
+
+def _compared(section: Section, runs: Sequence[StudyRun], finished: Sequence[StudyRun]) -> list[Difference]:
+    """Every variant of an experiment on one profile, compared as its section says; `finished` are all finished runs."""
+    if section.baselines:  # every other policy of the run, best first
+        return [d for run in runs for d in holm(_against(run, [row["policy"] for row in ranked(run.results)]))]
+    if section.policy:
+        return holm([d for run in runs for d in _against(run, [section.policy])])
+    bases = runs
+    if section.against and runs:
+        bases = [run for run in finished if (run.experiment, run.profile) == (section.against, runs[0].profile)]
+    base = next((run for run in bases if run.default), bases[0] if bases else None)
+    if base is None:
+        return []
+    return holm([d for run in runs if run is not base for d in _difference(run, base)])
+
+
+def _by_dataset(run: StudyRun) -> list[Difference]:
+    """The learned policy against budget-aware static on each data set; [] with one data set."""
+    datasets = run.decisions["dataset"].drop_nulls().unique().sort()
+    if len(datasets) < 2:
+        return []
+    parts = {name: run._replace(decisions=run.decisions.filter(pl.col("dataset") == name)) for name in datasets}
+    return holm([replace(d, run=name) for name, part in parts.items() for d in _against(part, [STATIC])])
+
+
+def _against(run: StudyRun, policies: Sequence[str]) -> list[Difference]:
+    """The learned policy against others of the same run."""
+    others = [policy for policy in policies if policy not in (LEARNED, ORACLE)]
+    return [d for policy in others for d in _difference(run, run, policy)]
+
+
+def _difference(run: StudyRun, base: StudyRun, policy: str = LEARNED) -> list[Difference]:
+    """The learned policy of a run against a policy of another run, as in `knobwise compare`, as a mean over budgets.
+    Nothing where they share too few samples or were judged under other budgets."""
+    places, others = ({place_of(place) for place in each.decisions["place"].unique()} for each in (run, base))
+    if places != others:
+        return []
+    against = base.label if policy == LEARNED else policy_name(policy)
+    every, _ = differences(base.compared(), run.compared(), (policy, LEARNED), sorted(places))
+    return [replace(d, against=against) for d in every if d.place is None]
+
+
+# -- selectors ---------------------------------------------------------------------------------------------------------
 
 
 def _selector(
     results: Mapping[str, Any], section: SelectorSection, results_of: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What the page says about an experiment with a selector."""
-    compared = findings.selector_differences(section, results)
-    base = results_of.get(section.against)
-    across = findings.network_differences(results, base) if base else []
-    unpaired = "separate runs, not paired, so the interval is wide"
-    lines = [*findings.sentences(compared)]
-    lines += [f"{line[:-1]} ({unpaired})." for line in findings.sentences(across)]
-    lines += _idle(results)
+    compared = _pairs(section, results)
+    across = _networks(results, results_of[section.against]) if section.against in results_of else []
     rows = [*results["rows"], *results["controls"]]
     if not section.full:
         rows = [row for row in rows if "accuracy_per_seed" in row and row["policy"] != "random"]
@@ -116,23 +218,49 @@ def _selector(
     for row in rows:
         at.setdefault(policy_name(row["policy"], results), {})[row["shots"]] = row
     # the answer to the question leaves out what is compared in every experiment
-    common = {"sft"} if set(GRPO) & set(results["variants"]) else {"sft", "rce"}
-    left_out = {policy_name(policy, results) for policy in common}
-    main = across or [d for d in compared if d.against not in left_out]
+    common = ("sft",) if set(GRPO) & set(results["variants"]) else ("sft", "rce")
     trained = results["trained_shots"]
     return {
         "results": results,
-        "lines": lines,
+        "compared": compared,
+        "across": across,
+        "main": across or [d for d in compared if d.against_policy not in common],
         "votes": words.rows_at(results, trained, "votes") if section.full else {},
         "rows": dict(sorted(at.items(), key=lambda item: -item[1][trained]["accuracy"])),
-        "answer": findings.answer(main) or "nothing compared",
     }
 
 
-def _idle(results: Mapping[str, Any]) -> Iterator[str]:
-    """Policies that training did not improve."""
-    for policy, epochs in results.get("epochs", {}).items():
-        if idle := epochs.count(0):
-            seeds = f"in {idle} of {len(results['seeds'])} seeds"
-            no_epoch = f"no epoch{of_last_round(policy)} beat its starting point on validation"
-            yield f"{policy_name(policy, results)}: {seeds} {no_epoch}."
+def _pairs(section: SelectorSection, results: Mapping[str, Any]) -> list[Difference]:
+    """What an experiment compares, at the number of shots that it was trained with; `results.json` has it already."""
+    at = words.differences_at(results, results["trained_shots"])
+    first, *others = results["variants"]
+    if any(policy in GRPO for policy, _ in at):
+        pairs = [*((form, "rce") for form in GRPO), ("rce", "sft"), *map(tuple, section.pairs)]
+    else:
+        pairs = [*((variant, first) for variant in others), (first, "rce")]
+        pairs += [("rce", "sft")] if any(results.get("epochs", {}).get("rce", [])) else []
+    return [
+        replace(Difference.from_row(at[pair]), run=policy_name(pair[0], results), against=policy_name(pair[1], results))
+        for pair in pairs
+        if pair in at
+    ]
+
+
+def _networks(results: Mapping[str, Any], base: Mapping[str, Any]) -> list[Difference]:
+    """Another network against the default one trained alike: SFT, and GRPO on recorded groups.
+
+    The answers of the two runs are not compared query by query, so a difference has the interval of independent
+    estimates (Newcombe 1998, method 10). It is too wide, since the queries are the same.
+    """
+    shots = results["trained_shots"]
+    compared: list[Difference] = []
+    for policy, base_policy in (("sft", "sft"), ("grpo_recorded", base["variants"][0])):
+        row, other = DEMONSTRATIONS.row(results, policy, shots), DEMONSTRATIONS.row(base, base_policy, shots)
+        if row and other:
+            difference = row["accuracy"] - other["accuracy"]
+            below, above = (abs(end - row["accuracy"]) for end in row["accuracy_ci95"])
+            other_below, other_above = (abs(end - other["accuracy"]) for end in other["accuracy_ci95"])
+            ci95 = difference - math.hypot(below, other_above), difference + math.hypot(above, other_below)
+            names = policy_name(policy, results), "the default network", policy, base_policy
+            compared.append(Difference(*names, shots, 0, difference, ci95))
+    return compared

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from knobwise.losses.advantage import group_advantage
+from knobwise.losses.functional import group_advantage
 from knobwise.losses.settings import ADVANTAGES
 
+ROUNDING = 2e-7
 RELATIVE = [kind for kind in ADVANTAGES if kind != "unnormalised"]
 
 
@@ -15,16 +16,21 @@ def rewards(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_centred_by_hand() -> None:
-    assert group_advantage(torch.tensor([[1.0, 2.0, 6.0]]), "centred").tolist() == [[-2.0, -1.0, 3.0]]
-
-
-def test_zscore_by_hand() -> None:
-    # deviations −1, 1 and −1, 1 around 2: population standard deviation 1
-    found = group_advantage(torch.tensor([[1.0, 3.0, 1.0, 3.0]]), "zscore")
-    assert found.tolist() == [[-1.0, 1.0, -1.0, 1.0]]
-    found = group_advantage(torch.tensor([[0.0, 0.0, 6.0]]), "zscore")  # mean 2, variance (4 + 4 + 16)/3 = 8
-    torch.testing.assert_close(found, torch.tensor([[-2.0, -2.0, 4.0]]) / math.sqrt(8))
+@pytest.mark.parametrize(
+    ("kind", "reward", "wanted"),
+    [
+        ("centred", [1.0, 2.0, 6.0], [-2.0, -1.0, 3.0]),
+        ("zscore", [1.0, 3.0, 1.0, 3.0], [-1.0, 1.0, -1.0, 1.0]),  # population standard deviation 1
+        ("zscore", [0.0, 0.0, 6.0], [each / math.sqrt(8) for each in (-2, -2, 4)]),  # variance (4 + 4 + 16)/3
+        ("rank", [7.0, -1.0, 3.0], [1.0, -1.0, 0.0]),
+        ("rank", [5.0, 5.0, 1.0, 9.0, 5.0], [0.0, 0.0, -1.0, 1.0, 0.0]),  # ties in the middle
+        ("rank", [2.0, 2.0, 1.0], [0.5, 0.5, -1.0]),  # 1 − 2·rank/(G − 1), ranks ½, ½, 2
+        ("unnormalised", [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),  # the reward itself, cut at 5, as all of them
+        ("unnormalised", [3.7], [3.7]),  # no baseline
+    ],
+)
+def test_draws_by_hand(kind: str, reward: list[float], wanted: list[float]) -> None:
+    assert group_advantage(torch.tensor([reward]), kind).tolist()[0] == pytest.approx(wanted, rel=ROUNDING, abs=0)
 
 
 def test_the_floor_of_zscore_keeps_noise_small() -> None:
@@ -34,31 +40,19 @@ def test_the_floor_of_zscore_keeps_noise_small() -> None:
     torch.testing.assert_close(found, torch.tensor([[-1.0, 1.0]]), atol=1e-4, rtol=0)
 
 
-def test_rank_by_hand_with_ties_in_the_middle() -> None:
-    assert group_advantage(torch.tensor([[7.0, -1.0, 3.0]]), "rank").tolist() == [[1.0, -1.0, 0.0]]
-    found = group_advantage(torch.tensor([[5.0, 5.0, 1.0, 9.0, 5.0]]), "rank")
-    assert found.tolist() == [[0.0, 0.0, -1.0, 1.0, 0.0]]
-    found = group_advantage(torch.tensor([[2.0, 2.0, 1.0]]), "rank")  # 1 − 2·rank/(G − 1), ranks ½, ½, 2
-    assert found.tolist() == [[0.5, 0.5, -1.0]]
-
-
-def test_weighted_by_hand() -> None:
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("centred", [-1.5, -0.5, 3.5]),  # mean .5 + .5 + 1.5 = 2.5
+        ("zscore", [each / math.sqrt(4.25) for each in (-1.5, -0.5, 3.5)]),  # variance .5·2.25 + .25·.25 + .25·12.25
+        ("rank", [-0.5, 0.25, 0.75]),  # mass that is worse − mass that is better
+        ("unnormalised", [1.0, 2.0, 6.0]),
+    ],
+)
+def test_weighted_by_hand(kind: str, wanted: list[float]) -> None:
     reward, weight = torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[0.5, 0.25, 0.25]])
-    # mean .5 + .5 + 1.5 = 2.5; variance .5·2.25 + .25·.25 + .25·12.25 = 4.25
-    torch.testing.assert_close(group_advantage(reward, "centred", weight=weight), torch.tensor([[-1.5, -0.5, 3.5]]))
-    torch.testing.assert_close(
-        group_advantage(reward, "zscore", weight=weight), torch.tensor([[-1.5, -0.5, 3.5]]) / math.sqrt(4.25)
-    )
-    # mass that is worse − mass that is better
-    assert group_advantage(reward, "rank", weight=weight).tolist() == [[-0.5, 0.25, 0.75]]
-
-
-def test_unnormalised_is_the_reward_itself() -> None:
-    reward = torch.tensor([[1.0, 2.0, 6.0]])
-    assert group_advantage(reward, "unnormalised").tolist() == [[1.0, 2.0, 5.0]]  # cut at 5, as all of them
-    weight = torch.tensor([[0.5, 0.25, 0.25]])
-    assert group_advantage(reward, "unnormalised", weight=weight, clip=9.0).tolist() == [[1.0, 2.0, 6.0]]
-    assert group_advantage(torch.tensor([[3.7]]), "unnormalised").item() == pytest.approx(3.7)  # no baseline
+    found = group_advantage(reward, kind, weight=weight, clip=9.0)
+    assert found.tolist()[0] == pytest.approx(wanted, rel=ROUNDING, abs=0)
 
 
 @pytest.mark.parametrize("kind", RELATIVE)
@@ -67,17 +61,12 @@ def test_a_group_of_one_and_a_group_of_equals_teach_nothing(kind: str) -> None:
     assert group_advantage(torch.full((2, 4), 0.25), kind).tolist() == [[0.0] * 4] * 2
 
 
-@pytest.mark.parametrize("kind", ["zscore", "centred"])
-def test_uniform_weights_are_the_same_as_none(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "factor"), [("zscore", 1), ("centred", 1), ("rank", 8 / 7)])
+def test_uniform_weights_are_the_same_as_none(kind: str, factor: float) -> None:
+    """But for the draw itself, which has no rank against itself."""
     reward = rewards(5, 8)
-    uniform = torch.full_like(reward, 1 / 8)
-    torch.testing.assert_close(group_advantage(reward, kind, weight=uniform), group_advantage(reward, kind))
-
-
-def test_uniform_weights_rank_as_draws_do_but_for_the_draw_itself() -> None:
-    reward = rewards(5, 8)
-    uniform = torch.full_like(reward, 1 / 8)
-    torch.testing.assert_close(group_advantage(reward, "rank", weight=uniform) * 8 / 7, group_advantage(reward, "rank"))
+    weighted = group_advantage(reward, kind, weight=torch.full_like(reward, 1 / 8))
+    torch.testing.assert_close(weighted * factor, group_advantage(reward, kind))
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)

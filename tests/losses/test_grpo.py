@@ -6,45 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from actors import actor_of, certain_actor, real_actor
 from helpers import small_table
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
 
-from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
-from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.losses import GRPOLoss, grpo
 
+every_head = pytest.mark.parametrize("head", sorted(HEADS))
+both_objectives = pytest.mark.parametrize("objective", ["sampled", "exact"])
 GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2))
-
-
-def actor_of(net: nn.Module, configurations: Tensor, group_size: int | None) -> ProbabilisticTensorDictSequential:
-    draw = ProbabilisticTensorDictModule(
-        in_keys=["log_probs"],
-        out_keys=["action"],
-        distribution_class=ConfigurationCategorical,
-        distribution_kwargs={"configurations": configurations, "group_size": group_size},
-        return_log_prob=True,
-        log_prob_key="action_log_prob",
-    )
-    return ProbabilisticTensorDictSequential(TensorDictModule(net, ["observation"], ["log_probs"]), draw)
 
 
 def linear_actor(group_size: int | None, seed: int = 0) -> ProbabilisticTensorDictSequential:
     torch.manual_seed(seed)
     return actor_of(nn.Linear(3, len(GRID)).double(), GRID, group_size)
-
-
-def certain_actor(probabilities: list[float], group_size: int = 2) -> ProbabilisticTensorDictSequential:
-    """A policy with these probabilities whatever it sees (the observation is 1)."""
-    net = nn.Linear(1, len(probabilities), bias=False)
-    net.weight.data = torch.tensor(probabilities).log().unsqueeze(1)
-    return actor_of(net, torch.arange(len(probabilities)).unsqueeze(1), group_size)
 
 
 def drawn(actor: ProbabilisticTensorDictSequential, contexts: int, group_size: int, seed: int = 0) -> TensorDict:
@@ -55,17 +35,9 @@ def drawn(actor: ProbabilisticTensorDictSequential, contexts: int, group_size: i
     with torch.no_grad():
         log_probs = actor.get_dist(TensorDict({"observation": observation}, [contexts])).log_probs
     index = torch.multinomial(log_probs.exp(), group_size, replacement=True, generator=generator)
-    return TensorDict(
-        {
-            "observation": observation,
-            "action": GRID[index],
-            "action_log_prob": log_probs.gather(1, index),
-            "next": {"reward": reward.gather(1, index)},
-            "reward_per_configuration": reward,
-            "behaviour_log_probs": log_probs,
-        },
-        [contexts],
-    )
+    data = {"observation": observation, "action": GRID[index], "action_log_prob": log_probs.gather(1, index)}
+    data |= {"reward_per_configuration": reward, "behaviour_log_probs": log_probs}
+    return TensorDict({**data, "next": {"reward": reward.gather(1, index)}}, [contexts])
 
 
 def total(loss: GRPOLoss, data: TensorDict) -> Tensor:
@@ -85,6 +57,12 @@ def two_draws(**more: Tensor) -> TensorDict:
     return TensorDict({**data, "next": {"reward": torch.tensor([[1.0, 0.0]])}}, [1])
 
 
+def exact_context(behaviour: list[float], rewards: list[float]) -> TensorDict:
+    """One context with the probabilities of the behaviour policy and the rewards of all configurations."""
+    data = {"observation": torch.ones(1, 1), "behaviour_log_probs": torch.tensor([behaviour]).log()}
+    return TensorDict({**data, "reward_per_configuration": torch.tensor([rewards])}, [1])
+
+
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
@@ -96,18 +74,9 @@ def test_sampled_by_hand() -> None:
     # A = ±½, ρ = 1.2 and .8, clipped to 1.1 and .9: −(½·1.1 − ½·.9)/2
     entropy = -0.6 * math.log(0.6) - 0.4 * math.log(0.4)
     k3 = (0.7 / 0.6 - 1 - math.log(0.7 / 0.6) + 0.3 / 0.4 - 1 - math.log(0.3 / 0.4)) / 2
-    wanted = {
-        "loss_objective": -0.05,
-        "loss_entropy": -0.01 * entropy,
-        "loss_kl_to_ref": 0.5 * k3,
-        "entropy": entropy,
-        "kl_to_ref": k3,
-        "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2,
-        "clip_fraction": 1.0,
-        "ESS": 1 / 1.04,
-        "ratio_mean": 1.0,
-        "zero_advantage_fraction": 0.0,
-    }
+    wanted = {"loss_objective": -0.05, "loss_entropy": -0.01 * entropy, "loss_kl_to_ref": 0.5 * k3, "entropy": entropy}
+    wanted |= {"kl_to_ref": k3, "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2, "clip_fraction": 1.0}
+    wanted |= {"ESS": 1 / 1.04, "ratio_mean": 1.0, "zero_advantage_fraction": 0.0}
     found = loss(data).detach()
     assert set(found.keys()) == set(wanted) == set(loss.out_keys)
     assert {k: found[k].item() for k in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-6)
@@ -115,14 +84,7 @@ def test_sampled_by_hand() -> None:
 
 def test_exact_by_hand() -> None:
     loss = GRPOLoss(certain_actor([0.6, 0.4]), objective="exact", clip_epsilon=0.1, advantage="centred")
-    data = TensorDict(
-        {
-            "observation": torch.ones(1, 1),
-            "behaviour_log_probs": torch.tensor([[0.75, 0.25]]).log(),
-            "reward_per_configuration": torch.tensor([[1.0, 0.0]]),
-        },
-        [1],
-    )
+    data = exact_context([0.75, 0.25], [1.0, 0.0])
     # mean ¾, A = ¼ and −¾, ρ = .8 and 1.6, neither is cut: −(¾·.8·¼ − ¼·1.6·¾)
     found = loss(data).detach()
     assert found["loss_objective"].item() == pytest.approx(0.15)
@@ -164,15 +126,9 @@ def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
     data = drawn(linear_actor(5, seed=1), 16, 5)
     ours = GRPOLoss(linear_actor(5), advantage=advantage, entropy_coeff=0.02, functional=False)
     stock = ClipPPOLoss(linear_actor(None), None, critic_coeff=None, entropy_coeff=0.02, functional=False)
-    flat = TensorDict(
-        {
-            "observation": data["observation"].repeat_interleave(5, 0),
-            "action": data["action"].flatten(0, 1),
-            "action_log_prob": data["action_log_prob"].flatten(),
-            "advantage": grpo.group_advantage(data["next", "reward"], advantage).reshape(-1, 1),
-        },
-        [80],
-    )
+    flat = TensorDict({"observation": data["observation"].repeat_interleave(5, 0)}, [80])
+    flat["action"], flat["action_log_prob"] = data["action"].flatten(0, 1), data["action_log_prob"].flatten()
+    flat["advantage"] = grpo.group_advantage(data["next", "reward"], advantage).reshape(-1, 1)
     found, wanted = ours(data), stock(flat)
     assert 0 < found["clip_fraction"] < 1
     for name in ("loss_objective", "loss_entropy", "entropy", "kl_approx"):
@@ -191,15 +147,10 @@ def test_sampled_gradients_average_to_the_exact_one(moved: bool) -> None:
     settings: dict[str, Any] = {"advantage": "centred", "clip_epsilon": 1e6}
     exact = gradient(GRPOLoss(policy, objective="exact", **settings), contexts)
     index = torch.multinomial(contexts["behaviour_log_probs"].exp(), group * repeats, replacement=True)
-    many = TensorDict(
-        {
-            "observation": contexts["observation"].repeat_interleave(repeats, 0),
-            "action": GRID[index].reshape(3 * repeats, group, 2),
-            "action_log_prob": contexts["behaviour_log_probs"].gather(1, index).reshape(-1, group),
-            "next": {"reward": contexts["reward_per_configuration"].gather(1, index).reshape(-1, group)},
-        },
-        [3 * repeats],
-    )
+    many = TensorDict({"observation": contexts["observation"].repeat_interleave(repeats, 0)}, [3 * repeats])
+    many["action"] = GRID[index].reshape(-1, group, 2)
+    many["action_log_prob"] = contexts["behaviour_log_probs"].gather(1, index).reshape(-1, group)
+    many["next", "reward"] = contexts["reward_per_configuration"].gather(1, index).reshape(-1, group)
     sampled = gradient(GRPOLoss(policy, **settings), many) * group / (group - 1)
     assert torch.cosine_similarity(sampled, exact, dim=0) > 0.999
     torch.testing.assert_close(sampled.norm(), exact.norm(), rtol=0.02, atol=0)
@@ -232,7 +183,7 @@ def test_one_small_step_along_the_exact_gradient_raises_the_expected_reward() ->
     assert expected_reward() > before
 
 
-@pytest.mark.parametrize("objective", ["sampled", "exact"])
+@both_objectives
 def test_what_was_recorded_gets_no_gradient(objective: str) -> None:
     loss, data = played("additive", objective, holes=0.3)
     recorded = [("next", "reward"), "action_log_prob", "behaviour_log_probs", "reference_log_prob"]
@@ -246,12 +197,8 @@ def test_what_was_recorded_gets_no_gradient(objective: str) -> None:
 # -- with the real policy and environment ------------------------------------------------------------------------------
 
 
-def played(head: str, objective: str, holes: float, group_size: int = 6) -> tuple[GRPOLoss, TensorDict]:
-    table = small_table(holes=holes)
-    torch.manual_seed(0)
-    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(structure=head, hidden=16, dropout=0.0))
-    actor = make_actor(controller, table, group_size)
-    env = ConfigBandit(table, batch_size=32, group_size=group_size, lean=True, full_information=True)
+def played(head: str, objective: str, holes: float) -> tuple[GRPOLoss, TensorDict]:
+    actor, env = real_actor(head, holes, group_size=6)
     with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
         data = env.rollout(1, actor).squeeze(-1)
     data["behaviour_log_probs"] = data["reference_log_probs"] = data.pop("log_probs")
@@ -260,8 +207,8 @@ def played(head: str, objective: str, holes: float, group_size: int = 6) -> tupl
     return loss, data
 
 
-@pytest.mark.parametrize("head", sorted(HEADS))
-@pytest.mark.parametrize("objective", ["sampled", "exact"])
+@every_head
+@both_objectives
 def test_nothing_has_moved_at_the_first_step(head: str, objective: str) -> None:
     loss, data = played(head, objective, holes=0.5)
     out = loss(data)
@@ -271,8 +218,8 @@ def test_nothing_has_moved_at_the_first_step(head: str, objective: str) -> None:
     assert out["ratio_mean"].item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("head", sorted(HEADS))
-@pytest.mark.parametrize("objective", ["sampled", "exact"])
+@every_head
+@both_objectives
 @pytest.mark.parametrize("advantage", ["zscore", "centred", "rank"])
 def test_what_was_not_profiled_gives_no_nan(head: str, objective: str, advantage: str) -> None:
     loss, data = played(head, objective, holes=0.6)
@@ -314,28 +261,21 @@ def test_what_is_next_to_impossible_spoils_no_diagnostics() -> None:
         loss.actor_network[0].module.weight[1] -= 200  # e⁻²⁶⁰ is 0 in float32, its logarithm is not −∞
         behaviour = loss.actor_network.get_dist(TensorDict({"observation": torch.ones(1, 1)}, [1])).log_probs
     assert behaviour[0, 1] < -200
-    data = {"observation": torch.ones(1, 1), "behaviour_log_probs": behaviour}
-    data["reward_per_configuration"] = torch.tensor([[1.0, 0.5, 0.0]])
-    out = loss(TensorDict(data, [1]))
+    out = loss(exact_context([1, 1, 1], [1.0, 0.5, 0.0]).set("behaviour_log_probs", behaviour))
     for name, wanted in {"ESS": 1, "ratio_mean": 1, "kl_approx": 0, "clip_fraction": 0}.items():
         assert out[name].item() == pytest.approx(wanted, abs=1e-6), name
 
 
-def test_without_diagnostics_the_losses_are_the_same() -> None:
-    for objective in ("sampled", "exact"):
-        loss, data = played("additive", objective, holes=0.3)
-        wanted, loss.diagnostics = loss(data), False
-        found = loss(data)
-        assert list(found.keys()) == ["loss_objective", "loss_entropy", "loss_kl_to_ref"]
-        assert all(torch.equal(wanted[name], value) for name, value in found.items())
-
-
-def test_leading_axes_are_free() -> None:
-    for objective in ("sampled", "exact"):
-        loss, data = played("additive", objective, holes=0.3)
-        folded = loss(data.reshape(8, 4))
-        for name, value in loss(data).items():
-            torch.testing.assert_close(folded[name], value)
+@both_objectives
+def test_leading_axes_are_free_and_without_diagnostics_the_losses_are_the_same(objective: str) -> None:
+    loss, data = played("additive", objective, holes=0.3)
+    wanted, folded = loss(data), loss(data.reshape(8, 4))
+    for name, value in wanted.items():
+        torch.testing.assert_close(folded[name], value)
+    loss.diagnostics = False
+    found = loss(data)
+    assert list(found.keys()) == ["loss_objective", "loss_entropy", "loss_kl_to_ref"]
+    assert all(torch.equal(wanted[name], value) for name, value in found.items())
 
 
 # -- coefficients ------------------------------------------------------------------------------------------------------
@@ -365,12 +305,11 @@ def test_a_reference_that_is_asked_for_but_missing_is_loud() -> None:
 
 def test_adapt_kl_steers_into_the_band() -> None:
     loss = GRPOLoss(linear_actor(4), kl_to_ref_coeff=0.2)
-    assert loss.adapt_kl(0.5, 0.1, 0.3) == pytest.approx(0.3)  # above: × 1.5
-    assert loss.adapt_kl(0.2, 0.1, 0.3) == pytest.approx(0.3)  # inside: as it was
-    assert loss.adapt_kl(0.0, 0.1, 0.3, factor=3.0) == pytest.approx(0.1)  # below: ÷ 3
-    assert loss.adapt_kl(0.0, 0.1, 0.3, factor=1e9) == pytest.approx(1e-3)  # not under the least
-    assert loss.adapt_kl(9.0, 0.1, 0.3, factor=1e9) == pytest.approx(10.0)  # nor over the most
-    assert loss.kl_to_ref_coeff.item() == pytest.approx(10.0)
+    # above: × 1.5; inside: as it was; below: ÷ 3; not under the least; nor over the most
+    for kl, factor, wanted in ((0.5, 1.5, 0.3), (0.2, 1.5, 0.3), (0.0, 3.0, 0.1), (0.0, 1e9, 1e-3), (9.0, 1e9, 10.0)):
+        assert loss.adapt_kl(kl, 0.1, 0.3, factor=factor) == pytest.approx(wanted)
+    assert loss.adapt_kl(0.0, 0.1, 0.3) == pytest.approx(10.0 / 1.5)
+    assert loss.kl_to_ref_coeff.item() == pytest.approx(10.0 / 1.5)
 
 
 @pytest.mark.parametrize(
@@ -393,17 +332,9 @@ def test_far_from_the_reference_a_free_kl_does_not_reach_the_gradient() -> None:
     net.bias.data = torch.tensor([200.0, 0.0, 0.0, 0.0])
     actor = actor_of(net, torch.arange(4).unsqueeze(1), 2)
     loss = GRPOLoss(actor, kl_to_ref_coeff=0.0, functional=False)
-    data = TensorDict(
-        {
-            "observation": torch.zeros(3, 1),
-            "action": torch.tensor([[[1], [2]]]).expand(3, 2, 1),
-            "action_log_prob": torch.full((3, 2), -200.0),
-            "reference_log_prob": torch.full((3, 2), -1.0),
-            "next": {"reward": torch.rand(3, 2)},
-        },
-        [3],
-    )
-    out = loss(data)
+    data = {"observation": torch.zeros(1, 1), "action": torch.tensor([[[1], [2]]])}
+    data |= {"action_log_prob": torch.full((1, 2), -200.0), "reference_log_prob": torch.full((1, 2), -1.0)}
+    out = loss(TensorDict({**data, "next": {"reward": torch.rand(1, 2)}}, [1]))
     sum(value for key, value in out.items() if key.startswith("loss_")).backward()
     assert out["loss_kl_to_ref"] == 0
     assert all(p.grad.isfinite().all() for p in actor.parameters())

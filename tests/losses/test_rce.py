@@ -4,44 +4,26 @@ import math
 
 import pytest
 import torch
-from helpers import small_table
+from actors import certain_actor, real_actor
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-from torch import nn
 
-from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
-from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
-from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.losses import RCELoss
 
 
-def certain_actor(probabilities: list[float]) -> ProbabilisticTensorDictSequential:
-    """A policy with these probabilities whatever it sees (the observation is 1)."""
-    net = nn.Linear(1, len(probabilities), bias=False)
-    net.weight.data = torch.tensor(probabilities).log().unsqueeze(1)
-    draw = ProbabilisticTensorDictModule(
-        in_keys=["log_probs"],
-        out_keys=["action"],
-        distribution_class=ConfigurationCategorical,
-        distribution_kwargs={"configurations": torch.arange(len(probabilities)).unsqueeze(1)},
-    )
-    return ProbabilisticTensorDictSequential(TensorDictModule(net, ["observation"], ["log_probs"]), draw)
-
-
 def played(head: str) -> tuple[RCELoss, TensorDict]:
-    table = small_table(holes=0.6)
-    torch.manual_seed(0)
-    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(structure=head, hidden=16, dropout=0.0))
-    env = ConfigBandit(table, batch_size=32, lean=True, full_information=True)
-    return RCELoss(make_actor(controller, table), temperature=0.3, functional=False), env.reset()
+    actor, env = real_actor(head, holes=0.6)
+    return RCELoss(actor, temperature=0.3, functional=False), env.reset()
+
+
+def contexts(*rewards: float) -> TensorDict:
+    """One context with these rewards."""
+    return TensorDict({"observation": torch.ones(1, 1), "reward_per_configuration": torch.tensor([rewards])}, [1])
 
 
 def test_rce_by_hand_and_its_temperature_may_be_set_between_steps() -> None:
     loss = RCELoss(certain_actor([0.2, 0.8]), temperature=0.5)
-    rewards = torch.tensor([[0.0, math.log(3) / 2]])
-    data = TensorDict({"observation": torch.ones(1, 1), "reward_per_configuration": rewards}, [1])
+    data = contexts(0.0, math.log(3) / 2)
     found = loss(data).detach()
     assert found["loss_rce"].item() == pytest.approx(-(0.25 * math.log(0.2) + 0.75 * math.log(0.8)))  # target ¼ : ¾
     assert found["entropy"].item() == pytest.approx(-(0.2 * math.log(0.2) + 0.8 * math.log(0.8)))
@@ -52,9 +34,7 @@ def test_rce_by_hand_and_its_temperature_may_be_set_between_steps() -> None:
 
 def test_nan_means_that_a_configuration_takes_no_part() -> None:
     loss = RCELoss(certain_actor([0.2, 0.5, 0.3]), temperature=1.0)
-    rewards = torch.tensor([[0.0, torch.nan, 0.0]])
-    data = TensorDict({"observation": torch.ones(1, 1), "reward_per_configuration": rewards}, [1])
-    assert loss(data)["loss_rce"].item() == pytest.approx(-(math.log(0.2) + math.log(0.3)) / 2)
+    assert loss(contexts(0.0, math.nan, 0.0))["loss_rce"].item() == pytest.approx(-(math.log(0.2) + math.log(0.3)) / 2)
 
 
 @pytest.mark.parametrize("head", sorted(HEADS))

@@ -16,16 +16,7 @@ from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.studies import data_sets
-from knobwise.experiments.studies.data_sets import (
-    DataSetsConfig,
-    data_sets_page,
-    main,
-    measure,
-    read_table,
-    run,
-    tasks_of,
-    utilities_of,
-)
+from knobwise.experiments.studies.data_sets import DataSetsConfig, data_sets_page, main, measure, run, tasks_of
 from knobwise.experiments.studies.running import folder_for
 
 FACTS: dict[str, Any] = {"profile": "joint", "samples": 10, "configurations": 2, "simulated": True}
@@ -74,7 +65,7 @@ def test_the_page_says_what_was_found() -> None:
 
 def test_what_is_trained_never_sees_what_it_is_judged_on() -> None:
     table = join_tables(two_tables())
-    tasks = {task.name: task for task in tasks_of(table, 3)}
+    tasks = tasks_of(table, 3)
     assert list(tasks)[:4] == ["all", "all, told", "own a", "own b"]
     for task in tasks.values():
         fitted = torch.cat([task.split.train, task.split.validation])
@@ -103,7 +94,7 @@ def test_a_whole_study_of_ones_own_profiles(
     run(config)
     page = (tmp_path / "page.md").read_text()
     assert "Profile joint (measured): 60 samples × 12 configurations; data sets a, b" in page
-    assert len(list(tmp_path.glob("*/*.json"))) == len(tasks_of(read_table(config), 2)) == 2 + 2 + 4 + 2
+    assert len(list(tmp_path.glob("*/*.json"))) == len(tasks_of(data_sets.read_table(config), 2)) == 2 + 2 + 4 + 2
     with monkeypatch.context() as patch:
         patch.setattr(data_sets, "measure", None)  # nothing is measured twice
         run(config)
@@ -112,7 +103,7 @@ def test_a_whole_study_of_ones_own_profiles(
     results = json.loads((folder / "all-0.json").read_text())
     assert set(results) == {"policy", "static", "ridge", "oracle"}
     assert results["oracle"]["a"] >= results["static"]["a"]
-    assert measure(folder, "all", 0, vars(config)) == results
+    assert measure(folder, "all", 0, config) == results
 
 
 @pytest.mark.parametrize("name", ["others b", "others b, told", "all, told"])
@@ -134,8 +125,8 @@ def test_nothing_of_what_is_judged_is_in_what_is_fitted(name: str, monkeypatch: 
 
     monkeypatch.setattr(data_sets, "ControllerTrainer", Trainer)
     monkeypatch.setattr(data_sets, "judge", judge)
-    task = next(task for task in tasks_of(joint, 2) if task.name == name)
-    utilities_of(joint, task, 0, config)
+    task = tasks_of(joint, 2)[name]
+    data_sets.utilities_of(joint, task, 0, config)
     (trainer,) = made
     assert ("dataset" in trainer.table.features) == task.dataset_input
     fitted = torch.cat([task.split.train, task.split.validation])

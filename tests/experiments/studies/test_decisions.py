@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from knobwise.agents.judging.baselines import Oracle
 from knobwise.envs.simulated.kinds import KINDS
+from knobwise.experiments.command_line.compose import GROUPS
+from knobwise.experiments.studies import decisions
 from knobwise.experiments.studies.decisions import BASELINES, TEST_SAMPLES, Mean, decisions_page, main, table_of
+from knobwise.losses.settings import LossConfig
 
 
 def entry(table: str, seed: int, auto: float, ridge: float) -> dict[str, Any]:
@@ -66,6 +71,24 @@ def test_a_simulated_table_is_judged_on_samples_beyond_its_own() -> None:
     assert table.num_samples == size + TEST_SAMPLES
     assert torch.equal(torch.cat(split), torch.arange(table.num_samples))
     assert (len(split.train) + len(split.validation), len(split.test)) == (size, TEST_SAMPLES)
+
+
+def test_every_policy_and_objective_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = {"warmup_iterations": 2, "iterations": 1, "contexts": 16, "minibatch": 16}
+    optimisers = {name: replace(each, **quick) for name, each in GROUPS["optimiser"].items()}
+    monkeypatch.setitem(GROUPS, "optimiser", optimisers)
+    monkeypatch.setitem(GROUPS["policy"], "auto", replace(GROUPS["policy"]["auto"], members=2, experts=("ridge",)))
+    fixed = {"TEST_SAMPLES": 100, "OBJECTIVE_TABLES": ("few_samples",), "OBJECTIVES": {"exact": LossConfig()}}
+    fixed["make_baselines"] = lambda table, split, *rest: [Oracle(table, split.test)]
+    for name, value in fixed.items():
+        monkeypatch.setattr(decisions, name, value)
+    cell = decisions.measure("few_samples", 1)
+    utility = {row["policy"]: row["utility"] for row in cell["policies"]}
+    structures = {"additive", "autoregressive", "independent", "joint", "utility network"}
+    assert {pair for pairs in decisions.PARTS.values() for pair in pairs} | structures < set(utility)
+    assert max(utility.values()) == utility["oracle"]
+    (objective,) = cell["objectives"]
+    assert len(objective["utility"]) == len(objective["seconds"]) > 60 // 5
 
 
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

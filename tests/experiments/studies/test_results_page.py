@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -11,8 +12,7 @@ from helpers import small_beams
 from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.results.decisions import SCHEMA
 from knobwise.experiments.results.selectors import selector_results
-from knobwise.experiments.studies.findings import StudyRun
-from knobwise.experiments.studies.page import results_page
+from knobwise.experiments.studies.page import StudyRun, results_page
 from knobwise.experiments.studies.study import read_study
 
 STUDY = read_study()
@@ -44,11 +44,17 @@ def run(experiment: str, utility: float, variant: str = "", default: bool = True
     ]
     results: dict[str, Any] = {"rows": rows, "test_samples": 50, "seeds": [0, 1]}
     results["profile"] = {"name": "x", "samples": 100, "configurations": 8}
-    return StudyRun(experiment, "builtin", variant, default, results, decisions(utilities))
+    return StudyRun(experiment, "builtin", variant, default, Path(), [], {}, False, results, decisions(utilities))
 
 
 def lines_of(*finished: StudyRun) -> list[str]:
     return results_page(STUDY, finished, [0, 1]).splitlines()
+
+
+def only(lines: list[str], start: str) -> str:
+    """The only line that starts with these words."""
+    (line,) = (line for line in lines if line.startswith(start))
+    return line
 
 
 def test_variants_are_held_against_what_the_file_sets() -> None:
@@ -59,15 +65,12 @@ def test_variants_are_held_against_what_the_file_sets() -> None:
     )
     assert f"### {STUDY.controllers['miss'].title}" in lines
     assert any(line.startswith(f"*{question_of('miss')}* `knobwise train -m experiment=miss") for line in lines)
-    (row,) = (line for line in lines if line.startswith("| built-in | `reward.miss=0` "))
-    assert "| 0.800 [0.700, 0.900] | 80% [0%, 100%] | 75.0% | +20.00 [" in row
-    (row,) = (line for line in lines if line.startswith("| built-in | `reward.miss=0.2` "))
-    assert row.endswith("| – |")
-    (sentence,) = (line for line in lines if line.startswith("- "))
+    assert "| 0.800 [0.700, 0.900] | 80% [0%, 100%] | 75.0% | +20.00 [" in only(lines, "| built-in | `reward.miss=0` ")
+    assert only(lines, "| built-in | `reward.miss=0.2` ").endswith("| – |")
+    sentence = only(lines, "- ")
     assert sentence.startswith("- Built-in: against `reward.miss=0.2`: better: `reward.miss=0` (+20.00 [")
     assert "; worse: `reward.miss=0.5` (-20.00 [" in sentence
-    (answer,) = (line for line in lines if line.startswith(f"| [{STUDY.controllers['miss'].title}]"))
-    assert answer.endswith("(against `reward.miss=0.2`) |")
+    assert only(lines, f"| [{STUDY.controllers['miss'].title}]").endswith("(against `reward.miss=0.2`) |")
 
 
 def test_nothing_is_claimed_that_the_interval_does_not_show() -> None:
@@ -78,7 +81,7 @@ def test_nothing_is_claimed_that_the_interval_does_not_show() -> None:
     assert any(line.endswith("built-in: the same on every sample (against `lean`) |") for line in lines)
     assert any("no difference shown, the interval is [0.00, 6.00] (against `lean`) |" in line for line in lines)
     assert not any("better" in line or "worse" in line for line in lines[8:])
-    (chance,) = (line for line in lines if line.startswith("The tables on controllers hold 2 differences."))
+    chance = only(lines, "The tables on controllers hold 2 differences.")
     assert "put 0.1 of their intervals entirely above or below 0; 0 are." in chance
     assert chance.endswith("0 differences pass; by chance alone, at most 0.1 of the 2 questions would show any.")
 
@@ -86,12 +89,10 @@ def test_nothing_is_claimed_that_the_interval_does_not_show() -> None:
 def test_what_only_uncorrected_intervals_show_is_not_claimed() -> None:
     # 7 of 50 samples: p is 1/64, which is enough for one difference, and not for the first of four
     variants = [run("miss", 0.54 if k else 0.4, f"reward.miss={k}", default=not k) for k in range(2)]
-    (sentence,) = (line for line in lines_of(*variants) if line.startswith("- "))
-    assert "better: `reward.miss=1` (+14.00 [" in sentence
+    assert "better: `reward.miss=1` (+14.00 [" in only(lines_of(*variants), "- ")
     others = [run("miss", 0.4, f"reward.miss={k}", default=False) for k in range(2, 5)]
     lines = lines_of(*variants, *others)
-    (sentence,) = (line for line in lines if line.startswith("- "))
-    assert "no difference shown: `reward.miss=1` (+14.00 [" in sentence
+    assert "no difference shown: `reward.miss=1` (+14.00 [" in only(lines, "- ")
     assert any("entirely above or below 0; 1 are." in line and "0 differences pass;" in line for line in lines)
 
 
@@ -105,7 +106,7 @@ def test_what_grpo_did_not_change_is_said() -> None:
 
 def test_the_default_controller_stands_beside_every_simple_way() -> None:
     lines = lines_of(run("controller", 0.7, ridge=0.7, knn=0.88))
-    (sentence,) = (line for line in lines if line.startswith("- "))
+    sentence = only(lines, "- ")
     assert sentence.startswith("- Built-in: `controller` is better than budget-aware static (+30.00 [")
     assert "; worse than nearest neighbours (-18.00 [" in sentence
     assert sentence.endswith("; the same on every sample: ridge regression.")
@@ -117,7 +118,7 @@ def test_the_default_controller_stands_beside_every_simple_way() -> None:
         "| ridge regression",
         "| budget-aware static",
     ]
-    (answer,) = (line for line in lines if line.startswith("| [The controller against"))
+    answer = only(lines, "| [The controller against")
     assert "better than budget-aware static (+30.00 [" in answer
     assert "and worse than nearest neighbours (-18.00 [" in answer
 
@@ -141,7 +142,6 @@ def test_fewer_common_samples_are_said() -> None:
 
 def test_a_data_set_at_a_time() -> None:
     finished = run("leave_one_out", 0.7, "split.leave_out=a")._replace(profile="calibrated")
-    assert finished.decisions is not None
     names = pl.when(pl.col("sample_id").cast(pl.Int64) < 20).then(pl.lit("a")).otherwise(pl.lit("b"))
     lines = lines_of(finished._replace(decisions=finished.decisions.with_columns(dataset=names)))
     (sentence,) = (line for line in lines if "by data set" in line)
@@ -175,7 +175,7 @@ def selector(experiment: str, accuracies: dict[str, float], variants: list[str])
     decisions = pl.DataFrame(rows, schema=SCHEMA)
     results = selector_results(decisions, small_beams(20)[0], seeds=[0, 1], trained_shots=2)
     results |= {"experiment": experiment, "variants": variants}
-    return StudyRun(experiment, "beams", "", True, results, None)
+    return StudyRun(experiment, "beams", "", True, Path(), [], {}, False, results)
 
 
 def test_selectors_by_hand() -> None:
@@ -190,10 +190,9 @@ def test_selectors_by_hand() -> None:
     assert ranks[0] == "GRPO on live draws"
     assert any(line.startswith("| b | 0.700 [") for line in lines)
     assert any(line.startswith("- Against RCE: better: GRPO on live draws (+30.0 [") for line in lines)
-    (words,) = (line for line in lines if line.startswith("- Against a: worse: b (-10.0 ["))
-    assert words.endswith("; the same on every sample: c.")
+    assert only(lines, "- Against a: worse: b (-10.0 [").endswith("; the same on every sample: c.")
     assert "- Against SFT: the same on every sample: RCE." in lines
-    (answer,) = (line for line in lines if line.startswith(f"| [{STUDY.selectors['selector_rewards'].title}]"))
+    answer = only(lines, f"| [{STUDY.selectors['selector_rewards'].title}]")
     assert "| b -10.0 [" in answer
     assert answer.endswith("; the same on every sample for c (against a) |")
 
@@ -203,13 +202,13 @@ def test_another_network_is_held_against_the_default_one_trained_alike() -> None
     other = selector("selector_v0", {"sft": 0.6, "rce": 0.6, "grpo_recorded": 0.5}, ["grpo_recorded"])
     assert not any("default network" in line for line in lines_of(other) if not line.startswith("*"))
     lines = lines_of(base, other)
-    (words,) = (line for line in lines if line.startswith("- Against the default network: worse: GRPO on recorded"))
+    words = only(lines, "- Against the default network: worse: GRPO on recorded")
     assert "(-30.0 [" in words
     assert "not paired" in words
     low, high = (float(end) for end in words.split("[")[1].split("]")[0].split(", "))
     # of independent shares of 400 (twice): ± 1.96 √(.8·.2/400 + .5·.5/400) = 6.3 points
     assert abs(low + 36.3) < 0.8
     assert abs(high + 23.7) < 0.8
-    (answer,) = (line for line in lines if line.startswith("| [Network v0]"))
+    answer = only(lines, "| [Network v0]")
     assert "| GRPO on recorded groups -30.0 [" in answer
     assert "no difference shown for SFT, the interval is [" in answer

@@ -1,0 +1,42 @@
+"""Actors whose policy is known, and an actor with the real policy and environment."""
+
+from __future__ import annotations
+
+import torch
+from helpers import small_table
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor, nn
+
+from knobwise.agents.controller.actor import ConfigurationCategorical, make_actor
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.envs.configurations.torchrl_env import ConfigBandit
+
+
+def actor_of(net: nn.Module, configurations: Tensor, group_size: int | None) -> ProbabilisticTensorDictSequential:
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["log_probs"],
+        out_keys=["action"],
+        distribution_class=ConfigurationCategorical,
+        distribution_kwargs={"configurations": configurations, "group_size": group_size},
+        return_log_prob=True,
+        log_prob_key="action_log_prob",
+    )
+    return ProbabilisticTensorDictSequential(TensorDictModule(net, ["observation"], ["log_probs"]), draw)
+
+
+def certain_actor(probabilities: list[float], group_size: int = 2) -> ProbabilisticTensorDictSequential:
+    """A policy with these probabilities whatever it sees (the observation is 1)."""
+    net = nn.Linear(1, len(probabilities), bias=False)
+    net.weight.data = torch.tensor(probabilities).log().unsqueeze(1)
+    return actor_of(net, torch.arange(len(probabilities)).unsqueeze(1), group_size)
+
+
+def real_actor(
+    head: str, holes: float, group_size: int | None = None
+) -> tuple[ProbabilisticTensorDictSequential, ConfigBandit]:
+    table = small_table(holes=holes)
+    torch.manual_seed(0)
+    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(structure=head, hidden=16, dropout=0.0))
+    env = ConfigBandit(table, batch_size=32, group_size=group_size or 1, lean=True, full_information=True)
+    return make_actor(controller, table, group_size), env
