@@ -110,7 +110,7 @@ def _table(
     pool, sequences, usable = _without(leaks, pool, owners, _padded(kept.sequences))
     owners = owners[usable]
     beams = owners.bincount(minlength=len(ids))
-    counts = kept.counts | _counts(leaks, usable, beams, query_names, names)
+    counts = {**kept.counts, **_counts(leaks, usable, beams, query_names, names)}
     notes = [*map(str, saved.get("notes", ())), *(f"{n} {what}" for what, n in counts.items() if n)]
     if not len(owners):
         raise InputError(f"{path}: no beam is left. {'; '.join(notes)}")
