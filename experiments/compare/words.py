@@ -1,4 +1,4 @@
-"""The sentences and tables of `knobwise compare`, for the terminal and the page alike."""
+"""The tables of `knobwise compare`, for terminal and page alike; the sentences are in `../report/templates/compare*.j2`."""
 
 from __future__ import annotations
 
