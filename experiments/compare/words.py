@@ -1,4 +1,4 @@
-"""The tables of `knobwise compare`, for terminal and page alike; the sentences are in `../report/templates/compare*.j2`."""
+"""The tables of `knobwise compare`, for terminal and page alike; its sentences are in `report/templates/compare*`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Colours: `hues.json` lists the hues, `policies.json` says which policy has which, `templates/style.css` colours the page
 around the charts. A chart is built once and drawn in the reader's theme: whatever differs between light and dark stands
-in `THEMES`, never in a mark, and hues are named by their position in the palette (`domain`). Nothing comes from a network.
+in `THEMES`, never in a mark; hues are named by their position in the palette (`domain`). Nothing comes from a network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names, numbers and helpers for the sentences of all pages, which stand in `templates/*.j2`; reading `results.json`."""
+"""Names, numbers and helpers for the sentences of all pages, which are in `templates/`; reading `results.json`."""
 
 from __future__ import annotations
 
