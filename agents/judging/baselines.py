@@ -174,7 +174,8 @@ def make_baselines(
     fold; the oracle is for the test rows. They will be judged on `budgets_ms` [b], None for `default_budgets`.
 
     A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour and description. One
-    that predicts is a family of `knobwise.agents.predictors.regressors` instead.
+    that predicts is a family of `knobwise.agents.predictors.regressors` instead. Mean budgets have a list of their
+    own: `make_priced_baselines` in `knobwise.agents.stack.priced_policy`.
     """
     rows = torch.cat([split.train, split.validation])
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms

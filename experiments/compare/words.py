@@ -1,4 +1,4 @@
-"""The sentences and tables of `knobwise compare`, for the terminal and the page alike."""
+"""The tables of `knobwise compare`, for terminal and page alike; its sentences are in `report/templates/compare*`."""
 
 from __future__ import annotations
 

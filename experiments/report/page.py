@@ -1,8 +1,8 @@
 """The self-contained page around charts and tables, from the templates beside this file.
 
-A chart is built once and drawn in the colours of the reader's theme: whatever differs between light and dark stands in
-`THEMES` (the palette, text, grid, the style "quiet"), never in a mark. Charts name hues only by their position in the
-palette (`domain`); `policies.json` says which policy has which. Nothing on a page comes from a network.
+Colours: `hues.json` lists the hues, `policies.json` says which policy has which, `templates/style.css` colours the page
+around the charts. A chart is built once and drawn in the reader's theme: whatever differs between light and dark stands
+in `THEMES`, never in a mark; hues are named by their position in the palette (`domain`). Nothing comes from a network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words of reports, comparisons and studies, and what every page reads off a `results.json`."""
+"""Names, numbers and helpers for the sentences of all pages, which are in `templates/`; reading `results.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its lock while the run is at work, and the link to the latest run."""
+"""The folder of a run: who may train in it, whether a run resumes, its name, the link to the latest run."""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 For every family `max_crops` is a cap: no image gets more, and most get as many as their shape can use. An overview of
 the whole image that is encoded in addition to the crops does not count.
+
+A new family is a case in `FAMILIES`. Where its language model has another name for its experts, it also gets a line in
+`TOP_K_IN_CONFIGURATION` of `knobs.py`; where its overview is the same at every setting, one in
+`SAME_AT_EVERY_SETTING` of `first_stage.py`.
 """
 
 from __future__ import annotations
