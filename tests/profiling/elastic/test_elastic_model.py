@@ -1,3 +1,5 @@
+"""The elastic model, and the scenes it is asked about."""
+
 import itertools
 
 import numpy as np
@@ -5,11 +7,74 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from knobwise.profiling.elastic import scenes
 from knobwise.profiling.elastic.model import ElasticVLM, cut_windows, tile_grid, window_coordinates
-from knobwise.profiling.elastic.scenes import ANSWER_TOKENS, END, FILLER, draw_samples, draw_scenes, load_digits
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 
 TINY = ElasticSize(width=16, heads=2, blocks=5, experts=4, expert_width=8, max_top_k=3)
+DIGITS = scenes.load_digits(True)
+
+
+def test_training_and_held_out_digit_images_are_disjoint_and_complete():
+    train, held_out = ({image.tobytes() for image in scenes.load_digits(side).images} for side in (False, True))
+    assert not train & held_out
+    assert len(scenes.load_digits(False).labels) + len(DIGITS.labels) == 1797
+
+
+def test_answers_say_what_the_scene_shows():
+    rng = np.random.default_rng(0)
+    drawn = scenes.draw_scenes(rng, DIGITS, 3, 5, scenes.QUESTIONS * 20)
+    colours = np.array(list(scenes.COLOURS.values()))
+    columns = (drawn.images, drawn.digits, drawn.prompts, drawn.answers, drawn.questions)
+    for image, digits, prompt, answer, question in zip(*columns, strict=True):
+        names = np.array([str(n) for n in range(10)] + ["blank"])[digits]
+        cells = image.reshape(3, 3, 8, 5, 8).max((2, 4)).transpose(1, 2, 0)  # [rows, columns, rgb]
+        nearest = np.array(list(scenes.COLOURS))[((cells[:, :, None] - colours) ** 2).sum(-1).argmin(-1)]
+        nearest = np.where(digits == 10, "blank", nearest)
+        places = [int(scenes.WORDS[t][1]) for t in prompt[1:-1] if scenes.WORDS[t] != "·"]
+        words = scenes.to_words(answer)
+        if question in ("digit", "colour"):
+            assert words == [(names if question == "digit" else nearest)[places[0], places[1]]]
+        elif question in ("row", "row_colours"):
+            assert words == (names if question == "row" else nearest)[places[0]].tolist()
+        elif question == "column":
+            assert words == names[:, places[0]].tolist()
+        elif question == "largest":
+            digits = [int(n) for n in names[places[0]] if n != "blank"]
+            assert words == [str(max(digits)) if digits else "blank"]
+        elif question == "match":
+            a, b = nearest[places[0], places[1]], nearest[places[2], places[3]]
+            assert words == [a, b, "same" if a == b else "other"]
+        else:
+            a, b = names[places[0], places[1]], names[places[2], places[3]]
+            x, y = (0 if n == "blank" else int(n) for n in (a, b))
+            last = str(x + y) if question == "sum" else "same" if x == y else "first" if x > y else "second"
+            assert words == [a, b, last]
+
+
+def test_samples_depend_on_seed_and_number_alone():
+    few, many, other = (scenes.draw_samples(count, seed=seed) for count, seed in ((3, 7), (6, 7), (3, 8)))
+    for a, b in zip(few, many, strict=False):
+        assert np.array_equal(a.images, b.images)
+        assert np.array_equal(a.answers, b.answers)
+    assert not all(np.array_equal(a.prompts, b.prompts) for a, b in zip(few, other, strict=True))
+
+
+def test_soft_score_is_the_share_of_right_tokens():
+    answer = np.array([scenes.TOKEN[w] for w in ("1", "2", "3", "<end>", "·")])
+    other = np.array([scenes.TOKEN[w] for w in ("1", "5", "3", "4", "<end>")])
+    assert scenes.soft_score(answer, answer) == 1
+    assert scenes.soft_score(other, answer) == pytest.approx(2 / 4)
+    assert scenes.soft_score(np.array([scenes.TOKEN["<end>"]]), answer) == 0
+
+
+@pytest.mark.parametrize(
+    ("side", "question", "message"),
+    [(1, "row", "2 to 8"), (9, "row", "2 to 8"), (3, "colour of", "unknown question 'colour of'")],
+)
+def test_impossible_scenes_are_refused(side, question, message):
+    with pytest.raises(ValueError, match=message):
+        scenes.draw_scenes(np.random.default_rng(0), DIGITS, side, 3, (question,))
 
 
 @pytest.fixture(scope="module")
@@ -21,27 +86,27 @@ def model():
 
 
 def scene(rows=5, columns=7):
-    drawn = draw_scenes(np.random.default_rng(0), load_digits(True), rows, columns, ("row",))
+    drawn = scenes.draw_scenes(np.random.default_rng(0), DIGITS, rows, columns, ("row",))
     return torch.from_numpy(drawn.images), torch.from_numpy(drawn.prompts)
 
 
 @pytest.mark.parametrize("configuration", [(1, 1, 2), (3, 2, 4), (12, 3, 5)])
 def test_cached_decoding_equals_uncached(model, configuration):
     setting = Configuration(*configuration)
-    for sample in draw_samples(6, seed=3):
+    for sample in scenes.draw_samples(6, seed=3):
         image, prompt = torch.from_numpy(sample.images), torch.from_numpy(sample.prompts)
         cached = model.generate(image, prompt, setting).tokens
-        said = []
-        while len(said) < ANSWER_TOKENS and END not in said:
-            answer = torch.tensor([said + [FILLER] * (ANSWER_TOKENS - len(said))])
+        tokens = []
+        while len(tokens) < scenes.ANSWER_TOKENS and scenes.END not in tokens:
+            answer = torch.tensor([tokens + [scenes.FILLER] * (scenes.ANSWER_TOKENS - len(tokens))])
             with torch.inference_mode():
                 logits, _ = model(image, prompt, answer, setting)
-            said.append(int(logits[0, len(said)].argmax()))
-        assert cached == said
+            tokens.append(int(logits[0, len(tokens)].argmax()))
+        assert cached == tokens
 
 
 def test_an_answer_token_does_not_see_what_comes_after_it(model):
-    answers = torch.full((2, 1, ANSWER_TOKENS), 4)
+    answers = torch.full((2, 1, scenes.ANSWER_TOKENS), 4)
     answers[1, 0, 3:] = 5
     first, second = (model(*scene(), answer, Configuration(6, 2, 4))[0] for answer in answers)
     assert torch.allclose(first[:, :4], second[:, :4], atol=1e-5)
@@ -70,7 +135,7 @@ def test_every_knob_changes_the_computation(model, knob):
     for value in (2, 3):
         with Products() as counter, torch.no_grad():
             setting = Configuration(6, 2, 4)._replace(**{knob: value})
-            model(*scene(8, 8), torch.full((1, ANSWER_TOKENS), FILLER), setting)
+            model(*scene(8, 8), torch.full((1, scenes.ANSWER_TOKENS), scenes.FILLER), setting)
         work.append(counter.multiplications)
     assert work[1] > 1.1 * work[0]
 
