@@ -124,6 +124,7 @@ def test_what_is_written_fits_together(tmp_path, capsys):
     assert row["any_correct"] == pytest.approx(sum(right) / 6, abs=1e-6)
     assert f"{row['correct']:.1%}" in capsys.readouterr().out
     assert not list(out.rglob(".*"))
+    assert profile_beams(out, task(), replace(CONFIG, json=False)).digest == table.digest  # no other run
 
 
 @pytest.mark.parametrize("at", [0, 1, 8, 14])
@@ -194,13 +195,6 @@ def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path):
     assert profile_beams(out, task(), CONFIG, backwards, "one").digest == wanted.digest
 
 
-def test_a_folder_keeps_to_one_run(tmp_path):
-    profile_beams(tmp_path, task(), CONFIG)
-    with pytest.raises(ValueError, match=r"other settings \(random: 2 → 3\)"):
-        profile_beams(tmp_path, task(), replace(CONFIG, random=3))
-    profile_beams(tmp_path, task(), replace(CONFIG, json=False))
-
-
 VLM = ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"]
 TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.chunk=5", "out=out"]
 
@@ -234,7 +228,7 @@ def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     assert BeamTable.load("out/beams.safetensors").digest == with_draws.digest
     # another setting in the same folder
     assert main(["profile", *TINY, "beams.random=1"]) == 2
-    assert "random: 4 → 1" in capsys.readouterr().err
+    assert "other settings (random: 4 → 1)" in capsys.readouterr().err
 
 
 def test_the_built_in_task_with_pools_by_similarity(tmp_path):
@@ -252,11 +246,10 @@ def test_the_built_in_task_with_pools_by_similarity(tmp_path):
 def vlm_files(tmp_path_factory):
     """A tiny random LLaVA, six items about four images, and embeddings of them."""
     from PIL import Image
-    from tiny_vlms import tiny_vlm
+    from tiny_models import saved, tiny_model
 
     folder = tmp_path_factory.mktemp("vlm")
-    for part in tiny_vlm("llava"):
-        part.save_pretrained(folder / "model")
+    saved(folder / "model", *tiny_model("llava"))
     (folder / "empty").mkdir()
     lines = []
     for number in range(6):
@@ -303,8 +296,8 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, ca
         ([*VLM, "vlm.bank=items.jsonl", "vlm.query_embeddings=narrow.safetensors"], "3 wide"),
         ([*VLM, "pool.sampler=covers"], "covers"),
         (["model=empty", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"], "empty: cannot be loaded"),
-        (["model=learner", "learner.variant=lazy"], "lazy"),
-        (["model=learner", "learner.part=validation"], "validation"),
+        (["model=learner", "learner.variant=lazy"], "no variant 'lazy'; there are careless, careful"),
+        (["model=learner", "learner.part=validation"], "no part 'validation'; there are train, test"),
         (["model=learner", "learner.queries=0"], "at least one query"),
         (["model=learner", "pool.sampler=nearest"], "pool.sampler=nearest"),
         (["model=learner", "pool.size=0"], "pool.size"),

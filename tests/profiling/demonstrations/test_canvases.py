@@ -8,25 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import RandomState
 
-from knobwise.profiling.demonstrations.canvases import (
-    VALUES,
-    VARIANTS,
-    Bank,
-    Queries,
-    digest,
-    draw_bank,
-    draw_covering_pools,
-    draw_queries,
-    paint,
-)
+from knobwise.profiling.demonstrations import canvases
+from knobwise.profiling.demonstrations.canvases import VARIANTS, Bank, Queries, draw_covering_pools, paint
 
 CARELESS = VARIANTS["careless"]
+INSIDE = np.pad(np.ones((8, 8), bool), 1)
+"""Of a canvas, without its frame."""
 
 
 def world(queries=20, items=600, variant="careless", held_out=False, seed=0):
     rng = RandomState(seed)
-    bank = draw_bank(rng, items, held_out, VARIANTS[variant])
-    return draw_queries(rng, queries, held_out), bank
+    bank = canvases.draw_bank(rng, items, held_out, VARIANTS[variant])
+    return canvases.draw_queries(rng, queries, held_out), bank
 
 
 def covers(queries, bank):
@@ -36,8 +29,8 @@ def covers(queries, bank):
 
 
 def test_what_is_drawn_is_the_same_everywhere():
-    assert digest(*world()) == "sha256:9a1d19ec407adc338317699d18b03ebc6221376d78b702991df2c16acdab8851"
-    other = digest(*world(held_out=True, variant="careful", seed=1))
+    assert canvases.digest(*world()) == "sha256:9a1d19ec407adc338317699d18b03ebc6221376d78b702991df2c16acdab8851"
+    other = canvases.digest(*world(held_out=True, variant="careful", seed=1))
     assert other == "sha256:c90e1892941d8bd282ce60180800b989b0caf60931b6ccbb454092b1c4477786"
 
 
@@ -50,7 +43,7 @@ def test_the_digest_is_of_all_that_is_drawn(part):
         array.flat[-1] = ~array.flat[-1] if array.dtype == bool else array.flat[-1] + 1
         changed = dataclasses.replace(mine, **{field.name: array})
         other = (queries, changed) if part is Bank else (changed, bank)
-        assert digest(*other) != digest(queries, bank), field.name
+        assert canvases.digest(*other) != canvases.digest(queries, bank), field.name
 
 
 def test_annotators_are_as_careless_as_their_variant_says():
@@ -60,7 +53,7 @@ def test_annotators_are_as_careless_as_their_variant_says():
     np.testing.assert_array_equal(bank.careless, bank.annotator < 6)
     assert wrong[bank.careless].mean() == pytest.approx(0.4, abs=0.02)
     assert wrong[~bank.careless].mean() == pytest.approx(0.02, abs=0.005)
-    for question, count in enumerate(VALUES):
+    for question, count in enumerate(canvases.VALUES):
         of_question = bank.question == question
         assert of_question.mean() == pytest.approx(1 / 3, abs=0.02)
         # a wrong answer is any of the others, none more than another
@@ -74,9 +67,7 @@ def test_careless_annotators_have_clean_images():
     _, bank = world(1, 4000)
     frame = bank.question == 1  # then the border is known
     values = np.stack([np.zeros(4000, int), bank.true_value, np.zeros(4000, int)], 1)[frame]
-    border = np.ones((10, 10), bool)
-    border[1:9, 1:9] = False
-    noise = (bank.images[frame] - paint(values, np.zeros(len(values), int), False))[:, border.ravel()]
+    noise = (bank.images[frame] - paint(values, np.zeros(len(values), int), False))[:, ~INSIDE.ravel()]
     assert noise[bank.careless[frame]].std() == pytest.approx(0.05, abs=0.001)
     assert noise[~bank.careless[frame]].std() == pytest.approx(0.2, abs=0.004)
 
@@ -94,15 +85,13 @@ def test_half_of_the_queries_ask_two_different_questions():
 def test_a_canvas_shows_its_digit_its_frame_and_its_texture():
     values = np.array([[3, 1, 2], [3, 1, 4], [3, 5, 2], [8, 1, 2]])
     same, texture, frame, digit = paint(values, np.zeros(4, int), False).reshape(4, 10, 10)
-    inside = np.zeros((10, 10), bool)
-    inside[1:9, 1:9] = True
-    for other, alike in ((texture, ~inside), (frame, inside)):
+    for other, alike in ((texture, ~INSIDE), (frame, INSIDE)):
         assert (same == other)[alike].all()
         assert (same != other)[~alike].any()
-    assert (same == digit)[~inside].all()
-    assert set(np.unique(same[~inside])) <= {0, np.float32(0.6)}
-    ink = same[inside] > 0.35  # what is darker than the texture is the digit's, and there in both
-    np.testing.assert_array_equal(same[inside][ink], texture[inside][ink])
+    assert (same == digit)[~INSIDE].all()
+    assert set(np.unique(same[~INSIDE])) <= {0, np.float32(0.6)}
+    ink = same[INSIDE] > 0.35  # what is darker than the texture is the digit's, and there in both
+    np.testing.assert_array_equal(same[INSIDE][ink], texture[INSIDE][ink])
     assert ink.sum() > 10
 
 

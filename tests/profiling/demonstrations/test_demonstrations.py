@@ -121,19 +121,6 @@ def test_other_files_are_refused(tmp_path):
             load_demonstrations(tmp_path / f"{name}.safetensors", variant, "test")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"variant": "lazy"}, "no variant 'lazy'; there are careless, careful"),
-        ({"part": "validation"}, "no part 'validation'; there are train, test"),
-        ({"queries": 0}, "at least one query"),
-    ],
-)
-def test_what_does_not_exist_is_named(settings, message):
-    with pytest.raises(InputError, match=message):
-        task_table(**{"variant": "careless", "part": "test", **SMALL} | settings)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_data_that_come_with_knobwise(variant):
     found = builtin_demonstrations(variant)
