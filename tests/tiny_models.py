@@ -159,6 +159,15 @@ def watched(model):
             hook.remove()
 
 
+def state_of(model, processor):
+    """All that could have been changed, without what the last pass leaves behind (positions of its images)."""
+    modules = {name: vars(module) | {"rope_deltas": None} for name, module in model.named_modules()}
+    for state in modules.values():
+        state["_forward_hooks"] = len(state["_forward_hooks"])
+    parts = {name: str(vars(part)) for name, part in vars(processor).items() if hasattr(part, "__dict__")}
+    return modules, vars(processor).copy(), parts, str(model.config)
+
+
 def numbers_of(tokenizer, tokens):
     """The numbers of special tokens, by the name of a setting."""
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}

@@ -26,12 +26,15 @@ BANK = torch.tensor([[1.0, 0.0, 1.0, 0.0], [8.0, 6.0, 4.0, 3.0], [3.0, 4.0, 0.0,
 class HandScorer:
     """ln P(answer) = −3 + Σₜ worth[query, demonstration t] / t: order counts, and so does every demonstration."""
 
-    def __init__(self, worth):
-        self.worth = torch.tensor(worth)
-        self.asked: list[tuple[int, ...]] = []
+    def __init__(self, worth, calls=math.inf):
+        self.worth, self.calls = torch.as_tensor(worth), calls
+        self.scored: list[tuple[int, ...]] = []
 
     def __call__(self, queries, demonstrations):
-        self.asked += [(q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)]
+        if self.calls == 0:  # Ctrl-C after so many calls
+            raise KeyboardInterrupt
+        self.calls -= 1
+        self.scored += [(q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)]
         worth = self.worth[queries[:, None], demonstrations.clamp_min(0)].masked_fill(demonstrations < 0, 0.0)
         log_prob = -3 + (worth / torch.arange(1, demonstrations.shape[1] + 1)).sum(1)
         return {"logprob_score": log_prob, "vqa_gt_prob": log_prob.exp(), "vqa_correct": (log_prob > -0.9).float()}
@@ -52,8 +55,8 @@ def test_beam_search_by_hand():
     assert torch.allclose(found.fields["beam_score"], torch.tensor([gains]))
     assert found.fields["vqa_correct"].tolist() == [[0, 0, 1, 0]]
     # zero-shot, four single ones, three after each of two
-    assert len(scorer.asked) == len(set(scorer.asked)) == 1 + 4 + 2 * 3
-    assert set(scorer.asked) >= {(1, -1), (1, 3), (1, 3, 2), (1, 2, 0)}
+    assert len(scorer.scored) == len(set(scorer.scored)) == 1 + 4 + 2 * 3
+    assert set(scorer.scored) >= {(1, -1), (1, 3), (1, 3, 2), (1, 2, 0)}
 
 
 def test_gains_of_the_picks_add_up_to_the_beam_score():
@@ -153,17 +156,17 @@ def test_nothing_is_scored_twice():
     first = search.score(
         scorer, rows, pool, torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]]), "random", zero
     )
-    assert scorer.asked == [(1, -1), (0, -1), (1, 2, 1), (1, 0, -1), (0, 1, 0)]
+    assert scorer.scored == [(1, -1), (0, -1), (1, 2, 1), (1, 0, -1), (0, 1, 0)]
     again = torch.tensor([[[2, NONE, NONE], [0, 1, NONE], [0, 1, 2]], [[0, 1, NONE], [0, 1, NONE], [NONE] * 3]])
     second = search.score(scorer, rows, pool, again, "policy", zero, first)
-    assert scorer.asked[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
+    assert scorer.scored[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
     want = torch.tensor([[0.0, 2.5, 2.5], [2.5, 2.5, torch.nan]]) - 3
     assert torch.allclose(second.fields["logprob_score"], want, equal_nan=True)
     assert torch.allclose(second.fields["beam_score"], want.exp() - math.exp(-3), equal_nan=True)
     policy = METHODS.index("policy")
     assert second.found_by.tolist() == [[policy] * 3, [policy, policy, NONE]]
     third = search.score(scorer, rows, pool, again, "policy", zero, second)
-    assert len(scorer.asked) == 7
+    assert len(scorer.scored) == 7
     assert torch.equal(third.fields["logprob_score"].nan_to_num(), second.fields["logprob_score"].nan_to_num())
 
 

@@ -185,15 +185,12 @@ def test_the_same_question_has_the_same_scores_and_they_can_weigh_what_is_learnt
         assert torch.equal(again[name], values)
 
 
-def test_zero_shot_whatever_the_width(scorer):
+def test_zero_shot_whatever_the_width_and_no_scores_without_rows(scorer):
     queries = torch.arange(20)
     narrow, wide = (scorer(queries, torch.full((20, width), -1)) for width in (0, 3))
     torch.testing.assert_close(narrow, wide, rtol=1e-4, atol=1e-5)
     for nothing in (torch.full((20, 2), -1), torch.zeros(20, 0).long()):
         assert scorer.vote(queries, nothing).sum() == 0
-
-
-def test_no_rows_no_scores(scorer):
     none = torch.zeros(0).long(), torch.zeros(0, 2).long()
     assert {name: len(values) for name, values in scorer(*none).items()} == dict.fromkeys(FIELDS, 0)
     assert scorer.vote(*none).shape == (0,)
@@ -225,14 +222,11 @@ def test_votes_by_hand():
 @pytest.mark.parametrize(
     ("queries", "demonstrations", "message"),
     [
-        ([0, 1], [[0]], r"shapes \(2,\) and \(1, 1\)"),
-        ([0], [0], r"shapes \(1,\) and \(1,\)"),
-        ([20], [[0]], "query 20 does not exist; there are 20"),
-        ([-1], [[0]], "query -1"),
-        ([0], [[50]], "demonstration 50 does not exist; there are 50"),
-        ([0], [[-2]], "demonstration -2"),
+        ([0, 1], [[0]], r"shapes \(2,\) and \(1, 1\)"), ([0], [0], r"shapes \(1,\) and \(1,\)"),
+        ([20], [[0]], "query 20 does not exist; there are 20"), ([-1], [[0]], "query -1"),
+        ([0], [[50]], "demonstration 50 does not exist; there are 50"), ([0], [[-2]], "demonstration -2"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_do_not_exist_are_named(scorer, queries, demonstrations, message):
     for call in (scorer, scorer.vote):
         with pytest.raises(InputError, match=message):

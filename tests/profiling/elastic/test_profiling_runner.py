@@ -111,6 +111,7 @@ def test_the_drop_order_names_every_middle_block_once():
     [
         *((TrainingConfig, wrong) for wrong in ({"steps": 0}, {"learning_rate": 0.0}, {"random_crops": 1.5})),
         *((LearnerConfig, wrong) for wrong in ({"steps": 0}, {"learning_rate": 0.0}, {"covered": 1.5})),
+        *((ElasticSize, wrong) for wrong in ({"width": 10, "heads": 4}, {"blocks": 1}, {"max_top_k": 9})),
         *((LearnerConfig, wrong) for wrong in ({"max_shots": 0}, {"zero_shot": -0.1})),
     ],
 )
@@ -134,16 +135,13 @@ def test_the_table_has_every_sample_at_every_configuration(out):
     assert (table["cpu_ms"] > 0).all()
 
 
-def test_the_exp_files_hold_the_same_profile(out):
+def test_the_exp_files_hold_the_same_profile_and_every_sample_has_features(out):
     table = read_long_table(out / "table.parquet", features=out / "features.npz")
     again = read_exp5_exp6(out / "exp5", out / "exp6", DATASET)
     assert [knob.name for knob in table.knobs] == list(Configuration._fields)
     assert table.sample_ids == again.sample_ids
     assert torch.equal(table.accuracy, again.accuracy)
     assert torch.equal(table.latency_ms, again.latency_ms)
-
-
-def test_every_sample_has_features(out):
     with np.load(out / "features.npz", allow_pickle=False) as features:
         assert features["sample_id"].tolist() == list(range(5))
         assert (features["image_features"].shape, features["language_features"].shape) == ((5, 32), (5, 16))

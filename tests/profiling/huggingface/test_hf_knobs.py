@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from tiny_models import FAMILIES, blocks_of, picture, tiny_model, watched
+from tiny_models import FAMILIES, blocks_of, picture, state_of, tiny_model, watched
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
@@ -80,11 +80,6 @@ def made(request):
     return with_knobs(request.param)
 
 
-@pytest.fixture(scope="module", params=ROUTED)
-def routed(request):
-    return with_knobs(request.param)
-
-
 @pytest.fixture(scope="module")
 def llava():
     return with_knobs("llava_next")[1:]
@@ -134,8 +129,9 @@ def test_the_blocks_that_were_set_run_and_no_others(made):
         assert seen["blocks"] == [*knobs.active_blocks(number)] * 4  # a pass over the prompt and three over tokens
 
 
-def test_every_token_uses_as_many_experts_as_were_set(routed):
-    family, model, processor, knobs = routed
+@pytest.mark.parametrize("family", ROUTED)
+def test_every_token_uses_as_many_experts_as_were_set(family):
+    _, model, processor, knobs = with_knobs(family)
     inputs = asked(processor, (20, 30))
     for top_k in (1, 2, 3, 4):
         with watched(model) as seen, knobs.set({"top_k": top_k}):
@@ -182,23 +178,14 @@ def test_aria_takes_smaller_images_below_its_default():
             assert asked(processor, (480, 3800))["pixel_values"].shape[-2:] == (side, side)
 
 
-def state(model, processor):
-    """All that could have been changed, without what the last pass leaves behind (positions of its images)."""
-    parts = {name: dict(vars(part)) for name, part in model.named_modules()}
-    for own in parts.values():
-        own.pop("_forward_hooks")
-        own.pop("rope_deltas", None)
-    return parts, vars(processor).copy(), vars(processor.image_processor).copy(), str(model.config)
-
-
 def test_everything_is_restored_also_after_exceptions(made):
     family, model, processor, knobs = made
     inputs = asked(processor, (500, 700), (300, 300))
-    wanted, before = logits(model, inputs), state(model, processor)
+    wanted, before = logits(model, inputs), state_of(model, processor)
     least = {"max_crops": 1, "num_active_blocks": knobs.knobs[2].least} | ({"top_k": 1} if family in ROUTED else {})
 
     def compare():
-        assert state(model, processor) == before
+        assert state_of(model, processor) == before
         assert not any(block._forward_hooks for block in blocks_of(model))
         again = asked(processor, (500, 700), (300, 300))
         assert again.keys() == inputs.keys()

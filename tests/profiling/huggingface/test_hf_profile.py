@@ -86,22 +86,20 @@ def test_importance_is_measured_once_and_then_used(questions, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data=nothing.jsonl"], "nothing.jsonl"),
-        (["data=questions.jsonl", "model=./nowhere"], "./nowhere: no such folder"),
-        (["data=questions.jsonl", "dtype=float8"], "dtype='float8' is unknown"),
-        (["data=questions.jsonl", "importance=nothing.json"], "nothing.json: cannot be read"),
-        (["data=questions.jsonl", "knobs.top_k=[9]"], "top_k=9: this model takes 1 to 4"),
-        (["data=questions.jsonl", "knobs.num_active_blocks=[0]"], "num_active_blocks=0: this model takes 1 to 4"),
-        (["data=questions.jsonl", "importance=measure", "knobs.num_active_blocks=[5]"], "num_active_blocks=5"),
-        (["data=questions.jsonl", "knobs.metric=bleu"], "metric='bleu': must be one of"),
-        (["data=questions.jsonl", "knobs.shards=3", "knobs.shard=3"], "shard must be 0 to 2"),
-        (["data=questions.jsonl", "knobs.metric=choice"], "q0"),
+        ("data=nothing.jsonl", "nothing.jsonl"), ("model=./nowhere", "./nowhere: no such folder"),
+        ("dtype=float8", "dtype='float8' is unknown"), ("importance=nothing.json", "nothing.json: cannot be read"),
+        ("knobs.top_k=[9]", "top_k=9: this model takes 1 to 4"),
+        ("knobs.num_active_blocks=[0]", "num_active_blocks=0: this model takes 1 to 4"),
+        ("importance=measure knobs.num_active_blocks=[5]", "num_active_blocks=5"),
+        ("knobs.metric=bleu", "metric='bleu': must be one of"), ("knobs.metric=choice", "q0"),
+        ("knobs.shards=3 knobs.shard=3", "shard must be 0 to 2"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_named_and_nothing_is_written(words, message, questions, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = saved(tmp_path / "model", *tiny_model("llava_next"))
-    assert main(["profile", f"model={folder}", "out=out", "device=cpu", *words]) == 2
+    command = ["profile", f"model={folder}", "data=questions.jsonl", "out=out", "device=cpu", *words.split()]
+    assert main(command) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -193,27 +191,22 @@ def test_the_likelihood_is_that_of_the_models_own_logits(made):
     assert found == pytest.approx(sum(means) / 2, abs=1e-4)
 
 
-def test_greedy_answers_are_the_models_own(made):
+def test_greedy_answers_are_the_models_own_whatever_its_settings_and_end_where_they_should(made):
     model, _, prompts = made
-    likelihood = AnswerLikelihood(model, prompts, max_new_tokens=3)
-    for prompt, answer in zip(prompts, likelihood.answers, strict=True):
-        whole = model.generate(**prompt, max_new_tokens=3, do_sample=False)
+    settings, wanted = model.generation_config, AnswerLikelihood(model, prompts, max_new_tokens=4).answers
+    for prompt, answer in zip(prompts, wanted, strict=True):
+        whole = model.generate(**prompt, max_new_tokens=4, do_sample=False)
         assert torch.equal(whole[0, -len(answer) :], answer)
         assert whole.shape[1] == prompt["input_ids"].shape[1] + len(answer)
-
-
-def test_greedy_answers_are_greedy_and_end_where_they_are_told_to(made):
-    model, _, prompts = made
-    own, wanted = model.generation_config, AnswerLikelihood(model, prompts, max_new_tokens=4).answers
-    model.generation_config = copy.deepcopy(own)
+    model.generation_config = copy.deepcopy(settings)
     try:
         model.generation_config.update(num_beams=3, num_return_sequences=2, return_dict_in_generate=True)
-        found = AnswerLikelihood(model, prompts, max_new_tokens=4).answers
+        answers = AnswerLikelihood(model, prompts, max_new_tokens=4).answers
         end = int(wanted[0][1])
         ended = AnswerLikelihood(model, prompts[:1], max_new_tokens=4, end_tokens=[end]).answers[0]
     finally:
-        model.generation_config = own
-    assert all(map(torch.equal, found, wanted))
+        model.generation_config = settings
+    assert all(map(torch.equal, answers, wanted))
     assert torch.equal(ended, wanted[0][: wanted[0].tolist().index(end) + 1])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tiny_models import BLOCKS, FAMILIES, TOP_K, picture, saved, tiny_model, tower_of, watched
+from tiny_models import BLOCKS, FAMILIES, TOP_K, picture, saved, state_of, tiny_model, tower_of, watched
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
@@ -229,25 +229,18 @@ def test_the_clock_waits_for_every_device_of_the_model(llava, monkeypatch):
     assert set(waited) == devices - {torch.device("cpu")}
 
 
-def state(vlm):
-    processor = {name: str(vars(part)) for name, part in vars(vlm.processor).items() if hasattr(part, "__dict__")}
-    hooks = {name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in vlm.model.named_modules()}
-    overridden = [name for name, module in vlm.model.named_modules() if "forward" in vars(module)]
-    return processor, vlm.model.config.to_dict(), hooks, overridden
-
-
 def test_everything_is_restored(vlm):
     stage = vlm.first_stage(REQUESTS[0])  # at its first call transformers installs hooks of its own, which stay
-    inputs, before = vlm.inputs(REQUESTS[:1]), state(vlm)
+    inputs, before = vlm.inputs(REQUESTS[:1]), state_of(vlm.model, vlm.processor)
     with torch.no_grad():
         logits = vlm.model(**inputs).logits
     vlm.answer([stage], settings(vlm)[0])
-    assert state(vlm) == before
+    assert state_of(vlm.model, vlm.processor) == before
     failing = vlm.model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         vlm.answer([stage], settings(vlm)[0])
     failing.remove()
-    assert state(vlm) == before
+    assert state_of(vlm.model, vlm.processor) == before
     with torch.no_grad():
         assert torch.equal(vlm.model(**inputs).logits, logits)
 
