@@ -206,37 +206,34 @@ def _aria(text):
 
 
 def _llava_next(text):
-    tokenizer = tiny_tokenizer("<image>")
     grids = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
     pixels = transformers.LlavaNextImageProcessor(
         size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=grids
     )
-    how = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    processor = transformers.LlavaNextProcessor(pixels, tokenizer, patch_size=4, chat_template=chat("<image>"), **how)
-    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None}
-    config = transformers.LlavaNextConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION, image_size=16, patch_size=4),
-        text_config=transformers.MixtralConfig(vocab_size=len(tokenizer), **experts | text),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=grids,
-        vision_feature_layer=-1,
-    )
-    return "LlavaNext", config, processor
+    text = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None} | text
+    model = "LlavaNext", transformers.MixtralConfig
+    return _with_clip(*model, text, tiny_tokenizer("<image>"), pixels, "default", image_grid_pinpoints=grids)
 
 
 def _llava(text):
-    tokenizer = word_tokenizer("<image>")
     pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    how = {"vision_feature_select_strategy": "full", "num_additional_image_tokens": 1}
-    processor = transformers.LlavaProcessor(pixels, tokenizer, patch_size=4, chat_template=chat("<image>"), **how)
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION | {"initializer_range": 0.4}, image_size=8, patch_size=4),
-        text_config=transformers.LlamaConfig(**text | SMALL, vocab_size=len(tokenizer)),
-        image_token_id=processor.image_token_id,
-        vision_feature_select_strategy="full",
-        vision_feature_layer=-1,
+    return _with_clip("Llava", transformers.LlamaConfig, text | SMALL, word_tokenizer("<image>"), pixels, "full")
+
+
+def _with_clip(name, decoder, text, tokenizer, pixels, strategy, **grids):
+    processor = getattr(transformers, f"{name}Processor")(
+        pixels, tokenizer, 4, strategy, chat_template=chat("<image>"), num_additional_image_tokens=1
     )
-    return "Llava", config, processor
+    vision = {"image_size": pixels.crop_size["height"], "patch_size": 4, "initializer_range": text["initializer_range"]}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=transformers.CLIPVisionConfig(**VISION | vision),
+        text_config=decoder(**text, vocab_size=len(tokenizer)),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy=strategy,
+        vision_feature_layer=-1,
+        **grids,
+    )
+    return name, config, processor
 
 
 def _qwen(name, text, tokenizer=tiny_tokenizer, size=PIXELS, version=3, **vision):

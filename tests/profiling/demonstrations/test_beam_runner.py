@@ -18,6 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.profiling.demonstrations.builtin import load_demonstrations
 from knobwise.profiling.demonstrations.profile import profile_beams
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask, vlm_task
@@ -189,17 +190,14 @@ TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.
 def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *TINY]) == 0
-    shown = capsys.readouterr()
-    assert "12 queries with pools of 48 out of 300 candidates" in shown.out
-    assert "search: 12/12, done in " in shown.err
+    printed = capsys.readouterr()
+    assert "12 queries with pools of 48 out of 300 candidates" in printed.out
+    assert "search: 12/12, done in " in printed.err
     table = BeamTable.load("out/beams.safetensors")
     assert [int((table.found_by == m).sum()) for m in (BEAM, RETRIEVAL, RANDOM)] == [60, 36, 48]
     by = {row["found_by"]: row for row in json.loads(Path("out/beams-info.json").read_text())["figures"]["found"]}
     assert by["beam"]["correct"] > 0.8 > 0.6 > by["random"]["correct"]
     assert (table.fields["beam_score"][table.found_by == BEAM] > 0).float().mean() > 0.9
-
-    from knobwise.profiling.demonstrations.builtin import load_demonstrations
-
     again, _ = load_demonstrations("out/demonstrations-careless-train.safetensors", "careless", "train")
     assert torch.equal(again.sequences, table.sequences)
     assert torch.equal(again.pool, table.pool)

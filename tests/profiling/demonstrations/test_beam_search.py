@@ -184,9 +184,6 @@ def test_joining_pads_what_one_side_lacks():
     assert below.fields["vqa_correct"].nan_to_num(-9).tolist() == [[1, -9], [-9, -9]]
 
 
-# -- pools -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sampler", "wanted"),
     [("image_similarity", [0, 1, 2]), ("text_similarity", [2, 3, 1]), ("mixed", [2, 1, 0])],  # mixed: .8, .7, .5, .4

@@ -17,6 +17,7 @@ from knobwise.profiling.demonstrations.tasks import builtin_learner
 FIELDS = {"logprob_score", "vqa_gt_prob", "vqa_correct", "vqa_acc_score", "vqa_rel_score"}
 QUERIES, BANK = draw_queries(RandomState(0), 20, False), draw_bank(RandomState(1), 50, False, VARIANTS["careless"])
 LEARNER = builtin_learner()
+SCORER = LearnerScorer(LEARNER, QUERIES, BANK)
 
 
 def tokens(n, shots, seed=0):
@@ -113,14 +114,6 @@ def test_the_learner_that_comes_with_knobwise_answers_by_its_demonstrations():
     assert float(zero_shot["vqa_gt_prob"].mean()) == pytest.approx(0.1, abs=0.01)
 
 
-# -- the scorer --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def scorer():
-    return LearnerScorer(LEARNER, QUERIES, BANK)
-
-
 def prompts(n, shots=4, seed=0):
     """Queries and demonstrations [n, shots], of every length from none on."""
     rng = np.random.default_rng(seed)
@@ -129,24 +122,24 @@ def prompts(n, shots=4, seed=0):
     return torch.from_numpy(rng.integers(len(QUERIES), size=n)), torch.from_numpy(demonstrations)
 
 
-def by_hand(query, shown):
+def by_hand(query, demonstrations):
     """ln P of each label, [10], for each question asked, and the right label."""
-    found = []
+    answers = []
     for part in QUERIES.questions[query][QUERIES.questions[query] >= 0]:
         asked = LEARNER.see(torch.from_numpy(QUERIES.images[query]), torch.tensor(part))
-        seen = [LEARNER.see(torch.from_numpy(BANK.images[m]), torch.tensor(BANK.question[m])) for m in shown]
-        labels = [QUERIES.labels[query, BANK.question[m], BANK.value[m]] for m in shown]
+        seen = [LEARNER.see(torch.from_numpy(BANK.images[m]), torch.tensor(BANK.question[m])) for m in demonstrations]
+        labels = [QUERIES.labels[query, BANK.question[m], BANK.value[m]] for m in demonstrations]
         shape = torch.stack([torch.zeros(64), *seen])[1:]
         logits = LEARNER(asked[None], shape[None], torch.tensor([labels], dtype=torch.int64))[0].tolist()
         total = math.log(sum(math.exp(x) for x in logits))
-        found.append(([x - total for x in logits], QUERIES.labels[query, part, QUERIES.values[query, part]]))
-    return found
+        answers.append(([x - total for x in logits], QUERIES.labels[query, part, QUERIES.values[query, part]]))
+    return answers
 
 
-def test_scores_follow_from_the_learners_logits(scorer):
+def test_scores_follow_from_the_learners_logits():
     queries, demonstrations = prompts(100)
     with torch.inference_mode():
-        found = scorer(queries, demonstrations)
+        found = SCORER(queries, demonstrations)
     assert set(found) == FIELDS
     for i, (query, row) in enumerate(zip(queries.tolist(), demonstrations.tolist(), strict=True)):
         with torch.inference_mode():
@@ -166,9 +159,9 @@ def test_scores_follow_from_the_learners_logits(scorer):
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_neither_chunks_nor_order_nor_padding_change_scores(scorer, chunk):
+def test_neither_chunks_nor_order_nor_padding_change_scores(chunk):
     queries, demonstrations = prompts(24)
-    found = scorer(queries, demonstrations)
+    found = SCORER(queries, demonstrations)
     wider = torch.cat([demonstrations, torch.full((24, 2), -1)], 1).flip(0)
     other = LearnerScorer(LEARNER, QUERIES, BANK, chunk=chunk)(queries.flip(0), wider)
     for name, values in found.items():
@@ -176,8 +169,8 @@ def test_neither_chunks_nor_order_nor_padding_change_scores(scorer, chunk):
         torch.testing.assert_close(other[name].flip(0), values, rtol=1e-4, atol=1e-5)
 
 
-def test_the_same_question_has_the_same_scores_and_they_can_weigh_what_is_learnt(scorer):
-    scores, again = scorer(*prompts(8)), scorer(*prompts(8))
+def test_the_same_question_has_the_same_scores_and_they_can_weigh_what_is_learnt():
+    scores, again = SCORER(*prompts(8)), SCORER(*prompts(8))
     for name, values in scores.items():
         weight = torch.ones(8, requires_grad=True)
         (weight * values).sum().backward()  # tensors of inference mode could not be kept for this
@@ -185,15 +178,15 @@ def test_the_same_question_has_the_same_scores_and_they_can_weigh_what_is_learnt
         assert torch.equal(again[name], values)
 
 
-def test_zero_shot_whatever_the_width_and_no_scores_without_rows(scorer):
+def test_zero_shot_whatever_the_width_and_no_scores_without_rows():
     queries = torch.arange(20)
-    narrow, wide = (scorer(queries, torch.full((20, width), -1)) for width in (0, 3))
+    narrow, wide = (SCORER(queries, torch.full((20, width), -1)) for width in (0, 3))
     torch.testing.assert_close(narrow, wide, rtol=1e-4, atol=1e-5)
     for nothing in (torch.full((20, 2), -1), torch.zeros(20, 0).long()):
-        assert scorer.vote(queries, nothing).sum() == 0
+        assert SCORER.vote(queries, nothing).sum() == 0
     none = torch.zeros(0).long(), torch.zeros(0, 2).long()
-    assert {name: len(values) for name, values in scorer(*none).items()} == dict.fromkeys(FIELDS, 0)
-    assert scorer.vote(*none).shape == (0,)
+    assert {name: len(values) for name, values in SCORER(*none).items()} == dict.fromkeys(FIELDS, 0)
+    assert SCORER.vote(*none).shape == (0,)
 
 
 def test_votes_by_hand():
@@ -227,8 +220,8 @@ def test_votes_by_hand():
         ([0], [[50]], "demonstration 50 does not exist; there are 50"), ([0], [[-2]], "demonstration -2"),
     ],
 )  # fmt: skip
-def test_rows_that_do_not_exist_are_named(scorer, queries, demonstrations, message):
-    for call in (scorer, scorer.vote):
+def test_rows_that_do_not_exist_are_named(queries, demonstrations, message):
+    for call in (SCORER, SCORER.vote):
         with pytest.raises(InputError, match=message):
             call(torch.tensor(queries), torch.tensor(demonstrations))
     with pytest.raises(InputError, match="chunk"):

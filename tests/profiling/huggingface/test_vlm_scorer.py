@@ -68,11 +68,11 @@ def test_likelihoods_are_the_sums_over_the_models_own_logits(llava):
     scorer = VLMScorer(*llava, DATA)
     text = "user :<image> How many cats ?\nAnswer with a single word or a short phrase. <end>\nassistant : 3 <end>\n"
     text += "user :<image> How many dogs ?\nAnswer with a single word or a short phrase. <end>\nassistant :"
-    (found,) = scorer.log_likelihoods([(0, [0])])
+    (likelihoods,) = scorer.log_likelihoods([(0, [0])])
     images = [DATA.bank[0].picture(), DATA.queries[0].picture()]
     assert scorer.answers(0) == ("2", "3", "red", "red blue green")
     wanted = [by_hand(*llava, text, images, f" {answer} <end>") for answer in scorer.answers(0)]
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
 
 
 def test_without_a_chat_template_the_prompt_is_plain(llava):
@@ -80,10 +80,10 @@ def test_without_a_chat_template_the_prompt_is_plain(llava):
     processor.chat_template = None
     scorer = VLMScorer(model, processor, DATA)
     text = "<image> Question: What color is it ? Answer: green\n<image> Question: How many ? Answer:"
-    (found,) = scorer.log_likelihoods([(2, [3])])
+    (likelihoods,) = scorer.log_likelihoods([(2, [3])])
     images = [DATA.bank[3].picture(), DATA.queries[2].picture()]
     wanted = [by_hand(model, processor, text, images, f" {answer}\n") for answer in "123"]
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
 
 
 def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
@@ -100,12 +100,12 @@ def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
 
 def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(family):
     family[0].train()
-    one = VLMScorer(*family, DATA, batch_size=1)(*rows(MIXED))
+    scores = VLMScorer(*family, DATA, batch_size=1)(*rows(MIXED))
     assert not family[0].training
-    two = VLMScorer(*family, DATA, batch_size=2)(*rows(MIXED[::-1]))
-    for field, values in one.items():
+    pairs = VLMScorer(*family, DATA, batch_size=2)(*rows(MIXED[::-1]))
+    for field, values in scores.items():
         assert (values.shape, values.dtype, values.requires_grad) == ((5,), torch.float32, False)
-        torch.testing.assert_close(two[field].flip(0), values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(pairs[field].flip(0), values, rtol=1e-4, atol=1e-4)
 
 
 def test_the_probabilities_of_everything_that_can_be_said_sum_to_one(llava):
