@@ -2,16 +2,23 @@
 
 `tiny_model("llama4")` gives a new model of some 50 k seeded weights in eval mode, and a processor that takes texts and
 images of any size; its tokens are characters. Decoders have 4 blocks of width 32, and 4 experts of which 2 are used
-where the family has experts.
+where the family has experts. Models of the families that score demonstrations are smaller still: 10 k weights, two
+blocks, images of 8 × 8 pixels and some 5 tokens; their tokens are words.
 """
 
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 import transformers
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = (
     "llama4", "aria", "llava_next", "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4", "smolvlm", "idefics3",
     "molmo2",
 )  # fmt: skip
+SCORERS = ("llava", "idefics3_words", "qwen2_vl")
 BLOCKS, EXPERTS, TOP_K = 4, 4, 2
 CHAT = (
     "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' %}IMAGE{% else %}"
@@ -26,21 +33,40 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "initializer_range": 0.3,
 }  # fmt: skip
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4, "initializer_range": 0.4}
+WORDS = (
+    "Question : ? . Answer with a single word or short phrase How many What color is it dogs cats 2 1 3 red blue green"
+)
+KNOWN = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 QWEN = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
     "spatial_merge_size": 2, "out_hidden_size": 32, "initializer_range": 0.3,
 }  # fmt: skip
+ROUTING = {"num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
 # positions in time, height and width
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 # the pixels of 64 to 256 image tokens
 PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 256 * 64}
 
 
+def picture(seed, height=40, width=64):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def saved(folder, model, processor):
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def chat(image):
+    """The chat template of a processor that knows images by this text."""
+    return CHAT.replace("IMAGE", image)
+
+
 def tiny_tokenizer(*special, **named):
     """One character, one token, of ASCII and the special ones; `named` become attributes such as `image_token`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    added = ["<unk>", "<pad>", "<s>", "</s>", "<end>", *special, *named.values()]
+    added = [*KNOWN.values(), "<end>", *special, *named.values()]
     # as ByteLevel writes bytes: a space is Ġ, a new line is Ċ
     letters = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ"]
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*added, *letters]))}
@@ -48,18 +74,28 @@ def tiny_tokenizer(*special, **named):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     extra = {"extra_special_tokens": named} if named else {}
-    made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>", **extra
-    )
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **KNOWN, **extra)
     made.add_special_tokens({"additional_special_tokens": ["<end>", *special]})
     return made
+
+
+def word_tokenizer(*special):
+    """One word, one token; a new line is a token, spaces are none."""
+    words = dict.fromkeys([*KNOWN.values(), "<end>", *special, "\n", "user", "assistant", *WORDS.split()])
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Punctuation()]
+    )
+    special = ["<end>", *special]
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **KNOWN, extra_special_tokens=special)
 
 
 def tiny_model(family, **text):
     """A new model of a family, in eval mode, and its processor; always the same weights.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES` and `SCORERS`.
         text: settings of the language model's configuration that replace those of the tiny one.
     """
     name, config, processor = globals()[f"_{family}"](TEXT | text)
@@ -72,6 +108,66 @@ def tiny_model(family, **text):
     return model, processor
 
 
+def blocks_of(model):
+    decoder = model.get_decoder()
+    return getattr(decoder, "model", decoder).layers
+
+
+def tower_of(model):
+    return model.get_encoder(modality="image")
+
+
+@contextmanager
+def watched(model):
+    """What runs inside: numbers of the blocks, of experts for each token in each block, rows that the vision tower is
+    asked for and that it computes, last logits."""
+    seen = {"blocks": [], "experts": [], "rows": [], "computed": [], "logits": []}
+    hooks = []
+
+    def before(module, name, value):
+        hook = lambda _, args, kwargs: seen[name].append(value(args, kwargs))  # noqa: E731
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def experts(args, _):  # which [tokens, k], and how much each counts
+        _, which, weights = args
+        assert all(len(set(row)) == len(row) for row in which.tolist())
+        return set((weights > 0).sum(-1).tolist())
+
+    def rows(args, kwargs):
+        if "pixel_position_ids" in kwargs:  # of Gemma, padded to the budget
+            return int((kwargs["pixel_position_ids"] >= 0).all(-1).sum())
+        return len([*args, *kwargs.values()][0])
+
+    for number, block in enumerate(blocks_of(model)):
+        before(next(block.children()), "blocks", lambda *_, number=number: number)
+    for name, module in model.named_modules():
+        if (
+            name.endswith(".router") and model.config.model_type == "llama4"
+        ):  # scores [tokens, experts], 0 if not chosen
+            note = lambda *a: seen["experts"].append(set((a[2][0] > 0).sum(-1).tolist()))  # noqa: E731
+            hooks.append(module.register_forward_hook(note))
+        elif name.endswith(".experts") and model.config.model_type != "llama4":
+            before(module, "experts", experts)
+    before(tower_of(model), "rows", rows)
+    before(next(tower_of(model).children()), "computed", rows)
+    head = model.get_output_embeddings()
+    hooks.append(head.register_forward_hook(lambda *a: seen["logits"].append(a[2][:, -1].float())))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def state_of(model, processor):
+    """All that could have been changed, without what the last pass leaves behind (positions of its images)."""
+    modules = {name: vars(module) | {"rope_deltas": None} for name, module in model.named_modules()}
+    for state in modules.values():
+        state["_forward_hooks"] = len(state["_forward_hooks"])
+    parts = {name: str(vars(part)) for name, part in vars(processor).items() if hasattr(part, "__dict__")}
+    return modules, vars(processor).copy(), parts, str(model.config)
+
+
 def numbers_of(tokenizer, tokens):
     """The numbers of special tokens, by the name of a setting."""
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
@@ -81,9 +177,7 @@ def _llama4(text):
     marks = ["image_start", "image_end", "image", "patch", "tile_x_separator", "tile_y_separator"]
     tokenizer = tiny_tokenizer(*(f"<|{mark}|>" for mark in marks))
     pixels = transformers.Llama4ImageProcessor(size={"height": 16, "width": 16}, max_patches=4)
-    processor = transformers.Llama4Processor(
-        pixels, tokenizer, patch_size=4, chat_template=CHAT.replace("IMAGE", "<|image|>")
-    )
+    processor = transformers.Llama4Processor(pixels, tokenizer, patch_size=4, chat_template=chat("<|image|>"))
     vision = VISION | {"intermediate_size": 64, "image_size": 16, "patch_size": 4, "vision_output_dim": 32}
     vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
     named = {"image": "patch", "boi": "image_start", "eoi": "image_end"}
@@ -99,12 +193,8 @@ def _llama4(text):
 def _aria(text):
     tokenizer = tiny_tokenizer(image_token="<|img|>")
     # its processor knows images of 490 and 980 pixels only: 5 × 5 and 10 × 10 patches here
-    processor = transformers.AriaProcessor(
-        transformers.AriaImageProcessor(),
-        tokenizer,
-        size_conversion={490: 4, 980: 8},
-        chat_template=CHAT.replace("IMAGE", "<|img|>"),
-    )
+    pixels, sizes = transformers.AriaImageProcessor(), {490: 4, 980: 8}
+    processor = transformers.AriaProcessor(pixels, tokenizer, size_conversion=sizes, chat_template=chat("<|img|>"))
     config = transformers.AriaConfig(
         vision_config={"model_type": "idefics3_vision", **VISION, "image_size": 980, "patch_size": 98},
         text_config=text
@@ -116,61 +206,73 @@ def _aria(text):
 
 
 def _llava_next(text):
-    tokenizer = tiny_tokenizer("<image>")
     grids = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
     pixels = transformers.LlavaNextImageProcessor(
         size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=grids
     )
-    processor = transformers.LlavaNextProcessor(
-        pixels,
-        tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=CHAT.replace("IMAGE", "<image>"),
+    text = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None} | text
+    model = "LlavaNext", transformers.MixtralConfig
+    return _with_clip(*model, text, tiny_tokenizer("<image>"), pixels, "default", image_grid_pinpoints=grids)
+
+
+def _llava(text):
+    pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    return _with_clip("Llava", transformers.LlamaConfig, text | SMALL, word_tokenizer("<image>"), pixels, "full")
+
+
+def _with_clip(name, decoder, text, tokenizer, pixels, strategy, **grids):
+    processor = getattr(transformers, f"{name}Processor")(
+        pixels, tokenizer, 4, strategy, chat_template=chat("<image>"), num_additional_image_tokens=1
     )
-    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None}
-    config = transformers.LlavaNextConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION, image_size=16, patch_size=4),
-        text_config=transformers.MixtralConfig(vocab_size=len(tokenizer), **experts | text),
+    vision = {"image_size": pixels.crop_size["height"], "patch_size": 4, "initializer_range": text["initializer_range"]}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=transformers.CLIPVisionConfig(**VISION | vision),
+        text_config=decoder(**text, vocab_size=len(tokenizer)),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=grids,
+        vision_feature_select_strategy=strategy,
         vision_feature_layer=-1,
+        **grids,
     )
-    return "LlavaNext", config, processor
+    return name, config, processor
 
 
-def _qwen(name, text, **vision):
+def _qwen(name, text, tokenizer=tiny_tokenizer, size=PIXELS, version=3, **vision):
     marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
     ids = {f"{name}_token_id": f"<|{mark}|>" for name, mark in marks.items()}
-    tokenizer = tiny_tokenizer(*ids.values())
-    pixels = {"patch_size": 4, "merge_size": 2, "size": PIXELS}
-    processor = transformers.Qwen3VLProcessor(
+    tokenizer = tokenizer(*ids.values())
+    pixels = {"patch_size": 4, "merge_size": 2, "size": size}
+    processor = getattr(transformers, f"Qwen{version}VLProcessor")(
         transformers.Qwen2VLImageProcessor(**pixels),
         tokenizer,
-        transformers.Qwen3VLVideoProcessor(**pixels),
-        chat_template=CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
+        getattr(transformers, f"Qwen{version}VLVideoProcessor")(**pixels),
+        chat_template=chat("<|vision_start|><|image_pad|><|vision_end|>"),
     )
-    experts = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
     config = getattr(transformers, f"{name}Config")(
-        text_config={"vocab_size": len(tokenizer), "rope_parameters": MROPE, **experts} | text,
-        vision_config={**QWEN, "num_position_embeddings": 256, **vision},
+        text_config={"vocab_size": len(tokenizer), "rope_parameters": MROPE} | text,
+        vision_config=vision,
         **numbers_of(tokenizer, ids),
     )
     return name, config, processor
 
 
+def _qwen2_vl(text):
+    text = text | SMALL | {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1}
+    return _qwen("Qwen2VL", text, word_tokenizer, {"shortest_edge": 64, "longest_edge": 400}, version=2, **vision)
+
+
 def _qwen3_vl_moe(text):
-    return _qwen("Qwen3VLMoe", text, deepstack_visual_indexes=[0, 1])
+    experts = {"num_experts": EXPERTS, **ROUTING}
+    return _qwen("Qwen3VLMoe", experts | text, **QWEN, num_position_embeddings=256, deepstack_visual_indexes=[0, 1])
 
 
 def _qwen3_5_moe(text):
     linear = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8, "conv_kernel_dim": 2}
-    settings = {f"linear_{name}": value for name, value in linear.items()}
+    settings = {f"linear_{name}": value for name, value in linear.items()} | {"num_experts": EXPERTS, **ROUTING}
     settings |= {"shared_expert_intermediate_size": 24, "rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
     settings |= {"layer_types": ["linear_attention", "full_attention"] * (BLOCKS // 2)}
     text = {name: value for name, value in text.items() if name != "intermediate_size"}
-    return _qwen("Qwen3_5Moe", settings | text)
+    return _qwen("Qwen3_5Moe", settings | text, **QWEN, num_position_embeddings=256)
 
 
 def _glm4v_moe(text):
@@ -185,14 +287,13 @@ def _glm4v_moe(text):
         transformers.Glm4vImageProcessor(**pixels),
         tokenizer,
         transformers.Glm4vVideoProcessor(**pixels),
-        chat_template=CHAT.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>"),
+        chat_template=chat("<|begin_of_image|><|image|><|end_of_image|>"),
     )
-    own = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 24}
-    own |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
-    own |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+    experts = {"n_routed_experts": EXPERTS, **ROUTING, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    experts |= {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
     text = {name: value for name, value in text.items() if name != "head_dim"}
     config = transformers.Glm4vMoeConfig(
-        text_config={"vocab_size": len(tokenizer), **own} | text,
+        text_config={"vocab_size": len(tokenizer), **experts} | text,
         vision_config={**QWEN, "depth": 1, "image_size": 64},
         **numbers_of(tokenizer, ids),
     )
@@ -208,14 +309,19 @@ def _gemma4(text):
         transformers.Gemma4ImageProcessor(**pixels, max_soft_tokens=280),
         tokenizer,
         transformers.Gemma4VideoProcessor(**pixels),
-        chat_template=CHAT.replace("IMAGE", "<|image|>"),
+        chat_template=chat("<|image|>"),
     )
-    own = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": TOP_K}
-    own |= {"moe_intermediate_size": 24, "hidden_size_per_layer_input": 0, "global_head_dim": 8, "sliding_window": 64}
-    own |= {"layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2)}
+    settings = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": TOP_K}
+    settings |= {
+        "moe_intermediate_size": 24,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 8,
+        "sliding_window": 64,
+    }
+    settings |= {"layer_types": ["sliding_attention", "full_attention"] * (BLOCKS // 2)}
     vision = VISION | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2}
     config = transformers.Gemma4Config(
-        text_config={"vocab_size": len(tokenizer), "use_bidirectional_attention": "vision", **own} | text,
+        text_config={"vocab_size": len(tokenizer), "use_bidirectional_attention": "vision", **settings} | text,
         vision_config=vision | {"position_embedding_size": 2048},
         audio_config=None,
         **numbers_of(tokenizer, {f"{name}_id": token for name, token in named.items()}),
@@ -225,25 +331,31 @@ def _gemma4(text):
 
 
 def _smolvlm(text):
-    return _idefics("SmolVLM", text, transformers.SmolVLMVideoProcessor())
+    return _idefics("SmolVLM", text, video_processor=transformers.SmolVLMVideoProcessor())
 
 
 def _idefics3(text):
     return _idefics("Idefics3", text)
 
 
-def _idefics(family, text, *video):
+def _idefics3_words(text):
+    return _idefics("Idefics3", text | SMALL, word_tokenizer, size=8, longest=8)
+
+
+def _idefics(family, text, tokenizer=tiny_tokenizer, size=16, longest=48, **video):
     made = {part: getattr(transformers, family + part) for part in ("Processor", "ImageProcessor", "Config")}
-    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-    tokens = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
-    tokenizer, chat = tiny_tokenizer(*tokens, *tiles), CHAT.replace("IMAGE", "<image>")
-    pixels = made["ImageProcessor"](size={"longest_edge": 48}, max_image_size={"longest_edge": 16})
-    processor = made["Processor"](pixels, tokenizer, *video, image_seq_len=4, chat_template=chat)
+    splits = longest > size
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)] if splits else []
+    tokenizer = tokenizer("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *tiles)
+    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
+    pixels = made["ImageProcessor"](**sizes, do_image_splitting=splits)
+    processor = made["Processor"](pixels, tokenizer, image_seq_len=4, chat_template=chat("<image>"), **video)
+    vision = VISION | {"initializer_range": text["initializer_range"], "image_size": size, "patch_size": 4}
     config = made["Config"](
         image_token_id=processor.image_token_id,
-        vision_config={**VISION, "image_size": 16, "patch_size": 4},
+        vision_config=vision,
         text_config={"model_type": "llama", "vocab_size": len(tokenizer), **text},
-        scale_factor=2,
+        scale_factor=size // 8,
         pad_token_id=1,
     )
     return family, config, processor
@@ -259,7 +371,7 @@ def _molmo2(text):
         transformers.Molmo2ImageProcessor(**pixels, overlap_margins=[1, 1], max_crops=6),
         transformers.Molmo2VideoProcessor(**pixels),
         tokenizer,
-        chat_template=CHAT.replace("IMAGE", "<|image|>"),
+        chat_template=chat("<|image|>"),
     )
     vision = VISION | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
     config = transformers.Molmo2Config(

@@ -18,6 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.profiling.demonstrations.builtin import load_demonstrations
 from knobwise.profiling.demonstrations.profile import profile_beams
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask, vlm_task
@@ -49,20 +50,6 @@ def task(scorer=None):
     return BeamTask(table, scorer or HandScorer(worth), ["model=hand"])
 
 
-class Interrupted(HandScorer):
-    """Ctrl-C at the given call."""
-
-    def __init__(self, like, at):
-        super().__init__(like.worth.tolist())
-        self.left = at
-
-    def __call__(self, queries, demonstrations):
-        if self.left == 0:
-            raise KeyboardInterrupt
-        self.left -= 1
-        return super().__call__(queries, demonstrations)
-
-
 def backwards(rows, count):
     """A policy that takes the last two places of the pool, and once in a while the first."""
     last = (task().table.pool[rows] >= 0).sum(1)
@@ -72,8 +59,8 @@ def backwards(rows, count):
 
 
 def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_path):
-    given = task()
-    table = profile_beams(tmp_path / "out", given, CONFIG)
+    whole = task()
+    table = profile_beams(tmp_path / "out", whole, CONFIG)
     for query, size in enumerate([5, 5, 5, 4, 3, 2, 1]):
         found = table.found_by[query]
         counts = [int((found == method).sum()) for method in (BEAM, RETRIEVAL, SAMPLE)]
@@ -86,7 +73,7 @@ def test_everything_that_was_asked_for_is_recorded_with_how_it_was_found(tmp_pat
     log_prob = table.fields["logprob_score"]
     for query, beam in table.beam_mask.nonzero().tolist():
         rows = table.pool[query, [p for p in table.sequences[query, beam].tolist() if p >= 0]]
-        worth = sum(given.scorer.worth[query, row] / t for t, row in enumerate(rows.tolist(), 1))
+        worth = sum(whole.scorer.worth[query, row] / t for t, row in enumerate(rows.tolist(), 1))
         assert log_prob[query, beam].item() == pytest.approx(float(worth) - 3, abs=1e-5)
     gain = (log_prob.exp() - torch.tensor(-3.0).exp()).nan_to_num()
     assert torch.allclose(table.fields["beam_score"].nan_to_num(), gain, atol=1e-6)
@@ -124,15 +111,16 @@ def test_what_is_written_fits_together(tmp_path, capsys):
     assert row["any_correct"] == pytest.approx(sum(right) / 6, abs=1e-6)
     assert f"{row['correct']:.1%}" in capsys.readouterr().out
     assert not list(out.rglob(".*"))
+    assert profile_beams(out, task(), replace(CONFIG, json=False)).digest == table.digest  # no other run
 
 
 @pytest.mark.parametrize("at", [0, 1, 8, 14])
 def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tmp_path, at):
     whole = task()
     wanted = profile_beams(tmp_path / "whole", whole, CONFIG)
-    in_all = len(whole.scorer.asked)  # in four chunks of some four calls
+    in_all = len(whole.scorer.scored)  # in four chunks of some four calls
 
-    stopped = Interrupted(whole.scorer, at)
+    stopped = HandScorer(whole.scorer.worth, at)
     with pytest.raises(KeyboardInterrupt):
         profile_beams(tmp_path / "out", task(stopped), CONFIG)
     assert not (tmp_path / "out" / "beams.safetensors").exists()
@@ -141,18 +129,18 @@ def test_an_interrupted_run_goes_on_and_gives_what_an_uninterrupted_one_gives(tm
     assert profile_beams(tmp_path / "out", second, CONFIG).digest == wanted.digest
     # nothing of a chunk that was finished is scored again
     finished = {query for start in saved for query in (start, start + 1)}
-    assert not {asked[0] for asked in second.scorer.asked} & finished
-    assert len([a for a in stopped.asked if a[0] in finished]) + len(second.scorer.asked) == in_all
+    assert not {query for query, *_ in second.scorer.scored} & finished
+    assert len([row for row in stopped.scored if row[0] in finished]) + len(second.scorer.scored) == in_all
     third = task()
     assert profile_beams(tmp_path / "out", third, CONFIG).digest == wanted.digest
-    assert third.scorer.asked == []
+    assert third.scorer.scored == []
 
 
 def test_rounds_of_a_policy_are_added_once_each(tmp_path):
     out, config = tmp_path / "out", replace(CONFIG, draws=4)
     base = profile_beams(out, task(), config)
-    given = task()
-    first = profile_beams(out, given, config, backwards, "one")
+    adding = task()
+    first = profile_beams(out, adding, config, backwards, "one")
     drawn = (first.round == 1).sum(1)
     assert drawn.tolist() == [4] * 7
     assert torch.equal(first.sequences[:, : base.num_beams][base.beam_mask], base.sequences[base.beam_mask])
@@ -163,9 +151,9 @@ def test_rounds_of_a_policy_are_added_once_each(tmp_path):
         for row in base.sequences[query].tolist()
         if row[0] >= 0
     }
-    asked = [tuple(x for x in a if x >= 0) for a in given.scorer.asked]
-    assert len(asked) == len(set(asked))
-    assert not set(asked) & recorded
+    scored = [tuple(number for number in row if number >= 0) for row in adding.scorer.scored]
+    assert len(scored) == len(set(scored))
+    assert not set(scored) & recorded
     assert not first.fields["vqa_correct"][first.beam_mask].isnan().any()
 
     unused = task()
@@ -173,7 +161,7 @@ def test_rounds_of_a_policy_are_added_once_each(tmp_path):
     second = profile_beams(out, task(), replace(config, draws=2), backwards, "two")
     assert [(second.round == number).sum().item() for number in (1, 2)] == [28, 14]
     assert profile_beams(out, unused, config).digest == second.digest  # without a policy: all there is
-    assert unused.scorer.asked == []
+    assert unused.scorer.scored == []
     info = json.loads((out / "beams-info.json").read_text())
     assert [about["policy"] for about in info["rounds"]] == ["one", "two"]
     assert {"policy-1", "policy-2"} <= {row["found_by"] for row in info["figures"]["found"]}
@@ -187,38 +175,29 @@ def test_an_interrupted_round_goes_on_with_its_policy_alone(tmp_path):
     like = task()
     profile_beams(out, like, CONFIG)
     with pytest.raises(KeyboardInterrupt):
-        profile_beams(out, task(Interrupted(like.scorer, 2)), CONFIG, backwards, "one")
+        profile_beams(out, task(HandScorer(like.scorer.worth, 2)), CONFIG, backwards, "one")
     for draw, by in ((None, ""), (backwards, "two")):
         with pytest.raises(InputError, match=r"round-1: is not finished; give the checkpoint"):
             profile_beams(out, task(), CONFIG, draw, by)
     assert profile_beams(out, task(), CONFIG, backwards, "one").digest == wanted.digest
 
 
-def test_a_folder_keeps_to_one_run(tmp_path):
-    profile_beams(tmp_path, task(), CONFIG)
-    with pytest.raises(ValueError, match=r"other settings \(random: 2 → 3\)"):
-        profile_beams(tmp_path, task(), replace(CONFIG, random=3))
-    profile_beams(tmp_path, task(), replace(CONFIG, json=False))
-
-
-VLM = ["model=model", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"]
+ITEMS = "model=model vlm.data=items.jsonl"
+VLM = f"{ITEMS} vlm.embeddings=e.safetensors"
 TINY = ["model=learner", "learner.queries=12", "learner.candidates=300", "beams.chunk=5", "out=out"]
 
 
 def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *TINY]) == 0
-    shown = capsys.readouterr()
-    assert "12 queries with pools of 48 out of 300 candidates" in shown.out
-    assert "search: 12/12, done in " in shown.err
+    printed = capsys.readouterr()
+    assert "12 queries with pools of 48 out of 300 candidates" in printed.out
+    assert "search: 12/12, done in " in printed.err
     table = BeamTable.load("out/beams.safetensors")
     assert [int((table.found_by == m).sum()) for m in (BEAM, RETRIEVAL, RANDOM)] == [60, 36, 48]
     by = {row["found_by"]: row for row in json.loads(Path("out/beams-info.json").read_text())["figures"]["found"]}
     assert by["beam"]["correct"] > 0.8 > 0.6 > by["random"]["correct"]
     assert (table.fields["beam_score"][table.found_by == BEAM] > 0).float().mean() > 0.9
-
-    from knobwise.profiling.demonstrations.builtin import load_demonstrations
-
     again, _ = load_demonstrations("out/demonstrations-careless-train.safetensors", "careless", "train")
     assert torch.equal(again.sequences, table.sequences)
     assert torch.equal(again.pool, table.pool)
@@ -234,7 +213,7 @@ def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     assert BeamTable.load("out/beams.safetensors").digest == with_draws.digest
     # another setting in the same folder
     assert main(["profile", *TINY, "beams.random=1"]) == 2
-    assert "random: 4 → 1" in capsys.readouterr().err
+    assert "other settings (random: 4 → 1)" in capsys.readouterr().err
 
 
 def test_the_built_in_task_with_pools_by_similarity(tmp_path):
@@ -252,11 +231,10 @@ def test_the_built_in_task_with_pools_by_similarity(tmp_path):
 def vlm_files(tmp_path_factory):
     """A tiny random LLaVA, six items about four images, and embeddings of them."""
     from PIL import Image
-    from tiny_vlms import tiny_vlm
+    from tiny_models import saved, tiny_model
 
     folder = tmp_path_factory.mktemp("vlm")
-    for part in tiny_vlm("llava"):
-        part.save_pretrained(folder / "model")
+    saved(folder / "model", *tiny_model("llava"))
     (folder / "empty").mkdir()
     lines = []
     for number in range(6):
@@ -274,9 +252,8 @@ def vlm_files(tmp_path_factory):
 
 def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(vlm_files)
-    words = [*VLM, "vlm.image_columns=2"]
-    words += ["vlm.device=cpu", "pool.size=4", "beams.width=2", "beams.random=1", f"out={tmp_path}"]
-    assert main(["profile", *words]) == 0, capsys.readouterr().err
+    words = f"{VLM} vlm.image_columns=2 vlm.device=cpu pool.size=4 beams.width=2 beams.random=1 out={tmp_path}"
+    assert main(["profile", *words.split()]) == 0, capsys.readouterr().err
     table = BeamTable.load(tmp_path / "beams.safetensors")
     assert table.query_ids == tuple(f"q{i}" for i in range(6))
     assert table.blocks == {"image": (0, 2), "question": (2, 5)}
@@ -291,38 +268,33 @@ def test_a_vision_language_model_end_to_end(vlm_files, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["model=gpt"], "vlm.data"),
-        (["model=gpt", "vlm.data=items.jsonl"], "vlm.embeddings"),
-        (["model=model", "vlm.data=none.jsonl", "vlm.embeddings=e.safetensors"], "none.jsonl"),
-        (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=none.npz"], "none.npz"),
-        (["model=model", "vlm.data=items.jsonl", "vlm.embeddings=short.safetensors"], "4 rows for 6 items"),
-        ([*VLM, "vlm.bank=items.jsonl"], "query_emb"),
-        ([*VLM, "vlm.image_columns=5"], "image_columns=5"),
-        ([*VLM, "vlm.bank=items.jsonl", "vlm.query_embeddings=narrow.safetensors"], "3 wide"),
-        ([*VLM, "pool.sampler=covers"], "covers"),
-        (["model=empty", "vlm.data=items.jsonl", "vlm.embeddings=e.safetensors"], "empty: cannot be loaded"),
-        (["model=learner", "learner.variant=lazy"], "lazy"),
-        (["model=learner", "learner.part=validation"], "validation"),
-        (["model=learner", "learner.queries=0"], "at least one query"),
-        (["model=learner", "pool.sampler=nearest"], "pool.sampler=nearest"),
-        (["model=learner", "pool.size=0"], "pool.size"),
-        (["model=learner", "beams.shots=0"], "beams.shots=0: must be at least 1"),
-        (["model=learner", "beams.random=-1"], "beams.random=-1: must be at least 0"),
-        (["model=learner", "beams.width=0", "beams.retrieved=0", "beams.random=0"], "nothing to record"),
-        (["model=learner", "learner.queries=3", "learner.candidates=99", "checkpoint=none.pt"], "none.pt"),
+        ("model=gpt", "vlm.data"), ("model=gpt vlm.data=items.jsonl", "vlm.embeddings"),
+        ("model=model vlm.data=none.jsonl vlm.embeddings=e.safetensors", "none.jsonl"),
+        (f"{ITEMS} vlm.embeddings=none.npz", "none.npz"),
+        (f"{ITEMS} vlm.embeddings=short.safetensors", "4 rows for 6 items"),
+        (f"{VLM} vlm.bank=items.jsonl", "query_emb"), (f"{VLM} vlm.image_columns=5", "image_columns=5"),
+        (f"{VLM} vlm.bank=items.jsonl vlm.query_embeddings=narrow.safetensors", "3 wide"),
+        (f"{VLM} pool.sampler=covers", "covers"), (f"{VLM} model=empty", "empty: cannot be loaded"),
+        ("model=learner learner.variant=lazy", "no variant 'lazy'; there are careless, careful"),
+        ("model=learner learner.part=validation", "no part 'validation'; there are train, test"),
+        ("model=learner learner.queries=0", "at least one query"), ("model=learner pool.size=0", "pool.size"),
+        ("model=learner pool.sampler=nearest", "pool.sampler=nearest"),
+        ("model=learner beams.shots=0", "beams.shots=0: must be at least 1"),
+        ("model=learner beams.random=-1", "beams.random=-1: must be at least 0"),
+        ("model=learner beams.width=0 beams.retrieved=0 beams.random=0", "nothing to record"),
+        ("model=learner learner.queries=3 learner.candidates=99 checkpoint=none.pt", "none.pt"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_end_with_one_message_before_anything_is_written(
-    vlm_files, tmp_path, monkeypatch, capsys,
-    words, said,
-):  # fmt: skip
+    vlm_files, tmp_path, monkeypatch, capsys, words, message
+):
     monkeypatch.chdir(vlm_files)
-    assert main(["profile", *words, f"out={tmp_path / 'out'}"]) == 2
+    assert main(["profile", *words.split(), f"out={tmp_path / 'out'}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("knobwise: ")
-    assert said in error
+    assert message in error
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""Beam search and its companions, with a scorer small enough to be worked out by hand."""
+"""Pools of candidates, and beam search and its companions, with a scorer small enough to be worked out by hand."""
 
 import itertools
 import math
@@ -10,31 +10,31 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import METHODS
-from knobwise.profiling.demonstrations import beam_search as module
-from knobwise.profiling.demonstrations.beam_search import (
-    Sequences,
-    beam_search,
-    drawn,
-    joined,
-    probability,
-    retrieved,
-    score,
-    without_repeats,
-)
+from knobwise.profiling.demonstrations import beam_search as search
+from knobwise.profiling.demonstrations import pools
+from knobwise.profiling.demonstrations.pools import draw_pools, similarity
+from knobwise.profiling.demonstrations.settings import SAMPLERS
 
 NONE = -1
 BEAM = METHODS.index("beam")
+BLOCKS = {"image": (0, 2), "question": (2, 4)}
+# cosines with the query: image 1, .8, .6, 0; question 0, .6, 1, .8 (by triangles of sides 3, 4, 5)
+QUERY = torch.tensor([[2.0, 0.0, 0.0, 3.0]])
+BANK = torch.tensor([[1.0, 0.0, 1.0, 0.0], [8.0, 6.0, 4.0, 3.0], [3.0, 4.0, 0.0, 5.0], [0.0, 9.0, 0.3, 0.4]])
 
 
 class HandScorer:
     """ln P(answer) = −3 + Σₜ worth[query, demonstration t] / t: order counts, and so does every demonstration."""
 
-    def __init__(self, worth):
-        self.worth = torch.tensor(worth)
-        self.asked: list[tuple[int, ...]] = []
+    def __init__(self, worth, calls=math.inf):
+        self.worth, self.calls = torch.as_tensor(worth), calls
+        self.scored: list[tuple[int, ...]] = []
 
     def __call__(self, queries, demonstrations):
-        self.asked += [(q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)]
+        if self.calls == 0:  # Ctrl-C after so many calls
+            raise KeyboardInterrupt
+        self.calls -= 1
+        self.scored += [(q, *row) for q, row in zip(queries.tolist(), demonstrations.tolist(), strict=True)]
         worth = self.worth[queries[:, None], demonstrations.clamp_min(0)].masked_fill(demonstrations < 0, 0.0)
         log_prob = -3 + (worth / torch.arange(1, demonstrations.shape[1] + 1)).sum(1)
         return {"logprob_score": log_prob, "vqa_gt_prob": log_prob.exp(), "vqa_correct": (log_prob > -0.9).float()}
@@ -46,7 +46,7 @@ class HandScorer:
 def test_beam_search_by_hand():
     """The bank's rows 3, 2, 1, 0 are worth 2, 1, 0, −1 to the query."""
     scorer = HandScorer([[9, 9, 9, 9], [-1, 0, 1, 2]])
-    found = beam_search(scorer, torch.tensor([1]), torch.tensor([[3, 2, 1, 0]]), shots=2, width=2)
+    found = search.beam_search(scorer, torch.tensor([1]), torch.tensor([[3, 2, 1, 0]]), shots=2, width=2)
     # (0, 1) is −3 + 2 + 1/2; (0, 2) and (1, 0) are both −1: the one that begins earlier goes on
     assert found.sequences.tolist() == [[[0, NONE], [1, NONE], [0, 1], [0, 2]]]
     assert found.found_by.tolist() == [[BEAM] * 4]
@@ -55,14 +55,14 @@ def test_beam_search_by_hand():
     assert torch.allclose(found.fields["beam_score"], torch.tensor([gains]))
     assert found.fields["vqa_correct"].tolist() == [[0, 0, 1, 0]]
     # zero-shot, four single ones, three after each of two
-    assert len(scorer.asked) == len(set(scorer.asked)) == 1 + 4 + 2 * 3
-    assert set(scorer.asked) >= {(1, -1), (1, 3), (1, 3, 2), (1, 2, 0)}
+    assert len(scorer.scored) == len(set(scorer.scored)) == 1 + 4 + 2 * 3
+    assert set(scorer.scored) >= {(1, -1), (1, 3), (1, 3, 2), (1, 2, 0)}
 
 
 def test_gains_of_the_picks_add_up_to_the_beam_score():
     scorer = HandScorer([[0.3, 1.4, 0.8, -0.2]])
-    found = beam_search(scorer, torch.tensor([0]), torch.arange(4)[None], shots=3, width=1)
-    p = [float(probability(scorer, torch.tensor([0]))), *found.fields["vqa_gt_prob"][0].tolist()]
+    found = search.beam_search(scorer, torch.tensor([0]), torch.arange(4)[None], shots=3, width=1)
+    p = [float(search.probability(scorer, torch.tensor([0]))), *found.fields["vqa_gt_prob"][0].tolist()]
     gains = [after - before for before, after in itertools.pairwise(p)]
     assert found.sequences[0, 2].tolist() == [1, 2, 0]
     assert found.fields["beam_score"][0, 2].item() == pytest.approx(sum(gains))
@@ -79,7 +79,7 @@ def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(worth, size
     """Pools of 0 to 4, smaller than the beam and than the shots."""
     scorer, n = HandScorer(worth), len(worth)
     pool = torch.tensor([[i if i < size else NONE for i in range(4)] for size in sizes[:n]])
-    found = beam_search(scorer, torch.arange(n), pool, shots, width)
+    found = search.beam_search(scorer, torch.arange(n), pool, shots, width)
     for query in range(n):
         sequences = [tuple(p for p in row if p >= 0) for row in found.sequences[query].tolist()]
         scores = found.fields["vqa_gt_prob"][query].tolist() if found.fields else []
@@ -101,22 +101,24 @@ def test_it_never_repeats_a_candidate_and_a_wide_beam_finds_the_best(worth, size
 def test_chunks_of_queries_do_not_matter(monkeypatch):
     worth = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).tolist()
     pool = torch.arange(6).expand(7, 6)
-    whole = beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
-    monkeypatch.setattr(module, "_AT_A_TIME", 40)
-    parts = beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
+    whole = search.beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
+    monkeypatch.setattr(search, "_AT_A_TIME", 40)
+    parts = search.beam_search(HandScorer(worth), torch.arange(7), pool, 2, 3)
     assert torch.equal(whole.sequences, parts.sequences)
     assert torch.equal(whole.fields["beam_score"], parts.fields["beam_score"])
 
 
 def test_an_answer_that_is_impossible_after_everything_still_gives_beams():
-    found = beam_search(HandScorer([[-math.inf, -math.inf]]), torch.tensor([0]), torch.tensor([[0, 1, NONE]]), 2, 3)
+    found = search.beam_search(
+        HandScorer([[-math.inf, -math.inf]]), torch.tensor([0]), torch.tensor([[0, 1, NONE]]), 2, 3
+    )
     assert found.sequences.tolist() == [[[0, NONE], [1, NONE], [NONE] * 2, [0, 1], [1, 0], [NONE] * 2]]
 
 
 def test_retrieved_sequences_by_hand():
     x = -torch.inf
     alike = torch.tensor([[0.1, 0.9, 0.5, 0.7], [0.2, x, x, x], [0.3, 0.6, x, x], [x, x, x, x]])
-    assert retrieved(alike, shots=2, count=3).tolist() == [
+    assert search.retrieved(alike, shots=2, count=3).tolist() == [
         [[1, 3], [3, 2], [2, 0]],
         [[0, NONE], [NONE] * 2, [NONE] * 2],
         [[1, 0], [NONE] * 2, [NONE] * 2],
@@ -126,7 +128,7 @@ def test_retrieved_sequences_by_hand():
 
 def test_draws_follow_the_similarity_without_repeats():
     alike = torch.tensor([[0.0, 0.1, -torch.inf, 0.2]]).expand(4000, 4)
-    sequences = drawn(alike, 2, 1, torch.Generator().manual_seed(0))[:, 0]
+    sequences = search.drawn(alike, 2, 1, torch.Generator().manual_seed(0))[:, 0]
     # softmax of 0, 1, 2 = .090, .245, .665; then of what is left
     first = sequences[:, 0].bincount(minlength=4) / 4000
     assert torch.allclose(first, torch.tensor([0.0900, 0.2447, 0.0, 0.6652]), atol=0.03)
@@ -136,7 +138,7 @@ def test_draws_follow_the_similarity_without_repeats():
 
 def test_draws_from_small_pools_are_short_and_different():
     alike = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf], [-torch.inf] * 3])
-    sequences = drawn(alike, 2, 40, torch.Generator().manual_seed(0))
+    sequences = search.drawn(alike, 2, 40, torch.Generator().manual_seed(0))
     found = [[tuple(row) for row in query if row[0] >= 0] for query in sequences.tolist()]
     assert sorted(found[0]) == [(0, 1), (1, 0)]
     assert found[1:] == [[(0, NONE)], []]
@@ -144,43 +146,129 @@ def test_draws_from_small_pools_are_short_and_different():
 
 def test_of_equal_sequences_the_first_stays():
     sequences = torch.tensor([[[1, 2], [2, 1], [1, 2], [NONE, NONE], [1, 2]]])
-    assert without_repeats(sequences).tolist() == [[[1, 2], [2, 1]] + [[NONE] * 2] * 3]
+    assert search.without_repeats(sequences).tolist() == [[[1, 2], [2, 1]] + [[NONE] * 2] * 3]
 
 
 def test_nothing_is_scored_twice():
     scorer = HandScorer([[2.0, 1.0, 0.5], [0.0, 1.0, 2.0]])
     rows, pool = torch.tensor([1, 0]), torch.tensor([[2, 1, 0], [0, 1, NONE]])
-    zero = probability(scorer, rows)
-    first = score(scorer, rows, pool, torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]]), "random", zero)
-    assert scorer.asked == [(1, -1), (0, -1), (1, 2, 1), (1, 0, -1), (0, 1, 0)]
+    zero = search.probability(scorer, rows)
+    first = search.score(
+        scorer, rows, pool, torch.tensor([[[0, 1], [2, NONE]], [[1, 0], [NONE, NONE]]]), "random", zero
+    )
+    assert scorer.scored == [(1, -1), (0, -1), (1, 2, 1), (1, 0, -1), (0, 1, 0)]
     again = torch.tensor([[[2, NONE, NONE], [0, 1, NONE], [0, 1, 2]], [[0, 1, NONE], [0, 1, NONE], [NONE] * 3]])
-    second = score(scorer, rows, pool, again, "policy", zero, first)
-    assert scorer.asked[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
+    second = search.score(scorer, rows, pool, again, "policy", zero, first)
+    assert scorer.scored[5:] == [(1, 2, 1, 0), (0, 0, 1, -1)]
     want = torch.tensor([[0.0, 2.5, 2.5], [2.5, 2.5, torch.nan]]) - 3
     assert torch.allclose(second.fields["logprob_score"], want, equal_nan=True)
     assert torch.allclose(second.fields["beam_score"], want.exp() - math.exp(-3), equal_nan=True)
     policy = METHODS.index("policy")
     assert second.found_by.tolist() == [[policy] * 3, [policy, policy, NONE]]
-    third = score(scorer, rows, pool, again, "policy", zero, second)
-    assert len(scorer.asked) == 7
+    third = search.score(scorer, rows, pool, again, "policy", zero, second)
+    assert len(scorer.scored) == 7
     assert torch.equal(third.fields["logprob_score"].nan_to_num(), second.fields["logprob_score"].nan_to_num())
 
 
 def test_joining_pads_what_one_side_lacks():
-    one = Sequences(torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]]))
+    one = search.Sequences(torch.tensor([[[0]]]), {"vqa_correct": torch.tensor([[1.0]])}, torch.tensor([[0]]))
     scores = {"beam_score": torch.tensor([[0.5, 0.25]])}
-    two = Sequences(torch.tensor([[[1, 0], [0, 1]]]), scores, torch.tensor([[3, 3]]))
-    beside = joined([one, two])
+    two = search.Sequences(torch.tensor([[[1, 0], [0, 1]]]), scores, torch.tensor([[3, 3]]))
+    beside = search.joined([one, two])
     assert beside.sequences.tolist() == [[[0, NONE], [1, 0], [0, 1]]]
     assert beside.found_by.tolist() == [[0, 3, 3]]
     assert beside.fields["beam_score"].nan_to_num(-9).tolist() == [[-9, 0.5, 0.25]]
-    below = joined([one, two], dim=0)
+    below = search.joined([one, two], dim=0)
     assert below.sequences.tolist() == [[[0, NONE], [NONE] * 2], [[1, 0], [0, 1]]]
     assert below.found_by.tolist() == [[0, NONE], [3, 3]]
     assert below.fields["vqa_correct"].nan_to_num(-9).tolist() == [[1, -9], [-9, -9]]
 
 
+@pytest.mark.parametrize(
+    ("sampler", "wanted"),
+    [("image_similarity", [0, 1, 2]), ("text_similarity", [2, 3, 1]), ("mixed", [2, 1, 0])],  # mixed: .8, .7, .5, .4
+)
+def test_the_most_similar_come_first(sampler, wanted):
+    assert draw_pools(sampler, QUERY, BANK, 3, blocks=BLOCKS).tolist() == [wanted]
+
+
+def test_without_known_parts_the_whole_embedding_is_compared():
+    whole = torch.nn.functional.cosine_similarity(QUERY, BANK)
+    for sampler in SAMPLERS[1:]:
+        assert draw_pools(sampler, QUERY, BANK, 4).tolist() == [whole.argsort(descending=True).tolist()]
+
+
+def test_the_similarity_of_a_pool():
+    pool = torch.tensor([[3, 2, -1], [1, -1, -1]])
+    both = QUERY.expand(2, -1)
+    for by, wanted in (
+        ("mixed", [[0.4, 0.8, -torch.inf], [0.7, -torch.inf, -torch.inf]]),
+        ("image_similarity", [[0.0, 0.6, -torch.inf], [0.8, -torch.inf, -torch.inf]]),
+    ):
+        assert torch.allclose(similarity(both, BANK, pool, BLOCKS, by), torch.tensor(wanted))
+
+
+def test_more_than_the_bank_has_gives_shorter_pools():
+    pool = draw_pools("image_similarity", QUERY, BANK, 9, blocks=BLOCKS, itself=torch.tensor([1]))
+    assert pool.tolist() == [[0, 2, 3, -1]]
+    own = draw_pools("random", QUERY, BANK, 4, query_images=("a",), candidate_images=("a",) * 4)
+    assert own.tolist() == [[-1] * 4]
+
+
+def test_equals_come_in_random_order():
+    queries, bank = torch.ones(300, 4), torch.ones(6, 4)
+    pool = draw_pools("text_similarity", queries, bank, 3, blocks=BLOCKS)
+    share = pool.flatten().bincount(minlength=6) / 900
+    assert ((share - 1 / 6).abs() < 0.05).all()
+
+
+def test_images_that_are_unknown_are_nobodys():
+    pool = draw_pools("random", QUERY, BANK, 4, query_images=("",), candidate_images=("", "a", "", "b"))
+    assert sorted(pool[0].tolist()) == [0, 1, 2, 3]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sampler=st.sampled_from(SAMPLERS),
+    images=st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=9),
+    size=st.integers(1, 10),
+    seed=st.integers(0, 99),
+)
+def test_neither_a_query_nor_its_image_is_ever_in_its_pool(sampler, images, size, seed):
+    """One bank serves as queries too."""
+    count = len(images)
+    items = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    pool = draw_pools(
+        sampler, items, items, size, blocks=BLOCKS, query_images=images, candidate_images=images,
+        itself=torch.arange(count), seed=seed,
+    )  # fmt: skip
+    assert pool.shape == (count, min(size, count))
+    for query, row in enumerate(pool.tolist()):
+        real = [i for i in row if i >= 0]
+        allowed = {i for i in range(count) if i != query and not (images[i] and images[i] == images[query])}
+        assert row == real + [-1] * (len(row) - len(real))
+        assert len(set(real)) == len(real) == min(size, len(allowed))
+        assert set(real) <= allowed
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_seed_decides_and_chunks_do_not_matter(sampler, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    queries, bank = torch.randn(40, 4, generator=generator), torch.randn(64, 4, generator=generator)
+    first = draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=3)
+    assert torch.equal(first, draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
+    assert torch.equal(first, draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=4)) == (sampler != "random")
+    monkeypatch.setattr(pools, "_CELLS", 3 * 64)
+    assert torch.equal(first, draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
+
+
 def test_mistakes():
     for shots, width in ((0, 1), (1, 0)):
         with pytest.raises(InputError, match="at least one shot and a width of one"):
-            beam_search(HandScorer([[1.0]]), torch.tensor([0]), torch.tensor([[0]]), shots, width)
+            search.beam_search(HandScorer([[1.0]]), torch.tensor([0]), torch.tensor([[0]]), shots, width)
+    with pytest.raises(InputError, match="'nearest' is unknown; known are random"):
+        draw_pools("nearest", QUERY, BANK, 2)
+    with pytest.raises(InputError, match="at least one candidate"):
+        draw_pools("random", QUERY, BANK, 0)
+    with pytest.raises(InputError, match="mixed compares question, but the embeddings have only image"):
+        draw_pools("mixed", QUERY, BANK, 2, blocks={"image": (0, 2)})

@@ -1,26 +1,27 @@
-"""The built-in data of the selector: drawn, stored without what can be drawn again, and checked when loaded."""
+"""The built-in task's world, the same everywhere; its data are stored without what can be drawn again, and checked."""
 
-from dataclasses import replace
+import dataclasses
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.random import RandomState
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.demonstrations import builtin as module
-from knobwise.profiling.demonstrations import tasks
-from knobwise.profiling.demonstrations.builtin import (
-    builtin_demonstrations,
-    demonstrations_path,
-    load_demonstrations,
-    save_demonstrations,
-)
-from knobwise.profiling.demonstrations.canvases import VARIANTS
+from knobwise.profiling.demonstrations import builtin, canvases, tasks
+from knobwise.profiling.demonstrations.builtin import builtin_demonstrations, load_demonstrations, save_demonstrations
+from knobwise.profiling.demonstrations.canvases import VARIANTS, Bank, Queries, draw_covering_pools, paint
 from knobwise.profiling.demonstrations.learner import LearnerConfig
 from knobwise.profiling.demonstrations.tasks import BLOCKS, SIZES, builtin_learner, task_table
 
 SMALL = {"queries": 30, "candidates": 400}
+CARELESS = VARIANTS["careless"]
+INSIDE = np.pad(np.ones((8, 8), bool), 1)
+"""Of a canvas, without its frame."""
 
 
 def recorded(variant="careless", part="test", **more):
@@ -30,10 +31,10 @@ def recorded(variant="careless", part="test", **more):
     sequences[::4, 2] = -1
     sequences[1::4, 0, 1] = -1
     rows = torch.arange(30)
-    shown = table.pool[rows[:, None, None], sequences.clamp_min(0)].where(sequences >= 0, -1)
-    found = scorer(rows.repeat_interleave(3), shown.view(-1, 2))
-    found["beam_score"] = found["vqa_gt_prob"] - 0.1
-    return table.with_beams(sequences, {k: v.view(30, 3) for k, v in found.items()}, 3), scorer
+    demonstrations = table.pool[rows[:, None, None], sequences.clamp_min(0)].where(sequences >= 0, -1)
+    scores = scorer(rows.repeat_interleave(3), demonstrations.view(-1, 2))
+    scores["beam_score"] = scores["vqa_gt_prob"] - 0.1
+    return table.with_beams(sequences, {k: v.view(30, 3) for k, v in scores.items()}, 3), scorer
 
 
 def test_a_task_is_drawn_without_beams():
@@ -52,8 +53,8 @@ def test_a_task_is_drawn_without_beams():
 def test_embeddings_hold_image_question_and_annotator():
     table, scorer = task_table("careless", "test", **SMALL)
     image, question, annotator = (slice(*BLOCKS[name]) for name in ("image", "question", "annotator"))
-    asked = torch.stack([(scorer.questions == i).any(1) for i in range(3)], 1)
-    assert torch.equal(table.queries[:, question], asked.float())
+    questions = torch.stack([(scorer.questions == i).any(1) for i in range(3)], 1)
+    assert torch.equal(table.queries[:, question], questions.float())
     assert torch.equal(table.candidates[:, question], torch.nn.functional.one_hot(scorer.question, 3).float())
     assert (table.queries[:, annotator] == 0).all()
     assert torch.equal(table.candidates[:, annotator].sum(1), torch.ones(400))
@@ -85,7 +86,7 @@ def test_what_was_saved_is_loaded(tmp_path):
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
     path = tmp_path / "x.safetensors"
     table, _ = recorded()
-    other = replace(table, candidates=table.candidates * 2)
+    other = dataclasses.replace(table, candidates=table.candidates * 2)
     for wrong, part, seed in ((table, "train", 0), (table, "test", 1), (other, "test", 0)):
         with pytest.raises(InputError, match="could not be loaded again"):
             save_demonstrations(wrong, "careless", part, path, seed=seed)
@@ -121,19 +122,6 @@ def test_other_files_are_refused(tmp_path):
             load_demonstrations(tmp_path / f"{name}.safetensors", variant, "test")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"variant": "lazy"}, "no variant 'lazy'; there are careless, careful"),
-        ({"part": "validation"}, "no part 'validation'; there are train, test"),
-        ({"queries": 0}, "at least one query"),
-    ],
-)
-def test_what_does_not_exist_is_named(settings, message):
-    with pytest.raises(InputError, match=message):
-        task_table(**{"variant": "careless", "part": "test", **SMALL} | settings)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_data_that_come_with_knobwise(variant):
     found = builtin_demonstrations(variant)
@@ -154,12 +142,12 @@ def test_the_data_that_come_with_knobwise(variant):
 
 
 def test_the_built_in_data_can_be_made_again(tmp_path, monkeypatch):
-    for place in (module, tasks):
+    for place in (builtin, tasks):
         monkeypatch.setattr(place, "DATA", tmp_path)
     monkeypatch.setattr(tasks, "SIZES", {"train": (5, 120), "test": (4, 100)})
-    monkeypatch.setattr(module, "LearnerConfig", lambda: LearnerConfig(steps=2, batch_size=4))
+    monkeypatch.setattr(builtin, "LearnerConfig", lambda: LearnerConfig(steps=2, batch_size=4))
     try:
-        module.make_builtin(tmp_path / "runs")
+        builtin.make_builtin(tmp_path / "runs")
         found = builtin_demonstrations("careful")
         assert builtin_learner().training_s < 30
     finally:
@@ -171,6 +159,142 @@ def test_the_built_in_data_can_be_made_again(tmp_path, monkeypatch):
 
 
 def test_the_files_are_small():
-    files = [demonstrations_path(variant, part) for variant in VARIANTS for part in SIZES]
+    files = [builtin.demonstrations_path(variant, part) for variant in VARIANTS for part in SIZES]
     files.append(files[0].with_name("learner.safetensors"))
     assert sum(file.stat().st_size for file in files) < 3_000_000
+
+
+# -- the world ---------------------------------------------------------------------------------------------------------
+
+
+def world(queries=20, items=600, variant="careless", held_out=False, seed=0):
+    rng = RandomState(seed)
+    bank = canvases.draw_bank(rng, items, held_out, VARIANTS[variant])
+    return canvases.draw_queries(rng, queries, held_out), bank
+
+
+def covers(queries, bank):
+    """[Q, 2, M]: which items cover which question."""
+    right = np.take_along_axis(queries.values, queries.questions.clip(0), 1)[..., None]
+    return (bank.question == queries.questions[..., None]) & (bank.true_value == right)
+
+
+def test_what_is_drawn_is_the_same_everywhere():
+    assert canvases.digest(*world()) == "sha256:9a1d19ec407adc338317699d18b03ebc6221376d78b702991df2c16acdab8851"
+    other = canvases.digest(*world(held_out=True, variant="careful", seed=1))
+    assert other == "sha256:c90e1892941d8bd282ce60180800b989b0caf60931b6ccbb454092b1c4477786"
+
+
+@pytest.mark.parametrize("part", [Queries, Bank])
+def test_the_digest_is_of_all_that_is_drawn(part):
+    queries, bank = world(3, 5)
+    for field in dataclasses.fields(part):
+        mine = bank if part is Bank else queries
+        array = getattr(mine, field.name).copy()
+        array.flat[-1] = ~array.flat[-1] if array.dtype == bool else array.flat[-1] + 1
+        changed = dataclasses.replace(mine, **{field.name: array})
+        other = (queries, changed) if part is Bank else (changed, bank)
+        assert canvases.digest(*other) != canvases.digest(queries, bank), field.name
+
+
+def test_annotators_are_as_careless_as_their_variant_says():
+    _, bank = world(1, 20_000)
+    wrong = bank.value != bank.true_value
+    assert bank.careless.mean() == pytest.approx(0.6, abs=0.02)
+    np.testing.assert_array_equal(bank.careless, bank.annotator < 6)
+    assert wrong[bank.careless].mean() == pytest.approx(0.4, abs=0.02)
+    assert wrong[~bank.careless].mean() == pytest.approx(0.02, abs=0.005)
+    for question, count in enumerate(canvases.VALUES):
+        of_question = bank.question == question
+        assert of_question.mean() == pytest.approx(1 / 3, abs=0.02)
+        # a wrong answer is any of the others, none more than another
+        distance = (bank.value - bank.true_value)[of_question & wrong] % count
+        shares = np.bincount(distance, minlength=count)[1:] / len(distance)
+        np.testing.assert_allclose(shares, 1 / (count - 1), atol=0.03)
+    assert not world(1, 500, "careful")[1].careless.any()
+
+
+def test_careless_annotators_have_clean_images():
+    _, bank = world(1, 4000)
+    frame = bank.question == 1  # then the border is known
+    values = np.stack([np.zeros(4000, int), bank.true_value, np.zeros(4000, int)], 1)[frame]
+    noise = (bank.images[frame] - paint(values, np.zeros(len(values), int), False))[:, ~INSIDE.ravel()]
+    assert noise[bank.careless[frame]].std() == pytest.approx(0.05, abs=0.001)
+    assert noise[~bank.careless[frame]].std() == pytest.approx(0.2, abs=0.004)
+
+
+def test_half_of_the_queries_ask_two_different_questions():
+    queries, _ = world(4000, 1)
+    two = queries.questions[:, 1] >= 0
+    assert two.mean() == pytest.approx(0.5, abs=0.03)
+    assert (queries.questions[two, 0] != queries.questions[two, 1]).all()
+    asked = queries.questions[queries.questions >= 0]
+    assert np.bincount(asked) / len(asked) == pytest.approx([1 / 3] * 3, abs=0.03)
+    assert (np.sort(queries.labels, -1) == np.arange(10)).all()
+
+
+def test_a_canvas_shows_its_digit_its_frame_and_its_texture():
+    values = np.array([[3, 1, 2], [3, 1, 4], [3, 5, 2], [8, 1, 2]])
+    same, texture, frame, digit = paint(values, np.zeros(4, int), False).reshape(4, 10, 10)
+    for other, alike in ((texture, ~INSIDE), (frame, INSIDE)):
+        assert (same == other)[alike].all()
+        assert (same != other)[~alike].any()
+    assert (same == digit)[~INSIDE].all()
+    assert set(np.unique(same[~INSIDE])) <= {0, np.float32(0.6)}
+    ink = same[INSIDE] > 0.35  # what is darker than the texture is the digit's, and there in both
+    np.testing.assert_array_equal(same[INSIDE][ink], texture[INSIDE][ink])
+    assert ink.sum() > 10
+
+
+def test_no_digit_image_is_on_both_sides():
+    pick, digits = np.arange(120), np.arange(10).repeat(120)
+    values = np.stack([digits, np.zeros_like(digits), np.zeros_like(digits)], 1)
+    mine, others = (paint(values, np.tile(pick, 10), held_out) for held_out in (False, True))
+    mine, others = ({image.tobytes() for image in images} for images in (mine, others))
+    assert (len(mine), len(others), len(mine & others)) == (900, 897, 0)
+
+
+@pytest.mark.parametrize("variant", ["careless", "careful"])
+def test_a_pool_holds_covers_look_alikes_and_others(variant):
+    queries, bank = world(12, 900, variant)
+    how = VARIANTS[variant]
+    pools = draw_covering_pools(RandomState(1), queries, bank, how)
+    assert pools.shape == (12, 48)
+    covering = covers(queries, bank)
+    for q, pool in enumerate(pools):
+        assert len(set(pool)) == 48
+        careless = bank.careless[pool]
+        for part in range(2):
+            found = covering[q, part][pool]
+            asked = queries.questions[q, part] >= 0
+            assert (found & ~careless).sum() == asked * how.careful_covers
+            assert (found & careless).sum() == asked * how.careless_covers
+        distance = ((bank.images - queries.images[q]) ** 2).sum(1)
+        for kind, count in ((False, how.careful_look_alikes), (True, how.careless_look_alikes)):
+            others = np.flatnonzero(~covering[q].any(0) & (bank.careless == kind))
+            assert set(others[distance[others].argsort()[:count]]) <= set(pool)
+
+
+def test_the_places_of_a_pool_tell_nothing():
+    queries, bank = world(400, 600)
+    pools = draw_covering_pools(RandomState(1), queries, bank, CARELESS)
+    right = queries.values[np.arange(400), queries.questions[:, 0]]
+    found = (bank.question[pools] == queries.questions[:, :1]) & (bank.true_value[pools] == right[:, None])
+    # 10 of 48 places; the standard error of a place's share is .02
+    np.testing.assert_allclose(found.mean(0), 10 / 48, atol=0.08)
+
+
+@settings(max_examples=10, deadline=None)
+@given(queries=st.integers(1, 7), items=st.integers(1, 90), chunk=st.integers(1, 4), seed=st.integers(0, 99))
+def test_small_banks_and_chunks(queries, items, chunk, seed):
+    drawn = world(queries, items, seed=seed)
+    pools = draw_covering_pools(RandomState(seed), *drawn, CARELESS)
+    np.testing.assert_array_equal(pools, draw_covering_pools(RandomState(seed), *drawn, CARELESS, chunk=chunk))
+    covering = covers(*drawn).any(1)
+    for pool, cover in zip(pools, covering, strict=True):
+        real = pool[pool >= 0]
+        assert (pool[: len(real)] >= 0).all()
+        assert (real < items).all()
+        assert len(set(real)) == len(real)
+        if len(real) < 48:  # all that there are, but for covers beyond their number
+            assert cover[np.setdiff1d(np.arange(items), real)].all()

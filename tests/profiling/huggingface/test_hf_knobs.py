@@ -2,14 +2,11 @@
 
 from itertools import chain, combinations
 
-import numpy as np
 import pytest
 import tiny_models
 import torch
 import transformers
-from PIL import Image
-from tiny_models import FAMILIES, tiny_model
-from tiny_vlms import tiny_vlm
+from tiny_models import FAMILIES, blocks_of, picture, state_of, tiny_model, watched
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
@@ -48,11 +45,6 @@ RESOLUTION = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4")
 ROUTED = [name for name in FAMILIES if SUPPORT[name][1] == EXPERTS]
 
 
-def picture(height, width):
-    pixels = np.random.default_rng(height * width).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
 def asked(processor, *sizes):
     """What the processor makes of a question about each image; of different lengths, padded on the left."""
     texts = []
@@ -60,7 +52,7 @@ def asked(processor, *sizes):
         text = {"type": "text", "text": "How many dogs?" + " And cats?" * number}
         messages = [{"role": "user", "content": [{"type": "image"}, text]}]
         texts.append(processor.apply_chat_template(messages, add_generation_prompt=True))
-    images = [[picture(*size)] for size in sizes]
+    images = [[picture(height * width, height, width)] for height, width in sizes]
     inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
     return dict(inputs.to(torch.float32))
 
@@ -78,12 +70,6 @@ def logits(model, inputs):
     return model(**inputs).logits
 
 
-def blocks_of(model):
-    named = [(name, part) for name, part in model.named_modules() if name.endswith(".layers") and "vision" not in name]
-    (blocks,) = [part for _, part in named if len(part) == tiny_models.BLOCKS]
-    return blocks
-
-
 def with_knobs(family):
     model, processor = tiny_model(family)
     return family, model, processor, HuggingFaceKnobs(model, processor)
@@ -94,27 +80,18 @@ def made(request):
     return with_knobs(request.param)
 
 
-@pytest.fixture(scope="module", params=ROUTED)
-def routed(request):
-    return with_knobs(request.param)
-
-
 @pytest.fixture(scope="module")
 def llava():
     return with_knobs("llava_next")[1:]
 
 
-def test_every_family_says_what_can_be_set(made):
+def test_every_family_says_what_can_be_set_and_why_a_knob_is_lacking_or_saves_nothing(made):
     family, _, _, knobs = made
     crops, top_k, blocks, sets, always_active = SUPPORT[family]
     assert tuple(knob.name for knob in knobs.knobs) == KNOBS
     assert tuple((knob.default, knob.least, knob.most) for knob in knobs.knobs) == (crops, top_k, blocks)
     assert knobs.knobs[0].sets == sets
     assert knobs.always_active == always_active
-
-
-def test_a_knob_that_is_lacking_or_saves_nothing_says_why(made):
-    family, _, _, knobs = made
     assert [knob.available for knob in knobs.knobs] == [True, family in ROUTED, True]
     # all of its experts run
     assert ("saves no time" in knobs.knobs[1].note) == (family == "llama4")
@@ -145,71 +122,35 @@ def test_values_out_of_range_are_refused(made):
 def test_the_blocks_that_were_set_run_and_no_others(made):
     _, model, processor, knobs = made
     inputs = asked(processor, (20, 30))
-    ran = []
-    hooks = [
-        (block.self_attn if hasattr(block, "self_attn") else block.linear_attn).register_forward_hook(
-            lambda *_, number=number: ran.append(number)
-        )
-        for number, block in enumerate(blocks_of(model))
-    ]
     for number in range(knobs.knobs[2].least, 5):
-        ran.clear()
-        with knobs.set({"num_active_blocks": number}):
+        with watched(model) as seen, knobs.set({"num_active_blocks": number}):
             generated(model, inputs)
-        assert len(set(ran)) == number
-        assert ran == [*knobs.active_blocks(number)] * 4  # a pass over the prompt and three over tokens
-    for hook in hooks:
-        hook.remove()
+        assert len(set(seen["blocks"])) == number
+        assert seen["blocks"] == [*knobs.active_blocks(number)] * 4  # a pass over the prompt and three over tokens
 
 
-def test_every_token_uses_as_many_experts_as_were_set(routed):
-    family, model, processor, knobs = routed
+@pytest.mark.parametrize("family", ROUTED)
+def test_every_token_uses_as_many_experts_as_were_set(family):
+    _, model, processor, knobs = with_knobs(family)
     inputs = asked(processor, (20, 30))
-    used = []
-
-    def look(part, given, output):
-        if family == "llama4":  # scores [tokens, experts], 0 where not chosen
-            used.append((output[0] > 0).sum(-1))
-        else:  # which [tokens, k], and how much each counts
-            _, which, weights = given
-            used.append((weights > 0).sum(-1))
-            assert all(len(set(row)) == len(row) for row in which.tolist())
-
-    place = "router" if family == "llama4" else "experts"
-    parts = [part for name, part in model.named_modules() if name.endswith(f".{place}")]
-    assert len(parts) == (3 if family == "glm4v_moe" else 4)
-    hooks = [part.register_forward_hook(look) for part in parts]
     for top_k in (1, 2, 3, 4):
-        used.clear()
-        with knobs.set({"top_k": top_k}):
+        with watched(model) as seen, knobs.set({"top_k": top_k}):
             generated(model, inputs)
-        assert len(used) == len(parts) * 4
-        assert set(torch.cat(used).tolist()) == {top_k}
-    for hook in hooks:
-        hook.remove()
+        assert len(seen["experts"]) == (3 if family == "glm4v_moe" else 4) * 4
+        assert set.union(*seen["experts"]) == {top_k}
 
 
 def test_the_vision_tower_sees_what_was_set(made):
     family, model, processor, knobs = made
     size, expected = SEEN[family]
-    seen, tokens = {}, {}
-
-    def look(part, given, named):
-        pixels = next(value for value in (*given, *named.values()) if torch.is_tensor(value) and value.dim() >= 2)
-        if family == "gemma4":  # padded to the budget
-            pixels = named["pixel_position_ids"][(named["pixel_position_ids"] >= 0).all(-1)]
-        seen[crops] = len(pixels)
-
-    names = ("vision_model", "vision_tower", "visual")
-    (tower,) = [part for name, part in model.named_modules() if name in (*names, *(f"model.{n}" for n in names))]
-    hook = tower.register_forward_pre_hook(look, with_kwargs=True)
+    rows, tokens = {}, {}
     for crops in expected:
-        with knobs.set({"max_crops": crops}):
+        with watched(model) as seen, knobs.set({"max_crops": crops}):
             inputs = asked(processor, size)
             logits(model, inputs)
+        (rows[crops],) = seen["rows"]
         tokens[crops] = inputs["input_ids"].shape[1]
-    hook.remove()
-    assert seen == expected
+    assert rows == expected
     assert list(tokens.values()) == sorted(tokens.values())  # more is never less for the language model
     assert tokens[max(expected)] > tokens[1]
 
@@ -237,23 +178,14 @@ def test_aria_takes_smaller_images_below_its_default():
             assert asked(processor, (480, 3800))["pixel_values"].shape[-2:] == (side, side)
 
 
-def state(model, processor):
-    """All that could have been changed, without what the last pass leaves behind (positions of its images)."""
-    parts = {name: dict(vars(part)) for name, part in model.named_modules()}
-    for own in parts.values():
-        own.pop("_forward_hooks")
-        own.pop("rope_deltas", None)
-    return parts, vars(processor).copy(), vars(processor.image_processor).copy(), str(model.config)
-
-
 def test_everything_is_restored_also_after_exceptions(made):
     family, model, processor, knobs = made
     inputs = asked(processor, (500, 700), (300, 300))
-    wanted, before = logits(model, inputs), state(model, processor)
+    wanted, before = logits(model, inputs), state_of(model, processor)
     least = {"max_crops": 1, "num_active_blocks": knobs.knobs[2].least} | ({"top_k": 1} if family in ROUTED else {})
 
     def compare():
-        assert state(model, processor) == before
+        assert state_of(model, processor) == before
         assert not any(block._forward_hooks for block in blocks_of(model))
         again = asked(processor, (500, 700), (300, 300))
         assert again.keys() == inputs.keys()
@@ -352,7 +284,7 @@ def test_an_importance_of_another_model_is_refused(llava, importance, message):
 
 
 def test_a_dense_sibling_has_the_image_knob_of_its_family():
-    model, processor = tiny_vlm("qwen2_vl")  # takes no more than 400 pixels
+    model, processor = tiny_model("qwen2_vl")  # takes no more than 400 pixels
     crops = HuggingFaceKnobs(model, processor).knobs[0]
     assert (crops.default, crops.available) == (1, False)
     assert "no higher cap than one" in crops.note

@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
-from tiny_vlms import CHAT, FAMILIES, tiny_vlm
+from tiny_models import SCORERS, chat, picture, saved, tiny_model
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.scorer import VLMScorer
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
 
 
-def picture(seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (8 + 4 * (seed % 3), 12, 3), dtype=np.uint8))
-
-
 def item(seed, question, *answers, **more):
-    return VQAItem(str(seed), picture(seed), question, answers, image_id=str(seed), **more)
+    return VQAItem(str(seed), picture(seed, 8 + 4 * (seed % 3), 12), question, answers, image_id=str(seed), **more)
 
 
 DATA = VQAData(
@@ -39,14 +34,14 @@ LONELY = VQAData((item(0, "How many dogs ?", "2", choices=("2",)),), DATA.bank)
 MIXED = [(0, [0, 1]), (1, [3, 2, 0]), (2, []), (0, [1, 0]), (1, [1])]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SCORERS)
 def family(request):
-    return tiny_vlm(request.param)
+    return tiny_model(request.param)
 
 
 @pytest.fixture(scope="module")
 def llava():
-    return tiny_vlm("llava")
+    return tiny_model("llava")
 
 
 def rows(prompts):
@@ -73,21 +68,22 @@ def test_likelihoods_are_the_sums_over_the_models_own_logits(llava):
     scorer = VLMScorer(*llava, DATA)
     text = "user :<image> How many cats ?\nAnswer with a single word or a short phrase. <end>\nassistant : 3 <end>\n"
     text += "user :<image> How many dogs ?\nAnswer with a single word or a short phrase. <end>\nassistant :"
-    (found,) = scorer.log_likelihoods([(0, [0])])
+    (likelihoods,) = scorer.log_likelihoods([(0, [0])])
     images = [DATA.bank[0].picture(), DATA.queries[0].picture()]
     assert scorer.answers(0) == ("2", "3", "red", "red blue green")
     wanted = [by_hand(*llava, text, images, f" {answer} <end>") for answer in scorer.answers(0)]
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
 
 
 def test_without_a_chat_template_the_prompt_is_plain(llava):
-    model, processor = llava[0], tiny_vlm("llava", chat=False)[1]
+    model, processor = tiny_model("llava")
+    processor.chat_template = None
     scorer = VLMScorer(model, processor, DATA)
     text = "<image> Question: What color is it ? Answer: green\n<image> Question: How many ? Answer:"
-    (found,) = scorer.log_likelihoods([(2, [3])])
+    (likelihoods,) = scorer.log_likelihoods([(2, [3])])
     images = [DATA.bank[3].picture(), DATA.queries[2].picture()]
     wanted = [by_hand(model, processor, text, images, f" {answer}\n") for answer in "123"]
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    np.testing.assert_allclose(likelihoods, wanted, atol=1e-4)
 
 
 def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
@@ -104,12 +100,12 @@ def test_neither_the_cache_nor_batch_nor_padding_changes_likelihoods(family):
 
 def test_scores_do_not_depend_on_batch_size_nor_on_the_order_of_the_rows(family):
     family[0].train()
-    one = VLMScorer(*family, DATA, batch_size=1)(*rows(MIXED))
+    scores = VLMScorer(*family, DATA, batch_size=1)(*rows(MIXED))
     assert not family[0].training
-    two = VLMScorer(*family, DATA, batch_size=2)(*rows(MIXED[::-1]))
-    for field, values in one.items():
+    pairs = VLMScorer(*family, DATA, batch_size=2)(*rows(MIXED[::-1]))
+    for field, values in scores.items():
         assert (values.shape, values.dtype, values.requires_grad) == ((5,), torch.float32, False)
-        torch.testing.assert_close(two[field].flip(0), values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(pairs[field].flip(0), values, rtol=1e-4, atol=1e-4)
 
 
 def test_the_probabilities_of_everything_that_can_be_said_sum_to_one(llava):
@@ -204,24 +200,22 @@ def test_where_the_cache_does_not_serve_every_answer_is_computed_whole(llava, ho
 @pytest.mark.parametrize(
     ("template", "tokens"),
     [
-        (CHAT, ["red", "blue", "<end>"]),
-        (CHAT.replace(" <end>", ""), ["red", "blue", "</s>"]),  # nothing ends an answer: the end of text does
-        (CHAT.replace("assistant :{", "assistant : it{"), ["red", "blue", "</s>"]),  # a prompt that opens more
+        (chat("<image>"), ["red", "blue", "<end>"]),
+        (chat("<image>").replace("<end>", ""), ["red", "blue", "</s>"]),  # nothing ends an answer: the end of text does
+        (chat("<image>").replace("assistant:{", "assistant: it{"), ["red", "blue", "</s>"]),  # a prompt that opens more
     ],
 )  # fmt: skip
 def test_the_tokens_of_an_answer_go_up_to_its_end(template, tokens):
-    model, processor = tiny_vlm("llava")
-    processor.chat_template = template.replace("VISION", "<image>")
+    model, processor = tiny_model("llava")
+    processor.chat_template = template
     found = VLMScorer(model, processor, DATA)._answer_tokens(DATA.queries[0], "red blue")
     assert processor.tokenizer.convert_ids_to_tokens(found) == tokens
 
 
 def test_a_model_is_loaded_from_a_folder_and_a_tokenizer_without_padding_pads_with_its_end(llava, tmp_path):
-    for part in llava:
-        part.save_pretrained(tmp_path)
-    loaded = VLMScorer.load(tmp_path, DATA, device="cpu", batch_size=3)
+    loaded = VLMScorer.load(saved(tmp_path, *llava), DATA, device="cpu", batch_size=3)
     assert not loaded.model.training
-    model, processor = tiny_vlm("llava")
+    model, processor = tiny_model("llava")
     processor.tokenizer.pad_token = None
     wanted = VLMScorer(*llava, DATA)(*rows(MIXED))
     for scorer in (loaded, VLMScorer(model, processor, DATA)):

@@ -1,7 +1,9 @@
-"""A model whose knobs have names of their own, measured by either clock and served by a controller."""
+"""Knobs of any name, measured by either clock and served by a controller; which configurations of a grid are taken."""
 
+import itertools
 import json
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,25 +11,22 @@ from types import SimpleNamespace
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.profiling.measuring.adaptive_model import (
-    Answer,
-    FirstStage,
-    KnobSupport,
-    Request,
-    check_configuration,
-    clock_ms,
-    clocked_by,
-)
+from knobwise.profiling.measuring import adaptive_model as adaptive
+from knobwise.profiling.measuring.adaptive_model import KnobSupport, Request, check_configuration, clock_ms, clocked_by
+from knobwise.profiling.measuring.grid_sampling import STRATEGIES, sample_grid
 from knobwise.profiling.measuring.profiler import command, profile_vlm
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 ARRAYS = [np.eye(4, dtype=np.float32) * n for n in (1, 2, 3)]
 ITEMS = tuple(VQAItem(f"id{n}", array, "How bright?", (str(n + 1),)) for n, array in enumerate(ARRAYS))
+DATA = VQAData(ITEMS, ())
 CONFIG = VLMProfileConfig(
     name="bright", values={"side": [4, 1], "mode": ["fast", "exact"], "share": [1, 0.5]}, repeats=1, warm_up=0
 )
@@ -53,7 +52,7 @@ class Bright:
         yield
 
     def first_stage(self, request):
-        return FirstStage(request, {"image_features": request.image.mean(0)}, request.image, 0.0, 0.0)
+        return adaptive.FirstStage(request, {"image_features": request.image.mean(0)}, request.image, 0.0, 0.0)
 
     def answer(self, stages, configuration):
         start, wall = self.clock(), time.perf_counter()
@@ -65,12 +64,14 @@ class Bright:
             pass
         right = setting["mode"] == "exact" and setting["side"] == 4
         took = self.clock() - start
-        return [Answer(str(int(stage.kept[0, 0])) if right else "0", took, took, took, 1, 1, 1) for stage in stages]
+        return [
+            adaptive.Answer(str(int(stage.kept[0, 0])) if right else "0", took, took, took, 1, 1, 1) for stage in stages
+        ]
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    return profile_vlm(tmp_path_factory.mktemp("free"), Bright(), VQAData(ITEMS, ()), CONFIG)
+    return profile_vlm(tmp_path_factory.mktemp("free"), Bright(), DATA, CONFIG)
 
 
 def test_knobs_of_any_name_are_columns_of_the_table(out):
@@ -91,7 +92,7 @@ def test_what_the_knobs_do_is_reported_and_that_there_are_no_exp_files(out, caps
     assert about["figures"]["knobs"]["mode"]["accuracy"] == [0, 0.5]
     assert {row["mode"] for row in about["by_configuration"]} == {"fast", "exact"}
     assert not (out / "exp5").exists()
-    profile_vlm(out, model := Bright(), VQAData(ITEMS, ()), CONFIG)
+    profile_vlm(out, model := Bright(), DATA, CONFIG)
     printed = capsys.readouterr().out
     assert "no exp5/exp6 files" in printed
     assert "from exact down to fast" in printed
@@ -110,7 +111,7 @@ def test_what_the_knobs_do_is_reported_and_that_there_are_no_exp_files(out, caps
 )
 def test_other_knobs_and_values_are_refused(tmp_path, values, message):
     with pytest.raises(InputError, match=message):
-        profile_vlm(tmp_path / "out", Bright(), VQAData(ITEMS, ()), replace(CONFIG, values=values))
+        profile_vlm(tmp_path / "out", Bright(), DATA, replace(CONFIG, values=values))
     assert not (tmp_path / "out").exists()
 
 
@@ -119,9 +120,9 @@ def test_names_are_refused_that_a_profile_needs_and_values_that_are_set_twice(tm
         knobs = (KnobSupport("dataset", 1, 1, 2),)
 
     with pytest.raises(InputError, match="knob 'dataset': is the name of a measurement"):
-        profile_vlm(tmp_path, Odd(), VQAData(ITEMS, ()), VLMProfileConfig())
+        profile_vlm(tmp_path, Odd(), DATA, VLMProfileConfig())
     with pytest.raises(InputError, match="unknown knob 'top_k'"):
-        profile_vlm(tmp_path, Bright(), VQAData(ITEMS, ()), VLMProfileConfig(top_k=(1,)))
+        profile_vlm(tmp_path, Bright(), DATA, VLMProfileConfig(top_k=(1,)))
     with pytest.raises(InputError, match=r"knobs.top_k is set too"):
         VLMProfileConfig(top_k=(1,), values={"top_k": [2]})
 
@@ -138,20 +139,20 @@ def test_the_command_repeats_free_knobs():
 ])  # fmt: skip
 def test_the_wall_clock_counts_sleep_and_the_cpu_clock_does_not(tmp_path, spends, clock, counted):
     config = replace(CONFIG, values={"mode": ["exact"]}, clock=clock, repeats=2)
-    profile_vlm(tmp_path, Bright(spends), VQAData(ITEMS, ()), config)
+    profile_vlm(tmp_path, Bright(spends), DATA, config)
     latency = pl.read_parquet(tmp_path / "table.parquet")["latency_ms"]
     # a thread that shares its core spins for less than 4 ms of CPU time
     assert (latency.max() > (3.9 if clock == "wall" else 0.8)) == counted
     about = json.loads((tmp_path / "profile.json").read_text())["clock"]["latency_ms"]
     assert about.startswith("wall" if clock == "wall" else "thread CPU")
     with pytest.raises(InputError, match="clock:"):
-        profile_vlm(tmp_path, Bright(), VQAData(ITEMS, ()), replace(config, clock="wall" if clock == "cpu" else "cpu"))
+        profile_vlm(tmp_path, Bright(), DATA, replace(config, clock="wall" if clock == "cpu" else "cpu"))
 
 
 def test_a_model_with_a_clock_of_its_own_is_refused_by_cpu_time(tmp_path):
     model = Bright("sleep", clock=lambda: time.perf_counter() * 1e3)
     with pytest.raises(InputError, match=r"takes its times from .*clock_ms"):
-        profile_vlm(tmp_path, model, VQAData(ITEMS, ()), replace(CONFIG, clock="cpu"))
+        profile_vlm(tmp_path, model, DATA, replace(CONFIG, clock="cpu"))
 
 
 def test_clocks_are_nested_and_restored():
@@ -207,3 +208,108 @@ def test_requests_are_timed_by_the_clock_that_is_chosen(clock, counted):
             model.generate(requests, 9.0, [arrived] * 3)
     with pytest.raises(InputError, match="clock=sun"):
         AdaptiveModel(Bright(), controller_of(KNOBS), clock="sun")
+
+
+# -- grids -------------------------------------------------------------------------------------------------------------
+
+
+BIG = {"max_crops": (2, 4, 6, 8, 10, 12), "top_k": (4, 8, 12, 16, 20, 24, 28, 32), "num_active_blocks": (8, 10, 12, 14)}
+
+
+@st.composite
+def grids(draw):
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    values = {f"knob {k}": draw(st.permutations(range(2, 2 + n))) for k, n in enumerate(sizes)}
+    total = len(list(itertools.product(*values.values())))
+    return values, draw(st.integers(1, total)), draw(st.integers(0, 2**32)), total
+
+
+@settings(max_examples=60, deadline=None)
+@given(grid=grids(), strategy=st.sampled_from(STRATEGIES[1:]))
+def test_the_count_is_exact_and_the_draw_repeats(grid, strategy):
+    values, count, seed, _ = grid
+    chosen = sample_grid(values, strategy, count, seed)
+    keys = [tuple(c.values()) for c in chosen]
+    assert len(keys) == len(set(keys)) == count
+    assert keys == sorted(keys)  # the order of the grid
+    assert all(list(c) == list(values) and all(c[k] in values[k] for k in values) for c in chosen)
+    assert chosen == sample_grid(values, strategy, count, seed)
+
+
+@settings(max_examples=80, deadline=None)
+@given(grid=grids())
+def test_balanced_takes_every_value_of_a_knob_equally_often(grid):
+    values, count, seed, _ = grid
+    chosen = sample_grid(values, "balanced", count, seed)
+    for knob, of_knob in values.items():
+        times = Counter(c[knob] for c in chosen)
+        counts = [times[value] for value in of_knob]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_balanced_takes_no_configuration_twice_where_sizes_have_a_common_divisor():
+    for values, count in ((BIG, 192), ({"a": (1, 2), "b": (3, 4)}, 4)):
+        assert sample_grid(values, "balanced", count, 0) == sample_grid(values, "full", 0, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(grid=grids())
+def test_boundary_goes_from_the_corners_inwards(grid):
+    values, count, seed, _ = grid
+
+    def inside(configuration):
+        return sum(min(values[k]) < v < max(values[k]) for k, v in configuration.items())
+
+    every = sorted(inside(c) for c in sample_grid(values, "full", 0, seed))
+    assert sorted(inside(c) for c in sample_grid(values, "boundary", count, seed)) == every[:count]
+
+
+@settings(max_examples=40, deadline=None)
+@given(grid=grids())
+def test_stratified_takes_as_many_of_each_combination_of_halves(grid):
+    values, count, seed, _ = grid
+
+    def halves(configuration):  # of an odd number the one in the middle is in the lower half
+        return tuple(2 * sorted(values[k]).index(v) >= len(values[k]) for k, v in configuration.items())
+
+    sizes = Counter(map(halves, sample_grid(values, "full", 0, seed)))
+    taken = Counter(map(halves, sample_grid(values, "stratified", count, seed)))
+    most = max(taken.values())
+    for stratum, size in sizes.items():
+        assert taken[stratum] >= min(size, most - 1)
+
+
+def test_full_is_the_whole_grid_in_its_order():
+    found = sample_grid({"a": (2, 1), "b": (5,), "c": (3, 4)}, "full", 0, 7)
+    assert [tuple(c.values()) for c in found] == [(1, 5, 3), (1, 5, 4), (2, 5, 3), (2, 5, 4)]
+    assert found == sample_grid({"a": (2, 1), "b": (5,), "c": (3, 4)}, "full", 4, 0)
+
+
+def test_a_latin_hypercube_spreads_over_every_knob():
+    chosen = sample_grid(BIG, "latin_hypercube", 24, 3)
+    for knob, of_knob in BIG.items():
+        times = Counter(c[knob] for c in chosen)
+        # 24 points are 24/n in each of n values; only a point that fell on another's place may have moved away
+        assert all(abs(times[value] - 24 / len(of_knob)) <= 2 for value in of_knob)
+
+
+def test_another_seed_draws_others():
+    for strategy in STRATEGIES[1:]:
+        assert sample_grid(BIG, strategy, 20, 0) != sample_grid(BIG, strategy, 20, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"a": (1, 2)}, "sobol", 1, 0), "strategy='sobol' is unknown; known are full"),
+        (({}, "full", 0, 0), "at least one knob"),
+        (({"a": ()}, "full", 0, 0), "a needs at least one value"),
+        (({"a": (1, 1)}, "full", 0, 0), "no value twice"),
+        (({"a": (1, 2)}, "full", 1, 0), "takes all 2"),
+        (({"a": (1, 2)}, "balanced", 3, 0), "takes 1 to 2"),
+        (({"a": (1, 2)}, "boundary", 0, 0), "takes 1 to 2"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(InputError, match=message):
+        sample_grid(*arguments)

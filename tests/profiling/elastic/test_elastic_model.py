@@ -1,0 +1,360 @@
+"""The elastic model, the scenes it is asked about, and the model behind the interface of adaptive models."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.builtin import builtin_profile
+from knobwise.envs.readers.exp_files import read_exp5_exp6
+from knobwise.profiling.elastic import scenes
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, as_image, as_prompt, question_of, request_of
+from knobwise.profiling.elastic.model import ElasticVLM, cut_windows, tile_grid, window_coordinates
+from knobwise.profiling.elastic.settings import Configuration, ElasticSize
+from knobwise.profiling.measuring.adaptive_model import KNOBS, Request
+from knobwise.profiling.measuring.profiler import profile_vlm
+from knobwise.profiling.measuring.questions import VQAData, VQAItem
+from knobwise.profiling.measuring.settings import VLMProfileConfig
+
+TINY = ElasticSize(width=16, heads=2, blocks=5, experts=4, expert_width=8, max_top_k=3)
+DIGITS = scenes.load_digits(True)
+SCENES = scenes.draw_samples(12, seed=1)
+
+
+def test_training_and_held_out_digit_images_are_disjoint_and_complete():
+    train, held_out = ({image.tobytes() for image in scenes.load_digits(side).images} for side in (False, True))
+    assert not train & held_out
+    assert len(scenes.load_digits(False).labels) + len(DIGITS.labels) == 1797
+
+
+def test_answers_say_what_the_scene_shows():
+    rng = np.random.default_rng(0)
+    drawn = scenes.draw_scenes(rng, DIGITS, 3, 5, scenes.QUESTIONS * 20)
+    colours = np.array(list(scenes.COLOURS.values()))
+    columns = (drawn.images, drawn.digits, drawn.prompts, drawn.answers, drawn.questions)
+    for image, digits, prompt, answer, question in zip(*columns, strict=True):
+        names = np.array([str(n) for n in range(10)] + ["blank"])[digits]
+        cells = image.reshape(3, 3, 8, 5, 8).max((2, 4)).transpose(1, 2, 0)  # [rows, columns, rgb]
+        nearest = np.array(list(scenes.COLOURS))[((cells[:, :, None] - colours) ** 2).sum(-1).argmin(-1)]
+        nearest = np.where(digits == 10, "blank", nearest)
+        places = [int(scenes.WORDS[t][1]) for t in prompt[1:-1] if scenes.WORDS[t] != "·"]
+        words = scenes.to_words(answer)
+        if question in ("digit", "colour"):
+            assert words == [(names if question == "digit" else nearest)[places[0], places[1]]]
+        elif question in ("row", "row_colours"):
+            assert words == (names if question == "row" else nearest)[places[0]].tolist()
+        elif question == "column":
+            assert words == names[:, places[0]].tolist()
+        elif question == "largest":
+            digits = [int(n) for n in names[places[0]] if n != "blank"]
+            assert words == [str(max(digits)) if digits else "blank"]
+        elif question == "match":
+            a, b = nearest[places[0], places[1]], nearest[places[2], places[3]]
+            assert words == [a, b, "same" if a == b else "other"]
+        else:
+            a, b = names[places[0], places[1]], names[places[2], places[3]]
+            x, y = (0 if n == "blank" else int(n) for n in (a, b))
+            last = str(x + y) if question == "sum" else "same" if x == y else "first" if x > y else "second"
+            assert words == [a, b, last]
+
+
+def test_samples_depend_on_seed_and_number_alone():
+    few, many, other = (scenes.draw_samples(count, seed=seed) for count, seed in ((3, 7), (6, 7), (3, 8)))
+    for a, b in zip(few, many, strict=False):
+        assert np.array_equal(a.images, b.images)
+        assert np.array_equal(a.answers, b.answers)
+    assert not all(np.array_equal(a.prompts, b.prompts) for a, b in zip(few, other, strict=True))
+
+
+def test_soft_score_is_the_share_of_right_tokens():
+    answer = np.array([scenes.TOKEN[w] for w in ("1", "2", "3", "<end>", "·")])
+    other = np.array([scenes.TOKEN[w] for w in ("1", "5", "3", "4", "<end>")])
+    assert scenes.soft_score(answer, answer) == 1
+    assert scenes.soft_score(other, answer) == pytest.approx(2 / 4)
+    assert scenes.soft_score(np.array([scenes.TOKEN["<end>"]]), answer) == 0
+
+
+@pytest.mark.parametrize(
+    ("side", "question", "message"),
+    [(1, "row", "2 to 8"), (9, "row", "2 to 8"), (3, "colour of", "unknown question 'colour of'")],
+)
+def test_impossible_scenes_are_refused(side, question, message):
+    with pytest.raises(ValueError, match=message):
+        scenes.draw_scenes(np.random.default_rng(0), DIGITS, side, 3, (question,))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = ElasticVLM(TINY).eval()
+    model.drop_order = (2, 1, 3)
+    return model
+
+
+def scene(rows=5, columns=7):
+    drawn = scenes.draw_scenes(np.random.default_rng(0), DIGITS, rows, columns, ("row",))
+    return torch.from_numpy(drawn.images), torch.from_numpy(drawn.prompts)
+
+
+@pytest.mark.parametrize("configuration", [(1, 1, 2), (3, 2, 4), (12, 3, 5)])
+def test_cached_decoding_equals_uncached(model, configuration):
+    setting = Configuration(*configuration)
+    for sample in scenes.draw_samples(6, seed=3):
+        image, prompt = torch.from_numpy(sample.images), torch.from_numpy(sample.prompts)
+        cached = model.generate(image, prompt, setting).tokens
+        tokens = []
+        while len(tokens) < scenes.ANSWER_TOKENS and scenes.END not in tokens:
+            answer = torch.tensor([tokens + [scenes.FILLER] * (scenes.ANSWER_TOKENS - len(tokens))])
+            with torch.inference_mode():
+                logits, _ = model(image, prompt, answer, setting)
+            tokens.append(int(logits[0, len(tokens)].argmax()))
+        assert cached == tokens
+
+
+def test_an_answer_token_does_not_see_what_comes_after_it(model):
+    answers = torch.full((2, 1, scenes.ANSWER_TOKENS), 4)
+    answers[1, 0, 3:] = 5
+    first, second = (model(*scene(), answer, Configuration(6, 2, 4))[0] for answer in answers)
+    assert torch.allclose(first[:, :4], second[:, :4], atol=1e-5)
+    assert not torch.allclose(first[:, 4:], second[:, 4:])
+
+
+def test_dropping_blocks_keeps_first_and_last_and_follows_the_order(model):
+    assert [model.active_blocks(n) for n in (2, 3, 4, 5)] == [(0, 4), (0, 3, 4), (0, 1, 3, 4), (0, 1, 2, 3, 4)]
+
+
+class Products(TorchDispatchMode):
+    """Counts the multiplications of matrix products as they are really run."""
+
+    multiplications = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            a, b = args[-2:]
+            self.multiplications += a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("knob", ["max_crops", "top_k", "num_active_blocks"])
+def test_every_knob_changes_the_computation(model, knob):
+    work = []
+    for value in (2, 3):
+        with Products() as counter, torch.no_grad():
+            setting = Configuration(6, 2, 4)._replace(**{knob: value})
+            model(*scene(8, 8), torch.full((1, scenes.ANSWER_TOKENS), scenes.FILLER), setting)
+        work.append(counter.multiplications)
+    assert work[1] > 1.1 * work[0]
+
+
+def test_experts_run_on_the_tokens_that_chose_them_only(model):
+    experts, x = model.blocks[0].experts, torch.randn(11, TINY.width)
+    weight, chosen = experts.router(x).tanh().softmax(-1).topk(TINY.max_top_k, -1)
+    weight, chosen = (weight / weight.sum(-1, True))[:, :2], chosen[:, :2]
+    silu = torch.nn.functional.silu
+    every = torch.stack([silu(x @ a) @ b for a, b in zip(experts.w_in, experts.w_out, strict=True)], 1)
+    wanted = (every.gather(1, chosen[..., None].expand(-1, -1, TINY.width)) * weight[..., None]).sum(1)
+    assert torch.allclose(experts(x, 2), wanted, atol=1e-5)
+    assert torch.allclose(torch.cat([experts(row[None], 2) for row in x]), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_crops", [1, 3, 6, 12, 16])
+def test_tiles_stay_under_the_cap_and_never_scale_up(max_crops):
+    for rows, columns in itertools.product(range(2, 9), repeat=2):
+        grid = tile_grid(rows, columns, max_crops)
+        assert grid.down * grid.across <= max_crops
+        assert (grid.height <= 8 * rows) & (grid.width <= 8 * columns)
+    assert tile_grid(2, 2, max_crops)[:2] == (1, 1)  # a small image needs one tile whatever the cap
+    assert tile_grid(8, 8, 16).is_full(8, 8)
+
+
+def test_windows_come_in_the_order_of_their_coordinates():
+    image = torch.zeros(1, 3, 32, 24)
+    image[:, :, 8:16, 16:24] = 1  # the cell in row 1, column 2, alone
+    grid = tile_grid(4, 3, 12)
+    brightest = cut_windows(image, grid).sum(-1).argmax()
+    rows, columns = window_coordinates(4, 3, (grid,))[brightest, :16].view(2, 8).tolist()
+    assert (rows, columns) == ([0, 1, *[0] * 6], [0, 0, 1, *[0] * 5])
+
+
+def test_features_say_the_size_and_the_question_but_depend_on_no_knob_and_no_answer(model):
+    image, prompt = scene()
+    before = model.features(image, prompt)
+    model.generate(image, prompt, Configuration(1, 1, 2))
+    for a, b in zip(before, model.features(image, prompt), strict=True):
+        assert torch.equal(a, b)
+    assert [f.shape[-1] for f in before] == [2 * TINY.width, TINY.width]
+    assert not torch.allclose(before[0][:, TINY.width :], model.features(*scene(5, 6))[0][:, TINY.width :])
+    other = prompt.clone()
+    other[0, 0] += 1
+    assert not torch.allclose(before[1], model.features(image, other)[1])
+
+
+def test_saved_weights_come_back(model, tmp_path):
+    model.save(tmp_path / "m.safetensors")
+    again = ElasticVLM.load(tmp_path / "m.safetensors")
+    assert (again.size, again.drop_order) == (TINY, (2, 1, 3))
+    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(a.half().float(), b), name
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+# -- as an adaptive model ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return ElasticAdaptive()
+
+
+@pytest.fixture
+def tiny():
+    torch.manual_seed(0)
+    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=3, max_crops=6)
+    return ElasticAdaptive(ElasticVLM(size).eval(), "tiny")
+
+
+def straight(vlm, scene, configuration):
+    request = request_of(scene)
+    run = vlm.model.generate(request.image, request.question, Configuration(**configuration))
+    return [scenes.WORDS[token] for token in run.tokens if token != scenes.END]
+
+
+def picture_of(scene):
+    return Image.fromarray((scene.images[0].transpose(1, 2, 0) * 255).round().astype(np.uint8))
+
+
+def test_it_has_the_knobs_of_its_size(tiny):
+    assert [(k.name, k.least, k.most) for k in tiny.knobs] == [*zip(KNOBS, (1, 1, 2), (6, 3, 4), strict=True)]
+    assert [k.default for k in tiny.knobs] == [6, 3, 4]
+
+
+@pytest.mark.parametrize("configuration", [(1, 1, 2), (3, 2, 3), (6, 3, 4)])
+def test_going_on_from_the_first_stage_answers_as_going_straight_through(tiny, configuration):
+    setting = Configuration(*configuration)._asdict()
+    stages = [tiny.first_stage(request_of(scene)) for scene in SCENES]
+    answers = tiny.answer(stages, setting)
+    assert [a.text.split() for a in answers] == [straight(tiny, scene, setting) for scene in SCENES]
+    again = tiny.answer(stages, setting)  # what a first stage keeps is not used up
+    assert [a.text for a in again] == [a.text for a in answers]
+
+
+def test_tokens_embedded_after_an_overview_are_those_embedded_at_once(tiny):
+    for request in map(request_of, SCENES):
+        with torch.inference_mode():
+            at_once = tiny.model.prefix(request.image, request.question, 4)
+            in_two = tiny.model.prefix(request.image, request.question, 4, tiny.model.overview(request.image))
+        assert torch.equal(at_once, in_two)
+
+
+def test_features_and_accuracy_are_those_of_the_built_in_profile(shipped):
+    table = builtin_profile()
+    agree = []
+    for i, scene in enumerate(SCENES):
+        stage = shipped.first_stage(request_of(scene))
+        for name, block in stage.features.items():
+            assert block.dtype == np.float32
+            # another processor may round the last bit of a half otherwise
+            assert np.allclose(block, table.features[name][i], atol=2e-3, rtol=2e-3)
+        for c in range(i % 9, table.num_configurations, 9):
+            text = shipped.answer([stage], table.configuration(c))[0].text
+            agree.append((text.split() == scenes.to_words(scene.answers[0])) == bool(table.accuracy[i, c]))
+    assert np.mean(agree) > 0.95
+
+
+def test_an_answer_says_what_it_cost(tiny):
+    stage = tiny.first_stage(request_of(SCENES[0]))
+    assert 0 < stage.extra_ms < stage.total_ms
+    (answer,) = tiny.answer([stage], {"max_crops": 2, "top_k": 1, "num_active_blocks": 2})
+    assert stage.total_ms - stage.extra_ms < answer.vision_ms < answer.prefill_ms <= answer.total_ms
+    rows, columns = (side // 8 for side in SCENES[0].images.shape[2:])
+    assert answer.vision_tokens == 10 + 9 * (1 if max(rows, columns) <= 2 else 2)
+    assert answer.language_tokens == 6
+    assert 1 <= answer.output_tokens <= 9
+    assert answer.extra["cpu_ms"] > 0
+    # a first stage that was kept costs nothing, and a fresh one all that it took
+    long = replace(stage, total_ms=1000.0, extra_ms=1.0, kept=(*stage.kept[:3], 1e6))
+    (fresh,), (kept,) = (tiny.answer([stage], {}) for stage in (long, replace(long, total_ms=1.0)))
+    for took in (fresh.total_ms, fresh.prefill_ms, fresh.vision_ms):
+        assert 999 < took < 1999
+    assert fresh.extra["cpu_ms"] >= 1e6
+    assert kept.total_ms < 999
+    assert kept.extra["cpu_ms"] < 1e6
+
+
+def test_pixels_of_another_type_are_answered_alike(tiny):
+    request = request_of(SCENES[0])
+    first, other = (tiny.first_stage(r) for r in (request, Request(request.image.double(), request.question)))
+    assert all(np.array_equal(first.features[name], block) for name, block in other.features.items())
+    assert tiny.answer([first], {})[0].text == tiny.answer([other], {})[0].text
+
+
+def test_knobs_are_restored_whatever_happens(tiny):
+    assert tiny.configuration == (6, 3, 4)
+    with tiny.set_knobs({"top_k": 1}):
+        assert tiny.configuration == (6, 1, 4)  # what is not named has its default
+        with pytest.raises(ZeroDivisionError), tiny.set_knobs({"num_active_blocks": 2}):
+            assert 1 / (tiny.configuration.num_active_blocks - 2)
+        assert tiny.configuration == (6, 1, 4)
+    assert tiny.configuration == (6, 3, 4)
+    (answer,) = tiny.answer([tiny.first_stage(request_of(SCENES[1]))], {})
+    assert answer.text.split() == straight(tiny, SCENES[1], tiny.model.full._asdict())
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": 4}, {"max_crops": 0}, {"depth": 2}])
+def test_values_that_cannot_be_set_are_refused(tiny, wrong):
+    with pytest.raises(InputError, match=next(iter(wrong))), tiny.set_knobs(wrong):
+        pass
+    assert tiny.configuration == tiny.model.full
+
+
+def test_pictures_and_words_are_understood(shipped):
+    agree = []
+    for scene in SCENES:
+        picture, words = picture_of(scene), question_of(scene)
+        assert torch.equal(as_prompt(words), torch.from_numpy(scene.prompts))
+        assert torch.equal(as_prompt(scene.prompts), torch.from_numpy(scene.prompts))
+        assert torch.allclose(as_image(picture), as_image(scene.images), atol=0.5 / 255 + 1e-6)
+        stages = [shipped.first_stage(r) for r in (Request(picture, words), request_of(scene))]
+        first, second = shipped.answer(stages, {})
+        agree.append(first.text == second.text)
+    assert np.mean(agree) > 0.8  # 256 shades each way may turn a close call
+
+
+@pytest.mark.parametrize(
+    ("image", "question", "message"),
+    [
+        (torch.zeros(1, 3, 20, 16), "digit? r0 c0", "sides of 16 to 64"),
+        (np.zeros((1, 1, 16, 16), np.float32), "digit? r0 c0", r"\[1, 3, h, w\]"),
+        ("cat.jpg", "digit? r0 c0", "str; a PIL image"),
+        (torch.zeros(1, 3, 16, 16), "what is this", "unknown word 'what'"),
+        (torch.zeros(1, 3, 16, 16), "", "1 to 5 words"),
+        (torch.zeros(1, 3, 16, 16), torch.zeros(1, 5, dtype=torch.int64), r"int64 \[1, 6\]"),
+        (torch.zeros(1, 3, 16, 16), 1.5, r"int64 \[1, 6\]"),
+    ],
+)
+def test_what_the_model_cannot_take_is_refused(tiny, image, question, message):
+    with pytest.raises(InputError, match=message):
+        tiny.first_stage(Request(image, question))
+
+
+def test_a_profile_holds_what_the_model_answers_outside_too(tiny, tmp_path):
+    items = []
+    for number, scene in enumerate(scenes.draw_samples(4, seed=2)):
+        answer = " ".join(word for word in scenes.to_words(scene.answers[0]) if word != "<end>")
+        items.append(VQAItem(str(number), picture_of(scene), question_of(scene), (answer,)))
+    config = VLMProfileConfig(name="scenes", max_crops=(1, 6), top_k=(1, 3), repeats=1)
+    out = profile_vlm(tmp_path, tiny, VQAData(tuple(items), ()), config)
+    for row in pl.read_parquet(out / "table.parquet").iter_rows(named=True):
+        item = items[int(row["sample_id"])]
+        stage = tiny.first_stage(Request(item.picture(), item.question))
+        (answer,) = tiny.answer([stage], {knob: row[knob] for knob in KNOBS})
+        assert answer.text == row["pred"]
+        assert row["cpu_ms"] > 0
+    table = read_exp5_exp6(out / "exp5", out / "exp6", "scenes", features=out / "features.safetensors")
+    assert table.features["image_features"].shape == (4, 2 * 16)
