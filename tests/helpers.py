@@ -1,7 +1,5 @@
 """Small tables for the tests, made in memory. Simulated, and only for testing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

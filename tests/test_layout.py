@@ -1,7 +1,5 @@
 """The shape of the project: which way imports go, what is installed, what stands where."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """docs/metrics.md explains every name that a run logs, and no other: names are read from small real runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

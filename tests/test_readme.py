@@ -1,7 +1,5 @@
 """The snippets of the README and of the guides run as they stand; training only shorter."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

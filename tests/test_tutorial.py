@@ -1,7 +1,5 @@
 """The tutorial notebook runs from top to bottom, and what is committed in it came out of its own code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

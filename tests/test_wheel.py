@@ -1,7 +1,5 @@
 """The wheel holds everything: it runs from another folder, without the checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

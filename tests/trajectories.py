@@ -9,8 +9,6 @@ Nothing in these runs depends on more than rounding: no dropout and no draws who
 without it draws others), full batches where such draws are made beside, evaluations far from a tie.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping

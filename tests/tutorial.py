@@ -5,8 +5,6 @@
 The pictures and numbers in the committed file are then those of its own code, which `tests/test_tutorial.py` checks.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 import hashlib

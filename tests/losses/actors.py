@@ -1,7 +1,5 @@
 """Actors whose policy is known, and an actor with the real policy and environment."""
 
-from __future__ import annotations
-
 import torch
 from helpers import small_table
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
