@@ -1,6 +1,6 @@
 """The tutorial notebook runs from top to bottom, and what is committed in it came out of its own code.
 
-python tests/test_tutorial.py     # runs docs/tutorial.ipynb in a fresh kernel and keeps what came out in it
+`python tests/test_tutorial.py` runs it in a fresh kernel and keeps what came out in it.
 """
 
 import base64
@@ -30,18 +30,12 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def executed(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
-    """The notebook as it is after running it from top to bottom in this folder, without the outputs it had before.
-
-    Raises:
-        nbclient.exceptions.CellExecutionError: a cell failed.
-    """
+    """The notebook as it is after running it from top to bottom in this folder, without the outputs it had before."""
     fresh = copy.deepcopy(notebook)
     for cell in code_cells(fresh):
         cell.outputs, cell.execution_count = [], None
-    client = NotebookClient(
-        fresh, timeout=600, resources={"metadata": {"path": str(folder)}}, record_timing=False, coalesce_streams=True
-    )
-    client.execute()
+    place = {"metadata": {"path": str(folder)}}
+    NotebookClient(fresh, timeout=600, resources=place, record_timing=False, coalesce_streams=True).execute()
     fresh.metadata = {**notebook.metadata, "code": digest(notebook)}
     return fresh
 
@@ -52,9 +46,9 @@ def printed(cell: nbformat.NotebookNode) -> str:
 
 
 def utility(text: str, policy: str) -> float:
-    found = re.search(rf"^{policy} +(?:utility )?(\d\.\d+)", text, re.MULTILINE)
-    assert found, f"no utility of {policy} in: {text}"
-    return float(found[1])
+    match = re.search(rf"^{policy} +(?:utility )?(\d\.\d+)", text, re.MULTILINE)
+    assert match, f"no utility of {policy} in: {text}"
+    return float(match[1])
 
 
 def kinds(cell: nbformat.NotebookNode) -> list[str]:
@@ -64,18 +58,16 @@ def kinds(cell: nbformat.NotebookNode) -> list[str]:
 
 def check_what_the_text_says(notebook: nbformat.NotebookNode) -> None:
     """GRPO trains the policy, it is better than the static rule, and the two runs differ."""
-    said = {cell.id: printed(cell) for cell in code_cells(notebook)}
-    static, learned, best = (
-        utility(said["judged"], policy) for policy in ("budget-aware static", "controller", "oracle")
-    )
+    text = {cell.id: printed(cell) for cell in code_cells(notebook)}
+    policies = ("budget-aware static", "controller", "oracle")
+    static, learned, best = (utility(text["judged"], policy) for policy in policies)
     assert static + 0.01 < learned < best
-    iterations = re.search(r"at iteration (\d+) of (\d+)", said["train"])
-    assert iterations
-    assert 60 < int(iterations[1]) <= int(iterations[2]), "the best policy is not one that GRPO trained"
-    heads, predicting = (utility(said["compare"], run) for run in ("heads", "predicting"))
-    assert utility(said["launch"], "learned controller") == heads
+    ((kept, last),) = re.findall(r"at iteration (\d+) of (\d+)", text["train"])
+    assert 60 < int(kept) <= int(last), "the best policy is not one that GRPO trained"
+    heads, predicting = (utility(text["compare"], run) for run in ("heads", "predicting"))
+    assert utility(text["launch"], "learned controller") == heads
     assert predicting > heads
-    assert "predicting is better than heads" in said["compare"]
+    assert "predicting is better than heads" in text["compare"]
 
 
 def test_every_cell_runs_and_shows_what_is_committed(tmp_path: Path) -> None:
@@ -113,7 +105,7 @@ def small(picture: str) -> str:
 
 def main() -> None:
     """Run it and keep what came out, without warnings and progress."""
-    notebook = executed(nbformat.read(NOTEBOOK, as_version=4), NOTEBOOK.parent)
+    notebook = executed(COMMITTED, NOTEBOOK.parent)
     for cell in code_cells(notebook):
         cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
         for out in cell.outputs:
