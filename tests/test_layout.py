@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -40,14 +41,14 @@ def top_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            modules.add(node.module)
             assert node.level == 0, f"{path}: relative import"
-    return found
+    return modules
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -58,9 +59,8 @@ def test_imports_go_one_way(path: Path) -> None:
     assert not {name.split(".")[0] for name in names} & set(FOLDERS), "bare import of one of our folders"
 
 
-def folder_imports() -> dict[str, set[str]]:
-    """Folder → folders that its modules import from, inside functions too; type checkers and `__main__` blocks
-    aside."""
+def test_no_circle_between_folders() -> None:
+    """Imports inside functions count too; those for type checkers and in `__main__` blocks do not."""
     modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
     modules = {path: f"knobwise.{name.removeprefix('knobwise.')}" for path, name in modules.items()}
     folder_of = {name: str(path.parent.relative_to(ROOT)) for path, name in modules.items()}
@@ -77,11 +77,7 @@ def folder_imports() -> dict[str, set[str]]:
 
     for path, name in modules.items():
         visit(ast.parse(path.read_text()), folder_of[name])
-    return edges
-
-
-def test_no_circle_between_folders() -> None:
-    TopologicalSorter(folder_imports()).prepare()  # raises CycleError, which names the folders
+    TopologicalSorter(edges).prepare()  # raises CycleError, which names the folders
 
 
 def test_no_folder_is_crowded() -> None:
@@ -135,15 +131,17 @@ def test_the_spine_can_be_read_in_one_sitting() -> None:
 
 
 def test_no_path_of_this_machine_and_no_registry_in_the_project() -> None:
-    here = "|".join(re.escape(f"{path}/") for path in (ROOT, ROOT.parent, Path.home()) if len(path.parts) > 1)
-    suspicious = re.compile(rf"(?<![\w.])(?:{here})|--(?:extra-)?index-url|--find-links")
+    places = "|".join(re.escape(f"{path}/") for path in (ROOT, ROOT.parent, Path.home()) if len(path.parts) > 1)
+    suspicious = re.compile(rf"(?<![\w.])(?:{places})|--(?:extra-)?index-url|--find-links")
     for path in [*SOURCES, *ROOT.glob("*.*"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile"]:
         if path.is_file() and path.suffix in {".py", ".md", ".cfg", ".toml", ".txt", ".yaml", ""}:
             assert not suspicious.search(path.read_text()), path
 
 
-def test_the_readme_tree_names_every_folder_and_nothing_else() -> None:
-    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1].strip("\n").splitlines()
+def test_the_readme_holds_no_placeholder_and_its_tree_names_every_folder_and_nothing_else() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert not re.search(r"^RESULTS$|SEEDS", readme, re.MULTILINE)
+    tree = readme.split("## The tree")[1].split("```")[1].strip("\n").splitlines()
     assert len(tree) <= 30
     named, top = set(), ""
     for line in tree:
@@ -159,11 +157,7 @@ def test_the_readme_tree_names_every_folder_and_nothing_else() -> None:
     assert all((ROOT / name).is_dir() for name in named)
 
 
-def test_the_readme_holds_no_placeholder() -> None:
-    assert not re.search(r"^RESULTS$|SEEDS", (ROOT / "README.md").read_text(), re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but the unpacked wheel."""
     folder = tmp_path_factory.mktemp("wheel")
@@ -174,12 +168,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ours = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in ours.split("\0"):
         if name and not name.startswith("tests/") and (ROOT / name).exists():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).is_symlink():
-                target.symlink_to((ROOT / name).readlink())
-            else:
-                target.write_bytes((ROOT / name).read_bytes())
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     build = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
     subprocess.run([*pip, *build], check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
@@ -193,14 +183,10 @@ def run(installed: Path, folder: Path, *words: str) -> str:
     return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
 
 
-def test_only_knobwise_is_installed(installed: Path) -> None:
-    assert {path.name for path in installed.iterdir() if path.is_dir()} - {"bin"} == {
-        "knobwise",
-        *(path.name for path in installed.glob("knobwise-*.dist-info")),
-    }
-
-
-def test_help_and_a_training_run_from_another_folder(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_holds_everything_and_only_knobwise(installed: Path, tmp_path: Path) -> None:
+    """Help and a training run from another folder, without the checkout."""
+    folders = {path.name for path in installed.iterdir() if path.is_dir()} - {"bin"}
+    assert folders == {"knobwise", *(path.name for path in installed.glob("knobwise-*.dist-info"))}
     where = run(installed, tmp_path, "-c", "import knobwise; print(knobwise.__file__)")
     assert where.startswith(str(installed))
     assert "knobwise train" in run(installed, tmp_path, "-m", "knobwise", "--help")
