@@ -161,3 +161,10 @@ def member_of(controller: Controller, number: int) -> Controller:
 def equal_states(first: torch.nn.Module, second: torch.nn.Module) -> bool:
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+class Harmful:
+    """Prints when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("this must not run",)

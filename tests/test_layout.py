@@ -80,11 +80,6 @@ def test_no_circle_between_folders() -> None:
     TopologicalSorter(edges).prepare()  # raises CycleError, which names the folders
 
 
-def test_no_folder_is_crowded() -> None:
-    counts = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
-    assert not {str(folder): count for folder, count in counts.items() if count > MOST_MODULES}
-
-
 def test_tests_never_import_our_folders_bare() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
         assert not {name.split(".")[0] for name in imported(path)} & set(FOLDERS), path
@@ -105,7 +100,9 @@ def test_names_say_what_a_thing_is(path: Path) -> None:
     assert not sorted({name for name in names_in(ast.parse(path.read_text())) if BANNED.match(name)})
 
 
-def test_every_file_can_be_read_at_one_sitting() -> None:
+def test_no_folder_is_crowded_and_every_file_can_be_read_at_one_sitting() -> None:
+    counts = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert not {str(folder): count for folder, count in counts.items() if count > MOST_MODULES}
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
     exported = "agents/serving/numpy_controller.py"  # one file, because it is shipped beside the arrays it reads
     assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE and path != exported}

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from helpers import small_table, table_of
+from helpers import Harmful, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -146,11 +146,6 @@ def test_bad_columns(tmp_path, columns, message):
         read_features(tmp_path / "f.parquet")
 
 
-class Harmful:
-    def __reduce__(self):
-        return (print, ("this must not run",))
-
-
 def test_code_in_a_file_is_not_run(tmp_path, capsys):
     torch.save({"sample_id": [1], "x": Harmful()}, tmp_path / "f.pt")
     with pytest.raises(InputError, match=r"f\.pt: cannot be read as features without executing code"):
@@ -184,16 +179,11 @@ def table(name: str, knobs: dict[str, tuple[Any, ...]], configurations: list[lis
     return replace(cells, name=name, knobs=named, configurations=torch.tensor(configurations), **more)
 
 
-def cells(profile: ProfileTable) -> set[tuple[Any, ...]]:
+def cells(t: ProfileTable) -> set[tuple[Any, ...]]:
     """Every profiled cell, in words."""
     return {
-        (
-            profile.dataset_names[i],
-            profile.sample_ids[i],
-            *sorted(profile.configuration(c).items()),
-            float(profile.latency_ms[i, c]),
-        )
-        for i, c in profile.mask.nonzero().tolist()
+        (t.dataset_names[i], t.sample_ids[i], *sorted(t.configuration(c).items()), float(t.latency_ms[i, c]))
+        for i, c in t.mask.nonzero().tolist()
     }
 
 
