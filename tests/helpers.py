@@ -1,8 +1,7 @@
 """Small tables for the tests, made in memory. Simulated, and only for testing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,23 +25,17 @@ def small_table(samples: int = 60, seed: int = 0, holes: float = 0.0, features: 
     if features:
         noise = torch.randn(samples, 3, generator=generator)
         blocks = {"image_features": torch.cat([large, noise], 1), "language_features": torch.cat([hard, noise], 1)}
-    return ProfileTable(
-        name="small",
-        knobs=(Knob("max_crops", (2, 6, 10)), Knob("top_k", (4, 8)), Knob("num_active_blocks", (12, 16))),
-        configurations=grid,
-        accuracy=accuracy.masked_fill(~mask, torch.nan),
-        latency_ms=latency.masked_fill(~mask, torch.nan),
-        mask=mask,
-        sample_ids=tuple(str(i) for i in range(samples)),
-        features=blocks,
-    )
+    knobs = (Knob("max_crops", (2, 6, 10)), Knob("top_k", (4, 8)), Knob("num_active_blocks", (12, 16)))
+    cells = table_of(accuracy.masked_fill(~mask, torch.nan), latency.masked_fill(~mask, torch.nan))
+    return replace(cells, name="small", knobs=knobs, configurations=grid, features=blocks)
 
 
-def table_of(
-    accuracy: list[list[float]], latency_ms: list[list[float]], features: Tensor | None = None
-) -> ProfileTable:
+Cells = Tensor | list[list[float]]
+
+
+def table_of(accuracy: Cells, latency_ms: Cells, features: Tensor | None = None) -> ProfileTable:
     """A table of one knob with these cells; NaN where not profiled."""
-    a, ms = torch.tensor(accuracy), torch.tensor(latency_ms)
+    a, ms = torch.as_tensor(accuracy), torch.as_tensor(latency_ms)
     n, c = a.shape
     return ProfileTable(
         name="by hand",
@@ -66,7 +59,7 @@ def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:
     x = torch.randn(samples, 2, generator=generator)
     if shown:
         x[:, 0] = kind * 2.0 - 1
-    return table_of(accuracy.tolist(), latency.tolist(), x)
+    return table_of(accuracy, latency, x)
 
 
 class MatchScorer:
@@ -79,9 +72,9 @@ class MatchScorer:
         self.wishes, self.kinds, self.liar = wishes, kinds, liar
 
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        shown = demonstrations.clamp_min(0)
-        honest = (demonstrations >= 0) & ~self.liar[shown]
-        kinds = torch.where(honest, self.kinds[shown], -1)
+        candidates = demonstrations.clamp_min(0)
+        honest = (demonstrations >= 0) & ~self.liar[candidates]
+        kinds = torch.where(honest, self.kinds[candidates], -1)
         met = (kinds.unsqueeze(-1) == self.wishes[queries].unsqueeze(1)).any(1).float()
         right = met.prod(-1)
         probability = (0.05 + 0.9 * right) * (0.5 + 0.5 * met.mean(-1))
@@ -101,18 +94,14 @@ def small_beams(queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3)
     """Queries that wish for one or two kinds, a bank with liars, and six recorded sequences of two for each: two that
     were found by looking at the answer, four at random."""
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, generator=generator)
-
-    wishes, bank = draw(kinds, queries, 2), 4 * pool
+    wishes, bank = torch.randint(kinds, (queries, 2), generator=generator), 4 * pool
     kind, liar = torch.arange(bank) % kinds, torch.rand(bank, generator=generator) < 0.4
     places = torch.rand(queries, bank, generator=generator).argsort(1)[:, :pool]
     scorer = MatchScorer(wishes, kind, liar)
     every = torch.cartesian_prod(torch.arange(pool), torch.arange(pool))
     every = every[every[:, 0] != every[:, 1]]
     rows = torch.arange(queries).repeat_interleave(len(every))
-    tried = scorer(rows, places[rows, :][torch.arange(len(rows))[:, None], every.repeat(queries, 1)])
+    tried = scorer(rows, places[:, every].flatten(0, 1))
     best = tried["vqa_gt_prob"].view(queries, -1).add(1e-3 * torch.rand(queries, len(every), generator=generator))
     result = torch.cat([best.topk(2).indices, torch.rand(best.shape, generator=generator).topk(4).indices], 1)
     fields = {name: values.view(queries, -1).gather(1, result) for name, values in tried.items()}
@@ -131,9 +120,6 @@ def small_beams(queries: int = 40, pool: int = 8, seed: int = 0, kinds: int = 3)
         blocks={"image": (0, kinds), "liar": (kinds, kinds + 1)},
     )
     return table, scorer
-
-
-# -- around policies ---------------------------------------------------------------------------------------------------
 
 
 class Lines(list[tuple[int, dict[str, float]]]):
@@ -175,3 +161,10 @@ def member_of(controller: Controller, number: int) -> Controller:
 def equal_states(first: torch.nn.Module, second: torch.nn.Module) -> bool:
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+class Harmful:
+    """Prints when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("this must not run",)

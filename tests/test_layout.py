@@ -1,9 +1,11 @@
-"""The shape of the project: which way imports go, what is installed, what stands where."""
-
-from __future__ import annotations
+"""The shape of the project: which way imports go, what stands where, what is installed."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -39,14 +41,14 @@ def top_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            modules.add(node.module)
             assert node.level == 0, f"{path}: relative import"
-    return found
+    return modules
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -57,9 +59,8 @@ def test_imports_go_one_way(path: Path) -> None:
     assert not {name.split(".")[0] for name in names} & set(FOLDERS), "bare import of one of our folders"
 
 
-def folder_imports() -> dict[str, set[str]]:
-    """Folder → folders that its modules import from, inside functions too; type checkers and `__main__` blocks
-    aside."""
+def test_no_circle_between_folders() -> None:
+    """Imports inside functions count too; those for type checkers and in `__main__` blocks do not."""
     modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
     modules = {path: f"knobwise.{name.removeprefix('knobwise.')}" for path, name in modules.items()}
     folder_of = {name: str(path.parent.relative_to(ROOT)) for path, name in modules.items()}
@@ -76,16 +77,7 @@ def folder_imports() -> dict[str, set[str]]:
 
     for path, name in modules.items():
         visit(ast.parse(path.read_text()), folder_of[name])
-    return edges
-
-
-def test_no_circle_between_folders() -> None:
-    TopologicalSorter(folder_imports()).prepare()  # raises CycleError, which names the folders
-
-
-def test_no_folder_is_crowded() -> None:
-    counts = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
-    assert not {str(folder): count for folder, count in counts.items() if count > MOST_MODULES}
+    TopologicalSorter(edges).prepare()  # raises CycleError, which names the folders
 
 
 def test_tests_never_import_our_folders_bare() -> None:
@@ -108,7 +100,9 @@ def test_names_say_what_a_thing_is(path: Path) -> None:
     assert not sorted({name for name in names_in(ast.parse(path.read_text())) if BANNED.match(name)})
 
 
-def test_every_file_can_be_read_at_one_sitting() -> None:
+def test_no_folder_is_crowded_and_every_file_can_be_read_at_one_sitting() -> None:
+    counts = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert not {str(folder): count for folder, count in counts.items() if count > MOST_MODULES}
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
     exported = "agents/serving/numpy_controller.py"  # one file, because it is shipped beside the arrays it reads
     assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE and path != exported}
@@ -134,15 +128,17 @@ def test_the_spine_can_be_read_in_one_sitting() -> None:
 
 
 def test_no_path_of_this_machine_and_no_registry_in_the_project() -> None:
-    here = "|".join(re.escape(f"{path}/") for path in (ROOT, ROOT.parent, Path.home()) if len(path.parts) > 1)
-    suspicious = re.compile(rf"(?<![\w.])(?:{here})|--(?:extra-)?index-url|--find-links")
+    places = "|".join(re.escape(f"{path}/") for path in (ROOT, ROOT.parent, Path.home()) if len(path.parts) > 1)
+    suspicious = re.compile(rf"(?<![\w.])(?:{places})|--(?:extra-)?index-url|--find-links")
     for path in [*SOURCES, *ROOT.glob("*.*"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile"]:
         if path.is_file() and path.suffix in {".py", ".md", ".cfg", ".toml", ".txt", ".yaml", ""}:
             assert not suspicious.search(path.read_text()), path
 
 
-def test_the_readme_tree_names_every_folder_and_nothing_else() -> None:
-    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1].strip("\n").splitlines()
+def test_the_readme_holds_no_placeholder_and_its_tree_names_every_folder_and_nothing_else() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert not re.search(r"^RESULTS$|SEEDS", readme, re.MULTILINE)
+    tree = readme.split("## The tree")[1].split("```")[1].strip("\n").splitlines()
     assert len(tree) <= 30
     named, top = set(), ""
     for line in tree:
@@ -158,5 +154,42 @@ def test_the_readme_tree_names_every_folder_and_nothing_else() -> None:
     assert all((ROOT / name).is_dir() for name in named)
 
 
-def test_the_readme_holds_no_placeholder() -> None:
-    assert not re.search(r"^RESULTS$|SEEDS", (ROOT / "README.md").read_text(), re.MULTILINE)
+@pytest.fixture
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the unpacked wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    source = folder / "source"
+    # a copy, because building leaves build/ and *.egg-info beside the sources
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    ours = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in ours.split("\0"):
+        if name and not name.startswith("tests/") and (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
+    subprocess.run([*pip, *build], check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True)
+    return folder / "site"
+
+
+def run(installed: Path, folder: Path, *words: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_wheel_holds_everything_and_only_knobwise(installed: Path, tmp_path: Path) -> None:
+    """Help and a training run from another folder, without the checkout."""
+    folders = {path.name for path in installed.iterdir() if path.is_dir()} - {"bin"}
+    assert folders == {"knobwise", *(path.name for path in installed.glob("knobwise-*.dist-info"))}
+    where = run(installed, tmp_path, "-c", "import knobwise; print(knobwise.__file__)")
+    assert where.startswith(str(installed))
+    assert "knobwise train" in run(installed, tmp_path, "-m", "knobwise", "--help")
+    assert "samples" in run(installed, tmp_path, "-m", "knobwise", "inspect")  # the built-in profile is in it
+    words = ["optimiser.warmup_iterations=2", "optimiser.iterations=2", "seeds=[0]", "tracking=disabled"]
+    words += ["profile=simulated", "profile.samples=60", "policy.experts=[ridge]"]
+    out = run(installed, tmp_path, "-m", "knobwise", "train", *words)
+    assert "report.html" in out
+    assert (tmp_path / "runs" / "latest" / "results.json").exists()

@@ -9,8 +9,6 @@ Nothing in these runs depends on more than rounding: no dropout and no draws who
 without it draws others), full batches where such draws are made beside, evaluations far from a tie.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -34,6 +32,7 @@ from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
 
 FILE = Path(__file__).with_suffix(".json")
+Settings = Mapping[str, Mapping[str, Any]]
 CONTROLLER: dict[str, dict[str, Any]] = {
     "policy": {"hidden": 16, "dropout": 0.0},
     "loss": {"entropy_coeff": 0.02, "kl_to_ref_coeff": 0.2, "clip_epsilon": 0.2},
@@ -68,6 +67,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """The settings of each run, by group: what the formulae do is all at work, and none of it saturates."""
+RUNS = tuple(SETTINGS)
 
 
 def steps_of(trainer: Trainer) -> list[list[float]]:
@@ -81,8 +81,8 @@ def steps_of(trainer: Trainer) -> list[list[float]]:
         return out
 
     def about_to_step(optimiser: Optimizer, *_: object) -> None:
-        given = [p.grad for group in optimiser.param_groups for p in group["params"] if p.grad is not None]
-        norms.append(float(torch.stack([gradient.norm() for gradient in given]).norm()))
+        gradients = [p.grad for group in optimiser.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
 
     for stage in trainer.stages:
         stage.loss = functools.partial(noted, stage.loss)
@@ -94,27 +94,22 @@ def steps_of(trainer: Trainer) -> list[list[float]]:
     return [list(step) for step in zip(losses, norms, strict=True)]
 
 
-def controller(settings: Mapping[str, Mapping[str, Any]]) -> list[list[float]]:
+def controller(settings: Settings) -> list[list[float]]:
     """A controller on a small table with holes."""
     table = small_table(60, holes=0.2)
-    trainer = ControllerTrainer(
-        table,
-        table.split(),
-        policy=PolicyConfig(**settings["policy"]),
-        loss=LossConfig(**settings["loss"]),
-        optimiser=OptimiserConfig(**settings["optimiser"]),
-        reward=RewardConfig(**settings["reward"]),
+    kinds = {"policy": PolicyConfig, "loss": LossConfig, "optimiser": OptimiserConfig, "reward": RewardConfig}
+    return steps_of(
+        ControllerTrainer(table, table.split(), **{k: kinds[k](**values) for k, values in settings.items()})
     )
-    return steps_of(trainer)
 
 
-def selector(stage: str, settings: Mapping[str, Mapping[str, Any]]) -> list[list[float]]:
+def selector(stage: str, settings: Settings) -> list[list[float]]:
     """A selector on small recorded beams; GRPO starts from a short RCE, and its reference is where that started."""
     table, _ = small_beams(40)
     torch.manual_seed(0)
     fresh = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.0), table.queries, table.candidates)
 
-    def trainer(stage: str, start: Selector, settings: Mapping[str, Mapping[str, Any]]) -> SelectorTrainer:
+    def trainer(stage: str, start: Selector, settings: Settings) -> SelectorTrainer:
         loss, config = SelectorLossConfig(**settings["loss"]), StageConfig(**settings["config"])
         return SelectorTrainer(stage, table, table.split(0.8, 0.1), start, reference=fresh, loss=loss, config=config)
 
@@ -122,18 +117,12 @@ def selector(stage: str, settings: Mapping[str, Mapping[str, Any]]) -> list[list
     return steps_of(trainer(stage, start, settings))
 
 
-RUNS: dict[str, Callable[[Mapping[str, Mapping[str, Any]]], list[list[float]]]] = {
-    "controller sampled": controller,
-    "controller exact": controller,
-    "selector RCE": lambda settings: selector("rce", settings),
-    "selector GRPO": lambda settings: selector("grpo", settings),
-}
-
-
-def trajectory(name: str, settings: Mapping[str, Mapping[str, Any]] | None = None) -> Tensor:
+def trajectory(name: str, settings: Settings | None = None) -> Tensor:
     """Loss and gradient norm of every step of a run, float64 [steps, 2]; with other settings when they are given."""
     torch.set_num_threads(1)
-    return torch.tensor(RUNS[name](settings or SETTINGS[name]), dtype=torch.float64)
+    settings, (system, stage) = settings or SETTINGS[name], name.split()
+    steps = controller(settings) if system == "controller" else selector(stage.lower(), settings)
+    return torch.tensor(steps, dtype=torch.float64)
 
 
 def main() -> None:

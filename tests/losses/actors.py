@@ -1,9 +1,8 @@
 """Actors whose policy is known, and an actor with the real policy and environment."""
 
-from __future__ import annotations
-
 import torch
 from helpers import small_table
+from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 
@@ -30,6 +29,12 @@ def certain_actor(probabilities: list[float], group_size: int = 2) -> Probabilis
     net = nn.Linear(1, len(probabilities), bias=False)
     net.weight.data = torch.tensor(probabilities).log().unsqueeze(1)
     return actor_of(net, torch.arange(len(probabilities)).unsqueeze(1), group_size)
+
+
+def expected_reward(actor: ProbabilisticTensorDictSequential, data: TensorDict) -> float:
+    """Mean over contexts; what was not profiled counts nothing."""
+    probabilities = actor.get_dist(data.clone()).log_probs.detach().exp()
+    return (probabilities * data["reward_per_configuration"].nan_to_num()).sum(-1).mean().item()
 
 
 def real_actor(

@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,21 +10,28 @@ from knobwise.losses.functional import (
     entropy,
     expectation,
     expected_k3,
+    group_advantage,
     k3,
     kl_divergence,
     reward_weighted_cross_entropy,
 )
+from knobwise.losses.settings import ADVANTAGES
 
 INF = math.inf
+ROUNDING = 2e-7
+RELATIVE = [kind for kind in ADVANTAGES if kind != "unnormalised"]
 
 
 def log(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64).log()
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def random_log_probs(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).log_softmax(-1)
+    return normal(*shape, seed=seed).log_softmax(-1)
 
 
 def test_expectation_is_the_plain_or_the_weighted_mean() -> None:
@@ -52,7 +58,6 @@ def test_clipped_surrogate_by_hand(ratio: float, advantage: float, objective: fl
     assert value.item() == pytest.approx(objective)
     assert was_cut.tolist() == [cut]
     value.sum().backward()
-    assert log_prob.grad is not None
     assert log_prob.grad.item() == pytest.approx(0.0 if cut else ratio * advantage)
 
 
@@ -77,9 +82,9 @@ def test_the_weighted_k3_is_the_sum_and_does_not_overflow_where_the_weight_is_no
     torch.testing.assert_close(expected_k3(new, reference), k3(new, reference).mean(-1))
     far = torch.tensor([[0.0, -300.0]], requires_grad=True)  # float32: e⁻³⁰⁰ is 0, e³⁰⁰ is ∞
     reference = torch.tensor([[0.5, 0.5]]).log()
-    found = expected_k3(far, reference, far.detach(), far.detach().exp())
-    assert found.item() == pytest.approx((0.5 - 1 + math.log(2)) + 0.5, rel=1e-5)  # 2nd: π·(½/π − 1 − ln(½/π)) → ½
-    (slope,) = torch.autograd.grad(found.sum(), far)
+    estimate = expected_k3(far, reference, far.detach(), far.detach().exp())
+    assert estimate.item() == pytest.approx((0.5 - 1 + math.log(2)) + 0.5, rel=1e-5)  # 2nd: π·(½/π − 1 − ln(½/π)) → ½
+    (slope,) = torch.autograd.grad(estimate.sum(), far)
     assert slope.tolist()[0] == pytest.approx([0.5, -0.5], rel=1e-5)
 
 
@@ -92,18 +97,16 @@ def test_entropy_by_hand_and_masked_alternatives_count_nothing() -> None:
 def test_kl_by_hand() -> None:
     wanted = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
     for masked in ([], [0.0]):
-        found = kl_divergence(log([0.5, 0.5, *masked]), log([0.25, 0.75, *masked]))
-        assert found.item() == pytest.approx(wanted)
+        assert kl_divergence(log([0.5, 0.5, *masked]), log([0.25, 0.75, *masked])).item() == pytest.approx(wanted)
     assert kl_divergence(log([1.0, 0.0]), log([0.5, 0.5])).item() == pytest.approx(math.log(2))
     assert kl_divergence(log([0.5, 0.5]), log([1.0, 0.0])).item() == INF
 
 
 @pytest.mark.parametrize("formula", [entropy, lambda x: kl_divergence(x, random_log_probs(4, seed=2))])
-def test_masked_alternatives_give_no_nan_gradient(formula) -> None:  # type: ignore[no-untyped-def]
-    logits = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+def test_masked_alternatives_give_no_nan_gradient(formula: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    logits = normal(4).requires_grad_()
     mask = torch.tensor([True, False, True, True])
     formula(logits.masked_fill(~mask, -INF).log_softmax(-1)).backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert logits.grad[1] == 0
     assert logits.grad.abs().sum() > 0
@@ -146,7 +149,7 @@ def test_rce_is_least_at_the_softmax_of_the_rewards() -> None:
 
 def test_gradcheck_of_the_whole_sampled_objective() -> None:
     old, reference = random_log_probs(3, 4, seed=1), random_log_probs(3, 4, seed=2)
-    advantage = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    advantage = normal(3, 4, seed=3)
     logits = old.detach() + 0.5 * random_log_probs(3, 4, seed=4)
     ratio = (logits.log_softmax(-1) - old).exp()
     assert ((ratio - 0.8).abs() > 1e-3).all()  # away from the kinks
@@ -170,3 +173,95 @@ def test_gradcheck_of_rce_and_kl_with_a_mask() -> None:
         return reward_weighted_cross_entropy(log_probs, rewards, 0.5, mask) + kl_divergence(log_probs, q)
 
     assert torch.autograd.gradcheck(formulae, random_log_probs(1, 4, seed=6).requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reward", "wanted"),
+    [
+        ("centred", {}, [1.0, 2.0, 6.0], [-2.0, -1.0, 3.0]),
+        ("zscore", {}, [1.0, 3.0, 1.0, 3.0], [-1.0, 1.0, -1.0, 1.0]),  # population standard deviation 1
+        ("zscore", {}, [0.0, 0.0, 6.0], [each / math.sqrt(8) for each in (-2, -2, 4)]),  # variance (4 + 4 + 16)/3
+        # the floor keeps noise small: deviations ±2⁻¹⁰, divided by .1
+        ("zscore", {}, [0.5, 0.5 + 2**-9], [-10 * 2**-10, 10 * 2**-10]),
+        ("zscore", {"std_floor": 1e-4}, [0.5, 0.5 + 2**-9], [-1.0, 1.0]),
+        ("rank", {}, [7.0, -1.0, 3.0], [1.0, -1.0, 0.0]),
+        ("rank", {}, [5.0, 5.0, 1.0, 9.0, 5.0], [0.0, 0.0, -1.0, 1.0, 0.0]),  # ties in the middle
+        ("rank", {}, [2.0, 2.0, 1.0], [0.5, 0.5, -1.0]),  # 1 − 2·rank/(G − 1), ranks ½, ½, 2
+        ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),  # the reward itself, cut at 5, as all of them
+        ("unnormalised", {}, [3.7], [3.7]),  # no baseline
+        ("centred", {"clip": 5.0}, [-10.0, 10.0], [-5.0, 5.0]),
+        ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
+    ],
+)
+def test_advantages_by_hand(kind: str, settings: dict[str, float], reward: list[float], wanted: list[float]) -> None:
+    result = group_advantage(torch.tensor([reward]), kind, **settings)
+    assert result.tolist()[0] == pytest.approx(wanted, rel=ROUNDING, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("centred", [-1.5, -0.5, 3.5]),  # mean .5 + .5 + 1.5 = 2.5
+        ("zscore", [each / math.sqrt(4.25) for each in (-1.5, -0.5, 3.5)]),  # variance .5·2.25 + .25·.25 + .25·12.25
+        ("rank", [-0.5, 0.25, 0.75]),  # mass that is worse − mass that is better
+        ("unnormalised", [1.0, 2.0, 6.0]),
+    ],
+)
+def test_weighted_advantages_by_hand(kind: str, wanted: list[float]) -> None:
+    reward, weight = torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[0.5, 0.25, 0.25]])
+    result = group_advantage(reward, kind, weight=weight, clip=9.0)
+    assert result.tolist()[0] == pytest.approx(wanted, rel=ROUNDING, abs=0)
+
+
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_a_group_of_one_and_a_group_of_equals_teach_nothing(kind: str) -> None:
+    assert group_advantage(torch.tensor([[3.7], [-2.0]]), kind).tolist() == [[0.0], [0.0]]
+    assert group_advantage(torch.full((2, 4), 0.25), kind).tolist() == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("zscore", 1), ("centred", 1), ("rank", 8 / 7)])
+def test_uniform_weights_are_the_same_as_no_weights(kind: str, factor: float) -> None:
+    """But for the draw itself, which has no rank against itself."""
+    reward = normal(5, 8)
+    weighted = group_advantage(reward, kind, weight=torch.full_like(reward, 1 / 8))
+    torch.testing.assert_close(weighted * factor, group_advantage(reward, kind))
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_alternatives_of_weight_zero_do_not_touch_the_others(kind: str) -> None:
+    reward, weight = normal(3, 6), torch.tensor([0.3, 0.0, 0.2, 0.4, 0.0, 0.1], dtype=torch.float64)
+    kept = weight > 0
+    alone = group_advantage(reward[:, kept], kind, weight=weight[kept].expand(3, -1))
+    for nonsense in (0.0, 1e6, -1e6):
+        filled = torch.where(kept, reward, nonsense)
+        torch.testing.assert_close(group_advantage(filled, kind, weight=weight.expand(3, -1))[:, kept], alone)
+
+
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_the_expectation_of_advantages_is_zero_in_every_group(kind: str) -> None:
+    reward, weight = normal(50, 6), torch.rand(50, 6, dtype=torch.float64).softmax(-1)
+    for w in (None, weight):
+        assert expectation(group_advantage(reward, kind, weight=w), w).abs().max() < 1e-12
+
+
+def test_groups_do_not_touch_one_another() -> None:
+    reward = normal(4, 2, 5)
+    for kind in ADVANTAGES:
+        singly = torch.stack([group_advantage(group, kind) for group in reward.flatten(0, 1)])
+        torch.testing.assert_close(group_advantage(reward, kind).flatten(0, 1), singly)
+
+
+def test_no_gradient_goes_through_rewards_and_another_kind_is_refused() -> None:
+    assert not group_advantage(normal(2, 3).requires_grad_(), "zscore").requires_grad
+    with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, rank"):
+        group_advantage(torch.zeros(1, 2), "mean")
+
+
+def test_draws_that_are_not_there_do_not_touch_the_others() -> None:
+    reward = torch.tensor([[3.0, 1.0, 2.0, 9.0, -7.0], [5.0, 9.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[True, True, True, False, False], [True, False, False, False, False]])
+    for kind in ADVANTAGES:
+        result = group_advantage(reward, kind, mask=mask)
+        torch.testing.assert_close(result[0, :3], group_advantage(reward[:1, :3], kind)[0])
+        assert result[1, 0] == 0 or kind == "unnormalised"  # a group of one
+    assert group_advantage(reward, "rank", mask=mask)[0, :3].tolist() == [1.0, -1.0, 0.0]  # 1 − 2·rank/(n − 1)

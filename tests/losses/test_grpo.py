@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import doctest
 import math
 from typing import Any
 
 import pytest
 import torch
-from actors import actor_of, certain_actor, real_actor
+from actors import actor_of, certain_actor, expected_reward, real_actor
 from helpers import small_table
 from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictSequential
@@ -46,8 +44,11 @@ def total(loss: GRPOLoss, data: TensorDict) -> Tensor:
 
 
 def gradient(loss: GRPOLoss, data: TensorDict) -> Tensor:
-    found = torch.autograd.grad(total(loss, data), list(loss.parameters()))
-    return torch.cat([g.flatten() for g in found])
+    return torch.cat([g.flatten() for g in torch.autograd.grad(total(loss, data), list(loss.parameters()))])
+
+
+def check(out: TensorDict, **wanted: float) -> None:
+    assert {name: out[name].item() for name in wanted} == pytest.approx(wanted, abs=1e-6)
 
 
 def two_draws(**more: Tensor) -> TensorDict:
@@ -63,9 +64,6 @@ def exact_context(behaviour: list[float], rewards: list[float]) -> TensorDict:
     return TensorDict({**data, "reward_per_configuration": torch.tensor([rewards])}, [1])
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
-
-
 def test_sampled_by_hand() -> None:
     loss = GRPOLoss(
         certain_actor([0.6, 0.4]), clip_epsilon=0.1, entropy_coeff=0.01, kl_to_ref_coeff=0.5, advantage="centred"
@@ -77,21 +75,17 @@ def test_sampled_by_hand() -> None:
     wanted = {"loss_objective": -0.05, "loss_entropy": -0.01 * entropy, "loss_kl_to_ref": 0.5 * k3, "entropy": entropy}
     wanted |= {"kl_to_ref": k3, "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2, "clip_fraction": 1.0}
     wanted |= {"ESS": 1 / 1.04, "ratio_mean": 1.0, "zero_advantage_fraction": 0.0}
-    found = loss(data).detach()
-    assert set(found.keys()) == set(wanted) == set(loss.out_keys)
-    assert {k: found[k].item() for k in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert set(loss(data).keys()) == set(wanted) == set(loss.out_keys)
+    check(loss(data), **wanted)
 
 
 def test_exact_by_hand() -> None:
     loss = GRPOLoss(certain_actor([0.6, 0.4]), objective="exact", clip_epsilon=0.1, advantage="centred")
     data = exact_context([0.75, 0.25], [1.0, 0.0])
     # mean ¾, A = ¼ and −¾, ρ = .8 and 1.6, neither is cut: −(¾·.8·¼ − ¼·1.6·¾)
-    found = loss(data).detach()
-    assert found["loss_objective"].item() == pytest.approx(0.15)
-    assert found["clip_fraction"].item() == 0
-    assert found["kl_approx"].item() == pytest.approx(-0.75 * math.log(0.8) - 0.25 * math.log(1.6))
-    assert found["ESS"].item() == pytest.approx(1 / (0.75 * 0.64 + 0.25 * 2.56))
-    assert found["loss_kl_to_ref"].item() == 0
+    kl = -0.75 * math.log(0.8) - 0.25 * math.log(1.6)
+    ess = 1 / (0.75 * 0.64 + 0.25 * 2.56)
+    check(loss(data), loss_objective=0.15, clip_fraction=0, kl_approx=kl, ESS=ess, loss_kl_to_ref=0)
 
 
 def test_groups_that_teach_nothing_are_counted() -> None:
@@ -114,11 +108,8 @@ def test_groups_that_teach_nothing_are_counted() -> None:
     ],
 )
 def test_settings_of_the_advantage_arrive(settings: dict[str, Any], advantage: float) -> None:
-    found = GRPOLoss(certain_actor([0.6, 0.4]), **settings)(two_draws())["loss_objective"]
-    assert found.item() == pytest.approx(-(1.2 - 0.8) / 2 * advantage)
-
-
-# -- against what is known ---------------------------------------------------------------------------------------------
+    out = GRPOLoss(certain_actor([0.6, 0.4]), **settings)(two_draws())
+    check(out, loss_objective=-(1.2 - 0.8) / 2 * advantage)
 
 
 @pytest.mark.parametrize("advantage", ["zscore", "centred", "rank"])
@@ -129,11 +120,11 @@ def test_a_group_is_what_torchrls_ppo_gives_on_flat_rows_with_repeated_contexts(
     flat = TensorDict({"observation": data["observation"].repeat_interleave(5, 0)}, [80])
     flat["action"], flat["action_log_prob"] = data["action"].flatten(0, 1), data["action_log_prob"].flatten()
     flat["advantage"] = grpo.group_advantage(data["next", "reward"], advantage).reshape(-1, 1)
-    found, wanted = ours(data), stock(flat)
-    assert 0 < found["clip_fraction"] < 1
+    group, wanted = ours(data), stock(flat)
+    assert 0 < group["clip_fraction"] < 1
     for name in ("loss_objective", "loss_entropy", "entropy", "kl_approx"):
-        torch.testing.assert_close(found[name], wanted[name])
-    for out in (found, wanted):
+        torch.testing.assert_close(group[name], wanted[name])
+    for out in (group, wanted):
         (out["loss_objective"] + out["loss_entropy"]).backward()
     for p, q in zip(ours.actor_network.parameters(), stock.actor_network.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
@@ -171,16 +162,10 @@ def test_the_exact_gradient_at_the_behaviour_policy_is_the_policy_gradient() -> 
 def test_one_small_step_along_the_exact_gradient_raises_the_expected_reward() -> None:
     actor = linear_actor(None)
     data = drawn(actor, 7, 2)
-
-    def expected_reward() -> float:
-        log_probs = actor.get_dist(data).log_probs.detach()
-        return (log_probs.exp() * data["reward_per_configuration"]).sum(-1).mean().item()
-
-    before, loss = expected_reward(), GRPOLoss(actor, objective="exact", functional=False)
-    optimiser = torch.optim.SGD(actor.parameters(), lr=0.1)
-    total(loss, data).backward()
-    optimiser.step()
-    assert expected_reward() > before
+    before = expected_reward(actor, data)
+    total(GRPOLoss(actor, objective="exact", functional=False), data).backward()
+    torch.optim.SGD(actor.parameters(), lr=0.1).step()
+    assert expected_reward(actor, data) > before
 
 
 @both_objectives
@@ -192,9 +177,6 @@ def test_what_was_recorded_gets_no_gradient(objective: str) -> None:
         data[key] = data[key].clone().requires_grad_()
     total(loss, data).backward()
     assert all(data[key].grad is None for key in recorded)
-
-
-# -- with the real policy and environment ------------------------------------------------------------------------------
 
 
 def played(head: str, objective: str, holes: float) -> tuple[GRPOLoss, TensorDict]:
@@ -211,11 +193,7 @@ def played(head: str, objective: str, holes: float) -> tuple[GRPOLoss, TensorDic
 @both_objectives
 def test_nothing_has_moved_at_the_first_step(head: str, objective: str) -> None:
     loss, data = played(head, objective, holes=0.5)
-    out = loss(data)
-    for name, value in {"kl_to_ref": 0, "kl_approx": 0, "clip_fraction": 0, "loss_kl_to_ref": 0}.items():
-        assert out[name].item() == pytest.approx(value, abs=1e-6), name
-    assert out["ESS"].item() == pytest.approx(1)
-    assert out["ratio_mean"].item() == pytest.approx(1)
+    check(loss(data), kl_to_ref=0, kl_approx=0, clip_fraction=0, loss_kl_to_ref=0, ESS=1, ratio_mean=1)
 
 
 @every_head
@@ -262,8 +240,7 @@ def test_what_is_next_to_impossible_spoils_no_diagnostics() -> None:
         behaviour = loss.actor_network.get_dist(TensorDict({"observation": torch.ones(1, 1)}, [1])).log_probs
     assert behaviour[0, 1] < -200
     out = loss(exact_context([1, 1, 1], [1.0, 0.5, 0.0]).set("behaviour_log_probs", behaviour))
-    for name, wanted in {"ESS": 1, "ratio_mean": 1, "kl_approx": 0, "clip_fraction": 0}.items():
-        assert out[name].item() == pytest.approx(wanted, abs=1e-6), name
+    check(out, ESS=1, ratio_mean=1, kl_approx=0, clip_fraction=0)
 
 
 @both_objectives
@@ -273,12 +250,9 @@ def test_leading_axes_are_free_and_without_diagnostics_the_losses_are_the_same(o
     for name, value in wanted.items():
         torch.testing.assert_close(folded[name], value)
     loss.diagnostics = False
-    found = loss(data)
-    assert list(found.keys()) == ["loss_objective", "loss_entropy", "loss_kl_to_ref"]
-    assert all(torch.equal(wanted[name], value) for name, value in found.items())
-
-
-# -- coefficients ------------------------------------------------------------------------------------------------------
+    losses = loss(data)
+    assert list(losses.keys()) == ["loss_objective", "loss_entropy", "loss_kl_to_ref"]
+    assert all(torch.equal(wanted[name], value) for name, value in losses.items())
 
 
 def test_coefficients_may_be_set_between_steps() -> None:
@@ -299,8 +273,8 @@ def test_a_reference_that_is_asked_for_but_missing_is_loud() -> None:
     data = drawn(linear_actor(4), 8, 4)
     for objective in ("sampled", "exact"):
         assert GRPOLoss(linear_actor(4), objective=objective)(data)["loss_kl_to_ref"] == 0
-        asked = GRPOLoss(linear_actor(4), objective=objective, kl_to_ref_coeff=0.1)
-        assert asked(data)["loss_kl_to_ref"].isnan()
+        loss = GRPOLoss(linear_actor(4), objective=objective, kl_to_ref_coeff=0.1)
+        assert loss(data)["loss_kl_to_ref"].isnan()
 
 
 def test_adapt_kl_steers_into_the_band() -> None:

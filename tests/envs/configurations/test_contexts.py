@@ -1,16 +1,198 @@
+"""Budgets, how they are encoded, and the contexts that are drawn with them."""
+
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import small_table, table_of
 
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import (
+    LEAST_LATENCY_MS,
+    BudgetEncoding,
+    BudgetSampler,
+    default_budgets,
+    judged_worths,
+    log_measured,
+    log_ms,
+    worths_range,
+)
 from knobwise.envs.configurations.contexts import ContextSampler, row_weights
 from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
-FIRST_ROWS, FIRST_OF_LISTS = [44, 39, 53, 0, 43, 39], [3, 0, 4, 7, 0, 2]
+
+def of_latencies(latency_ms: torch.Tensor) -> ProfileTable:
+    """A table with these latencies [N, C]; NaN where not profiled."""
+    return table_of(0 * latency_ms, latency_ms)
+
+
+def draw(table: ProfileTable, rows: torch.Tensor, seed: int = 0, **settings: Any) -> torch.Tensor:
+    return BudgetSampler(table, BudgetConfig(**settings))(rows, torch.Generator().manual_seed(seed))
+
+
+def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor() -> None:
+    table = small_table(holes=0.5)
+    rows = torch.arange(60).repeat(50)
+    factors = torch.tensor([0.8, 1.0, 1.2])
+    drawn = draw(table, rows, strategy="relative")
+    products = table.latency_ms[rows].nan_to_num(1e9)[:, :, None] * factors  # [n, C, 3]
+    hit = (products - drawn[:, None, None]).abs() < 1e-4
+    assert hit.flatten(1).any(1).all()
+    assert hit.any(1).float().mean(0).min() > 0.3  # each factor a third of the time
+    assert hit.any(2).float().sum(0).min() > 0  # and every configuration at times
+
+
+def test_fixed_draws_each_value_and_uniform_is_even_between_its_ends() -> None:
+    drawn = draw(small_table(), torch.zeros(3000, dtype=torch.int64), strategy="fixed", values_ms=(5.0, 7.0))
+    assert sorted(set(drawn.tolist())) == [5.0, 7.0]
+    assert drawn.mean().item() == pytest.approx(6.0, abs=0.1)
+    drawn = draw(small_table(), torch.zeros(20_000, dtype=torch.int64), strategy="uniform", low_ms=10.0, high_ms=30.0)
+    assert drawn.min() >= 10
+    assert drawn.max() <= 30
+    quarters = torch.histc(drawn, 4, 10, 30) / len(drawn)
+    torch.testing.assert_close(quarters, torch.full((4,), 0.25), atol=0.02, rtol=0)
+    # without ends in the settings they are those of the table
+    table = of_latencies(torch.arange(101.0).reshape(101, 1) + 1)  # 3 % and 97 % quantiles: 4 and 98
+    drawn = draw(table, torch.zeros(5000, dtype=torch.int64), strategy="uniform")
+    assert drawn.min().item() == pytest.approx(4, abs=0.2)
+    assert drawn.max().item() == pytest.approx(98, abs=0.2)
+
+
+def test_quantiles_follows_the_latencies_between_its_ends() -> None:
+    table = of_latencies(torch.linspace(0, 10, 1001).square().reshape(1001, 1))
+    drawn = draw(table, torch.zeros(20_000, dtype=torch.int64), strategy="quantiles", low=0.2, high=0.8)
+    assert drawn.min() >= 4 - 1e-4
+    assert drawn.max() <= 64 + 1e-4
+    quarters = drawn.quantile(torch.tensor([0.25, 0.5, 0.75]))  # at ranks .35, .5, .65
+    torch.testing.assert_close(quarters, torch.tensor([12.25, 25.0, 42.25]), rtol=0.03, atol=0)
+    # ranges are taken from some of the rows
+    table = of_latencies(torch.tensor([[1.0, 2.0], [100.0, 200.0]]))
+    sampler = BudgetSampler(table, BudgetConfig("quantiles", low=0, high=1), rows=torch.tensor([0]))
+    drawn = sampler(torch.ones(100, dtype=torch.int64), torch.Generator().manual_seed(0))
+    assert drawn.max() <= 2
+
+
+@pytest.mark.parametrize("strategy", BudgetSampler.STRATEGIES)
+def test_one_seed_gives_one_sequence(strategy: str) -> None:
+    table, rows = small_table(holes=0.3), torch.arange(60)
+    settings = {"strategy": strategy, "values_ms": (5.0, 7.0, 9.0)}
+    assert torch.equal(draw(table, rows, **settings), draw(table, rows, **settings))
+    assert not torch.equal(draw(table, rows, **settings), draw(table, rows, seed=1, **settings))
+
+
+@pytest.mark.parametrize("strategy", ["relative", "uniform", "quantiles"])
+def test_budgets_are_positive_where_a_timer_said_zero(strategy: str) -> None:
+    table = of_latencies(torch.tensor([[0.0, 0.0], [0.0, 3.0]]))
+    drawn = draw(table, torch.tensor([0, 1] * 50), strategy=strategy, low=0.0)
+    assert (drawn >= LEAST_LATENCY_MS).all()
+    assert drawn.isfinite().all()
+
+
+def test_the_range_of_worths_and_those_that_are_judged_by_hand() -> None:
+    latency = torch.arange(101.0).reshape(101, 1) + 1  # 3 % and 97 % quantiles: 4 and 98
+    assert worths_range(latency.flatten()).tolist() == pytest.approx([4, 30 * 98])
+    # five, evenly apart in logarithm, the ends left out
+    step = (30 * 98 / 4) ** (1 / 6)
+    assert judged_worths(of_latencies(latency)).tolist() == pytest.approx([4 * step**k for k in range(1, 6)], rel=1e-4)
+    # what costs nothing is left out
+    paid = torch.arange(101.0) + 1
+    assert torch.equal(worths_range(torch.cat([paid, torch.zeros(50)])), worths_range(paid))
+    assert worths_range(torch.zeros(4)).tolist() == [1, 30]
+
+
+def test_worths_are_drawn_evenly_in_logarithm() -> None:
+    table = of_latencies(torch.arange(101.0).reshape(101, 1) + 1)
+    drawn = draw(table, torch.zeros(20_000, dtype=torch.int64), sense="mean").log()
+    assert drawn.min() >= math.log(4) - 1e-5
+    assert drawn.max() <= math.log(30 * 98) + 1e-5
+    quarters = torch.histc(drawn, 4, math.log(4), math.log(30 * 98)) / len(drawn)
+    torch.testing.assert_close(quarters, torch.full((4,), 0.25), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sense": "median"}, "budget.sense='median': must be one of deadline, mean"),
+        ({"strategy": "best"}, "relative, uniform, quantiles, fixed"),
+        ({"strategy": "relative", "factors": ()}, "factors must be positive"),
+        ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must be positive"),
+        ({"strategy": "relative", "factors": (1.0, math.nan)}, "factors must be positive"),
+        ({"strategy": "fixed"}, "values_ms must be positive, at least one"),
+        ({"strategy": "fixed", "values_ms": (3.0, -1.0)}, r"values_ms must be positive.*-1\.0"),
+        ({"strategy": "fixed", "values_ms": (math.inf,)}, "values_ms must be positive"),
+        ({"strategy": "uniform", "low_ms": 5.0, "high_ms": 4.0}, "0 < low_ms ≤ high_ms"),
+        ({"strategy": "uniform", "low_ms": 0.0}, "0 < low_ms ≤ high_ms"),
+        ({"strategy": "uniform", "high_ms": math.nan}, "0 < low_ms ≤ high_ms"),
+        ({"strategy": "quantiles", "low": 0.9, "high": 0.1}, "0 ≤ low ≤ high ≤ 1"),
+        ({"strategy": "quantiles", "high": 97.0}, "0 ≤ low ≤ high ≤ 1"),
+    ],
+)
+def test_numbers_that_cannot_be_used_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        BudgetSampler(small_table(), BudgetConfig(**settings))
+
+
+def test_default_budgets_are_quantiles_where_most_samples_can_meet_them() -> None:
+    # every sample has 1 ms and one of 2 … 101 ms: all 200 latencies in order are 1 × 100, 2 … 101
+    table = of_latencies(torch.stack([torch.ones(100), torch.arange(2.0, 102.0)], 1))
+    # places .1·199 = 19.9, 49.75, 99.5, 149.25, 179.1
+    wanted = [1.0, 1.0, 1.5, 51.25, 81.1]
+    assert default_budgets(table).tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_default_budgets_are_raised_to_what_three_quarters_of_the_samples_can_meet() -> None:
+    latency = torch.tensor([[1.0, 50.0], [2.0, 50.0], [30.0, 50.0], [40.0, torch.nan]])
+    # latencies 1, 2, 30, 40, 50, 50, 50: quantiles 1.6, 16, 40, 50, 50; fastest 1, 2, 30, 40: place 2.25, upward: 40
+    assert default_budgets(of_latencies(latency)).tolist() == pytest.approx([40, 40, 40, 50, 50])
+    table = small_table(holes=0.5)
+    fastest = table.latency_ms.nan_to_num(torch.inf).amin(1)
+    assert all((fastest <= budget).float().mean() >= 0.75 for budget in default_budgets(table))
+    assert default_budgets(of_latencies(torch.zeros(4, 2))).tolist() == pytest.approx([LEAST_LATENCY_MS] * 5)
+
+
+def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_the_unit() -> None:
+    nothing = torch.tensor([math.log(LEAST_LATENCY_MS), 0.0, 1.0])
+    torch.testing.assert_close(log_ms(torch.tensor([0.0, 1.0, math.e])), nothing)
+    for unit in (1.0, 1e-5, 1e4):
+        measured = unit * torch.tensor([0.0, 2.0, 20.0, math.nan])
+        wanted = math.log(unit) + torch.tensor([0.2, 2.0, 20.0, math.nan]).log()
+        torch.testing.assert_close(log_measured(measured), wanted, equal_nan=True)
+    assert log_measured(torch.zeros(2)).tolist() == pytest.approx([math.log(LEAST_LATENCY_MS)] * 2)
+
+
+def test_encodings_by_hand() -> None:
+    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), "linear")  # ln: 0 and 2, so μ = 1, σ = 1
+    assert encoding.width == 1
+    result = encoding(torch.tensor([[math.e, math.e**3], [1e-9, 1e9]]))
+    torch.testing.assert_close(result, torch.tensor([[[0.0], [2.0]], [[-4.0], [4.0]]]), atol=1e-6, rtol=0)
+    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), "sinusoidal", 5)
+    result = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
+    half = math.sqrt(0.5)
+    torch.testing.assert_close(result, torch.tensor([1.0, half, 1.0, half, 0.0]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "asked", "width"), [("linear", 9, 1), ("sinusoidal", 9, 9), ("sinusoidal", 8, 7)])
+def test_encodings_have_the_width_they_say_and_rise_with_the_budget(kind: str, asked: int, width: int) -> None:
+    table = small_table()
+    encoding = BudgetEncoding(table.latency_ms[table.mask], kind, asked)
+    result = encoding(torch.linspace(2, 40, 200).reshape(4, 50))
+    assert encoding.width == width
+    assert result.shape == (4, 50, width)
+    assert result.abs().max() <= 4
+    first = result[..., 0].flatten()
+    assert (first.diff() > 0).all()
+
+
+def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
+    for latencies in (torch.full((5,), 7.0), torch.zeros(3)):
+        assert BudgetEncoding(latencies)(torch.tensor([0.0, 7.0, 1e6])).isfinite().all()
+    with pytest.raises(InputError, match=r"policy\.budget_encoding='fourier'"):
+        BudgetEncoding(torch.ones(2), "fourier")
+
+
 LISTS = [torch.tensor([3, 5, 7, 9, 11]), torch.tensor([0]), torch.tensor([2, 4])]
 
 
@@ -84,20 +266,16 @@ def test_small_data_sets_are_drawn_more_often(balance: BalanceConfig, share_of_b
 def test_question_types_and_configurations() -> None:
     table, everything = unbalanced(), torch.arange(60)
     weights = row_weights(table, BalanceConfig(by="question_type"), everything)
-    assert weights is not None
     assert weights[[0, 20, 40]].tolist() == pytest.approx([1 / 3] * 3)
     assert float(weights.sum()) == pytest.approx(2)
     weights = row_weights(table, BalanceConfig(by="configuration"), everything)
-    assert weights is not None
     # 11 configurations were profiled for all 60 rows, one for six of them; then among rows 3 to 12 for three of ten
     assert weights[0].item() == pytest.approx(11 / 60 + 1 / 6)
     assert weights[6].item() == pytest.approx(11 / 60)
     assert float(weights.sum()) == pytest.approx(12)
     some = row_weights(table, BalanceConfig(by="configuration", power=0.5), torch.arange(3, 13))
-    assert some is not None
     assert some[[0, 3, 6]].tolist() == pytest.approx([0, 11 / 10**0.5 + 1 / 3**0.5, 11 / 10**0.5])
     later = row_weights(table, BalanceConfig(by="dataset"), torch.arange(40, 60))  # of a 8 rows, of b 12
-    assert later is not None
     assert later[:40].sum() == 0
     assert later[[40, 59]].tolist() == pytest.approx([1 / 8, 1 / 12])
 
@@ -124,8 +302,8 @@ def test_contexts_come_from_the_seed_and_come_again(weights: torch.Tensor | None
 
 def test_equal_seeds_without_weights_draw_what_they_always_drew() -> None:
     """Written down before there were weights."""
-    assert sampler(None)(6)[0].tolist() == FIRST_ROWS
-    assert sampler(LISTS)(6)[0].tolist() == FIRST_OF_LISTS
+    assert sampler(None)(6)[0].tolist() == [44, 39, 53, 0, 43, 39]
+    assert sampler(LISTS)(6)[0].tolist() == [3, 0, 4, 7, 0, 2]
     assert row_weights(small_table(), BalanceConfig(), torch.arange(60)) is None
 
 

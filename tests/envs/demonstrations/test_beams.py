@@ -15,27 +15,25 @@ NAN = float("nan")
 X = -1
 
 
-def tiny(**changes: Any) -> BeamTable:
-    """Three queries with two beams, one, and none; pools of three, two and no candidates out of five."""
-    parts = {
-        "name": "tiny",
-        "query_ids": ("10", "11", "12"),
-        "pool": torch.tensor([[4, 0, 2], [1, 3, X], [X, X, X]]),
-        "sequences": torch.tensor([[[2, 0], [1, X]], [[1, 0], [X, X]], [[X, X], [X, X]]]),
-        "fields": {
-            "beam_score": torch.tensor([[0.5, 0.25], [NAN, NAN], [NAN, NAN]]),
-            "vqa_correct": torch.tensor([[1.0, 0.0], [1.0, NAN], [NAN, NAN]]),
-        },
-        "found_by": torch.tensor([[0, 4], [3, X], [X, X]]),
-        "round": torch.tensor([[0, 2], [0, 0], [0, 0]]),
-        "queries": torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
-        "candidates": torch.arange(10.0).reshape(5, 2),
-    }
-    return BeamTable(**(parts | changes))
+TINY = BeamTable(
+    name="tiny",
+    query_ids=("10", "11", "12"),
+    pool=torch.tensor([[4, 0, 2], [1, 3, X], [X, X, X]]),
+    sequences=torch.tensor([[[2, 0], [1, X]], [[1, 0], [X, X]], [[X, X], [X, X]]]),
+    fields={
+        "beam_score": torch.tensor([[0.5, 0.25], [NAN, NAN], [NAN, NAN]]),
+        "vqa_correct": torch.tensor([[1.0, 0.0], [1.0, NAN], [NAN, NAN]]),
+    },
+    found_by=torch.tensor([[0, 4], [3, X], [X, X]]),
+    round=torch.tensor([[0, 2], [0, 0], [0, 0]]),
+    queries=torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
+    candidates=torch.arange(10.0).reshape(5, 2),
+)
+"""Three queries with two beams, one, and none; pools of three, two and no candidates out of five."""
 
 
 def test_sizes_and_masks() -> None:
-    table = tiny()
+    table = TINY
     assert (table.num_queries, table.num_beams, table.shots) == (3, 2, 2)
     assert table.pool_mask.tolist() == [[True] * 3, [True, True, False], [False] * 3]
     assert table.beam_mask.tolist() == [[True, True], [True, False], [False, False]]
@@ -50,12 +48,12 @@ def test_sizes_and_masks() -> None:
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0)])
 def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
     none = torch.full((3, shape[0]), X)
-    table = tiny(sequences=torch.full((3, *shape), X), fields={}, found_by=none, round=0 * none)
+    table = replace(TINY, sequences=torch.full((3, *shape), X), fields={}, found_by=none, round=0 * none)
     assert not table.beam_mask.any()
     none = torch.full((3, 0), X)
-    assert table.digest == tiny(sequences=none[..., None], fields={}, found_by=none, round=none).digest
-    again = table.with_beams(tiny().sequences, tiny().fields, tiny().found_by, tiny().round)
-    assert again.digest == tiny().digest
+    assert table.digest == replace(TINY, sequences=none[..., None], fields={}, found_by=none, round=none).digest
+    again = table.with_beams(TINY.sequences, TINY.fields, TINY.found_by, TINY.round)
+    assert again.digest == TINY.digest
 
 
 @pytest.mark.parametrize(
@@ -100,21 +98,21 @@ def test_a_table_without_any_beam_yet(shape: tuple[int, int]) -> None:
 )  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"beam table 'tiny'.*{message}"):
-        tiny(**changes)
+        replace(TINY, **changes)
 
 
 def test_a_candidate_that_shows_the_querys_own_image_is_refused() -> None:
     seen = ("x", "a", "b", "", "b")
-    assert tiny(query_images=("a", "b", ""), candidate_images=seen)
+    assert replace(TINY, query_images=("a", "b", ""), candidate_images=seen)
     with pytest.raises(InputError, match="2 × candidates that show their query's own image"):
-        tiny(query_images=("b", "b", ""), candidate_images=seen)
+        replace(TINY, query_images=("b", "b", ""), candidate_images=seen)
     own = shows_own_image(torch.tensor([[0, 1, 2], [2, 1, X]]), ("a", ""), ("a", "", "a"))
     assert own.tolist() == [[True, False, True], [False, False, False]]
     assert not shows_own_image(torch.tensor([[0]]), (), ("a",)).any()
 
 
 def test_select_keeps_order_shape_and_candidates() -> None:
-    table = tiny(query_images=("a", "b", "c"))
+    table = replace(TINY, query_images=("a", "b", "c"))
     chosen = table.select(torch.tensor([2, 0]))
     assert chosen.query_ids == ("12", "10")
     assert chosen.query_images == ("c", "a")
@@ -128,7 +126,7 @@ def test_select_keeps_order_shape_and_candidates() -> None:
 
 
 def test_beams_are_added_and_closed_up() -> None:
-    added = tiny().with_beams(
+    added = TINY.with_beams(
         torch.tensor([[[X, X, X], [0, 1, 2]], [[0, X, X], [1, X, X]], [[X, X, X], [X, X, X]]]),
         {"vqa_correct": torch.tensor([[9, 1], [0, 1], [9, 9]]), "vqa_rel_score": torch.full((3, 2), 0.5)},
         found_by=4,
@@ -154,11 +152,11 @@ def test_beams_are_added_and_closed_up() -> None:
 )
 def test_beams_that_do_not_fit_are_not_added(sequences: torch.Tensor, words: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        tiny().with_beams(sequences, **({"fields": {}, "found_by": 1} | words))
+        TINY.with_beams(sequences, **({"fields": {}, "found_by": 1} | words))
 
 
 def test_digest_tells_content_apart_and_nothing_else() -> None:
-    table = tiny()
+    table = TINY
     same = [
         replace(table, notes=("read on a Monday",), name="other"),
         replace(table, fields=dict(reversed(table.fields.items()))),
@@ -191,7 +189,7 @@ def test_digest_tells_content_apart_and_nothing_else() -> None:
 
 def test_a_saved_table_loads_the_same(tmp_path) -> None:
     images = {"query_images": ("a", "b", ""), "candidate_images": ("x", "", "", "", "")}
-    table = tiny(**images, blocks={"image": (0, 1), "question": (1, 2)}, notes=("2 rows dropped",))
+    table = replace(TINY, **images, blocks={"image": (0, 1), "question": (1, 2)}, notes=("2 rows dropped",))
     table.save(tmp_path / "deep" / "t.safetensors")
     again = BeamTable.load(tmp_path / "deep" / "t.safetensors")
     assert again.digest == table.digest
@@ -200,20 +198,20 @@ def test_a_saved_table_loads_the_same(tmp_path) -> None:
     assert again.pool.dtype == torch.int64
     tensors = load_file(tmp_path / "deep" / "t.safetensors")
     assert {tensors[k].dtype for k in ("pool", "sequences", "found_by", "round")} == {torch.int8}
-    table = tiny(candidates=torch.zeros(40_000, 2), pool=torch.tensor([[39_999, 0, 2], [1, 3, X], [X, X, X]]))
+    table = replace(TINY, candidates=torch.zeros(40_000, 2), pool=torch.tensor([[39_999, 0, 2], [1, 3, X], [X, X, X]]))
     table.save(tmp_path / "t.safetensors")
     assert load_file(tmp_path / "t.safetensors")["pool"].dtype == torch.int32
     assert BeamTable.load(tmp_path / "t.safetensors").pool[0, 0] == 39_999
 
 
 def test_embeddings_in_half_the_space(tmp_path) -> None:
-    tiny(queries=torch.full((3, 2), 0.1)).save(tmp_path / "t.safetensors", float16=True)
+    replace(TINY, queries=torch.full((3, 2), 0.1)).save(tmp_path / "t.safetensors", float16=True)
     loaded = BeamTable.load(tmp_path / "t.safetensors")
     assert loaded.queries.dtype == torch.float32
     assert loaded.queries[0, 0].item() == 0.0999755859375  # the float16 nearest to 0.1
-    assert torch.equal(loaded.candidates, tiny().candidates)
+    assert torch.equal(loaded.candidates, TINY.candidates)
     with pytest.raises(InputError, match="too large for float16"):
-        tiny(queries=torch.full((3, 2), 1e5)).save(tmp_path / "u.safetensors", float16=True)
+        replace(TINY, queries=torch.full((3, 2), 1e5)).save(tmp_path / "u.safetensors", float16=True)
     assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
 
 
@@ -222,7 +220,7 @@ def test_files_that_are_no_saved_beam_table(tmp_path) -> None:
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(InputError, match=r"t\.safetensors: not a beam table saved by knobwise"):
         BeamTable.load(path)
-    tiny().save(path)
+    TINY.save(path)
     tensors = load_file(path)
     save_file(tensors | {"pool": tensors["pool"] + 1}, path)
     with pytest.raises(InputError, match=r"t\.safetensors: not a beam table.*beyond the 5 candidates"):

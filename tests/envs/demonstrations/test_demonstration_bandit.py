@@ -33,7 +33,7 @@ SEQUENCES = torch.tensor(
 )
 
 
-def beams(**changes: Any) -> BeamTable:
+def beams() -> BeamTable:
     """Five queries; the outcomes count up, so that each reward tells which sequence it belongs to."""
     there = SEQUENCES[..., 0] >= 0
     fields = {
@@ -41,18 +41,17 @@ def beams(**changes: Any) -> BeamTable:
         for number, name in enumerate(FIELDS)
     }
     fields["vqa_correct"] = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(5, 4).masked_fill(~there, torch.nan)
-    parts: dict[str, Any] = {
-        "name": "five",
-        "query_ids": tuple("abcde"),
-        "pool": torch.tensor([[4, 0, 2, 6], [1, X, X, X], [X, X, X, X], [3, 5, X, X], [6, 1, 0, X]]),
-        "sequences": SEQUENCES,
-        "fields": fields,
-        "found_by": torch.tensor([[0, 2, 4, 4], [3, X, X, X], [X] * 4, [X] * 4, [0, 4, X, X]]),
-        "round": torch.tensor([[0, 0, 1, 2], [0] * 4, [0] * 4, [0] * 4, [0, 2, 0, 0]]),
-        "queries": torch.eye(5),
-        "candidates": torch.arange(35.0).reshape(7, 5).cos(),
-    }
-    return BeamTable(**(parts | changes))
+    return BeamTable(
+        name="five",
+        query_ids=tuple("abcde"),
+        pool=torch.tensor([[4, 0, 2, 6], [1, X, X, X], [X, X, X, X], [3, 5, X, X], [6, 1, 0, X]]),
+        sequences=SEQUENCES,
+        fields=fields,
+        found_by=torch.tensor([[0, 2, 4, 4], [3, X, X, X], [X] * 4, [X] * 4, [0, 4, X, X]]),
+        round=torch.tensor([[0, 0, 1, 2], [0] * 4, [0] * 4, [0] * 4, [0, 2, 0, 0]]),
+        queries=torch.eye(5),
+        candidates=torch.arange(35.0).reshape(7, 5).cos(),
+    )
 
 
 class CountingScorer:
@@ -276,10 +275,10 @@ def test_settings_that_make_no_sense() -> None:
     with pytest.raises(InputError, match="shots=0, group_size=1"):
         bandit(True, shots=0)
     none = torch.full((5, 0), X)  # the table needs no recorded sequence, but candidates
-    table = beams(sequences=none[..., None], fields={}, found_by=none, round=none)
+    table = replace(beams(), sequences=none[..., None], fields={}, found_by=none, round=none)
     check_env_specs(DemonstrationBandit(table, batch_size=3, group_size=2, shots=2, scorer=CountingScorer()), seed=0)
     none = torch.full((5, 4), X)
-    empty = beams(pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none)
+    empty = replace(beams(), pool=none, sequences=none[..., None], fields={}, found_by=none, round=0 * none)
     with pytest.raises(InputError, match="the pools of all queries are empty"):
         DemonstrationBandit(empty, shots=2, scorer=CountingScorer())
 

@@ -95,15 +95,13 @@ def test_what_every_environment_keeps(kind: str) -> None:
 @pytest.mark.parametrize("live", [False, True])
 def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
     words: dict[str, Any] = {"reward": DemonstrationRewardConfig("hard_plus_soft"), "scorer": scorer if live else None}
-    env, native = made(**words), DemonstrationBandit(beams(), **words)
+    env, native, table, rows = made(**words), DemonstrationBandit(beams(), **words), beams(), []
     native.set_seed(7)
-    rows = []
     for number in range(6):
         observation, info = env.reset(seed=7 if number == 0 else None)
         context = native.reset()
         row = int(context["row"])
         rows.append(row)
-        table = beams()
         assert info["query_id"] == table.query_ids[row]
         assert np.array_equal(observation["query"], table.queries[row].numpy())
         for place, candidate in enumerate(table.pool[row].tolist()):
@@ -153,7 +151,7 @@ def test_a_query_without_candidates_has_reward_0() -> None:
     assert "oracle_reward" not in info
 
 
-def test_what_was_never_recorded_is_refused_by_name() -> None:
+def test_what_was_never_recorded_is_refused_by_name_and_so_is_an_action_of_another_width() -> None:
     table = beams()
     kept = {name: getattr(table, name)[:, :3] for name in ("sequences", "found_by", "round")}
     kept = replace(table, **kept, fields={name: field[:, :3] for name, field in table.fields.items()})
@@ -161,10 +159,6 @@ def test_what_was_never_recorded_is_refused_by_name() -> None:
     env.reset()
     with pytest.raises(InputError, match=r"never recorded.*query q1 of 'twos', places \[1, 0\]"):
         env.step(np.array([1, 0]))
-
-
-def test_an_action_of_another_width_is_refused() -> None:
-    env = made()
     env.reset()[0]["query"][:] = 9  # a copy
     assert not (env.table.queries == 9).any()
     with pytest.raises(InputError, match=r"the action has shape \(3,\), expected \(2,\)"):

@@ -41,11 +41,6 @@ def arrays(table: pl.DataFrame) -> dict[str, Any]:
     return {**columns, "configurations": table.select(KNOBS).unique().sort(KNOBS).to_numpy()}
 
 
-@pytest.fixture(scope="module")
-def figures(arrays: dict[str, Any]) -> dict[str, Any]:
-    return profile_figures(arrays["accuracy"], arrays["latency_ms"], arrays["configurations"], Configuration._fields)
-
-
 def test_it_is_small_and_whole() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 4e6
     for name, digest in ABOUT["sha256"].items():
@@ -59,7 +54,9 @@ def test_every_sample_was_measured_at_every_configuration(table: pl.DataFrame) -
     assert table.height == table.select("sample_id", *KNOBS).unique().height == samples * configurations
 
 
-def test_knobs_and_inputs_move_accuracy_and_latency(figures: dict[str, Any]) -> None:
+def test_knobs_and_inputs_move_accuracy_and_latency(arrays: dict[str, Any]) -> None:
+    measured = (arrays[name] for name in ("accuracy", "latency_ms", "configurations"))
+    figures = profile_figures(*measured, Configuration._fields)
     for effect in figures["knobs"].values():
         assert effect["accuracy_range"] >= 0.05
         assert effect["latency_range"] >= 0.20
@@ -89,9 +86,8 @@ def test_the_features_say_which_configuration_is_needed(arrays: dict[str, Any]) 
 
 def test_the_description_of_the_run_is_the_default_configuration() -> None:
     assert ABOUT["command"] == "knobwise profile model=elastic out=DIR"
-    config = ElasticProfileConfig()
-    keys = ("samples", "repeats", "seed")
-    assert [getattr(config, key) for key in keys] == [ABOUT["config"][key] for key in keys]
+    for key in ("samples", "repeats", "seed"):
+        assert getattr(ElasticProfileConfig(), key) == ABOUT["config"][key]
 
 
 def test_the_shipped_model_still_gives_the_recorded_answers_and_features(arrays: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ def test_every_value_is_understood_as_the_agent_passes_it(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_what_is_maximised_is_a_validation_score_that_the_metrics_page_explains(path: Path) -> None:
-    """tests/test_metrics_page.py holds that page against what runs log, and where."""
+    """tests/test_docs.py holds that page against what runs log, and where."""
     metric = sweep(path)["metric"]
     assert metric["goal"] == "maximize"
     stage = re.fullmatch(r"Val/(\w+)/Accuracy_Mean", metric["name"])

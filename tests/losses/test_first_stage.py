@@ -1,17 +1,67 @@
-from __future__ import annotations
+"""The two losses of the first stage: reward-weighted cross-entropy, and regression on what was measured."""
 
 import math
 
 import pytest
 import torch
+from actors import certain_actor, expected_reward, real_actor
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
+from torch import nn
 
-from knobwise.losses import RegressionLoss
+from knobwise.agents.controller.heads import HEADS
+from knobwise.losses import RCELoss, RegressionLoss
 from knobwise.losses.functional import gaussian_nll
 
 NAN = math.nan
+every_head = pytest.mark.parametrize("head", sorted(HEADS))
+
+
+def played(head: str) -> tuple[RCELoss, TensorDict]:
+    actor, env = real_actor(head, holes=0.6)
+    return RCELoss(actor, temperature=0.3, functional=False), env.reset()
+
+
+def contexts(*rewards: float) -> TensorDict:
+    """One context with these rewards."""
+    return TensorDict({"observation": torch.ones(1, 1), "reward_per_configuration": torch.tensor([rewards])}, [1])
+
+
+def test_rce_by_hand_and_its_temperature_may_be_set_between_steps() -> None:
+    loss, data = RCELoss(certain_actor([0.2, 0.8]), temperature=0.5), contexts(0.0, math.log(3) / 2)
+    out = loss(data)
+    assert out["loss_rce"].item() == pytest.approx(-(0.25 * math.log(0.2) + 0.75 * math.log(0.8)))  # target ¼ : ¾
+    assert out["entropy"].item() == pytest.approx(-(0.2 * math.log(0.2) + 0.8 * math.log(0.8)))
+    loss.temperature = 0.25
+    assert loss(data)["loss_rce"].item() == pytest.approx(-(0.1 * math.log(0.2) + 0.9 * math.log(0.8)))  # ⅒ : ⁹⁄₁₀
+    # NaN means that a configuration takes no part
+    loss = RCELoss(certain_actor([0.2, 0.5, 0.3]), temperature=1.0)
+    assert loss(contexts(0.0, math.nan, 0.0))["loss_rce"].item() == pytest.approx(-(math.log(0.2) + math.log(0.3)) / 2)
+
+
+@every_head
+def test_what_was_not_profiled_gives_no_nan(head: str) -> None:
+    loss, data = played(head)
+    assert data["reward_per_configuration"].isnan().any()
+    out = loss(data)
+    assert out["loss_rce"].isfinite()
+    assert out["entropy"].isfinite()
+    out["loss_rce"].backward()
+    gradients = [p.grad for p in loss.parameters()]
+    assert all(g.isfinite().all() for g in gradients)
+    assert sum(g.abs().sum() for g in gradients) > 0
+
+
+@every_head
+def test_rce_learns_to_prefer_what_is_rewarded(head: str) -> None:
+    loss, data = played(head)
+    optimiser = torch.optim.Adam(loss.parameters(), lr=0.01)
+    before = expected_reward(loss.actor_network, data)
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss(data.clone())["loss_rce"].backward()
+        optimiser.step()
+    assert expected_reward(loss.actor_network, data) > before + 0.5
 
 
 class Says(TensorDictModuleBase):
@@ -23,10 +73,10 @@ class Says(TensorDictModuleBase):
     def __init__(self, logits: list[float], log_latency: list[float], spread: list[float]) -> None:
         super().__init__()
         values = (logits, log_latency, spread)
-        self.said = nn.ParameterList([nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in values])
+        self.outputs = nn.ParameterList([nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in values])
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        for key, value in zip(self.out_keys, self.said, strict=True):
+        for key, value in zip(self.out_keys, self.outputs, strict=True):
             tensordict[key] = value.expand(*tensordict["row"].shape, -1)
         return tensordict
 
@@ -72,16 +122,11 @@ def test_what_was_not_profiled_gets_no_gradient_and_spoils_none() -> None:
     only_second = measured([[NAN, 1.0], [NAN, 0.0]], [[NAN, 2.0], [NAN, 1.0]])
     out = RegressionLoss(predictor)(only_second)
     (out["loss_accuracy"] + out["loss_latency"]).backward()
-    for said in predictor.said:
-        assert said.grad[0] == 0
-        assert said.grad[1].isfinite()
+    gradients = torch.stack([output.grad for output in predictor.outputs])
+    assert not gradients[:, 0].any()
     # σ(0) − mean target; −(mean target − mean)/spread²; (1 − mean squared z)/spread: z = ½ and 0
-    assert predictor.said[0].grad[1] == pytest.approx(0.5 - 0.5)
-    assert predictor.said[1].grad[1] == pytest.approx(-0.5 / 4)
-    assert predictor.said[2].grad[1] == pytest.approx((1 - 0.125) / 2)
-
-
-def test_a_context_of_which_nothing_was_profiled_counts_nothing() -> None:
+    assert gradients[:, 1].tolist() == pytest.approx([0.5 - 0.5, -0.5 / 4, (1 - 0.125) / 2])
+    # nor does a context of which nothing was profiled count
     out = RegressionLoss(Says(*PREDICTED), reduction="none")(measured([[NAN, NAN]], [[NAN, NAN]]))
     assert out["loss_accuracy"].tolist() == out["loss_latency"].tolist() == [0.0]
 
@@ -92,25 +137,21 @@ def test_the_least_loss_is_at_the_means_and_the_spread_of_what_was_measured() ->
     loss, optimiser = RegressionLoss(predictor), torch.optim.Adam(predictor.parameters(), lr=0.05)
     for _ in range(600):
         optimiser.zero_grad()
-        sum(loss(data).values()).backward()  # type: ignore[union-attr]
+        sum(loss(data).values()).backward()
         optimiser.step()
-    logit, mean, spread = (said.item() for said in predictor.said)
+    logit, mean, spread = (output.item() for output in predictor.outputs)
     assert torch.sigmoid(torch.tensor(logit)).item() == pytest.approx(0.75, abs=0.01)
     assert (mean, spread) == (pytest.approx(2.5, abs=0.01), pytest.approx(math.sqrt(1.25), abs=0.01))
 
 
-def test_leading_axes_are_free_and_keys_can_be_renamed() -> None:
+def test_leading_axes_are_free_keys_can_be_renamed_and_keywords_taken() -> None:
     loss = RegressionLoss(Says(*PREDICTED), reduction="none")
     assert loss.in_keys == ["row", "accuracy_per_configuration", "log_latency_per_configuration"]
     assert loss(BY_HAND.reshape(1, 2))["loss_latency"].shape == (1, 2)
     loss.set_keys(accuracy="right")
     assert loss.in_keys == ["row", "right", "log_latency_per_configuration"]
     renamed = BY_HAND.clone().rename_key_("accuracy_per_configuration", "right")
-    wanted = RegressionLoss(Says(*PREDICTED), reduction="none")(BY_HAND)
+    plain = RegressionLoss(Says(*PREDICTED), reduction="none")
+    wanted = plain(BY_HAND)
     assert torch.equal(loss(renamed)["loss_accuracy"], wanted["loss_accuracy"])
-
-
-def test_it_takes_keywords_in_the_place_of_a_tensordict() -> None:
-    found: tuple[Tensor, Tensor] = RegressionLoss(Says(*PREDICTED))(**BY_HAND.to_dict())
-    wanted = RegressionLoss(Says(*PREDICTED))(BY_HAND)
-    assert [float(f.detach()) for f in found] == [float(w.detach()) for w in wanted.values()]
+    assert all(map(torch.equal, plain(**BY_HAND.to_dict()), wanted.values()))

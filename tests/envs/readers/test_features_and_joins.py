@@ -1,0 +1,309 @@
+"""Feature files: four formats, matched to samples by id, all that can be wrong in them; and tables joined into one."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from helpers import Harmful, small_table, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.feature_files import Features, attach_features, read_features, write_features
+from knobwise.envs.readers.joint import join_tables, rows_by_dataset, with_dataset_input
+from knobwise.envs.readers.long_table import read_long_table, write_long_table
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.settings.profiles import read_profile
+
+SUFFIXES = [".safetensors", ".npz", ".pt", ".parquet"]
+NAN = float("nan")
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
+
+
+def bare(samples=3, **changes):
+    return replace(small_table(samples=samples, features=False), **changes)
+
+
+def saved(path, ids=("0", "1", "2"), **blocks):
+    np.savez(path, sample_id=np.array(ids), **(blocks or {"x": np.zeros((len(ids), 2))}))
+    return path
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@given(
+    widths=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    ids=st.lists(NAMES, min_size=2, max_size=4, unique=True),
+    values=st.lists(st.floats(-(2.0**90), 2.0**90, width=32) | st.just(NAN), min_size=1, max_size=9),
+    datasets=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=8, deadline=None)
+def test_reading_gives_back_what_was_written(tmp_path_factory, suffix, widths, ids, values, datasets):
+    n = len(ids)
+    blocks = {
+        f"block {i}": torch.tensor([values[j % len(values)] for j in range(n * w)]).reshape(n, w)
+        for i, w in enumerate(widths)
+    }
+    table = bare(n, sample_ids=tuple(ids), features=blocks, datasets=tuple("xy"[i % 2] for i in range(n)) * datasets)
+    path = tmp_path_factory.mktemp("features") / f"f{suffix}"
+    write_features(table, path)
+    again = attach_features(replace(table, features={}), path)
+    assert list(again.features) == list(blocks)
+    for name, block in blocks.items():
+        assert again.features[name].dtype == torch.float32
+        torch.testing.assert_close(again.features[name], block, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_are_matched_by_id_whatever_their_order(tmp_path):
+    saved(tmp_path / "f.npz", ids=[2, 0, 1, 7], x=np.array([20.0, 0.0, 10.0, 70.0]))
+    table = attach_features(bare(), tmp_path / "f.npz")
+    assert table.features["x"].tolist() == [[0.0], [10.0], [20.0]]
+    assert table.notes == ("1 rows of features without a sample: not used",)
+    assert read_features(saved(tmp_path / "b.npz", ids=[b"a", b"b"])).sample_ids == ("a", "b")
+    saved(tmp_path / "f.npz", ids=["0", "x", "y"])
+    with pytest.raises(InputError, match=r"f\.npz: no features for 2 of 3 samples .* such as 1, 2; .* such as 0, x, y"):
+        attach_features(bare(), tmp_path / "f.npz")
+
+
+def test_rows_are_matched_by_data_set_where_both_name_it():
+    features = Features(("0", "0"), {"x": torch.tensor([[1.0], [2.0]])}, ("b", "a"))
+    both = bare(2, sample_ids=("0", "0"), datasets=("a", "b"))
+    assert attach_features(both, features).features["x"].tolist() == [[2.0], [1.0]]
+    one = replace(table_of([[0.0]], [[1.0]]), name="a")
+    assert attach_features(one, features).features["x"].tolist() == [[2.0]]
+    with pytest.raises(InputError, match="ids occur in several data sets of the features"):
+        attach_features(replace(one, name="c"), features)
+    with pytest.raises(InputError, match="ids occur in several data sets of the profile"):
+        attach_features(both, Features(("0",), {"x": torch.zeros(1, 1)}))
+
+
+def test_every_kind_of_number(tmp_path):
+    for kind in (np.float16, np.float64, np.int8, np.uint16, bool):
+        saved(tmp_path / "f.npz", x=np.array([[0], [1], [1]], kind))
+        assert read_features(tmp_path / "f.npz").blocks["x"].tolist() == [[0.0], [1.0], [1.0]]
+    blocks = {"x": torch.tensor([[0.5], [2.0]], dtype=torch.bfloat16)}
+    save_file({"sample_id": torch.tensor([4, 2]), **blocks}, tmp_path / "f.safetensors")
+    torch.save({"sample_id": [4, 2], **blocks}, tmp_path / "f.pt")
+    for suffix in (".safetensors", ".pt"):
+        features = read_features(tmp_path / f"f{suffix}")
+        assert features.sample_ids == ("4", "2")
+        assert features.blocks["x"].tolist() == [[0.5], [2.0]]
+
+
+def test_columns_of_a_table_file(tmp_path):
+    columns = {"sample_id": [1, 2], "split": ["train", "test"], "width": [640, None], "dark": [True, False]}
+    data = pl.DataFrame(columns | {"vision": [[1.0, 2.0], [3.0, None]]})
+    data.write_parquet(tmp_path / "f.parquet")
+    blocks = read_features(tmp_path / "f.parquet").blocks
+    assert list(blocks) == ["vision", "features"]
+    torch.testing.assert_close(blocks["vision"], torch.tensor([[1, 2], [3, NAN]]), equal_nan=True)
+    torch.testing.assert_close(blocks["features"], torch.tensor([[640, 1], [NAN, 0]]), equal_nan=True)
+    data.drop("vision", "split").write_csv(tmp_path / "f.csv")
+    torch.testing.assert_close(read_features(tmp_path / "f.csv").blocks["features"], blocks["features"], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("ids", "blocks", "message"),
+    [
+        (["0", "1", "1"], {}, "1 ids occur more than once"),
+        (["0", "1"], {"x": np.zeros((3, 2))}, r"'x' have shape \(3, 2\), but there are 2 sample_id"),
+        (["0", "1"], {"x": np.zeros((2, 2, 2))}, r"'x' have shape \(2, 2, 2\)"),
+        (["0", "1"], {"x": np.array(3.0)}, r"'x' have shape \(\)"),
+        (["0", "1"], {"x": np.array(["1", "b"])}, "'x' are not numbers"),
+        (["0", "1"], {"x": np.array([1.0, np.inf])}, "'x' hold infinite values"),
+        (["0", "1"], {"x": np.array([1.0, 1e300])}, "'x' hold infinite values"),
+        ([["0"], ["1"]], {}, "'sample_id' holds"),
+        (["0", "1"], {"x": np.array([{}, 1], object)}, "without executing code"),
+    ],
+)
+def test_bad_blocks(tmp_path, ids, blocks, message):
+    saved(tmp_path / "f.npz", ids=ids, **blocks)
+    with pytest.raises(InputError, match=rf"f\.npz: .*{message}"):
+        read_features(tmp_path / "f.npz")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"sample_id": [1, 2], "name": ["a", "b"]}, "'name' has 2 values that are not numbers"),
+        ({"sample_id": [1, 2], "x": [["a"], ["b"]]}, "'x' has 2 values that are not numbers"),
+        ({"sample_id": [1, 2], "x": [[1.0], [1.0, 2.0]]}, "'x' have different lengths"),
+        ({"sample_id": [1, 2], "x": [[1.0], None]}, "'x' have different lengths, or are missing"),
+        ({"sample_id": [1, 2], "features": [[1.0], [2.0]], "y": [1, 2]}, "has one already"),
+        ({"sample_id": [1, None], "x": [1, 2]}, "'sample_id' is empty in 1 rows"),
+        ({"sample_id": [1, 2]}, "at least one block"),
+        ({"x": [1, 2]}, "need sample_id"),
+    ],
+)
+def test_bad_columns(tmp_path, columns, message):
+    pl.DataFrame(columns).write_parquet(tmp_path / "f.parquet")
+    with pytest.raises(InputError, match=rf"f\.parquet: .*{message}"):
+        read_features(tmp_path / "f.parquet")
+
+
+def test_code_in_a_file_is_not_run(tmp_path, capsys):
+    torch.save({"sample_id": [1], "x": Harmful()}, tmp_path / "f.pt")
+    with pytest.raises(InputError, match=r"f\.pt: cannot be read as features without executing code"):
+        read_features(tmp_path / "f.pt")
+    assert "must not run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".bin"])
+def test_files_of_another_kind(tmp_path, suffix):
+    with pytest.raises(InputError, match=rf"f\{suffix}: no such file"):
+        read_features(tmp_path / f"f{suffix}")
+    (tmp_path / f"f{suffix}").write_text("hello")
+    with pytest.raises(InputError, match=rf"f\{suffix}: "):
+        read_features(tmp_path / f"f{suffix}")
+
+
+def test_nothing_to_write_or_nowhere(tmp_path):
+    with pytest.raises(InputError, match=r"\.safetensors, \.npz, \.pt or \.parquet"):
+        write_features(small_table(), tmp_path / "f.bin")
+    with pytest.raises(InputError, match=r"blocks: \[\]"):
+        write_features(bare(), tmp_path / "f.npz")
+    assert list(tmp_path.iterdir()) == []
+
+
+def table(name: str, knobs: dict[str, tuple[Any, ...]], configurations: list[list[int]], **more: Any) -> ProfileTable:
+    """Two samples; sample i under configuration c takes 10·i + c + 1 ms and is right with 0.1·c."""
+    c = len(configurations)
+    ms = 10.0 * torch.arange(2).unsqueeze(1) + torch.arange(c) + 1
+    named = tuple(Knob(k, v) for k, v in knobs.items())
+    cells = table_of([[0.1 * i for i in range(c)]] * 2, ms)
+    return replace(cells, name=name, knobs=named, configurations=torch.tensor(configurations), **more)
+
+
+def cells(t: ProfileTable) -> set[tuple[Any, ...]]:
+    """Every profiled cell, in words."""
+    return {
+        (t.dataset_names[i], t.sample_ids[i], *sorted(t.configuration(c).items()), float(t.latency_ms[i, c]))
+        for i, c in t.mask.nonzero().tolist()
+    }
+
+
+FIRST = table("a", {"crops": (2, 6), "tier": ("low", "high")}, [[0, 0], [1, 1]])
+OTHER = table("b", {"tier": ("medium", "high"), "crops": (2, 9)}, [[0, 1], [1, 0], [1, 1]])
+
+
+def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_up() -> None:
+    joint = join_tables([FIRST, OTHER])
+    assert joint.knobs == (Knob("crops", (2, 6, 9)), Knob("tier", ("low", "medium", "high")))
+    # (2, low), (6, high) of one; (9, medium), (2, high), (9, high) of the other
+    assert joint.configurations.tolist() == [[0, 0], [0, 2], [1, 2], [2, 1], [2, 2]]
+    assert joint.mask.tolist() == [[True, False, True, False, False]] * 2 + [[False, True, False, True, True]] * 2
+    assert cells(joint) == cells(FIRST) | cells(OTHER)
+    assert joint.dataset_names == ("a", "a", "b", "b")
+    assert join_tables([replace(FIRST, unit="J"), replace(OTHER, unit="J")]).unit == "J"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(13, 21), st.floats(0, 0.8)), min_size=1, max_size=3), st.booleans())
+def test_whatever_is_joined_every_cell_is_kept(sizes: list[tuple[int, float]], dataset_input: bool) -> None:
+    tables = [replace(small_table(n, i, holes), name=f"t{i}") for i, (n, holes) in enumerate(sizes)]
+    joint = join_tables(tables, dataset_input=dataset_input)
+    assert cells(joint) == set().union(*map(cells, tables))
+    features = torch.cat([table.features["image_features"] for table in tables])
+    assert torch.equal(joint.features["image_features"], features)
+    assert ("dataset" in joint.features) == dataset_input
+
+
+def test_the_dataset_as_an_input() -> None:
+    joint = with_dataset_input(join_tables([OTHER, FIRST]))
+    assert joint.features["dataset"].tolist() == [[0, 1], [0, 1], [1, 0], [1, 0]]
+    assert "the columns of block 'dataset' are a, b" in joint.notes[-1]
+    for_another = with_dataset_input(FIRST, ["c", "a", "b"])
+    assert for_another.features["dataset"].tolist() == [[0, 1, 0]] * 2
+    assert with_dataset_input(FIRST, ["c"]).features["dataset"].tolist() == [[0], [0]]
+    with pytest.raises(InputError, match="has a feature block 'dataset' already"):
+        with_dataset_input(joint)
+    rows = rows_by_dataset(joint, torch.tensor([3, 0, 2]))
+    assert {name: places.tolist() for name, places in rows.items()} == {"a": [0, 2], "b": [1]}
+
+
+def test_images_parts_and_question_types_are_kept() -> None:
+    fixed = replace(FIRST, image_ids=("7", "7"), parts=("train", "train"), question_types=("yes/no", "other"))
+    joint = join_tables([fixed, replace(OTHER, parts=("validation", "test")), replace(fixed, name="c", notes=("odd",))])
+    assert joint.image_ids == ("7", "7", "0", "1", "7", "7")
+    assert joint.parts == ("train", "train", "validation", "test", "train", "train")
+    assert joint.question_types == ("yes/no", "other", "unknown", "unknown", "yes/no", "other")
+    assert "c: odd" in joint.notes
+
+
+def test_a_profile_that_fixes_no_split_is_divided_when_another_one_does() -> None:
+    free, fixed = small_table(20), replace(small_table(20, seed=1), name="fixed", parts=("train", "test") * 10)
+    joint = join_tables([free, fixed])
+    split, places = joint.split(), free.split()
+    assert split.test.tolist() == [*places.test.tolist(), *range(21, 40, 2)]
+    # of `fixed` a quarter of the training part
+    assert split.validation[:4].tolist() == places.validation.tolist()
+    assert len(split.validation) == 4 + 3
+    assert any("small: fixes no split" in note for note in joint.notes)
+    assert any("fixed: fixes no validation part" in note for note in joint.notes)
+    both = join_tables([fixed, replace(fixed, name="again")])
+    assert set(both.parts) == {"train", "test"}
+    assert len(both.split(0.5, 0.5, seed=3).validation) == 10
+
+
+def test_blocks_must_agree_unless_missing_ones_are_filled_in() -> None:
+    both = replace(FIRST, features={"image": torch.ones(2, 3), "text": torch.ones(2, 2)})
+    lacks = replace(OTHER, features={"text": torch.zeros(2, 2)})
+    with pytest.raises(InputError, match="profile 'b' has no block image"):
+        join_tables([both, lacks])
+    joint = join_tables([lacks, both], missing_blocks=True)
+    assert joint.features["image"].isnan().tolist() == [[True] * 3] * 2 + [[False] * 3] * 2
+    with pytest.raises(InputError, match="block 'text' is 5 wide in profile 'b' and 2"):
+        join_tables([both, replace(OTHER, features={"text": torch.ones(2, 5)})], missing_blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (None, "no tables to join"),
+        (table("b", {"crops": (2, 6)}, [[0], [1]]), "profile 'b' has the knobs crops"),
+        (table("b", {"crops": ("few", "many"), "tier": ("low", "high")}, [[0, 0], [1, 1]]), "knob 'crops' is a number"),
+        (replace(OTHER, unit="J"), "profile 'b' is in J, but 'a' is in ms"),
+        (replace(OTHER, name="a"), "sample ids are not unique inside a data set"),
+    ],
+)
+def test_what_cannot_be_joined_is_named(other: ProfileTable | None, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        join_tables([FIRST, other] if other else [])
+
+
+def test_several_files_are_one_profile(tmp_path: Path) -> None:
+    tables = [replace(small_table(20, seed=seed), name=name) for seed, name in enumerate(("first", "second"))]
+    tables[0].save(tmp_path / "first.safetensors")
+    write_long_table(replace(tables[1], features={}), tmp_path / "second.parquet")
+    write_features(tables[1], tmp_path / "second.npz")
+
+    def profile(*words: str) -> ProfileTable:
+        paths = f"profile.paths=[{tmp_path}/first.safetensors,{tmp_path}/second.parquet]"
+        return read_profile(
+            read_settings("train", ["profile=joint", paths, "profile.dataset_input=true", *words]).profile
+        )
+
+    joint = profile(f"profile.features=[null,{tmp_path}/second.npz]")
+    assert cells(joint) == cells(tables[0]) | cells(tables[1])
+    assert joint.features["dataset"].sum(0).tolist() == [20, 20]
+    torch.testing.assert_close(joint.features["language_features"][20:], tables[1].features["language_features"])
+    filled = profile("profile.missing_blocks=true")
+    assert filled.features["image_features"].isnan().all(1).tolist() == [False] * 20 + [True] * 20
+    with pytest.raises(InputError, match="1 files for 2 paths"):
+        profile(f"profile.features=[{tmp_path}/second.npz]")
+
+
+def test_question_types_are_read_written_and_saved(tmp_path: Path) -> None:
+    typed = replace(small_table(20), question_types=("yes/no", "number") * 10, features={})
+    write_long_table(typed, tmp_path / "t.csv")
+    again = read_long_table(tmp_path / "t.csv")
+    assert again.question_types == typed.question_types
+    assert [knob.name for knob in again.knobs] == [knob.name for knob in typed.knobs]
+    again.save(tmp_path / "t.safetensors")
+    assert ProfileTable.load(tmp_path / "t.safetensors").question_types == typed.question_types
+    assert typed.digest != replace(typed, question_types=()).digest

@@ -1,0 +1,275 @@
+"""The guides: their snippets run as they stand, and docs/metrics.md explains every name that small runs log."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from helpers import small_beams, small_table
+from PIL import Image
+from tiny_models import tiny_model
+from wandb_stub import offline_runs
+
+from knobwise.__main__ import main
+from knobwise.envs.demonstrations.beam_files import write_rl_data
+from knobwise.envs.readers.exp_files import write_exp5_exp6
+from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.command_line.compose import read_settings, schema_of
+from knobwise.experiments.command_line.sweep import jobs_of
+from knobwise.experiments.report.words import read_results
+from knobwise.experiments.settings.options import WorkspaceRun
+from knobwise.experiments.tracking.workspace import view_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+NAMED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+ROWS_TOO = ("controls", "votes", "by_dataset")
+"""Lists whose rows have the columns of `rows`."""
+SHORT = [
+    *("optimiser.warmup_iterations=2", "optimiser.iterations=2", "optimiser.contexts=32", "optimiser.minibatch=16"),
+    *("optimiser.evaluate_every=2", "policy.hidden=16", "seeds=[0,1]", "tracking=offline"),
+]
+TABLE = ["profile=table", "profile.path=measured.csv", "profile.features=features.npz"]
+JOINT = ["profile=joint", "profile.paths=[one.safetensors,two.safetensors]"]
+SELECTOR = [
+    *("selector.width=16", "selector.heads=2", "sft.epochs=1", "rce.epochs=1", "grpo.epochs=1", "tracking=offline"),
+    *("sft.queries=64", "jobs=1"),
+]
+RUNS = {
+    "guarded": ["policy=utility", "policy.members=2", *TABLE, *SHORT],
+    "sampled": ["policy=additive", "loss=sampled", "baselines=false", *TABLE, *SHORT],
+    "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT],
+    "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT],
+    "live": [
+        *("experiment=selector", *SELECTOR, "seeds=[0]", "judged_shots=[1,2]", "variants.hidden_live.epochs=1"),
+        *(f"variants.{name}=null" for name in ("grpo_recorded", "grpo_rounds", "shuffled_recorded", "shuffled_live")),
+        "variants.grpo_live.epochs=1",
+    ],
+    "replay": ["experiment=selector_replay", "beams.path=beams.safetensors", *SELECTOR, "seeds=[0,1]"]
+    + [f"variants.{name}.epochs=1" for name in ("grpo_recorded", "shuffled_recorded")],
+}
+
+
+def write_measured(table: ProfileTable, path: str, features: str) -> None:
+    write_long_table(table, path)
+    write_features(table, features)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Small runs of every kind, logged offline, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("metrics")
+        patch.chdir(home)
+        patch.delenv("WANDB_API_KEY", raising=False)
+        patch.setenv("NETRC", str(home / "netrc"))
+        write_measured(small_table(80), "measured.csv", "features.npz")
+        small_table(80).save("one.safetensors")
+        replace(small_table(80, seed=1), name="other").save("two.safetensors")
+        small_beams(60)[0].save("beams.safetensors")
+        for name, words in RUNS.items():
+            assert main(["train", *words, f"name={name}"]) == 0, name
+        yield {name: next((home / "runs").glob(f"*/{name}")) for name in RUNS}
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def explains_each(explained: list[str], logged: set[str]) -> None:
+    """Every logged name is explained by exactly one line, where `<…>` stands for any word, and every line is about a
+    name that is logged."""
+    lines = {name: re.compile("[^/]+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in explained}
+    assert len(lines) == len(explained), "a name is explained twice"
+    by_name = {name: [line for line, form in lines.items() if form.fullmatch(name)] for name in logged}
+    assert {name for name, matching in by_name.items() if len(matching) != 1} == set()
+    assert set(explained) == {line for matching in by_name.values() for line in matching}
+
+
+@cache
+def logged_to_wandb(run: Path) -> dict[str, set[str]]:
+    """Names in history and summary of every W&B run of a folder, by the name of the W&B run."""
+    names = {}
+    for offline in offline_runs(run):
+        keys = {key for row in offline.history for key in row} | set(offline.summary)
+        # of a table, a picture, a page several values are logged, under its name and a dot
+        keys = {re.sub(r"^(Test/\w+|Charts/[^/.]+|report)\.\w+$", r"\1", key) for key in keys if key[0] != "_"}
+        names[offline.about["displayName"]] = keys
+    return names
+
+
+@pytest.fixture(scope="module")
+def names(runs: dict[str, Path]) -> set[str]:
+    """Every name that is logged to W&B, but for the axes."""
+    logged: set[str] = set()
+    for name, run in runs.items():
+        by_run = logged_to_wandb(run)
+        assert set(by_run) == {name, *(f"{name}-seed{seed}" for seed in read_results(run)["seeds"])}
+        logged = logged.union(*by_run.values())
+    axes = {"step", "budget_ms", "shots"}
+    assert axes <= logged
+    return logged - axes
+
+
+def test_every_logged_name_is_explained_and_no_other(names: set[str]) -> None:
+    explained = NAMED.findall(section("Training")) + NAMED.findall(section("Results").split("| policy |")[0])
+    assert {"Train/Loss", "Val/<stage>/Accuracy_Mean", "Budget/<policy>/<column>"} <= set(explained)
+    tables = {name for name in explained if re.fullmatch(r"Test/\w+", name)}
+    explains_each(explained, names)
+    columns = {name.removeprefix("rows.") for name in NAMED.findall(section("results.json"))}
+    for name in names - tables:
+        if name.startswith(("Test/", "Budget/", "Shots/")):
+            assert re.sub(r"_(low|high)$", "", name.split("/")[2]) in columns, name
+
+
+def test_every_name_in_the_workspace_is_logged(names: set[str]) -> None:
+    spec = view_of(WorkspaceRun())._to_model().spec.model_dump(by_alias=True, exclude_none=True)
+    wanted: set[str] = set()
+    for section in spec["section"]["panelBankConfig"]["sections"]:
+        for panel in section["panels"]:
+            config = panel["config"]
+            wanted |= {*config.get("metrics", []), *config.get("mediaKeys", [])}
+            axes = [config.get("yAxis", ""), *(column["accessor"] for column in config.get("columns", []))]
+            axes += [config["xAxis"]] if config.get("xAxis") not in ("step", "budget_ms", "shots", None) else []
+            wanted |= {axis.removeprefix("summary:") for axis in axes if axis.startswith("summary:")}
+            if "metricRegex" in config:
+                assert any(re.search(config["metricRegex"], name) for name in names), config["metricRegex"]
+            if panel["viewType"] == "Weave":
+                (table,) = re.findall(r"Test/\w+", json.dumps(config))
+                wanted.add(table)
+    pinned = spec["section"]["runSets"][0]["runFeed"]["columnPinned"]
+    wanted |= {column.removeprefix("summary:") for column in pinned if column.startswith("summary:")}
+    variants = re.compile(r"(Test|Shots)/grpo_\w+/accuracy")  # not every variant is trained here
+    assert len(wanted) > 50
+    assert {name for name in wanted - names if not variants.fullmatch(name)} == set()
+
+
+def test_metrics_csv_holds_the_training_names(runs: dict[str, Path], names: set[str]) -> None:
+    columns = {name for run in runs.values() for name in pl.read_csv(run / "metrics.csv", n_rows=0).columns}
+    assert columns == {"seed", "step", *(name for name in names if name.startswith(("Train/", "Val/")))}
+
+
+def columns_of(value: Any) -> set[str]:
+    """Names of the columns of a list of rows, also where there is such a list for each seed."""
+    if isinstance(value, list):
+        return {name for item in value for name in (item if isinstance(item, dict) else columns_of(item))}
+    return set()
+
+
+def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(runs: dict[str, Path]) -> None:
+    results = [read_results(run) for run in runs.values()]
+    policies = {row["policy"] for result in results for row in result["rows"] + result.get("controls", [])}
+    variants = {name for result in results for name in result.get("variants", [])}
+    assert policies - variants == set(NAMED.findall(section("Results").split("| policy |")[1]))
+    names: set[str] = set()
+    of_rows = {column for result in results for column in columns_of(result["rows"])}
+    for name, value in [item for result in results for item in result.items()]:
+        columns = set(value) if name == "profile" else columns_of(value)
+        columns -= of_rows if name in ROWS_TOO else set()
+        names |= {f"{name}.{column}" for column in columns} | ({name} if name != "profile" else set())
+    explains_each(NAMED.findall(section("results.json")), names)
+
+
+def test_every_column_of_decisions_is_explained_and_no_other(runs: dict[str, Path]) -> None:
+    columns = {column for run in runs.values() for column in pl.read_parquet_schema(run / "decisions.parquet")}
+    explains_each(NAMED.findall(section("decisions.parquet")), columns)
+
+
+def test_the_run_of_the_results_holds_the_validation_score(runs: dict[str, Path]) -> None:
+    """A sweep looks at it, and settings are chosen by it."""
+    scores = {"guarded": "Utility", "sampled": "Utility", "mean": "Reward_Mean"}
+    scores |= {"live": "hidden_live/Accuracy_Mean", "replay": "grpo_recorded/Accuracy_Mean"}
+    for name, metric in scores.items():
+        assert f"Val/{metric}" in logged_to_wandb(runs[name])[name]
+
+
+RESULTS = {"data_sets.md", "decisions.md", "results.md"}  # pages of figures, without anything to type
+GUIDES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS)]
+SHORTER = [
+    *("optimiser.warmup_iterations=4", "optimiser.iterations=4", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
+    *("tracking=disabled", "seeds=[0]"),
+]
+SHORTER_SELECTOR = [
+    *("sft.epochs=1", "rce.epochs=1", "grpo.epochs=1", "judged_shots=[2]", "tracking=disabled", "seeds=[0]"),
+    *(f"variants.{name}.epochs=1" for name in ("grpo_rounds", "grpo_live")),
+    *(f"variants.{name}=null" for name in ("shuffled_live", "hidden_live")),
+]
+
+
+def blocks(guide: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / guide).read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a profile in every form that the guides speak of."""
+    monkeypatch.chdir(tmp_path)
+    write_exp5_exp6(long_frame(small_table(80)), "exp5", "exp6", "text_vqa")
+    write_measured(small_table(80), "measured.csv", "features.npz")
+    write_measured(small_table(80, seed=1), "other.csv", "other.npz")
+    beams, _ = small_beams(30)
+    write_rl_data(beams, "beams.json")
+    np.savez("embeddings.npz", embeddings=beams.candidates.numpy())
+    for part in tiny_model("llava_next"):
+        part.save_pretrained("model")
+    Image.effect_noise((64, 40), 50).save("image.png")
+    questions = [{"id": n, "image": "image.png", "question": f"What {n}?", "answers": ["a"]} for n in range(2)]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    return tmp_path
+
+
+LEAN = ["policy=utility", "policy.hidden=16", "policy.members=2", "baselines=false"]
+SHORTER_LIVE = ["stream.requests=6", "stream.calibration=6", "stream.warm_up=1", "stream.student=false"]
+
+
+def shortened(words: list[str]) -> list[str]:
+    if words[0] == "evaluate" and "live=true" in words:
+        return words + SHORTER_LIVE
+    if words[0] == "export":
+        return [word for word in words if word != "student=true"]  # its fitting takes half a minute
+    if words[0] != "train" or any(word.startswith("-") for word in words):
+        return words
+    if any(word.startswith("experiment=selector") for word in words):
+        return words + [word for word in SHORTER_SELECTOR if "experiment=selector" in words or "variants" not in word]
+    # experts and baselines on all of the built-in profile take half a minute
+    lean = LEAN if "profile=builtin" in words else []
+    return [word for word in words if not word.startswith("seeds=")] + lean + SHORTER
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_command_of_a_guide(guide: str, folder: Path) -> None:
+    lines = [line for block in blocks(guide, "bash") for line in block.splitlines() if line.startswith("knobwise ")]
+    assert lines
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        if "-m" in words:  # every combination trained would take minutes: that all of them are understood is enough
+            schema = schema_of("train", words[1:])
+            assert all(read_settings(schema, job) for job in jobs_of(schema, words[1:]))
+            continue
+        # README commands on the built-in profile stand in for themselves elsewhere; here a small table is enough
+        has_data = any(word.startswith(("profile=", "experiment=selector")) for word in words)
+        if words[0] == "train" and not has_data and "--help" not in words:
+            words += ["profile=table", "profile.path=measured.csv"]
+        assert main(shortened(words)) == 0, line
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_python_snippet_of_a_guide(guide: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snippets = blocks(guide, "python")
+    if any("runs/latest" in snippet for snippet in snippets):
+        assert main(["train", "experiment=controller", *LEAN, *SHORTER]) == 0
+    for line in blocks(guide, "bash"):
+        if "knobwise profile model=learner" in line:
+            assert main(shlex.split(line)[1:]) == 0
+    names: dict[str, object] = {}
+    for snippet in snippets:
+        exec(compile(snippet, guide, "exec"), names)
+    assert capsys.readouterr().out
