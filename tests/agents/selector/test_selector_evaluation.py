@@ -35,6 +35,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 
 QUERIES, PLACES, BANK, BEAMS = 12, 6, 30, 5
+KNOWN = [q for q in range(QUERIES - 1) if q != 3]  # those with records of two demonstrations
 
 
 class Sums:
@@ -85,10 +86,6 @@ def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
 
 
 # -- with a scorer -----------------------------------------------------------------------------------------------------
-
-
-def recorded(data: BeamTable, shots: int, preference: Tensor) -> Tensor:
-    return recorded_choices(data, shots, [preference]).correct[0]
 
 
 def correct(found: dict[str, Decided]) -> dict[str, Tensor]:
@@ -179,17 +176,20 @@ def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
 # -- on what was recorded ----------------------------------------------------------------------------------------------
 
 
+def recorded(data: BeamTable, shots: int, preference: Tensor) -> Tensor:
+    return recorded_choices(data, shots, [preference]).correct[0]
+
+
 def test_the_recorded_sequence_that_is_preferred_counts() -> None:
     data = table()
     preference = torch.rand(QUERIES, BEAMS, generator=torch.Generator().manual_seed(1))
     correct = data.fields["vqa_correct"]
     for shots, columns in ((1, slice(3, 5)), (2, slice(0, 3))):
         found = recorded(data, shots, preference)
-        for q in range(QUERIES):
-            if q == 3:
-                continue
-            best = preference[q, columns].argmax() + (columns.start or 0)
-            assert found[q] == correct[q, best] or (q == QUERIES - 1 and found[q].isnan())
+        best = preference[:, columns].argmax(1, keepdim=True) + (columns.start or 0)
+        wanted = correct.gather(1, best).squeeze(1)
+        assert torch.equal(found[KNOWN], wanted[KNOWN])
+        assert found[-1].isnan()
     assert recorded(data, 1, preference)[3] == correct[3, 0]
     assert recorded(data, 2, preference)[3].isnan()
     assert recorded(data, 3, preference).isnan().all()
@@ -199,10 +199,9 @@ def test_the_oracle_is_right_wherever_any_record_is() -> None:
     data = table()
     found = correct(decide_simple(data, None, 2))
     some = data.fields["vqa_correct"][:, :3].nan_to_num(0).amax(1)
-    known = [q for q in range(QUERIES) if q not in (3, QUERIES - 1)]
-    assert torch.equal(found["oracle"][0, known], some[known])
+    assert torch.equal(found["oracle"][0, KNOWN], some[KNOWN])
     best = data.fields["beam_score"][:, :3].argmax(1)
-    assert torch.equal(found["best_recorded"][0, known], data.fields["vqa_correct"][known, best[known]])
+    assert torch.equal(found["best_recorded"][0, KNOWN], data.fields["vqa_correct"][KNOWN, best[KNOWN]])
 
 
 def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
@@ -216,6 +215,9 @@ def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
     with pytest.raises(InputError, match=r"'small': without vqa_correct .* judge with a scorer"):
         recorded(bare, 2, nothing)
     assert "oracle" not in correct(decide_simple(bare, Sums(), 2))
+    nothing = {name: getattr(data, name)[:, :0] for name in ("sequences", "found_by", "round")}
+    empty = dataclasses.replace(data, fields={"vqa_correct": torch.zeros(QUERIES, 0)}, **nothing)
+    assert correct(decide_simple(empty, Sums(), 1))["oracle"].isnan().all()
 
 
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> None:
@@ -245,12 +247,6 @@ def test_simple_ways_without_a_scorer() -> None:
         assert (values[:, known] <= found["oracle"][:, known]).all()
 
 
-def test_a_table_without_beams_has_no_records() -> None:
-    data = table()
-    nothing = {name: getattr(data, name)[:, :0] for name in ("sequences", "found_by", "round")}
-    bare = dataclasses.replace(data, fields={"vqa_correct": torch.zeros(QUERIES, 0)}, **nothing)
-    assert correct(decide_simple(bare, Sums(), 1))["oracle"].isnan().all()
-
 
 # -- simple ways to choose, by hand ------------------------------------------------------------------------------------
 
@@ -278,44 +274,35 @@ def by_hand(queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tu
     return BeamTable("by hand", ids, pool, **recorded, queries=queries, candidates=CANDIDATES, blocks=blocks)
 
 
-def chosen(way: str, shots: int, **more: Tensor) -> list[list[int]]:
-    """Rows of the bank."""
-    data = by_hand()
-    places = simple_ways(data, shots, **more)[way]  # type: ignore[arg-type]
-    assert places.shape == (4, shots)
-    return data.pool.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1).tolist()
+@pytest.mark.parametrize(
+    ("way", "shots", "wanted"),
+    [
+        ("image_similarity", 3, [[2, 0, 1], [2, 0, 1], [0, 3, -1], [-1] * 3]),
+        ("question_similarity", 2, [[0, 1], [6, 4], [3, 0], [-1] * 2]),  # of equals the first
+        # the mean of both cosines; b of the third query: cos 80° + 1 = 1.17 against cos 10° + 0 = .98
+        ("similarity", 2, [[2, 0], [2, 0], [3, 0], [-1] * 2]),
+        # the parts in turn; a is answered four times, then what has the most similar image
+        ("part_similarity", 4, [[2, 1, 0, 5], [2, 0, 4, 6], [3, 0, -1, -1], [-1] * 4]),
+        ("part_similarity", 5, [[2, 1, 0, 5, 4], [2, 0, 4, 6, 1], [3, 0, -1, -1, -1], [-1] * 5]),
+        # who is trusted among those that answer
+        ("careful_rule", 4, [[0, 3, 4, 1], [0, 4, 2, 6], [3, 0, -1, -1], [-1] * 4]),
+    ],
+)
+def test_simple_ways_by_hand(way: str, shots: int, wanted: list[list[int]]) -> None:
+    places = simple_ways(by_hand(), shots, trusted=CANDIDATES[:, 4].bool())[way]
+    assert bank_rows(by_hand(), places, torch.arange(4)).tolist() == wanted
 
 
-def test_image_similarity_takes_the_nearest_images_and_question_similarity_of_equals_the_first() -> None:
-    assert chosen("image_similarity", 3) == [[2, 0, 1], [2, 0, 1], [0, 3, -1], [-1, -1, -1]]
-    assert chosen("question_similarity", 2) == [[0, 1], [6, 4], [3, 0], [-1, -1]]
-
-
-def test_similarity_is_the_mean_of_both_cosines() -> None:
-    # b of the third query: cos 80° + 1 = 1.17 against cos 10° + 0 = .98
-    assert chosen("similarity", 2) == [[2, 0], [2, 0], [3, 0], [-1, -1]]
+def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
+    assert "careful_rule" not in simple_ways(by_hand(), 2)
     mixed = simple_ways(by_hand(blocks={}), 2)
     assert set(mixed) == {"random", "similarity"}
     whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
 
 
-def test_part_similarity_serves_the_parts_in_turn() -> None:
-    assert chosen("part_similarity", 4) == [[2, 1, 0, 5], [2, 0, 4, 6], [3, 0, -1, -1], [-1] * 4]
-    # a is answered four times, then what has the most similar image
-    assert chosen("part_similarity", 5)[1] == [2, 0, 4, 6, 1]
-
-
-def test_careful_rule_prefers_who_is_trusted_among_those_that_answer() -> None:
-    trusted = CANDIDATES[:, 4].bool()
-    assert chosen("careful_rule", 4, trusted=trusted) == [[0, 3, 4, 1], [0, 4, 2, 6], [3, 0, -1, -1], [-1] * 4]
-    assert "careful_rule" not in simple_ways(by_hand(), 2)
-
-
 def test_voters_are_the_nearest_few_of_each_part() -> None:
-    data = by_hand()
-    places = voters(data, each=3)
-    rows = data.pool.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1)
+    rows = bank_rows(by_hand(), voters(by_hand(), each=3), torch.arange(4))
     assert rows.tolist() == [[2, 0, 4, 1, 5, 3], [2, 0, 4, -1, -1, -1], [3] + [-1] * 5, [-1] * 6]
     assert voters(by_hand(blocks={})).shape == (4, 5)
 
@@ -329,9 +316,7 @@ def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
         assert "part_similarity" not in simple_ways(other, 2)
         with pytest.raises(ValueError, match="no blocks"):
             part_similarity(other, 2)
-
-
-def test_a_query_that_asks_nothing_known_gets_similar_images() -> None:
+    # a query that asks nothing known gets similar images
     nothing = by_hand(BY_HAND * torch.tensor([1.0, 1, 0, 0, 1]))
     assert POOL[0][part_similarity(nothing, 3)[0]].tolist() == [2, 0, 1]
 
