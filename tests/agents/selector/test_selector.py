@@ -50,10 +50,10 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_stored_embeddings_are_looked_up_and_padding_is_zero() -> None:
     stored = embeddings()
-    queries, found = stored.both(torch.tensor([5, -1]), torch.tensor([[3, -1], [0, 3]]))
-    assert torch.equal(found[0, 0], stored.candidate_table[3])
-    assert torch.equal(found[1], stored.candidate_table[[0, 3]])
-    assert (found[0, 1] == 0).all()
+    queries, result = stored.both(torch.tensor([5, -1]), torch.tensor([[3, -1], [0, 3]]))
+    assert torch.equal(result[0, 0], stored.candidate_table[3])
+    assert torch.equal(result[1], stored.candidate_table[[0, 3]])
+    assert (result[0, 1] == 0).all()
     assert torch.equal(queries, torch.stack([stored.query_table[5], torch.zeros(4)]))
     assert not list(stored.parameters())
     assert not stored.state_dict()
@@ -76,9 +76,9 @@ def test_the_scale_of_the_embeddings_does_not_matter() -> None:
     scaled = Selector.fitted(CONFIGS[4], 7 * stored.query_table - 1, 7 * stored.candidate_table - 1)
     query, pool, mask = batch()
     sequences, log_probs = selector(CONFIGS[4]).distribution(query, pool, mask, 2).beam(3)
-    found = scaled.distribution(7 * query - 1, 7 * pool - 1, mask, 2).beam(3)
-    assert torch.equal(found[0], sequences)
-    torch.testing.assert_close(found[1], log_probs, atol=1e-3, rtol=0)
+    result = scaled.distribution(7 * query - 1, 7 * pool - 1, mask, 2).beam(3)
+    assert torch.equal(result[0], sequences)
+    torch.testing.assert_close(result[1], log_probs, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "beam"])
@@ -148,8 +148,8 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
     assert restored.config == config
     assert restored.stage == "grpo"
     assert not restored.training
-    wanted, found = (s.eval().distribution(*batch(), 3).beam(6) for s in (made, restored))
-    assert all(map(torch.equal, found, wanted))
+    wanted, result = (s.eval().distribution(*batch(), 3).beam(6) for s in (made, restored))
+    assert all(map(torch.equal, result, wanted))
 
 
 @every_config
