@@ -1,5 +1,6 @@
 """Small tables for the tests, made in memory. Simulated, and only for testing."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
@@ -60,6 +62,16 @@ def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:
     if shown:
         x[:, 0] = kind * 2.0 - 1
     return table_of(accuracy, latency, x)
+
+
+def otherwise(table: ProfileTable, rows: Tensor) -> ProfileTable:
+    """A copy of the table in which the outcomes and features of these rows are others."""
+    other = copy.deepcopy(table)
+    other.accuracy[rows] = 1 - other.accuracy[rows]
+    other.latency_ms[rows] = other.latency_ms[rows].flip(1) * 3
+    for block in other.features.values():
+        block[rows] *= -7
+    return other
 
 
 class MatchScorer:
@@ -147,6 +159,18 @@ class Always:
 def blocks(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:
     """The features of these rows."""
     return {name: block[rows] for name, block in table.features.items()}
+
+
+def driven_apart(
+    table: ProfileTable, config: PolicyConfig, rows: Tensor | None = None, priced: bool = False, by: float = 0.3
+) -> Controller:
+    """A network for the table (or some rows of it) that was not trained, whose members and configurations differ."""
+    torch.manual_seed(0)
+    rows = torch.arange(table.num_samples) if rows is None else rows
+    network = Controller.for_table(table, rows, config, priced).eval()
+    for p in network.parameters():
+        p.data += by * torch.randn_like(p)
+    return network
 
 
 def member_of(controller: Controller, number: int) -> Controller:

@@ -75,8 +75,8 @@ def total(out: TensorDict) -> torch.Tensor:
     return torch.stack([value for name, value in out.items() if name.startswith("loss_")]).sum()
 
 
-def assert_same(found: TensorDict, wanted: TensorDict) -> None:
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+def assert_same(result: TensorDict, wanted: TensorDict) -> None:
+    assert all(torch.equal(result[name], value) for name, value in wanted.items())
 
 
 @every_kind
@@ -113,37 +113,25 @@ def test_every_key_can_be_renamed(kind: str, functional: bool) -> None:
 
 @every_kind
 @either_way
-def test_the_input_is_left_as_it_was(kind: str, functional: bool) -> None:
-    data = make_data()
-    make_loss(kind, functional=functional)(data)
-    assert_same(data.flatten_keys(), make_data().flatten_keys())
-
-
-@every_kind
-@either_way
-def test_functional_or_not_gives_the_same_loss_and_gradients(kind: str, functional: bool) -> None:
+def test_functional_or_not_gives_the_same_loss_and_gradients_and_leaves_the_input(kind: str, functional: bool) -> None:
     stock, loss = make_loss(kind), make_loss(kind, functional=functional)
     assert loss.functional == functional
-    wanted, found = stock(make_data()), loss(make_data())
-    assert_same(found, wanted)
+    data = make_data()
+    wanted, result = stock(make_data()), loss(data)
+    assert_same(result, wanted)
+    assert_same(data.flatten_keys(), make_data().flatten_keys())
     total(wanted).backward()
-    total(found).backward()
+    total(result).backward()
     assert len(list(loss.parameters())) == 4
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(loss.parameters(), stock.parameters(), strict=True))
 
 
 @every_kind
 @either_way
-def test_parameters_are_those_of_the_actor(kind: str, functional: bool) -> None:
+def test_parameters_are_those_of_the_actor_and_can_be_reset(kind: str, functional: bool) -> None:
     actor = make_actor()
     loss = KINDS[kind][0](actor, functional=functional)
     assert {id(p) for p in loss.parameters()} == {id(p) for p in actor.parameters()}
-
-
-@every_kind
-@either_way
-def test_parameters_can_be_reset(kind: str, functional: bool) -> None:
-    loss = make_loss(kind, functional=functional)
     with torch.no_grad():
         for parameter in loss.parameters():
             parameter += 1000
@@ -167,9 +155,9 @@ def test_reductions_agree(kind: str) -> None:
 def test_contexts_marked_as_padding_do_not_count(kind: str) -> None:
     wanted = make_loss(kind)(make_data()[:3])
     padded = make_data().set(("collector", "mask"), torch.tensor([True] * 3 + [False] * 2))
-    found = make_loss(kind)(padded)
-    losses = [name for name in found.keys() if name.startswith("loss_")]  # noqa: SIM118 (not a dict)
-    assert all(found[name].allclose(wanted[name]) for name in losses)
+    result = make_loss(kind)(padded)
+    losses = [name for name in result.keys() if name.startswith("loss_")]  # noqa: SIM118 (not a dict)
+    assert all(result[name].allclose(wanted[name]) for name in losses)
 
 
 def keywords(loss: LossModule, data: TensorDict) -> dict[str, torch.Tensor]:
@@ -181,9 +169,9 @@ def test_it_can_be_called_without_a_tensordict(kind: str) -> None:
     loss, data = make_loss(kind), make_data()
     wanted = loss(data.clone())
     named = keywords(loss, data)
-    for found in (loss(**named), loss(*named.values())):
-        assert len(found) == len(loss.out_keys)
-        assert all(torch.equal(value, wanted[name]) for name, value in zip(loss.out_keys, found, strict=True))
+    for result in (loss(**named), loss(*named.values())):
+        assert len(result) == len(loss.out_keys)
+        assert all(torch.equal(value, wanted[name]) for name, value in zip(loss.out_keys, result, strict=True))
 
 
 @every_kind
@@ -222,7 +210,7 @@ def test_many_parameters_at_once_under_vmap(kind: str) -> None:
         with parameters.to_module(losses[0]):
             return total(losses[0](data.clone()))
 
-    found = vmap(call, (0, None))(stacked, data)
+    result = vmap(call, (0, None))(stacked, data)
     wanted = torch.stack([total(loss(data.clone())).detach() for loss in losses])
-    torch.testing.assert_close(found, wanted)
-    assert len(found.unique()) == 3
+    torch.testing.assert_close(result, wanted)
+    assert len(result.unique()) == 3

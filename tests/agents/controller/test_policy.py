@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import blocks, member_of, small_table
+from helpers import blocks, driven_apart, member_of, small_table
 from tensordict import TensorDict
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -13,7 +13,6 @@ from knobwise.agents.controller.actor import ConfigurationCategorical, OutcomesO
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -22,11 +21,9 @@ every_structure = pytest.mark.parametrize("structure", STRUCTURES)
 with_and_without_holes = pytest.mark.parametrize("holes", [0.0, 0.6])
 
 
-def small_controller(
-    table: ProfileTable, structure: str = "additive", dropout: float = 0.1, members: int = 1
-) -> Controller:
+def small_controller(table: ProfileTable, structure: str = "additive", dropout: float = 0.1) -> Controller:
     torch.manual_seed(0)
-    config = PolicyConfig(structure=structure, hidden=16, dropout=dropout, members=members)
+    config = PolicyConfig(structure=structure, hidden=16, dropout=dropout)
     return Controller.for_table(table, torch.arange(table.num_samples), config)
 
 
@@ -53,34 +50,24 @@ def test_choose_is_the_argmax_inside_the_mask(structure: str, holes: float) -> N
 
 
 @every_structure
-def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str) -> None:
-    table = small_table()
+@pytest.mark.parametrize("features", [True, False])
+def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str, features: bool) -> None:
+    table = small_table(features=features)
     controller, data = small_controller(table, structure).eval(), contexts(table)
     by_row, by_blocks = make_actor(controller, table, 3), make_actor(controller, group_size=3)
     assert by_row.in_keys == ["row", "budget_ms"]
-    assert by_blocks.in_keys == ["budget_ms", "image_features", "language_features"]
+    assert by_blocks.in_keys == ["budget_ms", *table.features]
     torch.testing.assert_close(by_row(data.clone())["log_probs"], by_blocks(data.clone())["log_probs"])
     assert torch.equal(by_row(data.clone())["action"], by_blocks(data.clone())["action"])
-
-
-@every_structure
-def test_a_profile_without_features_has_a_policy_that_sees_the_budget_alone(structure: str) -> None:
-    table = small_table(features=False)
-    controller, data = small_controller(table, structure).eval(), contexts(table)
-    assert controller.normaliser.width == 0
-    by_row, by_blocks = make_actor(controller, table), make_actor(controller)
-    assert by_blocks.in_keys == ["budget_ms"]
-    torch.testing.assert_close(by_row(data.clone())["log_probs"], by_blocks(data.clone())["log_probs"])
-    same = torch.full((20,), 9.0)
-    assert len(controller.choose({}, same).unique()) == 1
+    if not features:  # a policy that sees the budget alone
+        assert controller.normaliser.width == 0
+        assert len(controller.choose({}, torch.full((20,), 9.0)).unique()) == 1
 
 
 @pytest.mark.parametrize("group_size", [None, 3])
 @pytest.mark.parametrize("batch", [(), (4,), (4, 2)])
 @pytest.mark.parametrize("features", [True, False])
-def test_the_actor_takes_contexts_one_by_one_in_batches_and_in_time(
-    group_size: int | None, batch: tuple[int, ...], features: bool
-) -> None:
+def test_the_actor_takes_any_batch(group_size: int | None, batch: tuple[int, ...], features: bool) -> None:
     table = small_table(features=features)
     controller, data = small_controller(table).eval(), contexts(table, 8)
     data = data[0] if batch == () else data[: 4 * (len(batch))].reshape(batch)
@@ -119,27 +106,18 @@ def test_gradients_reach_every_parameter(structure: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in controller.parameters())
 
 
-def test_another_structure_is_refused() -> None:
-    with pytest.raises(InputError, match=r"policy\.structure='tree'"):
-        small_controller(small_table(), "tree")
-
-
 # -- an ensemble -------------------------------------------------------------------------------------------------------
 
 
-def stirred(controller: Controller) -> Controller:
-    """With nothing left at 0, so that members differ whatever their structure."""
-    torch.manual_seed(1)
-    for p in controller.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    return controller.eval()
+def ensemble(table: ProfileTable, structure: str, members: int = 3) -> Controller:
+    return driven_apart(table, PolicyConfig(structure=structure, hidden=16, members=members), by=0.1)
 
 
 @every_structure
 @with_and_without_holes
 def test_members_decide_together_by_the_mean_of_their_log_probs(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
-    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table)
+    controller, data = ensemble(table, structure), contexts(table)
     features, mask = controller.features(data, 20), data["mask"] if holes else None
     each = torch.stack([member_of(controller, i)(features, data["budget_ms"], mask) for i in range(3)])
     torch.testing.assert_close(controller(features, data["budget_ms"], mask), each.mean(0).log_softmax(-1))
@@ -150,7 +128,7 @@ def test_members_decide_together_by_the_mean_of_their_log_probs(structure: str, 
 @with_and_without_holes
 def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, holes: float) -> None:
     table = small_table(holes=holes)
-    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
+    controller, data = ensemble(table, structure), contexts(table, 21)
     flat = make_actor(controller, table).get_dist(data).log_probs
     for number in range(3):
         wanted = make_actor(member_of(controller, number), table).get_dist(data).log_probs
@@ -165,7 +143,7 @@ def test_in_training_contexts_belong_to_the_members_in_turn(structure: str, hole
 @every_structure
 def test_a_gradient_touches_its_own_member_alone(structure: str) -> None:
     table = small_table(holes=0.5)
-    controller, data = stirred(small_controller(table, structure, members=3)), contexts(table, 21)
+    controller, data = ensemble(table, structure), contexts(table, 21)
     make_actor(controller, table).get_dist(data).entropy()[1::3].sum().backward()
     for name, p in controller.named_parameters():
         assert not p.grad[[0, 2]].any(), name
@@ -174,13 +152,13 @@ def test_a_gradient_touches_its_own_member_alone(structure: str) -> None:
 
 def test_predicted_outcomes_of_rows_are_those_of_their_member() -> None:
     table = small_table()
-    controller, data = stirred(small_controller(table, "utility", members=3)), contexts(table, 21).reshape(7, 3)
-    found = OutcomesOfRows(make_actor(controller, table))(data.clone())
+    controller, data = ensemble(table, "utility"), contexts(table, 21).reshape(7, 3)
+    result = OutcomesOfRows(make_actor(controller, table))(data.clone())
     features = controller.features(data.flatten(), 21)
     for number in range(3):
         outcomes = member_of(controller, number).network.outcomes(features[None])
         for key in ("accuracy_logits", "log_latency", "spread"):
-            torch.testing.assert_close(found[key][:, number], getattr(outcomes, key)[0].reshape(7, 3, -1)[:, number])
+            torch.testing.assert_close(result[key][:, number], getattr(outcomes, key)[0].reshape(7, 3, -1)[:, number])
 
 
 @every_structure
@@ -188,14 +166,12 @@ def test_predicted_outcomes_of_rows_are_those_of_their_member() -> None:
 @pytest.mark.parametrize("features", [True, False])
 def test_the_forward_pass_takes_any_leading_axes(structure: str, members: int, features: bool) -> None:
     table = small_table(features=features, holes=0.5)
-    controller, data = stirred(small_controller(table, structure, members=members)), contexts(table, 6)
+    controller, data = ensemble(table, structure, members), contexts(table, 6)
     x, limits, mask = controller.features(data, 6), data["budget_ms"], data["mask"]
     flat = controller(x, limits, mask)
     assert flat.shape == (6, 12)
-    width = controller.normaliser.width
-    torch.testing.assert_close(
-        controller(x.reshape(2, 3, width), limits.reshape(2, 3), mask.reshape(2, 3, 12)), flat.reshape(2, 3, 12)
-    )
+    square = controller(*(part.unflatten(0, (2, 3)) for part in (x, limits, mask)))
+    torch.testing.assert_close(square, flat.reshape(2, 3, 12))
     torch.testing.assert_close(controller(x[0], limits[0], mask[0]), flat[0])
 
 
@@ -246,25 +222,25 @@ def distribution(*shape: int, group_size: int | None = None, configurations: Ten
     return ConfigurationCategorical(logits, configurations, group_size)
 
 
-def test_probabilities_sum_to_one_whether_the_logits_did_or_not() -> None:
-    torch.testing.assert_close(distribution(4, 2).log_probs.exp().sum(-1), torch.ones(4, 2))
+def test_probabilities_sum_to_one_whether_the_logits_did_or_not_and_the_entropy_is_that_of_torch() -> None:
+    dist = distribution(4, 2)
+    torch.testing.assert_close(dist.log_probs.exp().sum(-1), torch.ones(4, 2))
+    torch.testing.assert_close(dist.entropy(), torch.distributions.Categorical(logits=dist.log_probs).entropy())
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 5])
 @pytest.mark.parametrize("batch", [(), (4,), (4, 2)])
 @pytest.mark.parametrize("sample", [(), (3,), (3, 2)])
-def test_shapes_of_draws_and_their_log_probs(
-    group_size: int | None, batch: tuple[int, ...], sample: tuple[int, ...]
-) -> None:
+def test_shapes_and_log_probs_of_draws(group_size: int | None, batch: tuple[int, ...], sample: tuple[int, ...]) -> None:
     dist = distribution(*batch, group_size=group_size)
     group = () if group_size is None else (group_size,)
     drawn = dist.sample(sample)
     assert drawn.shape == (*sample, *batch, *group, 2)
-    found = dist.log_prob(drawn)
-    assert found.shape == (*sample, *batch, *group)
+    result = dist.log_prob(drawn)
+    assert result.shape == (*sample, *batch, *group)
     # what is drawn exists, and its log-prob is that of its own context
-    wanted = dist.log_probs.reshape(*([1] * len(sample)), *batch, *([1] * len(group)), 3).expand(*found.shape, 3)
-    torch.testing.assert_close(found, wanted.gather(-1, dist.index(drawn).unsqueeze(-1)).squeeze(-1))
+    wanted = dist.log_probs.reshape(*([1] * len(sample)), *batch, *([1] * len(group)), 3).expand(*result.shape, 3)
+    torch.testing.assert_close(result, wanted.gather(-1, dist.index(drawn).unsqueeze(-1)).squeeze(-1))
     assert dist.entropy().shape == batch
     assert dist.mode.shape == (*batch, *group, 2)
 
@@ -279,12 +255,14 @@ def test_draws_have_the_frequencies_of_their_context(group_size: int | None) -> 
         torch.testing.assert_close(seen, dist.log_probs[context].exp(), atol=0.015, rtol=0)
 
 
-def test_actions_that_do_not_exist_have_log_prob_minus_infinity() -> None:
+def test_actions_that_do_not_exist_have_log_prob_minus_infinity_and_others_may_come_in_any_order() -> None:
     actions = torch.tensor([[1, 0], [2, 0], [0, 2], [-1, 0], [3, 1], [2, 1]])
-    found = distribution().log_prob(actions)
-    assert found[:5].tolist() == [-math.inf] * 5
-    assert found[5].isfinite()
-    assert distribution(group_size=6).log_prob(actions).tolist() == found.tolist()
+    result = distribution().log_prob(actions)
+    assert result[:5].tolist() == [-math.inf] * 5
+    assert result[5].isfinite()
+    assert distribution(group_size=6).log_prob(actions).tolist() == result.tolist()
+    shuffled = distribution(configurations=SOME[[2, 0, 1]])
+    assert shuffled.log_prob(SOME[[2, 0, 1]]).tolist() == shuffled.log_probs.tolist()
 
 
 def test_masked_configurations_are_never_drawn() -> None:
@@ -295,20 +273,9 @@ def test_masked_configurations_are_never_drawn() -> None:
 
 def test_mode_is_the_most_probable_action() -> None:
     dist = ConfigurationCategorical(torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0]]), SOME)
-    assert dist.mode.tolist() == [[0, 1], [2, 1]]
-    assert dist.deterministic_sample.tolist() == dist.mode.tolist()
+    assert dist.mode.tolist() == dist.deterministic_sample.tolist() == [[0, 1], [2, 1]]
     grouped = ConfigurationCategorical(torch.tensor([1.0, 3.0, 2.0]), SOME, group_size=2)
     assert grouped.mode.tolist() == [[0, 1], [0, 1]]
-
-
-def test_entropy_is_that_of_torch() -> None:
-    p = distribution(4, 2)
-    torch.testing.assert_close(p.entropy(), torch.distributions.Categorical(logits=p.log_probs).entropy())
-
-
-def test_configurations_in_another_order_are_found() -> None:
-    shuffled = distribution(configurations=SOME[[2, 0, 1]])
-    assert shuffled.log_prob(SOME[[2, 0, 1]]).tolist() == shuffled.log_probs.tolist()
 
 
 def test_gradient_of_a_log_prob_is_that_of_softmax() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import blocks, small_table, table_of, two_kinds
+from helpers import blocks, otherwise, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
@@ -25,6 +25,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 NAN = math.nan
 FAST = ("ridge", "knn")
+BOTH = torch.arange(2)
 
 
 def fit(
@@ -33,7 +34,7 @@ def fit(
     rows = torch.arange(table.num_samples) if rows is None else rows
     measured = Measured.from_table(table, rows, default_budgets(table) if budgets_ms is None else budgets_ms, 0)
     result = fit_experts(table, measured, FeatureNormaliser.fit(table, rows), names, 0)
-    return {one.expert.name: one for one in result}
+    return {fitted.expert.name: fitted for fitted in result}
 
 
 def inputs(table: ProfileTable, rows: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ def every_family() -> tuple[ProfileTable, dict[str, Fitted]]:
 
 def test_utility_of_scores_by_hand() -> None:
     table = table_of([[1.0, 0.5], [0.0, 1.0]], [[9.0, 3.0], [9.0, 3.0]])
-    measured = Measured.from_table(table, torch.arange(2), torch.tensor([5.0, 10.0]), 0)
+    measured = Measured.from_table(table, BOTH, torch.tensor([5.0, 10.0]), 0)
     first, second = torch.tensor([[1.0, 0.0]]).expand(2, 2), torch.tensor([[0.0, 1.0]]).expand(2, 2)
     latency = torch.tensor([[9.0, 3.0]]).expand(2, 2)
     # the first always: late at 5, ½ at 10; the second always: ¾ at both
@@ -60,20 +61,16 @@ def test_utility_of_scores_by_hand() -> None:
     assert measured.utility([second, second], latency) == pytest.approx(0.75)
     assert measured.utility([second, first], latency) == pytest.approx((0.75 + 0.5) / 2)
     assert measured.utility([torch.zeros(2, 2)] * 2, latency) == pytest.approx(0.75)  # among equals the faster
-
-
-def test_scores_where_nothing_was_profiled_are_never_taken() -> None:
+    # scores where nothing was profiled are never taken
     table = table_of([[1.0, NAN], [0.5, 0.25]], [[3.0, NAN], [3.0, 3.0]])
-    measured = Measured.from_table(table, torch.arange(2), torch.tensor([5.0]), 0)
-    best_second = torch.tensor([[0.0, 1.0]]).expand(2, 2)
-    assert measured.utility([best_second], torch.ones(2, 2)) == pytest.approx((1 + 0.25) / 2)
+    measured = Measured.from_table(table, BOTH, torch.tensor([5.0]), 0)
+    assert measured.utility([second], torch.ones(2, 2)) == pytest.approx((1 + 0.25) / 2)
 
 
 def test_residual_spread_by_hand() -> None:
-    latency = [[math.e, math.e**3, NAN], [math.e**3, math.e**2, NAN]]
-    measured = Measured.from_table(
-        table_of([[1.0, 1.0, NAN]] * 2 + [[1.0] * 3], [*latency, [1.0] * 3]), torch.arange(2), torch.ones(1), 0
-    )
+    latency = [[math.e, math.e**3, NAN], [math.e**3, math.e**2, NAN], [1.0] * 3]
+    table = table_of([[1.0, 1.0, NAN]] * 2 + [[1.0] * 3], latency)
+    measured = Measured.from_table(table, BOTH, torch.ones(1), 0)
     # against ln ms = 1: squares 0 4, 4 1; their mean 9/4 stands for five more cells of each
     result = measured.residual_spread(torch.ones(2, 3))
     wanted = torch.tensor([(4 + 5 * 2.25) / 7, (5 + 5 * 2.25) / 7, 2.25]).sqrt()
@@ -94,8 +91,8 @@ def test_out_of_fold_and_final_are_those_of_scikit_learn_on_the_same_folds() -> 
         errors = {}
         for share in FAMILIES["ridge"].settings:
             held_out = np.zeros(y.shape)
-            for own, hold in folds_of(table, rows, 0):
-                held_out[hold] = Ridge(alpha=share * len(own)).fit(x[own], y[own].numpy()).predict(x[hold])
+            for rest, hold in folds_of(table, rows, 0):
+                held_out[hold] = Ridge(alpha=share * len(rest)).fit(x[rest], y[rest].numpy()).predict(x[hold])
             errors[str(share)] = ((held_out - y.numpy()) ** 2).sum()
             if str(share) == best:
                 np.testing.assert_allclose(result, held_out, atol=1e-4)
@@ -115,23 +112,23 @@ def test_trees_are_the_mean_of_those_of_the_folds() -> None:
 
 def test_features_that_tell_are_used_out_of_fold_too() -> None:
     table = two_kinds(150, shown=True)
-    for name, one in fit(table, tuple(FAMILIES)).items():
-        assert (one.out_of_fold.accuracy - table.accuracy).abs().mean() < 0.15, name
-        assert (one.out_of_fold.log_latency - table.latency_ms.log()).abs().mean() < 0.2, name
+    for name, family in fit(table, tuple(FAMILIES)).items():
+        assert (family.out_of_fold.accuracy - table.accuracy).abs().mean() < 0.15, name
+        assert (family.out_of_fold.log_latency - table.latency_ms.log()).abs().mean() < 0.2, name
 
 
 def test_features_that_tell_nothing_are_not() -> None:
     table = two_kinds(150, shown=False)
-    for name, one in fit(table, FAST).items():
-        assert one.expert(inputs(table, torch.arange(150))).accuracy.std(0).max() < 0.15, name
-        assert (one.out_of_fold.accuracy - table.accuracy.mean(0)).abs().mean() < 0.1, name
+    for name, family in fit(table, FAST).items():
+        assert family.expert(inputs(table, torch.arange(150))).accuracy.std(0).max() < 0.15, name
+        assert (family.out_of_fold.accuracy - table.accuracy.mean(0)).abs().mean() < 0.1, name
 
 
 def test_without_features_every_family_knows_the_means_alone() -> None:
     table = small_table(40, holes=0.2, features=False)
-    for name, one in fit(table, tuple(FAMILIES)).items():
-        assert one.expert.settings == "accuracy constant, latency constant", name
-        predicted = one.expert(inputs(table, torch.arange(3)))
+    for name, family in fit(table, tuple(FAMILIES)).items():
+        assert family.expert.settings == "accuracy constant, latency constant", name
+        predicted = family.expert(inputs(table, torch.arange(3)))
         torch.testing.assert_close(predicted.accuracy[0], predicted.accuracy[2])
         torch.testing.assert_close(predicted.accuracy[0], table.accuracy.nanmean(0), atol=0.05, rtol=0)
 
@@ -140,46 +137,41 @@ def test_the_spread_is_trusted_as_far_as_it_pays() -> None:
     # the spread is that of the residuals out of fold times one of a few factors
     table, fitted = every_family()
     measured = Measured.from_table(table, torch.arange(80), default_budgets(table), 0)
-    for one in fitted.values():
-        factor = one.expert.spread / measured.residual_spread(one.out_of_fold.log_latency)
+    for family in fitted.values():
+        factor = family.expert.spread / measured.residual_spread(family.out_of_fold.log_latency)
         torch.testing.assert_close(factor, factor[:1].expand(12))
         utilities = {}
         for f in (0.35, 0.5, 0.75, 1.0, 1.5, 2.2):
-            predicted = one.out_of_fold._replace(spread=one.expert.spread / factor * f)
+            predicted = family.out_of_fold._replace(spread=family.expert.spread / factor * f)
             scores = [predicted.expected_utility(b.expand(80)) for b in measured.budgets_ms]
             utilities[f] = measured.utility(scores, predicted.log_latency)
         nearest = min(utilities, key=lambda f: abs(f - float(factor[0])))
         assert utilities[nearest] >= max(utilities.values()) - 1e-6
 
 
-def test_holes_and_few_samples() -> None:
-    table = small_table(29, holes=0.6)
-    for rows in (torch.arange(29), torch.arange(7), torch.arange(2), torch.arange(1)):
-        for name, one in fit(table, tuple(FAMILIES), rows).items():
-            predicted = one.expert(inputs(table, rows))
-            for part in (*predicted, *one.out_of_fold):
-                assert part.isfinite().all(), (name, len(rows))
+@pytest.mark.parametrize("samples", [29, 7, 2, 1])
+def test_holes_and_few_samples(samples: int) -> None:
+    table, rows = small_table(29, holes=0.6), torch.arange(samples)
+    for name, fitted in fit(table, tuple(FAMILIES), rows).items():
+        assert all(part.isfinite().all() for part in (*fitted.expert(inputs(table, rows)), *fitted.out_of_fold)), name
 
 
-def test_two_configurations_and_one() -> None:
-    for count in (1, 2):
-        generator = torch.Generator().manual_seed(0)
-        accuracy = torch.rand(20, count, generator=generator)
-        table = table_of(accuracy.tolist(), (1 + accuracy).tolist(), torch.randn(20, 2, generator=generator))
-        for name, one in fit(table, tuple(FAMILIES)).items():
-            assert one.expert(inputs(table, torch.arange(20))).accuracy.shape == (20, count), name
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_configurations(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    accuracy = torch.rand(20, count, generator=generator)
+    table = table_of(accuracy.tolist(), (1 + accuracy).tolist(), torch.randn(20, 2, generator=generator))
+    for name, fitted in fit(table, tuple(FAMILIES)).items():
+        assert fitted.expert(inputs(table, torch.arange(20))).accuracy.shape == (20, count), name
 
 
 def test_samples_outside_the_rows_do_not_matter() -> None:
-    one, two = small_table(60), small_table(60)
-    two.accuracy[40:] = 1 - two.accuracy[40:]
-    two.latency_ms[40:] = two.latency_ms[40:].flip(1)
-    for block in two.features.values():
-        block[40:] *= -7
-    rows, budgets = torch.arange(40), torch.tensor([8.0, 12.0])
-    predicted = [[f.expert(inputs(one, rows)) for f in fit(t, FAST, rows, budgets).values()] for t in (one, two)]
-    for a, b in zip(*predicted, strict=True):
-        assert all(map(torch.equal, a, b))
+    table, rows, budgets = small_table(60), torch.arange(40), torch.tensor([8.0, 12.0])
+    predicted = []
+    for each in (table, otherwise(table, torch.arange(40, 60))):
+        fitted = fit(each, FAST, rows, budgets).values()
+        predicted.append([part for family in fitted for part in family.expert(inputs(table, rows))])
+    assert all(map(torch.equal, *predicted))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -199,9 +191,6 @@ def test_plain_values_and_back(name: str, tmp_path: Path) -> None:
 # -- targets and folds -------------------------------------------------------------------------------------------------
 
 
-BOTH = torch.arange(2)
-
-
 def outcomes_of(targets: Targets, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Accuracy and log-latency, from what stands in `values`."""
     scale, offset = targets.units
@@ -218,21 +207,14 @@ def test_each_block_is_centred_per_configuration_and_scaled_as_a_whole() -> None
     torch.testing.assert_close(targets.scale, torch.tensor([0.5 / root, 1 / root]))
 
 
-def test_outcomes_come_back_from_what_regressors_say() -> None:
-    table = small_table(20)
+@pytest.mark.parametrize("varies", [True, False])
+def test_outcomes_come_back_from_what_regressors_say(varies: bool) -> None:
+    table = small_table(20) if varies else table_of([[1.0, 1.0]] * 20, [[5.0, 5.0]] * 20)
     targets = Targets(table, torch.arange(5, 20), np.zeros((15, 1)))
+    assert targets.values.any() == varies
     accuracy, log_latency = outcomes_of(targets, torch.from_numpy(targets.values).float())
     torch.testing.assert_close(accuracy, table.accuracy[5:])
     torch.testing.assert_close(log_latency, table.latency_ms[5:].log())
-
-
-def test_what_never_varies_is_zero_and_comes_back() -> None:
-    table = table_of([[1.0, 1.0]] * 2, [[5.0, 5.0]] * 2)
-    targets = Targets(table, BOTH, np.zeros((2, 1)))
-    assert not targets.values.any()
-    accuracy, log_latency = outcomes_of(targets, torch.zeros(2, 4))
-    torch.testing.assert_close(accuracy, torch.ones(2, 2))
-    torch.testing.assert_close(log_latency.exp(), torch.full((2, 2), 5.0))
 
 
 def test_what_was_not_profiled_is_filled_by_configuration_and_by_sample() -> None:
@@ -285,14 +267,11 @@ def test_images_of_the_same_name_in_two_data_sets_are_two() -> None:
     assert sorted(map(sorted, held_out)) == [[0, 1], [2, 3]]
 
 
-def test_folds_are_a_matter_of_the_seed() -> None:
+def test_folds_are_a_matter_of_the_seed_and_one_sample_is_its_own_fold() -> None:
     table, rows = small_table(40), torch.arange(40)
     held_out = [[hold.tolist() for _, hold in folds_of(table, rows, seed)] for seed in (0, 0, 1)]
     assert held_out[0] == held_out[1] != held_out[2]
-
-
-def test_one_sample_is_its_own_fold() -> None:
-    ((fit, hold),) = folds_of(small_table(3), torch.tensor([2]), seed=0)
+    ((fit, hold),) = folds_of(table, torch.tensor([2]), seed=0)
     assert fit.tolist() == hold.tolist() == [0]
 
 
@@ -304,14 +283,11 @@ BY_HAND = Prediction(torch.tensor([[0.5, 2.0, -1.0]]), torch.tensor([[1.0, 3.0, 
 BUDGET = torch.tensor([math.e**2])
 
 
-def test_the_probability_of_meeting_a_budget_by_hand_also_with_a_spread_for_each_request() -> None:
+def test_the_probability_of_meeting_a_budget_and_expected_utility_by_hand() -> None:
     torch.testing.assert_close(BY_HAND.meets(BUDGET), torch.tensor([[0.841345, 0.158655, 0.977250]]))
     wide = BY_HAND._replace(spread=torch.tensor([[2.0, 1.0, 1.0]]))  # half a deviation, −1, +1
     torch.testing.assert_close(wide.meets(BUDGET), torch.tensor([[0.691462, 0.158655, 0.841345]]))
-
-
-def test_expected_utility_by_hand() -> None:
-    # accuracy is kept within [.001, 1]
+    # expected utility: accuracy is kept within [.001, 1]
     wanted = torch.tensor([[0.5 * 0.841345, 0.158655, 0.001 * 0.977250]])
     torch.testing.assert_close(BY_HAND.expected_utility(BUDGET), wanted)
 

@@ -31,6 +31,7 @@ from knobwise.agents.predictors.regressors import (
 )
 from knobwise.common.errors import InputError
 
+NAN = math.nan
 OUTPUTS = 12
 FEW = dict(zip(FAMILIES, ([0.1], [(1.0, 0.3)], [(5, True)], [4], [20]), strict=True))
 every_family = pytest.mark.parametrize("name", FAMILIES)
@@ -44,8 +45,8 @@ def data(n: int = 70, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Array, Arr
     """Features of float32, as they come, and outputs that depend on them, not linearly."""
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(n, 4)).astype(np.float32).astype(np.float64)
-    shown = np.stack([x[:, 0], x[:, 1] * x[:, 0], np.abs(x[:, 2])], 1)
-    return x, shown @ draw.normal(size=(3, outputs)) + 0.1 * draw.normal(size=(n, outputs)) + 2
+    traits = np.stack([x[:, 0], x[:, 1] * x[:, 0], np.abs(x[:, 2])], 1)
+    return x, traits @ draw.normal(size=(3, outputs)) + 0.1 * draw.normal(size=(n, outputs)) + 2
 
 
 def predict(regressor: nn.Module, x: Array) -> Array:
@@ -90,16 +91,11 @@ def test_neighbours_are_those_of_scikit_learn() -> None:
     for k, result in zip((1, 5, 20), neighbours(x, y, [(1, False), (5, False), (20, False)], 0), strict=True):
         wanted = KNeighborsRegressor(k, algorithm="brute").fit(x, y).predict(NEW)
         np.testing.assert_allclose(predict(result, NEW), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_feature_counts_by_the_length_of_its_weights() -> None:
-    x, y = data()
+    # a feature counts by the length of its weights
     ruler = np.linalg.norm(Ridge(alpha=0.1 * len(x)).fit(x, y).coef_, axis=0)
     wanted = KNeighborsRegressor(5, algorithm="brute").fit(x * ruler, y).predict(NEW * ruler)
     np.testing.assert_allclose(predict(neighbours(x, y, [(5, True)], 0)[0], NEW), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_no_more_neighbours_than_there_are() -> None:
+    # no more of them than there are
     x, y = data(4)
     result = predict(neighbours(x, y, [(160, False)], 0)[0], NEW)
     np.testing.assert_allclose(result, np.tile(y.mean(0), (40, 1)), rtol=1e-5)
@@ -163,7 +159,7 @@ def test_predictions_follow_what_matters(name: str) -> None:
 # -- trees together ----------------------------------------------------------------------------------------------------
 
 
-def test_averaged_is_the_mean_of_what_each_says() -> None:
+def test_averaged_is_the_mean_of_what_each_says_also_of_some_outputs() -> None:
     x, y = data()
     # of other data, of another number of components, of other depths
     each = [*forest(x, y, [4], 0), *forest(*data(50, seed=5), [12], 1), *forest(*data(5, seed=6), [1], 2)]
@@ -172,11 +168,6 @@ def test_averaged_is_the_mean_of_what_each_says() -> None:
     mean = np.mean([predict(e, NEW) for e in each], 0)
     np.testing.assert_allclose(predict(together, NEW), mean, rtol=1e-4, atol=1e-5)
     assert Trees.averaged(each[:1]).roots.tolist() == each[0].roots.tolist()
-
-
-def test_some_of_the_outputs() -> None:
-    x, y = data()
-    together = Trees.averaged([*forest(x, y, [4], 0), *forest(x, y, [4], 1)])
     np.testing.assert_allclose(predict(together.outputs(slice(3, 7)), NEW), predict(together, NEW)[:, 3:7], rtol=1e-5)
 
 
@@ -217,26 +208,18 @@ def test_few_samples_and_few_outputs(name: str, n: int, outputs: int) -> None:
 
 @every_family
 def test_outputs_that_never_vary(name: str) -> None:
-    x, _ = data(20)
-    for result in FAMILIES[name].fit(x, np.full((20, 4), 3.0), FAMILIES[name].settings[:2], 0):
+    for result in FAMILIES[name].fit(data(20)[0], np.full((20, 4), 3.0), FAMILIES[name].settings[:2], 0):
         np.testing.assert_allclose(predict(result, NEW), 3.0, rtol=1e-5)
 
 
 @every_family
-def test_one_is_fitted_for_each_setting(name: str) -> None:
+def test_one_is_fitted_for_each_setting_and_the_same_by_the_same_seed(name: str) -> None:
     assert len(FAMILIES[name].fit(*data(30), FAMILIES[name].settings, 0)) == len(FAMILIES[name].settings)
-
-
-@every_family
-def test_the_same_seed_gives_the_same(name: str) -> None:
     first, again = (FAMILIES[name].fit(*data(), FEW[name], 0)[0] for _ in range(2))
     np.testing.assert_array_equal(predict(first, NEW), predict(again, NEW))
 
 
 # -- the one vector that policies and baselines read, by hand ----------------------------------------------------------
-
-
-NAN = math.nan
 
 
 def test_blocks_are_joined_standardised_and_clipped() -> None:
@@ -262,11 +245,6 @@ def test_missing_values_become_the_median_and_an_indicator() -> None:
     assert got[:, 2].tolist() == [0, 1, 0, 0]
 
 
-def test_a_column_without_any_value_says_nothing() -> None:
-    normaliser = FeatureNormaliser({"a": torch.full((3, 1), NAN)})
-    assert normaliser({"a": torch.tensor([[4.0], [NAN]])}).tolist() == [[0, 0], [0, 1]]
-
-
 @pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
 def test_units_do_not_matter(unit: float) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -284,19 +262,18 @@ def test_heavy_tails_are_drawn_in() -> None:
     torch.testing.assert_close(FeatureNormaliser({"a": values})({"a": values}).squeeze(1), expected)
 
 
-def test_a_constant_column_is_zero_whatever_its_value() -> None:
+def test_a_column_that_is_constant_or_without_any_value_says_nothing() -> None:
+    normaliser = FeatureNormaliser({"a": torch.full((3, 1), NAN)})
+    assert normaliser({"a": torch.tensor([[4.0], [NAN]])}).tolist() == [[0, 0], [0, 1]]
     for value in (0.0, 0.1, 1e-12, 123456.789, -3e30):
         normaliser = FeatureNormaliser({"a": torch.full((7, 1), value)})
         assert normaliser({"a": torch.full((2, 1), value)}).tolist() == [[0], [0]]
 
 
-def test_without_features_the_width_is_zero() -> None:
+def test_other_blocks_are_not_read_and_a_missing_or_misshapen_one_is_named() -> None:
     normaliser = FeatureNormaliser({})
     assert normaliser.width == 0
     assert normaliser({}, 4).shape == normaliser({"unused": torch.ones(4, 2)}, 4).shape == (4, 0)
-
-
-def test_a_missing_or_misshapen_block_is_named() -> None:
     normaliser = FeatureNormaliser({"image": torch.randn(5, 3)})
     with pytest.raises(InputError, match="'image' must be 3 wide, got nothing"):
         normaliser({"text": torch.randn(5, 3)})

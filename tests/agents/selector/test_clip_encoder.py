@@ -31,12 +31,12 @@ def clip() -> nn.Module:
     return transformers.CLIPModel(config).eval()
 
 
-def items() -> ClipItems:
+def items(count: int = 7) -> ClipItems:
     generator = torch.Generator().manual_seed(0)
-    words = torch.randint(1, 48, (7, 6), generator=generator)
+    words = torch.randint(1, 48, (count, 6), generator=generator)
     words[:, 4] = 49
     words[:, 5] = 0
-    return ClipItems(torch.randn(7, 3, 16, 16, generator=generator), words, (words > 0).long())
+    return ClipItems(torch.randn(count, 3, 16, 16, generator=generator), words, (words > 0).long())
 
 
 def encoder() -> ClipEncoder:
@@ -56,14 +56,14 @@ def trained() -> ClipEncoder:
 
 def frozen_embeddings() -> Tensor:
     """[7, 12], from the image's and the text's own towers."""
-    model, (images, words, shown) = clip(), items()
+    model, (images, words, mask) = clip(), items()
     with torch.no_grad():
         image = model.get_image_features(images).pooler_output
-        text = model.get_text_features(words, shown).pooler_output
+        text = model.get_text_features(words, mask).pooler_output
     return (image / image.norm(dim=-1, keepdim=True) + text / text.norm(dim=-1, keepdim=True)) / 2
 
 
-def test_before_any_step_the_embeddings_are_those_of_the_frozen_clip() -> None:
+def test_before_any_step_the_embeddings_are_those_of_the_frozen_clip_and_zeros_of_nothing() -> None:
     for made in (encoder(), encoder().train()):
         query, pool = made.both(torch.arange(3), POOL)
         wanted = frozen_embeddings()
@@ -71,6 +71,9 @@ def test_before_any_step_the_embeddings_are_those_of_the_frozen_clip() -> None:
         torch.testing.assert_close(query, wanted[QUERY_ITEMS])
         torch.testing.assert_close(pool[POOL >= 0], wanted[CANDIDATE_ITEMS[POOL[POOL >= 0]]])
         assert (pool[POOL < 0] == 0).all()
+        query, pool = made.both(torch.tensor([-1, -1]), torch.full((2, 3), -1))
+        assert torch.equal(query, torch.zeros(2, 12))
+        assert torch.equal(pool, torch.zeros(2, 3, 12))
 
 
 def test_stored_embeddings_are_those_of_the_encoder() -> None:
@@ -79,9 +82,9 @@ def test_stored_embeddings_are_those_of_the_encoder() -> None:
     made.train()
     stored = made.stored()
     assert made.training
-    for found, wanted in zip(stored.both(torch.arange(3), POOL), (query, pool), strict=True):
-        torch.testing.assert_close(found, wanted)
-        assert not found.requires_grad
+    for result, wanted in zip(stored.both(torch.arange(3), POOL), (query, pool), strict=True):
+        torch.testing.assert_close(result, wanted)
+        assert not result.requires_grad
     assert (query - frozen_embeddings()[QUERY_ITEMS]).abs().max() > 1e-2
 
 
@@ -97,12 +100,6 @@ def test_every_distinct_item_is_encoded_once() -> None:
     dist = selector.distribution(query, pool, POOL >= 0, 2, group_size=12)
     dist.log_prob(dist.sample()).sum().backward()
     assert sizes == [7, 1, 7]
-
-
-def test_a_pool_of_nothing_is_zeros() -> None:
-    query, pool = encoder().both(torch.tensor([-1, -1]), torch.full((2, 3), -1))
-    assert torch.equal(query, torch.zeros(2, 12))
-    assert torch.equal(pool, torch.zeros(2, 3, 12))
 
 
 def test_only_lora_weights_learn() -> None:
@@ -141,9 +138,9 @@ def test_lora_weights_that_do_not_fit_are_refused_and_change_nothing() -> None:
     missing = {k: v for k, v in state.items() if k != name}
     wrong = [missing, missing | {"other": state[name]}, state | {"other": state[name]}, state | {name: state[name][:3]}]
     before = made.lora_state()
-    for given in wrong:
+    for changed in wrong:
         with pytest.raises(InputError, match="missing, unknown or of another shape"):
-            made.load_lora_state(given)
+            made.load_lora_state(changed)
         assert all(torch.equal(value, before[key]) for key, value in made.lora_state().items())
 
 
@@ -176,20 +173,16 @@ def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
     """v2_lora: SFT, then GRPO on live draws; of CLIP the LoRA weights alone move, and the first KL is 0."""
     table, scorer = small_beams(12, pool=3)
-    generator = torch.Generator().manual_seed(0)
-    count = table.num_queries + len(table.candidates)
-    words = torch.randint(1, 48, (count, 6), generator=generator)
-    words[:, 5] = 49
-    shown = ClipItems(torch.randn(count, 3, 16, 16, generator=generator), words, torch.ones_like(words))
+    rows = torch.arange(table.num_queries + len(table.candidates))
+    model = clip()
     torch.manual_seed(1)
-    rows = torch.arange(count)
-    made = ClipEncoder(clip(), shown, rows[:12], rows[12:]).eval()
+    made = ClipEncoder(model, items(len(rows)), rows[:12], rows[12:]).eval()
     stored = made.stored()
     start = Selector.fitted(SelectorConfig(width=16, heads=2), stored.query_table, stored.candidate_table)
     config = StageConfig(epochs=1, lr=1e-2, queries=4)
     for stage, live in (("sft", False), ("grpo", True)):
         before = {name: p.detach().clone() for name, p in made.named_parameters()}
-        given = made
+        start_encoder = made
         options = {"embeddings": made, "scorer": scorer, "live": live, "config": config, "folder": tmp_path / stage}
         student = SelectorTrainer(stage, table, table.split(0.7, 0.2), start, **options)
         if live:
@@ -199,7 +192,7 @@ def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
             assert float(first["kl_to_ref"]) == pytest.approx(0, abs=1e-6)
         start, made = student.run(), student.agent.embeddings
         assert isinstance(made, ClipEncoder)
-        assert all(torch.equal(p, before[name]) for name, p in given.named_parameters())
+        assert all(torch.equal(p, before[name]) for name, p in start_encoder.named_parameters())
         moved = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
         last = load_checkpoint(tmp_path / stage / "last.pt").extra["training"]["agent"]
         changed = {n for n, p in before.items() if not torch.equal(last[f"embeddings.{n}"], p)}

@@ -48,15 +48,12 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return (*embeddings().both(torch.arange(6), pool), pool >= 0)
 
 
-# -- embeddings --------------------------------------------------------------------------------------------------------
-
-
 def test_stored_embeddings_are_looked_up_and_padding_is_zero() -> None:
     stored = embeddings()
-    queries, found = stored.both(torch.tensor([5, -1]), torch.tensor([[3, -1], [0, 3]]))
-    assert torch.equal(found[0, 0], stored.candidate_table[3])
-    assert torch.equal(found[1], stored.candidate_table[[0, 3]])
-    assert (found[0, 1] == 0).all()
+    queries, result = stored.both(torch.tensor([5, -1]), torch.tensor([[3, -1], [0, 3]]))
+    assert torch.equal(result[0, 0], stored.candidate_table[3])
+    assert torch.equal(result[1], stored.candidate_table[[0, 3]])
+    assert (result[0, 1] == 0).all()
     assert torch.equal(queries, torch.stack([stored.query_table[5], torch.zeros(4)]))
     assert not list(stored.parameters())
     assert not stored.state_dict()
@@ -78,10 +75,10 @@ def test_the_scale_of_the_embeddings_does_not_matter() -> None:
     torch.manual_seed(0)
     scaled = Selector.fitted(CONFIGS[4], 7 * stored.query_table - 1, 7 * stored.candidate_table - 1)
     query, pool, mask = batch()
-    wanted = selector(CONFIGS[4]).distribution(query, pool, mask, 2).beam(3)
-    found = scaled.distribution(7 * query - 1, 7 * pool - 1, mask, 2).beam(3)
-    assert torch.equal(found[0], wanted[0])
-    torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=0)
+    sequences, log_probs = selector(CONFIGS[4]).distribution(query, pool, mask, 2).beam(3)
+    result = scaled.distribution(7 * query - 1, 7 * pool - 1, mask, 2).beam(3)
+    assert torch.equal(result[0], sequences)
+    torch.testing.assert_close(result[1], log_probs, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "beam"])
@@ -116,8 +113,7 @@ def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
     assert not made.training
 
 
-def test_log_probs_are_the_same_before_any_step() -> None:
-    """Old and new log-probs of a selector in eval mode: ratio 1, KL 0."""
+def test_log_probs_of_a_selector_in_eval_mode_are_the_same_before_any_step() -> None:
     network = selector(CONFIGS[4]).eval()
     dist = network.distribution(*batch(), 2, group_size=8)
     action, old = dist.sample_with_log_prob()
@@ -152,8 +148,8 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
     assert restored.config == config
     assert restored.stage == "grpo"
     assert not restored.training
-    wanted, found = (s.eval().distribution(*batch(), 3).beam(6) for s in (made, restored))
-    assert all(map(torch.equal, found, wanted))
+    wanted, result = (s.eval().distribution(*batch(), 3).beam(6) for s in (made, restored))
+    assert all(map(torch.equal, result, wanted))
 
 
 @every_config
@@ -198,9 +194,6 @@ def size_of(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -220,21 +213,13 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, object], messag
         SelectorConfig(**settings)
 
 
-# -- sizes: those of the original where it is configured as the original -----------------------------------------------
-
-
-def test_v1_has_the_originals_number_of_parameters() -> None:
-    config = SelectorConfig(version="v1", width=512, update="convex", temperature=0.5, dropout=0.5)
-    assert size_of(pointer_network(config, 512)) == 1_054_721
-
-
-def test_v2_has_the_originals_number_of_parameters_with_and_without_its_gate() -> None:
-    original = pointer_network(SelectorConfig(width=256, projection="linear", update="convex"), 512)
-    assert size_of(original) == 657_152
-    assert size_of(original) - sum(size_of(m) for m in original.modules() if isinstance(m, StateUpdate)) == 525_824
-
-
-def test_the_default_is_small() -> None:
+def test_v1_and_v2_have_the_originals_numbers_of_parameters_and_the_default_is_small() -> None:
+    first = SelectorConfig(version="v1", width=512, update="convex", temperature=0.5, dropout=0.5)
+    assert size_of(pointer_network(first, 512)) == 1_054_721
+    second = pointer_network(SelectorConfig(width=256, projection="linear", update="convex"), 512)
+    assert size_of(second) == 657_152
+    gates = sum(size_of(module) for module in second.modules() if isinstance(module, StateUpdate))
+    assert size_of(second) - gates == 525_824
     # input 137·128; attention 4·128·129 + 256; projections 2·(128·256 + 256 + 512 + 256·128); gate and U 2·257·128
     assert size_of(pointer_network(SelectorConfig(), 137)) == 17_536 + 66_304 + 132_608 + 65_792
 
@@ -303,9 +288,9 @@ def test_another_order_of_the_pool_is_only_another_order_of_the_keys(version: st
     net = network(version)
     query, pool, mask = encodable()
     order = torch.tensor([3, 0, 4, 2, 1])
-    one, other = net.encode(query, pool, mask), net.encode(query, pool[:, order], mask)
-    torch.testing.assert_close(other.keys, one.keys[:, order])
-    torch.testing.assert_close(other.state, one.state)
+    first, other = net.encode(query, pool, mask), net.encode(query, pool[:, order], mask)
+    torch.testing.assert_close(other.keys, first.keys[:, order])
+    torch.testing.assert_close(other.state, first.state)
 
 
 @every_update
@@ -335,7 +320,7 @@ def test_dropout_is_for_train_mode_alone(version: str) -> None:
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def test_cross_attention_is_that_of_torch() -> None:
+def test_cross_attention_is_that_of_torch_and_finite_over_nothing() -> None:
     torch.manual_seed(0)
     layer = CrossAttention(SelectorConfig(width=16, heads=4))
     stock = nn.MultiheadAttention(16, 4, batch_first=True)
@@ -348,25 +333,19 @@ def test_cross_attention_is_that_of_torch() -> None:
     mask[:, 0] = True
     read, _ = stock(state.unsqueeze(1), items, items, key_padding_mask=~mask)
     torch.testing.assert_close(layer(state, items, mask), layer.norm(state + read.squeeze(1)))
-
-
-def test_cross_attention_over_nothing_is_finite() -> None:
-    layer = CrossAttention(SelectorConfig(width=8, heads=2))
-    state = torch.randn(2, 8, requires_grad=True)
-    read = layer(state, torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool))
+    # over nothing it is finite
+    state = torch.randn(2, 16, requires_grad=True)
+    read = layer(state, torch.zeros(2, 3, 16), torch.zeros(2, 3, dtype=torch.bool))
     read.square().sum().backward()
     assert read.isfinite().all()
     assert state.grad.isfinite().all()
 
 
-def test_convex_update_with_a_scalar_gate_by_hand() -> None:
-    update = StateUpdate(SelectorConfig(width=4, update="convex"), scalar_gate=True)
-    assert size_of(update) == 1
-    found = update(torch.tensor([1.0, 0, 0, 0]), torch.tensor([0, 1.0, 0, 0]))
-    torch.testing.assert_close(found, torch.tensor([0.6, 0.4, 0, 0]) / math.sqrt(0.52))
-
-
-def test_updates_with_a_learned_gate_by_hand() -> None:
+def test_updates_with_a_scalar_and_with_a_learned_gate_by_hand() -> None:
+    scalar = StateUpdate(SelectorConfig(width=4, update="convex"), scalar_gate=True)
+    assert size_of(scalar) == 1
+    result = scalar(torch.tensor([1.0, 0, 0, 0]), torch.tensor([0, 1.0, 0, 0]))
+    torch.testing.assert_close(result, torch.tensor([0.6, 0.4, 0, 0]) / math.sqrt(0.52))
     state, chosen = torch.tensor([1.0, 0]), torch.tensor([0, 1.0])
     convex = StateUpdate(SelectorConfig(width=2, heads=1, update="convex"), scalar_gate=False)
     additive = StateUpdate(SelectorConfig(width=2, heads=1, update="additive"), scalar_gate=False)

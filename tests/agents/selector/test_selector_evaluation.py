@@ -35,6 +35,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 
 QUERIES, PLACES, BANK, BEAMS = 12, 6, 30, 5
+KNOWN = [q for q in range(QUERIES - 1) if q != 3]  # those with records of two demonstrations
 
 
 class Sums:
@@ -59,7 +60,7 @@ def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
     sequences[3] = -1
     sequences[3, 0, 0] = 0
     sequences[-1] = -1
-    there = sequences[..., 0] >= 0
+    exists = sequences[..., 0] >= 0
     if fields is None:
         names = ("beam_score", "vqa_correct")
         fields = {name: torch.rand(QUERIES, BEAMS, generator=generator).round(decimals=1) for name in names}
@@ -69,8 +70,8 @@ def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
         query_ids=tuple(map(str, range(QUERIES))),
         pool=pool,
         sequences=sequences,
-        fields={name: field.masked_fill(~there, torch.nan) for name, field in fields.items()},
-        found_by=torch.where(there, 0, -1),
+        fields={name: field.masked_fill(~exists, torch.nan) for name, field in fields.items()},
+        found_by=torch.where(exists, 0, -1),
         round=torch.zeros(QUERIES, BEAMS, dtype=torch.int64),
         queries=torch.randn(QUERIES, 4, generator=generator),
         candidates=torch.randn(BANK, 4, generator=generator),
@@ -87,12 +88,8 @@ def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
 # -- with a scorer -----------------------------------------------------------------------------------------------------
 
 
-def recorded(data: BeamTable, shots: int, preference: Tensor) -> Tensor:
-    return recorded_choices(data, shots, [preference]).correct[0]
-
-
-def correct(found: dict[str, Decided]) -> dict[str, Tensor]:
-    return {name: one.correct for name, one in found.items()}
+def correct(results: dict[str, Decided]) -> dict[str, Tensor]:
+    return {name: decided.correct for name, decided in results.items()}
 
 
 def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> None:
@@ -111,12 +108,12 @@ def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> N
 def test_each_query_is_judged_on_its_own_pool() -> None:
     data, rows = table(), torch.tensor([5, 3, 0])
     places = torch.tensor([[4, 1], [0, -1], [2, 0]])
-    shown = bank_rows(data, places, rows)
+    demonstrations = bank_rows(data, places, rows)
     pool = data.pool.tolist()
-    assert shown.tolist() == [[pool[5][4], pool[5][1]], [pool[3][0], -1], [pool[0][2], pool[0][0]]]
+    assert demonstrations.tolist() == [[pool[5][4], pool[5][1]], [pool[3][0], -1], [pool[0][2], pool[0][0]]]
     right = judge(data, Sums(), places, rows)
     assert right.dtype == torch.float32
-    assert right.tolist() == ((rows + shown.clamp_min(0).sum(1)) % 3 == 0).tolist()
+    assert right.tolist() == ((rows + demonstrations.clamp_min(0).sum(1)) % 3 == 0).tolist()
     assert len(judge(data, Sums(), torch.zeros(QUERIES, 1, dtype=torch.int64))) == QUERIES
 
 
@@ -131,38 +128,38 @@ def test_a_selector_is_judged_by_what_it_chose() -> None:
 
 def test_simple_ways_are_judged_beside_it() -> None:
     data, rows = table(), torch.tensor([8, 0, 5])
-    found = correct(decide_simple(data, Sums(), 2, seeds=(0, 1, 2), rows=rows))
+    results = correct(decide_simple(data, Sums(), 2, seeds=(0, 1, 2), rows=rows))
     names = ("image_similarity", "question_similarity", "similarity", "vote", "best_recorded", "oracle")
-    assert {name: len(values) for name, values in found.items()} == {"random": 3} | dict.fromkeys(names, 1)
-    assert all(values.shape[1] == 3 and values.dtype == torch.float32 for values in found.values())
-    assert found["vote"].tolist() == [[0.0, 0.0, 0.0]]  # five voters
+    assert {name: len(values) for name, values in results.items()} == {"random": 3} | dict.fromkeys(names, 1)
+    assert all(values.shape[1] == 3 and values.dtype == torch.float32 for values in results.values())
+    assert results["vote"].tolist() == [[0.0, 0.0, 0.0]]  # five voters
     everyone = correct(decide_simple(data, Sums(), 2))
     for name in ("image_similarity", "similarity", "oracle"):
-        assert torch.equal(everyone[name][:, rows].nan_to_num(-1), found[name].nan_to_num(-1))
-    near = torch.cosine_similarity(data.queries[8, :2], data.candidates[data.pool[8], :2], dim=-1).topk(2).indices
-    assert found["image_similarity"][0, 0] == float((8 + data.pool[8][near].sum()) % 3 == 0)
+        assert torch.equal(everyone[name][:, rows].nan_to_num(-1), results[name].nan_to_num(-1))
+    nearest = torch.cosine_similarity(data.queries[8, :2], data.candidates[data.pool[8], :2], dim=-1).topk(2).indices
+    assert results["image_similarity"][0, 0] == float((8 + data.pool[8][nearest].sum()) % 3 == 0)
 
 
 def test_what_was_shown_is_said_with_what_came_of_it() -> None:
     data, rows = table(), torch.tensor([8, 3, 5])
-    found = decide_simple(data, Sums(), 2, seeds=(0, 1), rows=rows)
-    assert found["vote"].demonstrations is None
-    for name, one in found.items():
-        if one.demonstrations is None or name in ("best_recorded", "oracle"):
+    results = decide_simple(data, Sums(), 2, seeds=(0, 1), rows=rows)
+    assert results["vote"].demonstrations is None
+    for name, decided in results.items():
+        if decided.demonstrations is None or name in ("best_recorded", "oracle"):
             continue
-        assert one.demonstrations.shape == (len(one.correct), 3, 2)
-        for shown, correct in zip(one.demonstrations, one.correct, strict=True):
-            assert torch.equal(Sums()(rows, shown)["vqa_correct"].float(), correct)
-            for row, line in zip(rows, shown, strict=True):
+        assert decided.demonstrations.shape == (len(decided.correct), 3, 2)
+        for demonstrations, correct in zip(decided.demonstrations, decided.correct, strict=True):
+            assert torch.equal(Sums()(rows, demonstrations)["vqa_correct"].float(), correct)
+            for row, line in zip(rows, demonstrations, strict=True):
                 assert {r for r in line.tolist() if r >= 0} <= set(data.pool[row].tolist())
-    oracle = found["oracle"]
+    oracle = results["oracle"]
     assert oracle.demonstrations[0, 1].tolist() == [-1, -1]  # no sequence of two
-    shown = [[int(data.pool[8, place]) for place in beam] for beam in data.sequences[8, :3]]
-    assert data.fields["vqa_correct"][8, shown.index(oracle.demonstrations[0, 0].tolist())] == oracle.correct[0, 0]
+    beams = [[int(data.pool[8, place]) for place in beam] for beam in data.sequences[8, :3]]
+    assert data.fields["vqa_correct"][8, beams.index(oracle.demonstrations[0, 0].tolist())] == oracle.correct[0, 0]
 
     policy, stored = selector(data)
-    own = decide_selectors([policy], stored, data, Sums(), 2, rows)
-    assert torch.equal(own.demonstrations[0], bank_rows(data, choose(policy, stored, data, rows, 2), rows))
+    selected = decide_selectors([policy], stored, data, Sums(), 2, rows)
+    assert torch.equal(selected.demonstrations[0], bank_rows(data, choose(policy, stored, data, rows, 2), rows))
 
 
 def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
@@ -179,17 +176,20 @@ def test_decision_time_is_that_of_one_choice_on_one_thread() -> None:
 # -- on what was recorded ----------------------------------------------------------------------------------------------
 
 
+def recorded(data: BeamTable, shots: int, preference: Tensor) -> Tensor:
+    return recorded_choices(data, shots, [preference]).correct[0]
+
+
 def test_the_recorded_sequence_that_is_preferred_counts() -> None:
     data = table()
     preference = torch.rand(QUERIES, BEAMS, generator=torch.Generator().manual_seed(1))
     correct = data.fields["vqa_correct"]
     for shots, columns in ((1, slice(3, 5)), (2, slice(0, 3))):
-        found = recorded(data, shots, preference)
-        for q in range(QUERIES):
-            if q == 3:
-                continue
-            best = preference[q, columns].argmax() + (columns.start or 0)
-            assert found[q] == correct[q, best] or (q == QUERIES - 1 and found[q].isnan())
+        results = recorded(data, shots, preference)
+        best = preference[:, columns].argmax(1, keepdim=True) + (columns.start or 0)
+        wanted = correct.gather(1, best).squeeze(1)
+        assert torch.equal(results[KNOWN], wanted[KNOWN])
+        assert results[-1].isnan()
     assert recorded(data, 1, preference)[3] == correct[3, 0]
     assert recorded(data, 2, preference)[3].isnan()
     assert recorded(data, 3, preference).isnan().all()
@@ -197,12 +197,11 @@ def test_the_recorded_sequence_that_is_preferred_counts() -> None:
 
 def test_the_oracle_is_right_wherever_any_record_is() -> None:
     data = table()
-    found = correct(decide_simple(data, None, 2))
+    results = correct(decide_simple(data, None, 2))
     some = data.fields["vqa_correct"][:, :3].nan_to_num(0).amax(1)
-    known = [q for q in range(QUERIES) if q not in (3, QUERIES - 1)]
-    assert torch.equal(found["oracle"][0, known], some[known])
+    assert torch.equal(results["oracle"][0, KNOWN], some[KNOWN])
     best = data.fields["beam_score"][:, :3].argmax(1)
-    assert torch.equal(found["best_recorded"][0, known], data.fields["vqa_correct"][known, best[known]])
+    assert torch.equal(results["best_recorded"][0, KNOWN], data.fields["vqa_correct"][KNOWN, best[KNOWN]])
 
 
 def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
@@ -216,40 +215,36 @@ def test_what_has_no_record_of_its_correctness_is_never_counted() -> None:
     with pytest.raises(InputError, match=r"'small': without vqa_correct .* judge with a scorer"):
         recorded(bare, 2, nothing)
     assert "oracle" not in correct(decide_simple(bare, Sums(), 2))
+    nothing = {name: getattr(data, name)[:, :0] for name in ("sequences", "found_by", "round")}
+    empty = dataclasses.replace(data, fields={"vqa_correct": torch.zeros(QUERIES, 0)}, **nothing)
+    assert correct(decide_simple(empty, Sums(), 1))["oracle"].isnan().all()
 
 
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> None:
     data, rows = table(), torch.tensor([9, 3, 1, 11])
     policy, stored = selector(data)
     policy.train()
-    found = SelectorActor(policy, stored, data.pool, 2).recorded_log_probs(data, rows, batch=3)
+    results = SelectorActor(policy, stored, data.pool, 2).recorded_log_probs(data, rows, batch=3)
     assert policy.training
-    assert found.shape == (4, BEAMS)
+    assert results.shape == (4, BEAMS)
     query, pool = stored.both(rows[:1], data.pool[rows[:1]])
     alone = policy.eval().distribution(query, pool, data.pool_mask[rows[:1]], 2)
     each = torch.stack([alone.log_prob(data.sequences[9, None, b]) for b in range(BEAMS)])
-    torch.testing.assert_close(found[0], each.squeeze(1))
+    torch.testing.assert_close(results[0], each.squeeze(1))
     judged = decide_selectors([policy], stored, data, None, 2, rows).correct[0]
-    assert judged[0] == data.fields["vqa_correct"][9, found[0, :3].argmax()]
+    assert judged[0] == data.fields["vqa_correct"][9, results[0, :3].argmax()]
     assert judged[[1, 3]].isnan().all()  # no sequence of two
 
 
 def test_simple_ways_without_a_scorer() -> None:
-    found = correct(decide_simple(table(), None, 2, seeds=(0, 1)))
+    results = correct(decide_simple(table(), None, 2, seeds=(0, 1)))
     similar = {"image_similarity", "question_similarity", "similarity"}
-    assert set(found) == {"random", *similar, "best_recorded", "oracle"}
-    assert found["random"].shape == (2, QUERIES)
-    known = ~found["oracle"][0].isnan()
-    for values in found.values():
+    assert set(results) == {"random", *similar, "best_recorded", "oracle"}
+    assert results["random"].shape == (2, QUERIES)
+    known = ~results["oracle"][0].isnan()
+    for values in results.values():
         assert torch.equal(~values.isnan(), known.expand(values.shape))
-        assert (values[:, known] <= found["oracle"][:, known]).all()
-
-
-def test_a_table_without_beams_has_no_records() -> None:
-    data = table()
-    nothing = {name: getattr(data, name)[:, :0] for name in ("sequences", "found_by", "round")}
-    bare = dataclasses.replace(data, fields={"vqa_correct": torch.zeros(QUERIES, 0)}, **nothing)
-    assert correct(decide_simple(bare, Sums(), 1))["oracle"].isnan().all()
+        assert (values[:, known] <= results["oracle"][:, known]).all()
 
 
 # -- simple ways to choose, by hand ------------------------------------------------------------------------------------
@@ -278,60 +273,49 @@ def by_hand(queries: Tensor = BY_HAND, pool: Tensor = POOL, blocks: dict[str, tu
     return BeamTable("by hand", ids, pool, **recorded, queries=queries, candidates=CANDIDATES, blocks=blocks)
 
 
-def chosen(way: str, shots: int, **more: Tensor) -> list[list[int]]:
-    """Rows of the bank."""
-    data = by_hand()
-    places = simple_ways(data, shots, **more)[way]  # type: ignore[arg-type]
-    assert places.shape == (4, shots)
-    return data.pool.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1).tolist()
+@pytest.mark.parametrize(
+    ("way", "shots", "wanted"),
+    [
+        ("image_similarity", 3, [[2, 0, 1], [2, 0, 1], [0, 3, -1], [-1] * 3]),
+        ("question_similarity", 2, [[0, 1], [6, 4], [3, 0], [-1] * 2]),  # of equals the first
+        # the mean of both cosines; b of the third query: cos 80° + 1 = 1.17 against cos 10° + 0 = .98
+        ("similarity", 2, [[2, 0], [2, 0], [3, 0], [-1] * 2]),
+        # the parts in turn; a is answered four times, then what has the most similar image
+        ("part_similarity", 4, [[2, 1, 0, 5], [2, 0, 4, 6], [3, 0, -1, -1], [-1] * 4]),
+        ("part_similarity", 5, [[2, 1, 0, 5, 4], [2, 0, 4, 6, 1], [3, 0, -1, -1, -1], [-1] * 5]),
+        # who is trusted among those that answer
+        ("careful_rule", 4, [[0, 3, 4, 1], [0, 4, 2, 6], [3, 0, -1, -1], [-1] * 4]),
+    ],
+)
+def test_simple_ways_by_hand(way: str, shots: int, wanted: list[list[int]]) -> None:
+    places = simple_ways(by_hand(), shots, trusted=CANDIDATES[:, 4].bool())[way]
+    assert bank_rows(by_hand(), places, torch.arange(4)).tolist() == wanted
 
 
-def test_image_similarity_takes_the_nearest_images_and_question_similarity_of_equals_the_first() -> None:
-    assert chosen("image_similarity", 3) == [[2, 0, 1], [2, 0, 1], [0, 3, -1], [-1, -1, -1]]
-    assert chosen("question_similarity", 2) == [[0, 1], [6, 4], [3, 0], [-1, -1]]
-
-
-def test_similarity_is_the_mean_of_both_cosines() -> None:
-    # b of the third query: cos 80° + 1 = 1.17 against cos 10° + 0 = .98
-    assert chosen("similarity", 2) == [[2, 0], [2, 0], [3, 0], [-1, -1]]
+def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
+    assert "careful_rule" not in simple_ways(by_hand(), 2)
     mixed = simple_ways(by_hand(blocks={}), 2)
     assert set(mixed) == {"random", "similarity"}
     whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
 
 
-def test_part_similarity_serves_the_parts_in_turn() -> None:
-    assert chosen("part_similarity", 4) == [[2, 1, 0, 5], [2, 0, 4, 6], [3, 0, -1, -1], [-1] * 4]
-    # a is answered four times, then what has the most similar image
-    assert chosen("part_similarity", 5)[1] == [2, 0, 4, 6, 1]
-
-
-def test_careful_rule_prefers_who_is_trusted_among_those_that_answer() -> None:
-    trusted = CANDIDATES[:, 4].bool()
-    assert chosen("careful_rule", 4, trusted=trusted) == [[0, 3, 4, 1], [0, 4, 2, 6], [3, 0, -1, -1], [-1] * 4]
-    assert "careful_rule" not in simple_ways(by_hand(), 2)
-
-
 def test_voters_are_the_nearest_few_of_each_part() -> None:
-    data = by_hand()
-    places = voters(data, each=3)
-    rows = data.pool.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1)
+    rows = bank_rows(by_hand(), voters(by_hand(), each=3), torch.arange(4))
     assert rows.tolist() == [[2, 0, 4, 1, 5, 3], [2, 0, 4, -1, -1, -1], [3] + [-1] * 5, [-1] * 6]
     assert voters(by_hand(blocks={})).shape == (4, 5)
 
 
 def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
-    asked, answered = parts_of(by_hand()) or pytest.fail("there are parts")
-    assert asked.tolist() == [[True, True], [True, False], [False, True], [True, True]]
-    assert answered[:3].tolist() == [[True, False], [False, True], [True, False]]
+    query_parts, candidate_parts = parts_of(by_hand()) or pytest.fail("there are parts")
+    assert query_parts.tolist() == [[True, True], [True, False], [False, True], [True, True]]
+    assert candidate_parts[:3].tolist() == [[True, False], [False, True], [True, False]]
     for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
         assert parts_of(other) is None
         assert "part_similarity" not in simple_ways(other, 2)
         with pytest.raises(ValueError, match="no blocks"):
             part_similarity(other, 2)
-
-
-def test_a_query_that_asks_nothing_known_gets_similar_images() -> None:
+    # a query that asks nothing known gets similar images
     nothing = by_hand(BY_HAND * torch.tensor([1.0, 1, 0, 0, 1]))
     assert POOL[0][part_similarity(nothing, 3)[0]].tolist() == [2, 0, 1]
 

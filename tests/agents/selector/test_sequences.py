@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def log_probs_of(dist: SequenceDistribution, sequences: list[tuple[int, ...]], q
 
 
 @torch.no_grad()
-def step_by_step(net: PointerNetwork, query: int, sequence: tuple[int, ...], temperature: float = 1.0) -> float:
+def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int], temperature: float = 1.0) -> float:
     """The log-prob of one sequence of one query: everything encoded for it alone, one candidate after the other."""
     all_queries, pool, mask = features()
     encoded = net.encode(all_queries[query : query + 1], pool[query : query + 1], mask[query : query + 1])
@@ -89,9 +90,9 @@ def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update:
     mask = features()[2]
     for query in range(4):
         sequences = everything(mask[query], 3)
-        found = log_probs_of(dist, sequences, query)
+        result = log_probs_of(dist, sequences, query)
         wanted = torch.tensor([step_by_step(net, query, sequence, 1.7) for sequence in sequences])
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result, wanted, atol=1e-5, rtol=1e-5)
 
 
 @every_version
@@ -100,10 +101,10 @@ def test_a_shorter_sequence_has_the_log_prob_of_its_beginning(version: str) -> N
     value = torch.full((4, 3, 3), -1)
     value[0, 0, :2] = torch.tensor([2, 0])
     value[0, 1, :1] = 3
-    found = dist.log_prob(value)
+    result = dist.log_prob(value)
     wanted = [step_by_step(net, 0, (2, 0)), step_by_step(net, 0, (3,)), 0.0]
-    torch.testing.assert_close(found[0], torch.tensor(wanted), atol=1e-5, rtol=1e-5)
-    assert (found[1:] == 0).all()
+    torch.testing.assert_close(result[0], torch.tensor(wanted), atol=1e-5, rtol=1e-5)
+    assert (result[1:] == 0).all()
 
 
 @every_version
@@ -121,13 +122,13 @@ def test_what_cannot_be_chosen_has_log_prob_minus_infinity(version: str) -> None
 )
 def test_any_action_gets_a_number_and_finite_gradients(actions: list[list[int]], version: str) -> None:
     dist = distribution(version, group_size=len(actions))
-    found = dist.log_prob(torch.tensor(actions).expand(4, -1, -1))
-    assert not found.isnan().any()
+    result = dist.log_prob(torch.tensor(actions).expand(4, -1, -1))
+    assert not result.isnan().any()
     known = [everything(mask, 3) for mask in features()[2]]
-    for query, row in enumerate(found.isfinite().tolist()):
+    for query, row in enumerate(result.isfinite().tolist()):
         beginnings = {tuple(s[:n]) + (-1,) * (3 - n) for s in known[query] for n in range(4)}
         assert row == [tuple(action) in beginnings for action in actions]
-    found.sum().backward()
+    result.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in dist.network.parameters())
 
 
@@ -140,6 +141,8 @@ def test_shapes(sample: tuple[int, ...], group_size: int | None) -> None:
     assert drawn.shape == dist.sample(sample).shape == (*sample, 4, *group, 3)
     assert log_prob.shape == (*sample, 4, *group)
     assert drawn.dtype == torch.int64
+    assert not drawn.requires_grad
+    assert not log_prob.requires_grad
     torch.testing.assert_close(dist.log_prob(drawn), log_prob)
     assert dist.mode.shape == dist.deterministic_sample.shape == (4, *group, 3)
     assert dist.entropy().shape == (4,)
@@ -161,8 +164,7 @@ def test_draws_have_the_frequencies_of_their_probabilities(version: str) -> None
 
 
 def test_draws_end_where_nothing_is_left_and_never_repeat() -> None:
-    dist = distribution(shots=4, group_size=200)
-    drawn = dist.sample()
+    drawn = distribution(shots=4, group_size=200).sample()
     for query, size in enumerate(SIZES):
         assert (drawn[query, :, size:] == -1).all()
         wanted = features()[2][query].nonzero().flatten()
@@ -176,10 +178,6 @@ def test_draws_follow_the_temperature() -> None:
     uniform = -torch.tensor([4 * 3 * 2.0, 2, 1, 1]).log()
     torch.testing.assert_close(flat.sample_with_log_prob()[1], uniform.unsqueeze(1).expand(-1, 50), atol=1e-4, rtol=0)
     torch.testing.assert_close(flat.entropy(), -uniform, atol=1e-4, rtol=0)
-
-
-def test_draws_carry_no_gradient() -> None:
-    assert not any(part.requires_grad for part in distribution(group_size=3).sample_with_log_prob())
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -204,9 +202,9 @@ def test_a_beam_as_wide_as_all_sequences_finds_all_of_them_best_first(version: s
     assert (sequences.shape, log_probs.shape) == ((4, 30, 3), (4, 30))
     for query, mask in enumerate(features()[2]):
         wanted = everything(mask, 3)
-        found = [tuple(s) for s in sequences[query].tolist()]
-        assert sorted(found[: len(wanted)]) == sorted(wanted)
-        assert found[len(wanted) :] == [(-1, -1, -1)] * (30 - len(wanted))
+        result = [tuple(s) for s in sequences[query].tolist()]
+        assert sorted(result[: len(wanted)]) == sorted(wanted)
+        assert result[len(wanted) :] == [(-1, -1, -1)] * (30 - len(wanted))
         every = log_probs_of(dist, wanted, query)
         torch.testing.assert_close(log_probs[query, : len(wanted)], every.sort(descending=True).values)
         assert log_probs[query, len(wanted) :].isneginf().all()
@@ -254,15 +252,11 @@ def test_entropy_is_unbiased(version: str) -> None:
         assert (estimates[row].mean() - wanted).abs() <= 4 * error + 1e-5
 
 
-def test_entropy_of_one_shot_is_exact_and_of_no_choice_is_zero() -> None:
+def test_entropy_of_one_shot_is_exact_of_no_choice_zero_and_changes_no_draws() -> None:
     dist = distribution(shots=1)
     log_probs = log_probs_of(dist, everything(features()[2][0], 1), 0)
-    found = dist.entropy()
-    torch.testing.assert_close(found[0], -(log_probs.exp() * log_probs).sum())
-    assert found[2:].tolist() == [0, 0]
-
-
-def test_looking_at_the_entropy_does_not_change_what_is_drawn() -> None:
+    torch.testing.assert_close(dist.entropy()[0], -(log_probs.exp() * log_probs).sum())
+    assert dist.entropy()[2:].tolist() == [0, 0]
     dist = distribution(group_size=20)
     torch.manual_seed(3)
     wanted = dist.sample()

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import small_table, table_of
+from helpers import driven_apart, equal_states, otherwise, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_numpy_controller import budgets_of, driven_apart, gappy, stack_of, stacked
+from test_numpy_controller import budgets_of, gappy, slowest_first, stack_of, stacked
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving import distillation
+from knobwise.agents.serving.distillation import StudentConfig, composed, student_of
 from knobwise.agents.serving.export import (
     agreement,
     arrays_of,
@@ -36,6 +37,7 @@ from knobwise.agents.stack.prices import StaticMix
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.reward import utility
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.experiments.deploy.export import run
 from knobwise.experiments.settings.options import ExportRun
@@ -48,9 +50,7 @@ from knobwise.experiments.settings.profiles import TableProfile
 @given(
     seed=st.integers(0, 10**6), holes=st.sampled_from([0.0, 0.5]), count=st.integers(2, 6), samples=st.integers(1, 9)
 )
-def test_static_steps_are_what_static_chooses_at_every_budget(
-    seed: int, holes: float, count: int, samples: int
-) -> None:
+def test_static_steps_are_what_static_chooses(seed: int, holes: float, count: int, samples: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     # few values, so that equals are many
     accuracy = torch.randint(3, (samples, count), generator=generator) / 2
@@ -108,10 +108,9 @@ def test_equal_scores_are_rounding_and_others_are_not() -> None:
     head.weight.data[..., 1] = head.weight.data[..., 0]
     head.bias.data[..., :2] = 50.0  # the first two are always best, and equal
     budgets = default_budgets(table)[:2]
-    second = agreement(controller, lambda blocks, limits: np.ones(60, np.int64), table, budgets)
-    assert (second["rounding"], second["different"], second["share"]) == (120, 0, 1.0)
-    third = agreement(controller, lambda blocks, limits: np.full(60, 2), table, budgets)
-    assert (third["rounding"], third["different"], third["share"]) == (0, 120, 0.0)
+    for choice, rounding, share in ((1, 120, 1.0), (2, 0, 0.0)):
+        result = agreement(controller, lambda blocks, limits, c=choice: np.full(60, c), table, budgets)
+        assert (result["rounding"], result["different"], result["share"]) == (rounding, 120 - rounding, share)
 
 
 def test_budgets_that_are_compared_are_the_judged_and_the_calibrated() -> None:
@@ -157,8 +156,8 @@ def test_the_graph_decides_as_the_policy_for_any_number_of_requests(name: str, t
     result = agreement(agent, by_onnx(session), table, budgets_of(table))
     assert result["different"] == 0
     budget = default_budgets(table)[2:3]
-    one = {key: block[:1].numpy() for key, block in table.features.items()} | {"budget_ms": budget.numpy()}
-    outputs = dict(zip([output.name for output in session.get_outputs()], session.run(None, one), strict=True))
+    request = {key: block[:1].numpy() for key, block in table.features.items()} | {"budget_ms": budget.numpy()}
+    outputs = dict(zip([output.name for output in session.get_outputs()], session.run(None, request), strict=True))
     chosen = int(outputs.pop("configuration")[0])
     values = {knob.name: outputs[knob.name].tolist()[0] for knob in table.knobs}
     wanted = table.configuration(chosen)
@@ -201,19 +200,19 @@ def order(tmp_path: Path) -> ExportRun:
 
 def test_a_run_leaves_files_that_decide(order: ExportRun, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(dataclasses.replace(order, int8=True))
-    said = json.loads((out / "export.json").read_text())
+    report = json.loads((out / "export.json").read_text())
     names = {"controller.npz", "controller.onnx", "controller.int8.onnx", "numpy_controller.py"}
-    assert set(said["files"]) == names
+    assert set(report["files"]) == names
     assert {file.name for file in out.iterdir()} == {*names, "export.json"}
-    assert said["files"]["controller.npz"]["bytes"] == (out / "controller.npz").stat().st_size
-    assert said["trained_on"]["digest"] == said["compared_on"]["digest"]
-    assert set(said["forms"]) == {"NumPy", "ONNX float32", "ONNX int8"}
+    assert report["files"]["controller.npz"]["bytes"] == (out / "controller.npz").stat().st_size
+    assert report["trained_on"]["digest"] == report["compared_on"]["digest"]
+    assert set(report["forms"]) == {"NumPy", "ONNX float32", "ONNX int8"}
     for form in ("NumPy", "ONNX float32"):
-        assert said["forms"][form]["different"] == 0
-        assert said["forms"][form]["contexts"] == 80 * len(said["compared_on"]["budgets_ms"])
-    assert said["forms"]["NumPy"]["one_by_one"]["different"] == 0
-    assert said["forms"]["NumPy"]["one_by_one"]["contexts"] == said["forms"]["NumPy"]["contexts"]
-    assert all(form["decision_us_p50"] > 0 for form in said["forms"].values())
+        assert report["forms"][form]["different"] == 0
+        assert report["forms"][form]["contexts"] == 80 * len(report["compared_on"]["budgets_ms"])
+    assert report["forms"]["NumPy"]["one_by_one"]["different"] == 0
+    assert report["forms"]["NumPy"]["one_by_one"]["contexts"] == report["forms"]["NumPy"]["contexts"]
+    assert all(form["decision_us_p50"] > 0 for form in report["forms"].values())
     table, stack = trained()
     light = NumpyController.load(out / "controller.npz")
     assert agreement(stack, light.choose, table, default_budgets(table))["different"] == 0
@@ -225,13 +224,13 @@ def test_a_run_leaves_files_that_decide(order: ExportRun, capsys: pytest.Capture
 
 
 def test_a_student_is_exported_with_its_checkpoint(order: ExportRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = distillation.StudentConfig(hidden=8, requests=100, steps=20)
+    short = StudentConfig(hidden=8, requests=100, steps=20)
     monkeypatch.setattr(distillation, "StudentConfig", lambda: short)
     out = run(dataclasses.replace(order, onnx=False, student=True))
-    said = json.loads((out / "export.json").read_text())
-    assert set(said["files"]) == {"controller.npz", "numpy_controller.py", "student.pt"}
-    assert said["student"]["test_samples"] == 16
-    assert 0 <= said["student"]["utility_of_student"] <= 1
+    report = json.loads((out / "export.json").read_text())
+    assert set(report["files"]) == {"controller.npz", "numpy_controller.py", "student.pt"}
+    assert report["student"]["test_samples"] == 16
+    assert 0 <= report["student"]["utility_of_student"] <= 1
     table = trained()[0]
     student = load_checkpoint(out / "student.pt").controller
     light = NumpyController.load(out / "controller.npz")
@@ -268,7 +267,7 @@ def test_mistakes_are_named_before_anything_is_written(
 @pytest.mark.parametrize("form", ["choose", "decide_index"])
 def test_nothing_is_written_when_a_form_disagrees(form: str, order: ExportRun, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(NumpyController, form)
-    monkeypatch.setattr(NumpyController, form, lambda *given: (right(*given) + 1) % 12)
+    monkeypatch.setattr(NumpyController, form, lambda *arguments: (right(*arguments) + 1) % 12)
     with pytest.raises(InputError, match=r"controller\.npz.*: decides differently .* nothing was written"):
         run(order)
     assert not Path(order.out).exists()
@@ -281,3 +280,107 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         export_numpy(stack, tmp_path / "file" / "c.npz")
     export_numpy(stack, tmp_path / "c.npz")
     assert {path.name for path in tmp_path.iterdir()} == {"file", "c.npz"}
+
+
+# -- students ----------------------------------------------------------------------------------------------------------
+
+
+SHORT = StudentConfig(hidden=16, requests=600, steps=200, minibatch=64)
+FEW = StudentConfig(hidden=8, requests=60, steps=5)
+
+
+@functools.cache
+def taught() -> tuple[ProfileTable, StackedController, Controller]:
+    """Two kinds of samples: what is best depends on which it is, and the features show it."""
+    table, rows = two_kinds(240, shown=True), torch.arange(160)
+    teacher = stack_of(table, rows, experts=("ridge",))
+    teacher.weights.copy_(torch.tensor([0.0, 1.0]))  # the network beside it was not trained
+    return table, teacher, student_of(teacher, table, rows, seed=0, config=SHORT)
+
+
+def test_a_student_learns_what_its_teacher_knows() -> None:
+    table, teacher, student = taught()
+    test, budget = torch.arange(160, 240), torch.tensor(15.0)
+    features, limits = {"x": table.features["x"][test]}, budget.expand(80)
+    taught_choice, choice = (agent.choose(features, limits) for agent in (teacher, student))
+    assert float((taught_choice == choice).float().mean()) > 0.9
+    cells = (values[test].gather(1, choice[:, None]) for values in (table.accuracy, table.latency_ms))
+    assert float(utility(*cells, budget).mean()) > 0.9  # one configuration for all gets about 0.5
+
+
+def test_a_student_is_one_light_network_that_saves_loads_and_exports(tmp_path: Path) -> None:
+    table, _, student = taught()
+    assert (student.config.members, student.config.hidden, student.config.structure) == (1, 16, "joint")
+    save_checkpoint(tmp_path / "student.pt", student, table, {})
+    loaded = load_checkpoint(tmp_path / "student.pt").controller
+    limits = default_budgets(table)[1].expand(240)
+    assert torch.equal(loaded.choose(table.features, limits), student.choose(table.features, limits))
+    assert agreement(student, to_numpy(student).choose, table, default_budgets(table))["different"] == 0
+
+
+def test_the_same_seed_gives_the_same_student_whatever_was_drawn_before_or_stands_in_other_rows() -> None:
+    table, rows = small_table(60), torch.arange(40)
+    teacher = stack_of(table, rows, experts=("ridge",))
+    students = []
+    for seed in (3, 3, 4):
+        torch.rand(3)
+        students.append(student_of(teacher, table, rows, seed, FEW))
+    assert equal_states(students[0], students[1])
+    first, other = (student.state_dict()["network.layers.0.weight"] for student in (students[0], students[2]))
+    assert not torch.equal(first, other)
+    # other rows are not looked at
+    assert equal_states(students[0], student_of(teacher, otherwise(table, torch.arange(40, 60)), rows, 3, FEW))
+
+
+def test_predictions_of_some_requests_are_those_of_the_stack() -> None:
+    for table in (gappy(), small_table(90, features=False)):
+        stack = stack_of(table, torch.arange(90), experts=EXPERTS)
+        stack.weights.copy_(torch.ones(len(stack.weights)) / len(stack.weights))
+        x = stack.features(table.features, 90)
+        rows, limits = torch.tensor([5, 3, 80]), torch.tensor([9.0, 15.0, 30.0])
+        wanted = stack.view(x[rows], limits)
+        for mine, expected in zip(stack.predictions(x).take(rows).view(limits), wanted, strict=True):
+            torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("deploy", [True, False])
+@pytest.mark.parametrize("price", [0.0, 0.3, 1e6])
+def test_what_a_teacher_prefers_most_is_what_the_stack_chooses(deploy: bool, price: float) -> None:
+    table = slowest_first()
+    stack = stack_of(table, torch.arange(90), experts=("ridge", "knn"))
+    assert stack.guard is not None
+    stack.guard.deploy[1:] = deploy
+    stack.guard.miss[:] = price
+    limits = torch.cat([stack.guard.budgets_ms.float().repeat(17), torch.tensor([1e-3] * 5)])
+    prefers = stack.preference(stack.view(stack.features(table.features, 90), limits), limits).argmax(1)
+    assert torch.equal(prefers, stack.choose(table.features, limits))
+
+
+def test_composed_requests_are_between_samples_block_by_block() -> None:
+    x = torch.arange(5.0)[:, None] + torch.zeros(5, 3)
+    made = composed(x, [1, 2], 400, torch.Generator().manual_seed(0))
+    assert made.shape == (400, 3)
+    assert torch.equal(made[:, 1], made[:, 2])  # of one block
+    assert float(made.min()) >= 0
+    assert float(made.max()) <= 4
+    crossed, mixed = (made[:, 0] != made[:, 1]).float().mean(), (made != made.round()).any(1).float().mean()
+    assert 0.3 < crossed < 0.8
+    assert 0.3 < mixed < 0.6
+    assert composed(torch.zeros(5, 0), [], 7, torch.Generator()).shape == (7, 0)
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_whatever_the_table(features: bool) -> None:
+    table = small_table(60, holes=0.3, features=features)
+    teacher = stack_of(table, torch.arange(45), experts=("ridge",))
+    student = student_of(teacher, table, torch.arange(45), 0, StudentConfig(hidden=8, requests=80, steps=5))
+    chosen = student.choose(table.features, torch.full((60,), 15.0), table.mask)
+    assert bool(table.mask[torch.arange(60), chosen].all())
+
+
+def test_only_deadlines_are_taught() -> None:
+    table = small_table(60)
+    config = PolicyConfig(structure="utility", members=2, hidden=8)
+    priced = StackedController(driven_apart(table, config, priced=True), [], torch.ones(1))
+    with pytest.raises(InputError, match="only a controller for deadlines"):
+        student_of(priced, table, torch.arange(40), 0)

@@ -102,12 +102,12 @@ class Noting:
 
     def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
         with self.set_knobs(configuration):
-            asked = [stage.request.question for stage in stages]
-            if "fail" in asked:
+            questions = [stage.request.question for stage in stages]
+            if "fail" in questions:
                 raise RuntimeError("out of memory")
-            self.groups.append((dict(configuration), asked))
+            self.groups.append((dict(configuration), questions))
             time.sleep(0.001)
-            return [Answer(f"to {a}", 3.0, 2.0, 1.0, 1, 1, 1) for a in asked]
+            return [Answer(f"to {a}", 3.0, 2.0, 1.0, 1, 1, 1) for a in questions]
 
 
 class Later(Noting):
@@ -125,7 +125,7 @@ class Later(Noting):
         return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
 
 
-def asked(*questions: str) -> list[Request]:
+def requests_of(*questions: str) -> list[Request]:
     return [Request(torch.zeros(1), question) for question in questions]
 
 
@@ -145,7 +145,7 @@ def test_each_request_gets_what_its_own_configuration_answers(vlm: ElasticAdapti
 
 def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_order() -> None:
     model = AdaptiveModel(Noting(), ByLimit())
-    results = model.generate(asked("a", "b", "c", "d"), [20.0, 5.5, 30.0, 4.0])
+    results = model.generate(requests_of("a", "b", "c", "d"), [20.0, 5.5, 30.0, 4.0])
     small, large = ({knob.name: knob.values[place] for knob in KNOBS} for place in range(2))
     assert model.model.groups == [(small, ["d", "b"]), (large, ["a", "c"])]  # type: ignore[attr-defined]
     assert [result.answer.text for result in results] == ["to a", "to b", "to c", "to d"]
@@ -155,21 +155,22 @@ def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_ord
 def test_what_a_decision_costs_is_charged_to_the_budget() -> None:
     controller = Slow()
     model = AdaptiveModel(Noting(), controller)
-    (first,) = model.generate(asked("a"), 50.0)
+    (first,) = model.generate(requests_of("a"), 50.0)
     assert controller.limits == [pytest.approx(49.0)]  # extra_ms; no decision was measured yet
     assert model.decision_us == first.decision_us >= 20e3
-    (second,) = model.generate(asked("b"), 50.0)
+    (second,) = model.generate(requests_of("b"), 50.0)
     assert controller.limits[1] == pytest.approx(50.0 - first.overhead_ms)
     assert second.limit_ms == pytest.approx(controller.limits[1])
     assert first.overhead_ms >= 1.0 + first.decision_us / 1e3
     assert first.total_ms == pytest.approx(first.overhead_ms + 3.0)
     assert first.met
-    assert not model.generate(asked("c"), 3.5)[0].met
-
-
-def test_a_budget_that_is_spent_before_the_decision_is_still_decided_under() -> None:
-    model = AdaptiveModel(Noting(), ByLimit())
-    (late,) = model.generate(asked("a"), 0.5)
+    assert not model.generate(requests_of("c"), 3.5)[0].met
+    # what is left is divided by the speed
+    controller = ByLimit()
+    AdaptiveModel(Noting(), controller, speed=2.0).generate(requests_of("a"), 21.0)
+    assert controller.limits == [pytest.approx(10.0)]
+    # a budget that is spent before the decision is still decided under
+    (late,) = AdaptiveModel(Noting(), ByLimit()).generate(requests_of("a"), 0.5)
     assert 0 < late.limit_ms < 1e-6
     assert late.choice == 0
     assert not late.met
@@ -182,12 +183,12 @@ def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
             return super().first_stage(request)
 
     model = AdaptiveModel(Sleepy(), ByLimit())
-    result = model.answer(asked("a")[0], 60_000.0)
+    result = model.answer(requests_of("a")[0], 60_000.0)
     assert result.overhead_ms > 490  # 500 and 1 slept, 3 of the answer's
     assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
-    later = model.answer(asked("b")[0], 60_000.0)
+    later = model.answer(requests_of("b")[0], 60_000.0)
     assert later.limit_ms == pytest.approx(60_000 - result.overhead_ms)
-    arrived = model.answer(asked("c")[0], 60_000.0, time.perf_counter())
+    arrived = model.answer(requests_of("c")[0], 60_000.0, time.perf_counter())
     assert arrived.waited_ms < 400  # not a second time
     assert arrived.limit_ms == pytest.approx(60_000 - 500, abs=400)
 
@@ -195,19 +196,12 @@ def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
 def test_waiting_counts_from_the_arrival_on() -> None:
     model = AdaptiveModel(Noting(), ByLimit())
     now = time.perf_counter()
-    waited, fresh = model.generate(asked("a", "b"), 60_000.0, arrived=[now - 59, now])
+    waited, fresh = model.generate(requests_of("a", "b"), 60_000.0, arrived=[now - 59, now])
     assert waited.waited_ms > 58_900
     assert waited.limit_ms < 1_100
     assert fresh.limit_ms > 2_000
     assert waited.total_ms == pytest.approx(waited.waited_ms + waited.overhead_ms + waited.answer.total_ms)
-    assert model.generate(asked("c"), 10.0)[0].waited_ms == 0
-
-
-def test_budgets_are_divided_by_the_speed_after_the_costs_were_taken_off() -> None:
-    controller = ByLimit()
-    model = AdaptiveModel(Noting(), controller, speed=2.0)
-    model.generate(asked("a"), 21.0)
-    assert controller.limits == [pytest.approx(10.0)]
+    assert model.generate(requests_of("c"), 10.0)[0].waited_ms == 0
 
 
 def table_like(accuracy: torch.Tensor, latency_ms: torch.Tensor, **blocks: torch.Tensor) -> ProfileTable:
@@ -220,7 +214,7 @@ def table_like(accuracy: torch.Tensor, latency_ms: torch.Tensor, **blocks: torch
 
 def test_calibration_finds_the_ratio_of_two_machines() -> None:
     noting = Noting()
-    model, requests = AdaptiveModel(noting, ByLimit()), asked(*"abcdef")
+    model, requests = AdaptiveModel(noting, ByLimit()), requests_of(*"abcdef")
     latency_ms = torch.full((6, 8), 12.0)  # of a machine that is four times as slow as the one in `Noting`
     latency_ms[0, 0] = torch.nan
     table = table_like(latency_ms * 0, latency_ms)
@@ -231,7 +225,7 @@ def test_calibration_finds_the_ratio_of_two_machines() -> None:
     times = iter([100.0] * 5 + [3.0] * 5)
     slow_at_first = AdaptiveModel(noting, ByLimit())
     answer = noting.answer
-    noting.answer = lambda *given: [replace(a, total_ms=next(times)) for a in answer(*given)]  # type: ignore[method-assign]
+    noting.answer = lambda *arguments: [replace(a, total_ms=next(times)) for a in answer(*arguments)]  # type: ignore[method-assign]
     assert slow_at_first.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=5) == pytest.approx(0.25)
     with pytest.raises(InputError, match="nothing to calibrate on"):
         model.calibrate(table, {})
@@ -250,62 +244,61 @@ def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> Non
 
     noting = AdaptiveModel(Noting(), ByLimit())  # which sees for itself that knobs are set by one thread at a time
     with ThreadPoolExecutor(8) as pool:
-        groups = list(pool.map(lambda a: noting.generate(asked(a, a), 9.0), "abcdefgh"))
+        groups = list(pool.map(lambda a: noting.generate(requests_of(a, a), 9.0), "abcdefgh"))
     assert [result.answer.text for group in groups for result in group] == [f"to {a}" for a in "aabbccddeeffgghh"]
 
 
-def test_a_model_that_fails_leaves_the_runtime_usable() -> None:
+def test_a_model_that_fails_leaves_the_runtime_usable_whatever_kind_of_number_the_budget_is() -> None:
     model = AdaptiveModel(Noting(), ByLimit())
     with pytest.raises(RuntimeError, match="out of memory"):
-        model.generate(asked("fail"), 9.0)
+        model.generate(requests_of("fail"), 9.0)
     assert not model.model.running  # type: ignore[attr-defined]
-    assert model.generate(asked("a"), 9.0)[0].answer.text == "to a"
+    for budget in (9, 9.0, np.float32(9), np.array(9.0), torch.tensor(9.0)):
+        results = model.generate(requests_of("a", "b"), budget)  # type: ignore[arg-type]
+        assert [(result.answer.text, result.budget_ms) for result in results] == [("to a", 9.0), ("to b", 9.0)]
 
 
 def test_first_stages_are_kept_by_content_and_the_oldest_goes() -> None:
     noting = Noting()
     model = AdaptiveModel(noting, ByLimit(), cache=2)
     for question in "abababcb":
-        (result,) = model.generate(asked(question), 9.0)
+        (result,) = model.generate(requests_of(question), 9.0)
         assert result.answer.text == f"to {question}"
     assert (model.cache_hits, model.cache_misses, noting.first_stages) == (5, 3, 3)
-    model.generate(asked("a"), 9.0)  # was used longest ago, and c has taken its place
+    model.generate(requests_of("a"), 9.0)  # was used longest ago, and c has taken its place
     assert noting.first_stages == 4
     model = AdaptiveModel(noting, ByLimit(), cache=2)
     for question in "abacab":  # b was used longest ago when c came, not a
-        model.generate(asked(question), 9.0)
+        model.generate(requests_of(question), 9.0)
     assert (model.cache_hits, model.cache_misses) == (2, 4)
-
-
-def test_a_first_stage_from_the_cache_is_not_charged_again() -> None:
-    model = AdaptiveModel(Later(1e6), ByLimit(), cache=2)
-    fresh, kept = (model.answer(asked("a")[0], 9.0) for _ in range(2))
-    assert fresh.overhead_ms >= 1e6
-    assert kept.overhead_ms < 1e5
 
 
 def test_the_median_of_the_latest_decisions_is_charged() -> None:
     model = AdaptiveModel(Noting(), Slow())
-    results = [model.answer(request, 50.0) for request in asked(*"abcdefg")]
+    results = [model.answer(request, 50.0) for request in requests_of(*"abcdefg")]
     assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results))
     assert model.decision_us < results[0].decision_us  # which slept; the median is not the mean nor the most
-    results += [model.answer(request, 50.0) for request in asked(*["h"] * 121)]
+    results += [model.answer(request, 50.0) for request in requests_of(*["h"] * 121)]
     assert model.decision_us == pytest.approx(statistics.median(r.decision_us for r in results[64:]))
 
 
 def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stages_twice() -> None:
     now = time.perf_counter()
-    for result in AdaptiveModel(Later(), ByLimit()).generate(asked("a", "b"), 60_000.0, arrived=[now, now]):
+    for result in AdaptiveModel(Later(), ByLimit()).generate(requests_of("a", "b"), 60_000.0, arrived=[now, now]):
         assert result.overhead_ms > 15
         assert 60_300 < result.limit_ms < 60_499  # as if the first stage had begun 500 ms before
 
 
-def test_a_first_stage_from_the_cache_answers_alike(vlm: ElasticAdaptive) -> None:
+def test_a_first_stage_from_the_cache_answers_alike_and_is_not_charged_again(vlm: ElasticAdaptive) -> None:
     model = AdaptiveModel(vlm, ByFeatures(), cache=8)
     other = Request(REQUESTS[3].image.clone(), REQUESTS[3].question.clone())
     results = [model.generate([request], 9.0)[0] for request in (REQUESTS[3], REQUESTS[3], other)]
     assert len({(result.answer.text, result.choice) for result in results}) == 1
     assert model.cache_hits == 2
+    model = AdaptiveModel(Later(1e6), ByLimit(), cache=2)
+    fresh, kept = (model.answer(requests_of("a")[0], 9.0) for _ in range(2))
+    assert fresh.overhead_ms >= 1e6
+    assert kept.overhead_ms < 1e5
 
 
 def test_contents_are_told_apart() -> None:
@@ -360,12 +353,6 @@ def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
         with pytest.raises(InputError, match=message):
             model.generate(REQUESTS[:count], *wrong)
     assert model.generate([], 1.0) == []
-
-
-def test_one_budget_for_all_may_be_a_number_of_any_kind() -> None:
-    for budget in (9, 9.0, np.float32(9), np.array(9.0), torch.tensor(9.0)):
-        results = AdaptiveModel(Noting(), ByLimit()).generate(asked("a", "b"), budget)  # type: ignore[arg-type]
-        assert [result.budget_ms for result in results] == [9.0, 9.0]
 
 
 def test_configurations_are_read_from_either_form() -> None:

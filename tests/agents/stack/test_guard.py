@@ -76,12 +76,9 @@ def test_the_lowest_price_that_keeps_the_level() -> None:
     assert ruling(guard) == f"fell back to budget-aware static: {comparison}"
 
 
-def test_a_stricter_level_needs_a_higher_price() -> None:
+def test_a_stricter_level_needs_a_higher_price_and_more_requests() -> None:
     # (misses + 1) / 4 ≤ 0.25 allows none
     ruling(three_requests(level=0.75), miss_price=first_price_above(1 / 0.7), satisfaction_after=1)
-
-
-def test_too_few_requests_to_show_a_level() -> None:
     reason = ruling(three_requests(level=0.8), unattainable=True, miss_price=0, satisfaction_after=1 / 3)
     assert reason.endswith("; 3 feasible requests are too few to show 80% on time, at least 4 are needed")
 
@@ -135,7 +132,7 @@ def costly(level_cost: float, static_right: float = 0.4) -> Guard:
     )
 
 
-def test_a_level_that_is_too_dear_is_not_enforced() -> None:
+def test_a_level_that_is_too_dear_is_not_enforced_and_nothing_is_lost_where_nothing_is_gained() -> None:
     # κ·(.9 − .3) ≥ 1 turns all; the gain over static falls from .9 − .4 to .8 − .4, a fifth of it
     enforced = {"miss_price": first_price_above(1 / 0.6), "satisfaction_deployed": 1, "too_dear": False}
     dear = {"miss_price": 0, "satisfaction_deployed": 0.9, "too_dear": True}
@@ -146,9 +143,6 @@ def test_a_level_that_is_too_dear_is_not_enforced() -> None:
         "deployed: better than budget-aware static by +0.500 ± 0.100 on held-out samples; 90% on time would cost "
         "more than 10% of the gain over static, so it is not enforced (90.0% on time)"
     )
-
-
-def test_nothing_may_be_lost_where_nothing_is_gained() -> None:
     # the policy is late for one of ten at the same utility as static, .9, which keeps the level; the price costs it .1
     guard = costly(0.5, static_right=0.9)
     ruling(guard, miss_price=0, deployed=False, too_dear=False, satisfaction_deployed=1)
@@ -231,22 +225,16 @@ def test_no_feasible_request_asks_for_nothing() -> None:
         ([1.0, 0.0, 0.0, 0.0], 0.5, True),
         ([0.0, 0.0, 0.0, 0.0], 0.5, False),  # as good as static, which is simpler
         ([0.5, 0.5, 0.5, 0.5], 0.999, True),  # better by the same everywhere
+        ([-1.0, -1.0, -1.0, -1.0], 0.5, False),  # worse by the same everywhere
     ],
 )
-def test_the_policy_is_deployed_where_it_is_better_by_more_than_chance(
-    policy: list[float], confidence: float, deployed: bool
-) -> None:
+def test_deployed_where_better_by_more_than_chance(policy: list[float], confidence: float, deployed: bool) -> None:
     n = len(policy)
     accuracy = [[0.0, value] for value in policy]
     guard = calibrated([[1, 2]] * n, [[1, 1]] * n, accuracy, [[5, 5]] * n, [0] * n, confidence=confidence)
-    assert guard.deploy.tolist() == [deployed]
+    ruling(guard, gain=sum(policy) / n, deployed=deployed)
     got = guard.choose(torch.tensor([[1.0, 2.0]]), torch.ones(1, 2), torch.tensor([10.0]), torch.ones(1, 2) > 0, ZERO)
     assert got.tolist() == [int(deployed)]
-
-
-def test_a_worse_policy_falls_back() -> None:
-    guard = calibrated([[1, 2]] * 4, [[1, 1]] * 4, [[1, 0]] * 4, [[5, 5]] * 4, [0] * 4, confidence=0.5)
-    ruling(guard, gain=-1, deployed=False)
 
 
 def test_a_request_belongs_to_the_nearest_calibrated_budget_in_log_ms() -> None:
@@ -292,18 +280,14 @@ def test_a_higher_price_never_takes_what_is_less_likely_in_time(seed: int) -> No
     assert before.equal(meets.amax(1))
 
 
-def test_nothing_to_choose_from_is_an_error() -> None:
-    nothing = torch.zeros(1, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="without any configuration"):
-        Guard(1).choose(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1), nothing, ZERO)
-
-
-def test_a_fresh_guard_lets_everything_through() -> None:
+def test_a_fresh_guard_lets_everything_through_and_nothing_to_choose_from_is_an_error() -> None:
     guard = Guard(3)
     score, meets = torch.rand(20, 4), torch.rand(20, 4)
     got = guard.choose(score, meets, torch.rand(20), torch.ones(20, 4) > 0, torch.zeros(20, dtype=torch.int64))
     assert got.equal(score.argmax(1))
     assert guard.rows() == []
+    with pytest.raises(ValueError, match="without any configuration"):
+        guard.choose(score[:1], meets[:1], torch.ones(1), torch.zeros(1, 4, dtype=torch.bool), ZERO)
 
 
 def test_it_travels_in_a_checkpoint(tmp_path: Path) -> None:
@@ -318,10 +302,8 @@ def test_it_travels_in_a_checkpoint(tmp_path: Path) -> None:
 def test_the_level_holds_over_many_draws() -> None:
     """Overconfident predictions: without a price a fifth of the feasible requests miss, with it a tenth."""
     generator, level = torch.Generator().manual_seed(0), 0.9
-    kept: list[float] = []
-    before: list[float] = []
+    kept, before, size = [], [], torch.arange(1.0, 6.0)
     for _ in range(150):
-        size = torch.arange(1.0, 6.0)
         known, hidden = torch.randn(2, 700, 1, generator=generator)
         mean = size + 0.5 * known
         latency = (mean + 0.6 * hidden + 0.2 * torch.randn(700, 5, generator=generator)).exp()
@@ -335,8 +317,8 @@ def test_the_level_holds_over_many_draws() -> None:
         for b, budget in enumerate(budgets):
             arguments = (score[b, 200:], meets[b, 200:], budget.expand(500), every[200:], torch.full((500,), 4))
             feasible = (latency[200:] <= budget).any(1)
-            for one, shares in ((guard, kept), (Guard(1), before)):
-                met = latency[200:].gather(1, one.choose(*arguments).unsqueeze(1)).squeeze(1) <= budget
+            for each, shares in ((guard, kept), (Guard(1), before)):
+                met = latency[200:].gather(1, each.choose(*arguments).unsqueeze(1)).squeeze(1) <= budget
                 shares.append(float(met[feasible].double().mean()))
     means, without = torch.tensor(kept).reshape(-1, 2), torch.tensor(before).reshape(-1, 2)
     error = means.std(0) / len(means) ** 0.5

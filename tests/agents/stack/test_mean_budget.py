@@ -51,8 +51,8 @@ def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
 def test_mean_budgets_are_quantiles_of_the_mean_latencies() -> None:
     table = table_of([[0.5] * 3] * 3, [[5.0, 20.0, 30.0], [15.0, 20.0, 50.0], [1000.0] * 3])
     assert mean_budgets(table, torch.tensor([0, 1])).tolist() == pytest.approx([12, 15, 20, 30, 36])
-    one = table_of([[0.5]], [[7.3]])
-    assert (mean_budgets(one, torch.tensor([0])) >= one.latency_ms.double().min()).all()
+    single = table_of([[0.5]], [[7.3]])
+    assert (mean_budgets(single, torch.tensor([0])) >= single.latency_ms.double().min()).all()
 
 
 def test_a_price_trades_accuracy_for_cost() -> None:
@@ -61,9 +61,7 @@ def test_a_price_trades_accuracy_for_cost() -> None:
     for prices, expected in steps.items():
         for price in prices:
             assert choose_at_price(ACCURACY, COST, price, EVERY).tolist() == expected
-
-
-def test_each_request_may_have_its_own_price_and_mask() -> None:
+    # each request may have its own price and mask
     assert choose_at_price(ACCURACY, COST, torch.tensor([0.5, 0.0]), EVERY).tolist() == [0, 2]
     mask = torch.tensor([[False, True, True], [True, True, False]])
     assert choose_at_price(ACCURACY, COST, torch.tensor(9.0), mask).tolist() == [1, 0]
@@ -75,10 +73,7 @@ def test_the_lowest_price_that_keeps_the_budget() -> None:
     budgets = torch.tensor([0.5, 1, 1.4, 1.5, 2.4, 2.5, 3.4, 3.5, 9])
     prices = calibrate_prices(ACCURACY, COST, COST, EVERY, budgets)
     assert prices.tolist() == pytest.approx([0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0, 0], rel=1e-6)
-
-
-def test_the_cost_really_paid_counts_not_the_predicted_one() -> None:
-    # predicted 1, 2, 4 but paid 5, 2, 4: 5 from .5 on, 2 from .125 on, 4 below
+    # the cost really paid counts: predicted 1, 2, 4 but paid 5, 2, 4: 5 from .5 on, 2 from .125 on, 4 below
     paid = torch.tensor([[5.0, 2.0, 4.0]])
     budgets = torch.tensor([1.0, 3.0, 4.0, 5.0])
     prices = calibrate_prices(ACCURACY[:1], COST[:1], paid, EVERY[:1], budgets)
@@ -86,10 +81,10 @@ def test_the_cost_really_paid_counts_not_the_predicted_one() -> None:
 
 
 def test_with_one_configuration_there_is_nothing_to_price() -> None:
-    one = torch.ones(3, 1)
-    assert calibrate_prices(one, one, one, one > 0, torch.tensor([0.5, 2.0])).tolist() == [0, 0]
-    assert oracle_at_mean(one, one, one > 0, torch.tensor([0.5, 2.0])).tolist() == [[0, 0]] * 3
-    assert [x.tolist() for x in static_mix(one[0], one[0], torch.tensor([0.5, 2.0]))] == [[0, 0], [0, 0], [0, 0]]
+    cell = torch.ones(3, 1)
+    assert calibrate_prices(cell, cell, cell, cell > 0, torch.tensor([0.5, 2.0])).tolist() == [0, 0]
+    assert oracle_at_mean(cell, cell, cell > 0, torch.tensor([0.5, 2.0])).tolist() == [[0, 0]] * 3
+    assert [x.tolist() for x in static_mix(cell[0], cell[0], torch.tensor([0.5, 2.0]))] == [[0, 0], [0, 0], [0, 0]]
 
 
 def test_the_best_single_configuration() -> None:
@@ -133,9 +128,7 @@ def test_the_oracle_spends_the_mean_budget_where_it_brings_most() -> None:
     budgets = torch.tensor([0.5, 1, 1.5, 2.4, 2.5, 3.4, 3.5, 9])
     chosen = oracle_at_mean(ACCURACY, COST, EVERY, budgets)
     assert chosen.T.tolist() == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 2], [1, 2], [2, 2], [2, 2]]
-
-
-def test_below_the_cheapest_possible_everyone_takes_the_fastest() -> None:
+    # below the cheapest possible everyone takes the fastest
     accuracy, cost = torch.tensor([[0.9, 0.1], [NAN, 0.5]]), torch.tensor([[3.0, 2.0], [NAN, 8.0]])
     assert oracle_at_mean(accuracy, cost, ~cost.isnan(), torch.tensor([1.0])).tolist() == [[1], [1]]
 
@@ -158,9 +151,8 @@ def test_the_mean_cost_falls_as_the_price_rises(seed: int, n: int, c: int, holes
 
 @settings(max_examples=60, deadline=None)
 @given(**TABLES, wrong=st.booleans())
-def test_calibrated_prices_keep_every_budget_that_a_price_keeps(
-    seed: int, n: int, c: int, holes: float, levels: int, wrong: bool
-) -> None:
+def test_calibrated_prices(seed: int, n: int, c: int, holes: float, levels: int, wrong: bool) -> None:
+    """They keep every budget that a price keeps."""
     _, cost, mask = drawn(seed, n, c, holes, levels)
     accuracy_hat, cost_hat, _ = drawn(seed + 1 if wrong else seed, n, c, 0.0, levels)
     budgets = torch.linspace(1, 11, 21)
@@ -168,7 +160,7 @@ def test_calibrated_prices_keep_every_budget_that_a_price_keeps(
     assert (prices.diff() <= 0).all()
 
     def paid_at(at: list[float]) -> Tensor:
-        return mean_of(cost, torch.stack([choose_at_price(accuracy_hat, cost_hat, one, mask) for one in at], 1))
+        return mean_of(cost, torch.stack([choose_at_price(accuracy_hat, cost_hat, price, mask) for price in at], 1))
 
     paid = paid_at(prices.tolist())
     others = [0.0, *torch.logspace(-4, 4, 200).tolist(), 1e12]

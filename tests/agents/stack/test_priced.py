@@ -90,11 +90,9 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
     # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75)
     sure = [compared(accuracy, cost, mixed, torch.full((3,), 9.0), c)[0]["deployed"] for c in (0.95, 0.96)]
     assert sure == [True, False]
-
-
-def test_one_held_out_sample_shows_nothing() -> None:
-    one = torch.ones(1, 1)
-    assert not compared(one, one, 0 * one, 2 * one[0], confidence=0.8)[0]["deployed"]
+    # one held-out sample shows nothing
+    cell = torch.ones(1, 1)
+    assert not compared(cell, cell, 0 * cell, 2 * cell[0], confidence=0.8)[0]["deployed"]
 
 
 def test_a_hash_of_the_features_is_even_and_the_same_for_the_same_request() -> None:
@@ -152,12 +150,8 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_decides(features: bool)
     assert accuracy[:, 0].equal(table.accuracy[:, 3].double())
     assert accuracy[:, 1].equal(mixed[:, 1])
     assert cost[:, 1].equal(mixed_cost[:, 1])
-
-
-def test_a_budget_without_a_price_is_refused() -> None:
-    table = small_table(60)
     with pytest.raises(InputError, match=r"7.*calibrated for 6, 9"):
-        always_with_fallback(table).choose(table.features, torch.full((60,), 7.0), table.mask)
+        chooser.choose(table.features, torch.full((60,), 7.0), table.mask)
 
 
 # -- trained -----------------------------------------------------------------------------------------------------------

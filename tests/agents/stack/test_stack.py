@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import blocks, small_table, table_of, two_kinds
+from helpers import blocks, driven_apart, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,17 +29,9 @@ def config_of(**settings: object) -> PolicyConfig:
     return PolicyConfig(**{"structure": "utility", "members": 3, "hidden": 8, "experts": FAST, **settings})
 
 
-def driven_apart(table: ProfileTable, rows: Tensor, config: PolicyConfig, priced: bool = False) -> Controller:
-    """A network that was not trained, whose members differ."""
-    torch.manual_seed(0)
-    network = Controller.for_table(table, rows, config, priced).eval()
-    for p in network.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    return network
-
-
 def stack_of(table: ProfileTable, rows: Tensor, config: PolicyConfig) -> StackedController:
-    return fit_stack(table, rows, driven_apart(table, rows, config), config, default_budgets(table), seed=0)
+    network = driven_apart(table, config, rows, by=0.1)
+    return fit_stack(table, rows, network, config, default_budgets(table), seed=0)
 
 
 def owners(table: ProfileTable, rows: Tensor) -> Tensor:
@@ -71,14 +63,18 @@ def fitted(name: str) -> tuple[ProfileTable, Tensor, StackedController]:
     return table, rows, stack_of(table, rows, config_of(experts=EXPERTS))
 
 
+def saved_and_loaded(stack: StackedController, table: ProfileTable, folder: Path) -> StackedController:
+    save_checkpoint(folder / "s.pt", stack, table, {})
+    again = load_checkpoint(folder / "s.pt").controller
+    assert isinstance(again, StackedController)
+    return again
+
+
 def member_scores(network: Controller, features: Tensor, limit: float) -> Tensor:
     """[M, n, C]."""
     net, members = network.network, network.config.members
     out = net.outcomes(features.expand(members, -1, -1))
     return net.scores(out, torch.full((members, len(features)), limit))
-
-
-# -- whatever the table ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -112,9 +108,7 @@ def test_it_never_leaves_the_mask(name: str, seed: int, low: float) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_a_loaded_one_decides_like_the_saved_one(name: str, tmp_path: Path) -> None:
     table, _, stack = fitted(name)
-    save_checkpoint(tmp_path / "s.pt", stack, table, {})
-    again = load_checkpoint(tmp_path / "s.pt").controller
-    assert isinstance(again, StackedController)
+    again = saved_and_loaded(stack, table, tmp_path)
     budgets = torch.linspace(3, 40, table.num_samples)
     for mask in (None, table.mask):
         assert torch.equal(again.choose(table.features, budgets, mask), stack.choose(table.features, budgets, mask))
@@ -173,9 +167,6 @@ def test_members_of_the_network_speak_of_what_was_held_out_of_them() -> None:
     rows = torch.arange(4, 57)
     stack = stack_of(table, rows, config_of(experts=(), guard=False))
     x = stack.features(blocks(table, rows), len(rows))
-    folds = folds_of(table, rows, 0, 3)
-    for fit, hold in folds:
-        assert not set((rows[fit] // 3).tolist()) & set((rows[hold] // 3).tolist())
 
     def worth(owner: Tensor) -> float:
         total = 0.0
@@ -198,11 +189,11 @@ def test_experts_are_weighed_by_what_they_say_out_of_fold() -> None:
     alone = StackedController(stack.network, list(stack.experts), torch.tensor([0.0, 1.0]))
     budgets = default_budgets(table)
     measured = Measured.from_table(table, rows, budgets, 0)
-    (one,) = fit_experts(table, measured, stack.normaliser, ("ridge",), 0)
-    scores = [one.out_of_fold.expected_utility(b.expand(60)) for b in budgets]
+    (family,) = fit_experts(table, measured, stack.normaliser, ("ridge",), 0)
+    scores = [family.out_of_fold.expected_utility(b.expand(60)) for b in budgets]
     x = stack.features(table.features, 60)
     inside = [alone.view(x, b.expand(60)).score for b in budgets]
-    latency = one.out_of_fold.log_latency
+    latency = family.out_of_fold.log_latency
     assert measured.utility(inside, latency) > measured.utility(scores, latency)
     network = torch.stack([member_scores(stack.network, x, float(b)) for b in budgets])
     owner = owners(table, rows)
@@ -227,11 +218,11 @@ def test_the_one_who_knows_gets_the_weight() -> None:
 def priced() -> tuple[ProfileTable, Tensor, StackedController, tuple[Tensor, Tensor]]:
     table, rows = small_table(90, holes=0.2), torch.arange(70)
     config = config_of(guard=False)
-    network = driven_apart(table, rows, config, priced=True)
+    network = driven_apart(table, config, rows, priced=True, by=0.1)
     return table, rows, *fit_priced_stack(table, rows, network, config, judged_worths(table), seed=0)
 
 
-def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
+def test_at_a_price_accuracy_minus_latency_over_worth_decides(tmp_path: Path) -> None:
     table, _, stack, _ = priced()
     assert (stack.limit_key, stack.priced, stack.guard) == ("worth_ms", True, None)
     x, worths = stack.features(table.features, 90), torch.linspace(2, 300, 90)
@@ -244,6 +235,9 @@ def test_at_a_price_accuracy_minus_latency_over_worth_decides() -> None:
     assert torch.equal(stack.choose(table.features, worths, table.mask), score.argmax(1))
     log_probs = (stack.network.network.sharpness * score).log_softmax(-1)
     torch.testing.assert_close(stack(x, worths, table.mask), log_probs)
+    again = saved_and_loaded(stack, table, tmp_path)
+    assert again.limit_key == "worth_ms"
+    assert torch.equal(again.choose(table.features, worths), stack.choose(table.features, worths))
 
 
 @torch.no_grad()
@@ -255,7 +249,7 @@ def test_at_a_price_weights_are_those_of_what_was_held_out() -> None:
     out = stack.network.network.outcomes(x.expand(3, -1, -1))
     owner = owners(table, rows)
     members = [(out.accuracy[owner, torch.arange(70)], out.latency_ms[owner, torch.arange(70)])]
-    members += [(one.out_of_fold.accuracy, one.out_of_fold.latency_ms) for one in fitted_ones]
+    members += [(family.out_of_fold.accuracy, family.out_of_fold.latency_ms) for family in fitted_ones]
     worths = judged_worths(table)[:, None, None]
     got = (measured.accuracy - measured.latency_ms / worths).nan_to_num()
     held_out = HeldOut([a - ms / worths for a, ms in members], got, measured.mask)
@@ -263,19 +257,9 @@ def test_at_a_price_weights_are_those_of_what_was_held_out() -> None:
     assert stack.held_out_worth == pytest.approx(held_out.mean_worth(weighted(held_out.scores, stack.weights)))
     # and what it expects of these rows comes from weights that have not seen their fold
     for fit, hold in measured.folds:
-        own = stack_weights(held_out.take(torch.from_numpy(fit)))
+        unseen_weights = stack_weights(held_out.take(torch.from_numpy(fit)))
         for unseen, parts in zip(costs, zip(*members, strict=True), strict=True):
-            torch.testing.assert_close(unseen[hold], weighted([part[hold] for part in parts], own).float())
-
-
-def test_at_a_price_it_is_the_same_again_after_a_checkpoint(tmp_path: Path) -> None:
-    table, _, stack, _ = priced()
-    save_checkpoint(tmp_path / "s.pt", stack, table, {})
-    again = load_checkpoint(tmp_path / "s.pt").controller
-    assert isinstance(again, StackedController)
-    assert again.limit_key == "worth_ms"
-    worths = torch.linspace(1, 200, 90)
-    assert torch.equal(again.choose(table.features, worths), stack.choose(table.features, worths))
+            torch.testing.assert_close(unseen[hold], weighted([part[hold] for part in parts], unseen_weights).float())
 
 
 @pytest.mark.parametrize("profiled", [1.0, 0.1])
@@ -291,13 +275,13 @@ def test_noise_looks_like_noise_out_of_fold(profiled: float) -> None:
     rows, budgets = torch.arange(n), torch.tensor([2.0])
     measured = Measured.from_table(table, rows, budgets, 0)
     normaliser = FeatureNormaliser.fit(table, rows)
-    for one in fit_experts(table, measured, normaliser, ("ridge", "knn", "random_forest"), 0):
-        chosen = one.out_of_fold.accuracy.masked_fill(~mask, -1.0).argmax(1, keepdim=True)
-        assert abs(float(accuracy.gather(1, chosen).mean()) - 0.5) < 0.11, one.expert.name  # 3.4 standard errors
+    for family in fit_experts(table, measured, normaliser, ("ridge", "knn", "random_forest"), 0):
+        chosen = family.out_of_fold.accuracy.masked_fill(~mask, -1.0).argmax(1, keepdim=True)
+        assert abs(float(accuracy.gather(1, chosen).mean()) - 0.5) < 0.11, family.expert.name  # 3.4 standard errors
 
     config = PolicyConfig(structure="utility", members=5, hidden=8)
-    own, held_out = rows_of_members(table, Split(rows[:200], rows[200:], rows[:0]), 5, 0)
-    mine = torch.stack([torch.isin(rows, fitted) for fitted in own])
+    fitted_rows, held_out = rows_of_members(table, Split(rows[:200], rows[200:], rows[:0]), 5, 0)
+    mine = torch.stack([torch.isin(rows, fitted) for fitted in fitted_rows])
     network = Controller.for_table(table, rows, config, member_rows=mine).eval()
     x = network.features(table.features, n)
     got = []
@@ -319,16 +303,12 @@ def tiny(n: int = 40, configurations: int = 3, limits: int = 2, seed: int = 0) -
     return worth, noise, torch.ones(n, configurations, dtype=torch.bool)
 
 
-def test_a_perfect_member_beside_a_useless_one() -> None:
+def test_a_perfect_member_beside_a_useless_one_and_beside_a_wrong_one() -> None:
     worth, noise, mask = tiny(400)
     for scores, best in (([worth, noise], 0), ([noise, worth], 1)):
         weights = stack_weights(HeldOut(scores, worth, mask))
         assert weights[best] > 0.99
         assert weights.sum().item() == pytest.approx(1)
-
-
-def test_a_member_that_is_always_wrong_gets_nothing() -> None:
-    worth, _, mask = tiny()
     assert stack_weights(HeldOut([-worth, worth], worth, mask)).tolist() == pytest.approx([0.0, 1.0])
 
 
@@ -343,12 +323,12 @@ def test_least_squares_by_hand() -> None:
 def test_greedy_takes_what_betters_the_decision_by_hand() -> None:
     # two samples: the first member is right of the first and undecided, by a little wrong, of the second; the second
     # member the other way round. Alone each gets ½; one of each gets 1, and so half the weight each
-    one = torch.tensor([[[1.0, 0.0], [0.4, 0.5]]])
-    other = torch.tensor([[[0.4, 0.5], [1.0, 0.0]]])
+    first = torch.tensor([[[1.0, 0.0], [0.4, 0.5]]])
+    second = first.flip(1)
     worth = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
-    held_out = HeldOut([one, other], worth, torch.ones(2, 2, dtype=torch.bool))
-    assert held_out.mean_worth(one) == held_out.mean_worth(other) == 0.5
-    assert held_out.mean_worth(one + other) == 1.0
+    held_out = HeldOut([first, second], worth, torch.ones(2, 2, dtype=torch.bool))
+    assert held_out.mean_worth(first) == held_out.mean_worth(second) == 0.5
+    assert held_out.mean_worth(first + second) == 1.0
     assert stack_weights(held_out).tolist() == pytest.approx([0.5, 0.5])
 
 
@@ -372,23 +352,15 @@ def test_what_was_not_profiled_does_not_matter() -> None:
         torch.testing.assert_close(result, wanted)
 
 
-def test_members_that_say_the_same_of_everything_share_evenly() -> None:
-    worth, _, mask = tiny()
-    flat = torch.ones(2, 40, 3)
+def test_members_that_agree_or_are_alone_are_no_trouble() -> None:
+    worth, noise, mask = tiny(300)
+    flat = torch.ones(2, 300, 3)
     weights = stack_weights(HeldOut([flat, 2 * flat], worth, mask))
     assert weights.sum().item() == pytest.approx(1)
     assert (weights >= 0).all()
-
-
-def test_members_that_nearly_agree_are_no_trouble() -> None:
-    worth, noise, mask = tiny(300)
     nearly = [noise + 1e-7 * k * worth for k in range(6)]
     weights = stack_weights(HeldOut([*nearly, worth], worth, mask))
     assert weights[:-1].sum() < 0.01
-
-
-def test_one_member_has_all_the_weight() -> None:
-    worth, noise, mask = tiny()
     assert stack_weights(HeldOut([noise], worth, mask)).tolist() == [1.0]
 
 
