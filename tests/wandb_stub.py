@@ -13,7 +13,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import wandb
 
 KEY = "0" * 40
 ENTITY = "someone"
@@ -73,8 +75,8 @@ class ReceivedRun:
     @property
     def summary(self) -> dict[str, Any]:
         lines = self.lines.get("wandb-summary.json", {})
-        found: dict[str, Any] = json.loads(lines[max(lines)]) if lines else {}
-        return {k: {n: _number(one) for n, one in v.items()} if isinstance(v, dict) else v for k, v in found.items()}
+        content: dict[str, Any] = json.loads(lines[max(lines)]) if lines else {}
+        return {k: {n: _number(x) for n, x in v.items()} if isinstance(v, dict) else v for k, v in content.items()}
 
 
 def _number(value: Any) -> Any:
@@ -181,6 +183,16 @@ class WandbStub:
         """What makes wandb talk to this server."""
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": KEY}
 
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """A block in which wandb, which reads the environment once in the life of a process, talks to this server."""
+        wandb.teardown()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            yield
+            wandb.teardown()
+
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _answered(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
@@ -277,13 +289,11 @@ class WandbStub:
         return {"createArtifact": {"artifact": found}}
 
     def _CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"createArtifactManifest": {"artifactManifest": self._manifest(variables["artifactID"])}}
+        owner = variables.get("artifactID") or variables["artifactManifestID"]
+        manifest = {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
+        return dict.fromkeys(("createArtifactManifest", "updateArtifactManifest"), {"artifactManifest": manifest})
 
-    def _UpdateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"updateArtifactManifest": {"artifactManifest": self._manifest(variables["artifactManifestID"])}}
-
-    def _manifest(self, owner: str) -> dict[str, Any]:
-        return {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
+    _UpdateArtifactManifest = _CreateArtifactManifest
 
     def _upload(self, kind: str, owner: str, name: str) -> dict[str, Any]:
         address = {"uploadUrl": f"{self.url}/upload/{kind}/{owner}/{name}", "uploadHeaders": []}

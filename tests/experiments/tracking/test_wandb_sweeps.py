@@ -12,14 +12,13 @@ import jsonschema
 import pytest
 import wandb
 import yaml
-from helpers import small_table
+from commands import OPTIMISER, TABLE, write_table
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 from wandb_stub import forget_wandb, offline_runs
 
 from knobwise.__main__ import main
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.long_table import write_features, write_long_table
 from knobwise.experiments.command_line.compose import read_settings, schema_of
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import Tracker
@@ -62,8 +61,8 @@ SCHEMA = exactly(
 
 
 def sweep(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(path.read_text())
-    return found
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    return content
 
 
 def candidates(parameter: dict[str, Any]) -> list[Any]:
@@ -175,16 +174,12 @@ def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: 
 def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of an agent, logged offline: the results have its id, sweep and parameters; the seeds are separate runs."""
     monkeypatch.chdir(tmp_path)
-    table = small_table(80)
-    write_long_table(table, "measured.csv")
-    write_features(table, "features.npz")
+    write_table(80)
     chosen = {"optimiser.lr": 3e-05, "loss.group_size": 5, "loss.advantage": "rank"}
     parameters = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
     save_config_file_from_dict(str(parameters), {key: {"value": value} for key, value in chosen.items()})
-    small = ["profile=table", "profile.path=measured.csv", "profile.features=features.npz", "policy.hidden=8"]
-    small += ["policy.members=2", "optimiser.warmup_iterations=2", "optimiser.iterations=2", "optimiser.contexts=16"]
-    words = [*words_of(FILES[1], chosen)[3:], *small, "seeds=[0,1]", "name=job", "tracking=offline"]
-    words = [word for word in words if word != "seeds=[0,1,2]"]
+    words = [word for word in words_of(FILES[1], chosen)[3:] if word != "seeds=[0,1,2]"]
+    words += [*TABLE, *OPTIMISER, "policy.members=2", "seeds=[0,1]", "name=job", "tracking=offline"]
     forget_wandb(monkeypatch, tmp_path)
     for name, value in zip((*VARIABLES, "WANDB_PROJECT"), ("r1", "s1", str(parameters), "of-the-agent"), strict=True):
         monkeypatch.setenv(name, value)

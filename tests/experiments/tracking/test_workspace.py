@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
+from commands import mistake
 from wandb_stub import ENTITY, WandbStub, forget_wandb
 from wandb_workspaces.workspaces import Workspace
 from wandb_workspaces.workspaces.internal import View, WorkspaceViewspec
@@ -49,14 +49,9 @@ class ViewStub(WandbStub):
 
 
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ViewStub]:
-    """With a key for it. wandb reads the environment once in the life of a process."""
-    with ViewStub() as server:
-        wandb.teardown()
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
+def stub() -> Iterator[ViewStub]:
+    with ViewStub() as server, server.connected():
         yield server
-        wandb.teardown()
 
 
 def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -104,13 +99,12 @@ def test_every_setting_that_is_shown_exists() -> None:
                 value = getattr(value, part)
 
 
-def test_a_project_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_of_the_environment_and_offline_by_wish(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     assert view_of(WorkspaceRun()).project == "theirs"
     assert view_of(WorkspaceRun(project="mine")).project == "mine"
-
-
-def test_offline_by_wish(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert main(["workspace"]) == 0
@@ -140,10 +134,7 @@ def test_with_a_key_it_is_saved_and_replaced(stub: ViewStub, capfd: pytest.Captu
 def test_what_goes_wrong_in_saving_is_said_in_a_line(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
     stub.refuse = lambda what: what == "UpsertView2"
     for words, message in ((["project=none"], f"there is no project {ENTITY}/none yet"), ([], "did not take the view")):
-        assert main(["workspace", *words]) == 2
-        said = capfd.readouterr().err
-        assert said.count("\n") == 1
-        assert message in said
+        assert message in mistake(["workspace", *words], capfd)
     assert stub.views == {}
 
 
@@ -152,13 +143,10 @@ def test_what_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(InputError, match="Emojis are not allowed"):
         view_of(WorkspaceRun(name="fast 🚀"))
-    assert main(["workspace", f"json={tmp_path}"]) == 2
-    assert "is a folder" in capsys.readouterr().err
+    assert "is a folder" in mistake(["workspace", f"json={tmp_path}"], capsys)
     monkeypatch.setenv("WANDB_MODE", "online")
-    assert main(["workspace", "json=view.json"]) == 2
-    assert "needs a key" in capsys.readouterr().err
+    assert "needs a key" in mistake(["workspace", "json=view.json"], capsys)
     assert not Path("view.json").exists()
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
-    assert main(["workspace", "json=view.json"]) == 2
-    assert "pip install 'knobwise[workspace]'" in capsys.readouterr().err
+    assert "pip install 'knobwise[workspace]'" in mistake(["workspace", "json=view.json"], capsys)
