@@ -291,7 +291,7 @@ class WandbStub:
     def _CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
         owner = variables.get("artifactID") or variables["artifactManifestID"]
         manifest = {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
-        return dict.fromkeys(("createArtifactManifest", "updateArtifactManifest"), {"artifactManifest": manifest})
+        return {key: {"artifactManifest": manifest} for key in ("createArtifactManifest", "updateArtifactManifest")}
 
     _UpdateArtifactManifest = _CreateArtifactManifest
 

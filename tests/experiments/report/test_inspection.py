@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import small_table
+from helpers import small_table, table_of
 from page_parts import charts_of, printed, svg_of
 
 from knobwise.envs.configurations.budgets import default_budgets
@@ -23,16 +23,12 @@ NAN = torch.nan
 
 def by_hand() -> ProfileTable:
     """Four samples, three of the four combinations of two knobs, one hole."""
-    accuracy = torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.5, 0.5, NAN], [0.0, 0.0, 1.0]])
-    latency = torch.tensor([[10.0, 20.0, 40.0], [10.0, 20.0, 40.0], [30.0, 60.0, NAN], [10.0, 20.0, 40.0]])
-    return ProfileTable(
-        name="by hand",
+    accuracy = [[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.5, 0.5, NAN], [0.0, 0.0, 1.0]]
+    latency = [[10.0, 20.0, 40.0], [10.0, 20.0, 40.0], [30.0, 60.0, NAN], [10.0, 20.0, 40.0]]
+    return replace(
+        table_of(accuracy, latency),
         knobs=(Knob("crops", (2, 6)), Knob("mode", ("fast", "slow"))),
         configurations=torch.tensor([[0, 0], [1, 0], [1, 1]]),
-        accuracy=accuracy,
-        latency_ms=latency,
-        mask=accuracy.isfinite(),
-        sample_ids=tuple("abcd"),
         features={"image": torch.tensor([[1.0, 2.0], [1.0, NAN], [1.0, 3.0], [1.0, 4.0]])},
         notes=("1 row was skipped",),
     )
@@ -131,17 +127,10 @@ def test_a_knob_without_effect_is_named() -> None:
 
 
 def one_knob() -> ProfileTable:
-    n, c = 20, 201
-    generator = torch.Generator().manual_seed(0)
-    return ProfileTable(
-        name="<solvers>",
-        knobs=(Knob("solver", tuple(f"<s{i:03d}>" for i in range(c))),),
-        configurations=torch.arange(c).unsqueeze(1),
-        accuracy=torch.rand(n, c, generator=generator),
-        latency_ms=torch.rand(n, c, generator=generator) * 1e5,
-        mask=torch.rand(n, c, generator=generator) > -1,
-        sample_ids=tuple(map(str, range(n))),
-    )
+    accuracy, latency = torch.rand(2, 20, 201, generator=torch.Generator().manual_seed(0)).tolist()
+    knobs = (Knob("solver", tuple(f"<s{i:03d}>" for i in range(201))),)
+    table = table_of(accuracy, latency)
+    return replace(table, name="<solvers>", knobs=knobs, latency_ms=1e5 * table.latency_ms)
 
 
 @pytest.mark.parametrize(("table", "figures"), [(by_hand(), 4), (small_table(30, holes=0.4), 4), (one_knob(), 3)])

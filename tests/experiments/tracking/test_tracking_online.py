@@ -170,10 +170,8 @@ def holds_results(one: ReceivedRun, run: Path) -> None:
     shown, other = tables(one), "differences" if selector else "knob_usage"
     assert set(shown) == {"Test/policies", f"Test/{other}", "Test/decisions"}
     same(shown["Test/policies"], rows)
-    same(
-        shown[f"Test/{other}"],
-        [flat(row | ({} if selector else {"value": str(row["value"])})) for row in results[other]],
-    )
+    lines = [flat(row) for row in results[other]]
+    same(shown[f"Test/{other}"], [line | ({"value": str(line["value"])} if "value" in line else {}) for line in lines])
     judged = ["sft", "rce", "grpo_recorded"] if selector else ["controller", "budget_aware_static"]
     kept = read_decisions(run).filter(pl.col("policy").is_in([*judged, "oracle"]))
     same(shown["Test/decisions"], kept.to_dicts())
