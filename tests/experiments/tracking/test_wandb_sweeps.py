@@ -179,7 +179,8 @@ def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path, monkeypatch: pyte
     parameters = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
     save_config_file_from_dict(str(parameters), {key: {"value": value} for key, value in chosen.items()})
     words = [word for word in words_of(FILES[1], chosen)[3:] if word != "seeds=[0,1,2]"]
-    words += [*TABLE, *OPTIMISER, "policy.members=2", "seeds=[0,1]", "name=job", "tracking=offline"]
+    words += [*TABLE, *OPTIMISER, "optimiser.warmup_iterations=2", "optimiser.iterations=2", "policy.members=2"]
+    words += ["seeds=[0,1]", "name=job", "tracking=offline"]
     forget_wandb(monkeypatch, tmp_path)
     for name, value in zip((*VARIABLES, "WANDB_PROJECT"), ("r1", "s1", str(parameters), "of-the-agent"), strict=True):
         monkeypatch.setenv(name, value)

@@ -134,7 +134,9 @@ def test_with_a_key_it_is_saved_and_replaced(stub: ViewStub, capfd: pytest.Captu
 def test_what_goes_wrong_in_saving_is_said_in_a_line(stub: ViewStub, capfd: pytest.CaptureFixture[str]) -> None:
     stub.refuse = lambda what: what == "UpsertView2"
     for words, message in ((["project=none"], f"there is no project {ENTITY}/none yet"), ([], "did not take the view")):
-        assert message in mistake(["workspace", *words], capfd)
+        assert main(["workspace", *words]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert message in line
     assert stub.views == {}
 
 
