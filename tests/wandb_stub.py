@@ -84,19 +84,15 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in ("Infinity", "-Infinity", "NaN") else value
 
 
-def offline_records(run_folder: Path) -> list[tuple[Path, list[dict[str, Any]]]]:
-    """The records of every offline W&B run in a folder, in the order of their creation, by W&B's own reader."""
+def offline_runs(run_folder: Path) -> list[ReceivedRun]:
+    """The offline W&B runs in a folder, as the server would have them, in the order of their creation; records are read
+    by W&B's own reader."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
     folders = sorted((run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
     readers = [subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, text=True) for folder in folders]
-    contents = [[json.loads(line) for line in reader.communicate()[0].splitlines()] for reader in readers]
-    return list(zip(folders, contents, strict=True))
-
-
-def offline_runs(run_folder: Path) -> list[ReceivedRun]:
-    """The offline W&B runs in a folder, as the server would have them."""
     runs = []
-    for folder, records in offline_records(run_folder):
+    for folder, reader in zip(folders, readers, strict=True):
+        records = [json.loads(line) for line in reader.communicate()[0].splitlines()]
         run = ReceivedRun(folder.name.split("-")[-1], records=records)
         for record in records:
             content = record.get(record["type"]) or {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import OPTIMISER, TABLE, mistake, write_table
+from commands import TABLE, mistake, write_table
 from page_parts import printed
 from rich.text import Text
 from run_folders import write_run, write_selector_run
@@ -325,9 +325,10 @@ def test_where_grpo_added_nothing_is_said(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("empty")
 def test_real_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     write_table(90)
-    words = [*TABLE, "policy=utility", *OPTIMISER, "seeds=[0,1]", "baselines=false", "policy.guard=false"]
+    words = [*TABLE, "policy=utility", "policy.hidden=8", "policy.guard=false", "optimiser.warmup_iterations=3"]
+    words += ["optimiser.contexts=16", "optimiser.evaluate_every=3", "seeds=[0,1]", "tracking=disabled"]
     for iterations in (0, 6):
-        assert main(["train", *words, f"optimiser.iterations={iterations}"]) == 0
+        assert main(["train", *words, "baselines=false", f"optimiser.iterations={iterations}"]) == 0
     capsys.readouterr()
     assert main(["compare", "runs", "json=numbers.json"]) == 0
     content = json.loads(Path("numbers.json").read_text())

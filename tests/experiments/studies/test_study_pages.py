@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,16 +119,12 @@ def test_nothing_of_what_is_judged_is_in_what_is_fitted(name: str, monkeypatch: 
     config = DataSetsConfig(simple=["ridge"], members=2)
     tables = two_tables()
     joint = join_tables([tables[0], replace(tables[1], latency_ms=3 * tables[1].latency_ms)])
-    made, judged_at = [], []
+    made, judge = [], Mock(side_effect=evaluation.judge)
 
     class Trainer(data_sets.ControllerTrainer):
         def __init__(self, table: ProfileTable, split: Split, **more: Any) -> None:
             super().__init__(table, split, **more)
             made.append(self)
-
-    def judge(chooser: Any, table: ProfileTable, rows: torch.Tensor, budgets: torch.Tensor, *more: Any) -> Any:
-        judged_at.append((table.dataset_names[int(rows[0])], budgets))
-        return evaluation.judge(chooser, table, rows, budgets, *more)
 
     monkeypatch.setattr(data_sets, "ControllerTrainer", Trainer)
     monkeypatch.setattr(data_sets, "judge", judge)
@@ -139,6 +136,7 @@ def test_nothing_of_what_is_judged_is_in_what_is_fitted(name: str, monkeypatch: 
     assert torch.equal(trainer.limits, quantile_budgets(joint.latency_ms[fitted], joint.mask[fitted]))
     limits = {name: default_budgets(replace(table, name=name)) for name, table in zip("ab", tables, strict=True)}
     limits["b"] = default_budgets(replace(tables[1], latency_ms=3 * tables[1].latency_ms))
+    judged_at = [(joint.dataset_names[int(call.args[2][0])], call.args[3]) for call in judge.call_args_list]
     assert {name for name, _ in judged_at} == set(task.tests)
     assert all(torch.equal(budgets, limits[name]) for name, budgets in judged_at)
 
