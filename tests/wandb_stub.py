@@ -50,21 +50,14 @@ def forget_wandb(patch: pytest.MonkeyPatch, folder: Path) -> None:
 class ReceivedRun:
     """One run, as the server has it."""
 
-    name: str
-    """Its id, which W&B calls name."""
-    about: dict[str, Any] = field(default_factory=dict)
-    """What it said of itself: displayName, groupName, jobType, tags, commit …"""
+    name: str  # its id, which W&B calls name
+    about: dict[str, Any] = field(default_factory=dict)  # displayName, groupName, jobType, tags, commit …
     config: dict[str, Any] = field(default_factory=dict)
-    """Key → value."""
-    lines: dict[str, dict[int, str]] = field(default_factory=dict)
-    """File of the stream → number of the line → the line."""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Path → content."""
+    lines: dict[str, dict[int, str]] = field(default_factory=dict)  # file of the stream → number of the line → the line
+    files: dict[str, bytes] = field(default_factory=dict)  # path → content
     exit_code: int | None = None
-    used: list[str] = field(default_factory=list)
-    """Artifacts that it used, by id."""
-    records: list[dict[str, Any]] = field(default_factory=list)
-    """What an offline run has written."""
+    used: list[str] = field(default_factory=list)  # ids of artifacts
+    records: list[dict[str, Any]] = field(default_factory=list)  # what an offline run has written
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -121,14 +114,12 @@ class ReceivedArtifact:
     identity: str
     name: str
     kind: str
-    run: str
-    """Id of the run that logged it."""
+    run: str  # id of the run that logged it
     digest: str
     metadata: dict[str, Any]
     aliases: list[str]
     manifest: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Path → content."""
+    files: dict[str, bytes] = field(default_factory=dict)  # path → content
     committed: bool = False
 
 

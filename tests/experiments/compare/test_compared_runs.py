@@ -100,10 +100,7 @@ MORE = {"loss.group_size": 5, "optimiser.lr": 1}
 @pytest.mark.parametrize(
     ("runs", "wanted"),
     [
-        (
-            {"lean/default": {}, "lean/b-5": {"loss.group_size": 5, "device": "cpu"}},
-            ["group_size=8", "group_size=5"],
-        ),
+        ({"lean/default": {}, "lean/b-5": {"loss.group_size": 5, "device": "cpu"}}, ["group_size=8", "group_size=5"]),
         # a name that somebody gave says more than settings
         ({"lean/default": {}, "lean/my_best": {"loss.group_size": 5}}, ["default", "my_best"]),
         # as do folders where many settings differ
