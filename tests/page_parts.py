@@ -23,7 +23,8 @@ def report_of(folder: Path, results: dict[str, Any]) -> str:
 
 
 def run_folder(folder: Path, results: dict[str, Any], metrics: str, config: str) -> Path:
-    """The folder with the files of a finished run."""
+    """The new folder with the files of a finished run."""
+    folder.mkdir(parents=True)
     for name, content in (("results.json", json.dumps(results)), ("metrics.csv", metrics), ("config.yaml", config)):
         (folder / name).write_text(content)
     return folder

@@ -105,9 +105,6 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
     assert [line[0].split("\n")[0] for line in by_dataset(results).rows] == ["a", "", "", "", "", "b", "", "", "", ""]
 
 
-# -- under mean budgets ------------------------------------------------------------------------------------------------
-
-
 def judged_at_means() -> dict[str, Any]:
     """Configuration 0 takes 1 ms and is right for b only, 1 takes 3 ms, in b 5, and is right for a only. The controller
     takes 1 for all, `knn` 0."""
@@ -146,8 +143,6 @@ def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
     table = by_dataset(results)
     assert {len(line) for line in table.rows} == {len(table.header)}
 
-
-# -- through the command line ------------------------------------------------------------------------------------------
 
 QUICK = ["policy=utility", "policy.members=2", *OPTIMISER, "optimiser.iterations=2", "policy.hidden=8", "seeds=[0]"]
 

@@ -39,12 +39,9 @@ def results(**utilities: float) -> dict[str, Any]:
     rows = [row(p, None, u) for p, u in means.items()]
     rows += [row(p, b, u + d) for p, u in means.items() for b, d in zip(BUDGETS, (-0.1, 0.1), strict=True)]
     settings_ = [{"crops": 2, "mode": "fast"}, {"crops": 10, "mode": "<slow>"}]
-    return {
+    content = {"split": "test", "seeds": [0, 1], "budgets_ms": list(BUDGETS), "rows": rows, "a key of tomorrow": 1}
+    return content | {
         "profile": {"name": "small", "digest": "sha256:0f", "samples": 60, "configurations": 2},
-        "split": "test",
-        "seeds": [0, 1],
-        "budgets_ms": list(BUDGETS),
-        "rows": rows,
         "configurations": [
             {"label": f"crops={k['crops']}", "knobs": k, "accuracy": a, "latency_ms": t}
             for k, a, t in zip(settings_, (0.412, 0.733), (100.0, 400.0), strict=True)
@@ -56,7 +53,6 @@ def results(**utilities: float) -> dict[str, Any]:
             for k, share in zip(settings_, (0.25, 0.75), strict=True)
             for name in k
         ],
-        "a key of tomorrow": 1,
     }
 
 
@@ -114,7 +110,7 @@ METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return run_folder(tmp_path, results(), METRICS, "policy:\n  head: <b>utility</b>\n")
+    return run_folder(tmp_path / "controller" / "first", results(), METRICS, "policy:\n  head: <b>utility</b>\n")
 
 
 def test_training_curves_say_where_grpo_begins(run: Path) -> None:

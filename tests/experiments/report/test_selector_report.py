@@ -93,19 +93,14 @@ def run(tmp_path: Path) -> Path:
         for step in range(20)
     ]
     metrics = pl.DataFrame(logged, infer_schema_length=None).write_csv()
-    return run_folder(tmp_path, results(), metrics, "selector:\n  version: v2\n")
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------
+    return run_folder(tmp_path / "selector" / "first", results(), metrics, "selector:\n  version: v2\n")
 
 
 def test_the_page_holds_all_sections(run: Path) -> None:
     text = write_report(run).read_text()
     headings = re.findall(r"<h2>(.*?)</h2>", text.replace(page._vega(), ""))
-    assert headings == [
-        *("Results", "Accuracy with 2 shots", "Accuracy against shots", "Differences", "Controls"),
-        *("Training", "How to reproduce"),
-    ]
+    charts_and_tables = ["Accuracy with 2 shots", "Accuracy against shots", "Differences", "Controls", "Training"]
+    assert headings == ["Results", *charts_and_tables, "How to reproduce"]
     assert "digits &lt;careless&gt;: 40 queries, 12 candidates" in text
     assert "judged on 600 held-out queries, with their own bank of 12 candidates · seeds 0, 1, 2" in text
     assert "knobwise train experiment=selector" in text
@@ -120,9 +115,8 @@ def test_every_number_of_every_policy_is_in_its_table(run: Path) -> None:
     judged, differences, simple, controls, of_controls = rows_of(text)
     for lines, rows in ((judged, content["rows"]), (controls, content["controls"])):
         assert len(lines) == len(rows) / len(SHOTS)
-        assert [float(re.findall(r"<td>([\d.]+)<", line)[1]) for line in lines] == sorted(
-            (round(row["accuracy"], 3) for row in rows if row["shots"] == 2), reverse=True
-        )
+        accuracies = sorted((round(row["accuracy"], 3) for row in rows if row["shots"] == 2), reverse=True)
+        assert [float(re.findall(r"<td>([\d.]+)<", line)[1]) for line in lines] == accuracies
         for row in rows:
             low, high = row["accuracy_ci95"]
             words = f"<td>{row['accuracy']:.3f}<small>[{low:.3f}, {high:.3f}]</small></td>"
@@ -183,9 +177,6 @@ def test_baselines_alone_make_a_report(tmp_path: Path) -> None:
     assert "<h2>Differences" not in text
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_verdict_of_a_good_run() -> None:
     says = verdict(results())
     assert says[0].startswith("With 2 shots, GRPO on live draws answers 92.0% of 600 held-out queries correctly (95% ")
@@ -201,9 +192,8 @@ def test_the_verdict_of_a_good_run() -> None:
     alone = verdict(results() | {"judged_by": "recorded"})[0]
     assert alone.startswith("No scorer was available, so every policy was given the recorded sequence")
     assert len([words for words in says if words.startswith("Control: shuffled") and "no gain" in words]) == 2
-    assert (
-        says[-1] == "Trained only with 2 shots, GRPO on live draws reaches 0.507 with 1, 0.910 with 3 and 0.902 with 4."
-    )
+    further = "Trained only with 2 shots, GRPO on live draws reaches 0.507 with 1, 0.910 with 3 and 0.902 with 4."
+    assert says[-1] == further
 
 
 EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
@@ -238,8 +228,7 @@ def test_queries_that_were_left_out_are_counted(run: Path) -> None:
     correct = outcomes(TWO)
     for by_shots in correct.values():
         by_shots[4][:, :10] = torch.nan
-    content = results_of(correct)
-    text = report_of(run, content)
+    text = report_of(run, results_of(correct))
     assert "for lack of a recorded sequence: 590 with 4. Every policy was judged on the same ones." in text
     assert "own bank" not in text
 

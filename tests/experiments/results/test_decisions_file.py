@@ -64,9 +64,6 @@ def frame(places: list[float], **columns: Any) -> pl.DataFrame:
     return pl.concat([decision_rows("controller", seed, samples, places, columns) for seed in (1, 0)])
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
 def test_rows_are_read_back_in_the_order_written(tmp_path: Path) -> None:
     rows = frame([2.0, 1.0], accuracy=np.array([[0.1, 0.2], [0.3, np.nan]]), feasible=None, decision_us=1.5)
     write_decisions(tmp_path, rows.select(sorted(SCHEMA)).drop("vote"))
@@ -115,9 +112,6 @@ def test_arrays_do_not_depend_on_the_order_of_the_rows() -> None:
     np.testing.assert_equal(
         other.array("controller", "accuracy"), arrays.array("controller", "accuracy")[:, ::-1, ::-1]
     )
-
-
-# -- what a run writes -------------------------------------------------------------------------------------------------
 
 
 def test_results_are_means_of_the_decisions(folder: Path) -> None:
@@ -209,9 +203,6 @@ def test_decisions_of_several_data_sets_say_which(folder: Path) -> None:
     means = found.group_by("dataset", "policy").agg(pl.col("score").cast(pl.Float64).mean())
     wanted = {(row["dataset"], row["policy"]): row["utility"] for row in results["by_dataset"]}
     assert {(dataset, policy): score for dataset, policy, score in means.iter_rows()} == pytest.approx(wanted)
-
-
-# -- of a selector -----------------------------------------------------------------------------------------------------
 
 
 def test_recorded_sequences_that_a_selector_prefers(folder: Path) -> None:

@@ -57,9 +57,6 @@ def results_in(path: str) -> Any:
     return json.loads(Path(path).read_text(), parse_constant=lambda word: pytest.fail(word))
 
 
-# -- what was chosen on held-out samples -------------------------------------------------------------------------------
-
-
 def untrained(**settings: Any) -> Controller:
     config = PolicyConfig(structure="utility", members=2, hidden=8, **settings)
     return Controller.for_table(SMALL, torch.arange(60), config).eval()
@@ -92,9 +89,6 @@ def test_without_a_guard_no_level_was_asked_for() -> None:
     alone = {"guard": [], "chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 30}]}
     for controller in (stacked(guard=False), untrained()):
         assert held_out_choices([loaded(controller)]) == alone
-
-
-# -- by hand -----------------------------------------------------------------------------------------------------------
 
 
 def by_hand() -> ProfileTable:
@@ -215,9 +209,6 @@ def test_the_verdict_in_words() -> None:
     assert third.startswith("None of the 1 other policies that see the input does better")
     guard = [[{"deployed": False}, {"deployed": True}]] * 2
     assert "In 2 of 4 cases" in verdict(results_of_words(guard=guard))[-1]
-
-
-# -- end to end --------------------------------------------------------------------------------------------------------
 
 
 def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,15 +146,6 @@ def test_other_settings_are_other_measurements(tmp_path: Path) -> None:
     assert len({folder_for(str(tmp_path), each) for each in settings}) == 3
 
 
-def test_a_mistake_about_data_sets_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert data_sets.main(["simple=[forest]"]) == 2
-    assert "simple='forest'" in capsys.readouterr().err
-    two_tables()[0].save(tmp_path / "a.safetensors")
-    assert data_sets.main([f"paths=[{tmp_path}/a.safetensors]", f"runs={tmp_path}"]) == 2
-    assert "has one data set" in capsys.readouterr().err
-    assert data_sets.main(["sed=1"]) == 2
-
-
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
@@ -232,8 +223,13 @@ def test_every_policy_and_objective_is_measured(monkeypatch: pytest.MonkeyPatch)
     assert len(objective["utility"]) == len(objective["seconds"]) > 60 // 5
 
 
-def test_a_mistake_about_decisions_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert decisions.main(["tables=[builtin,ruoter]", f"runs={tmp_path}/runs", f"out={tmp_path}/page.md"]) == 2
     assert "ruoter" in capsys.readouterr().err
-    assert decisions.main(["sedes=3"]) == 2
     assert list(tmp_path.iterdir()) == []
+    assert data_sets.main(["simple=[forest]"]) == 2
+    assert "simple='forest'" in capsys.readouterr().err
+    two_tables()[0].save(tmp_path / "a.safetensors")
+    assert data_sets.main([f"paths=[{tmp_path}/a.safetensors]", f"runs={tmp_path}"]) == 2
+    assert "has one data set" in capsys.readouterr().err
+    assert [study.main(["sed=1"]) for study in (decisions, data_sets)] == [2, 2]

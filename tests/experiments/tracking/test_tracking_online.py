@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from wandb_stub import ReceivedRun, WandbStub, forget_wandb, offline_runs
 
 from knobwise.__main__ import main
+from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results, wandb_run
@@ -57,15 +58,11 @@ def online(stub: WandbStub) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def offline_controller(place: Path) -> Path:
-    assert main([*TRAIN, "tracking=offline"]) == 0
-    return place / "runs/controller/tiny"
-
-
-@pytest.fixture(scope="module")
-def offline_selector(place: Path) -> Path:
-    assert main([*SELECT, "tracking=offline"]) == 0
-    return place / "runs/selector_replay/tiny"
+def offline(place: Path) -> dict[str, Path]:
+    """A run of each system, logged offline."""
+    for words in (TRAIN, SELECT):
+        assert main([*words, "tracking=offline"]) == 0
+    return {"controller": place / "runs/controller/tiny", "selector": place / "runs/selector_replay/tiny"}
 
 
 def sync(stub: WandbStub, run: Path) -> list[ReceivedRun]:
@@ -181,9 +178,6 @@ def holds_results(one: ReceivedRun, run: Path) -> None:
     assert any(path.startswith("media/images/Charts/") for path in one.files)
 
 
-# -- at the server -----------------------------------------------------------------------------------------------------
-
-
 def holds_artifacts(stub: WandbStub, found: list[ReceivedRun], run: Path, lineage: bool) -> None:
     results = json.loads((run / "results.json").read_text())
     (one,) = [r for r in found if r.about["jobType"] == "evaluate"]
@@ -226,8 +220,8 @@ def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: Wan
 
 
 @pytest.mark.parametrize("kind", ["controller", "selector"])
-def test_sync_brings_every_row_table_and_artifact(request: pytest.FixtureRequest, stub: WandbStub, kind: str) -> None:
-    run = request.getfixturevalue(f"offline_{kind}")
+def test_sync_brings_every_row_table_and_artifact(offline: dict[str, Path], stub: WandbStub, kind: str) -> None:
+    run = offline[kind]
     found = sync(stub, run)
     holds_results(holds(found, run), run)
     holds_artifacts(stub, found, run, lineage=False)
@@ -295,9 +289,6 @@ def test_synced_sessions_of_a_resumed_run_are_one_run(tmp_path: Path, place: Pat
     arrived(run)
 
 
-# -- W&B that fails ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("online")
 def test_results_that_w_and_b_refuses_leave_the_run_whole(
     place: Path, stub: WandbStub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -318,9 +309,9 @@ def test_results_that_w_and_b_refuses_leave_the_run_whole(
 
 
 def test_an_error_while_results_are_logged_is_said_in_a_line(
-    offline_controller: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    offline: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    results = json.loads((offline_controller / "results.json").read_text())
+    results = read_results(offline["controller"])
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
         log.log_results(results, images={"Utility": b"this is no picture"})
     (line,) = capfd.readouterr().err.splitlines()
@@ -345,14 +336,11 @@ def test_training_goes_on_without_a_server(
     capfd.readouterr()
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------
-
-
 def test_of_many_decisions_whole_samples_are_kept(
-    offline_controller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    offline: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    results = json.loads((offline_controller / "results.json").read_text())
-    (tmp_path / "decisions.parquet").write_bytes((offline_controller / "decisions.parquet").read_bytes())
+    results = read_results(offline["controller"])
+    (tmp_path / "decisions.parquet").write_bytes((offline["controller"] / "decisions.parquet").read_bytes())
     monkeypatch.setattr(wandb_results, "CELLS", 1000)
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
         log.log_results(results)
@@ -361,7 +349,7 @@ def test_of_many_decisions_whole_samples_are_kept(
     count = shown["sample_id"].n_unique()
     message = f"W&B: Test/decisions has {count} of {results['test_samples']} samples, decisions.parquet all\n"
     assert capfd.readouterr().err == message
-    whole = read_decisions(offline_controller).filter(pl.col("policy").is_in(shown["policy"].unique()))
+    whole = read_decisions(offline["controller"]).filter(pl.col("policy").is_in(shown["policy"].unique()))
     assert 500 < len(shown) * len(shown.columns) <= 1000
     kept = whole.filter(pl.col("sample_id").is_in(shown["sample_id"].unique()))
     assert len(kept) == len(shown)

@@ -154,7 +154,6 @@ def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: 
 
 def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of an agent, logged offline: the results have its id, sweep and parameters; the seeds are separate runs."""
-    monkeypatch.chdir(tmp_path)
     write_table(80)
     chosen = {"optimiser.lr": 3e-05, "loss.group_size": 5, "loss.advantage": "rank"}
     parameters = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
@@ -162,7 +161,6 @@ def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path, monkeypatch: pyte
     words = [word for word in words_of(FILES[1], chosen)[3:] if word != "seeds=[0,1,2]"]
     words += [*TABLE, *OPTIMISER, "optimiser.warmup_iterations=2", "optimiser.iterations=2", "policy.members=2"]
     words += ["seeds=[0,1]", "name=job", "tracking=offline"]
-    forget_wandb(monkeypatch, tmp_path)
     for name, value in zip((*VARIABLES, "WANDB_PROJECT"), ("r1", "s1", str(parameters), "of-the-agent"), strict=True):
         monkeypatch.setenv(name, value)
     wandb.teardown()  # wandb reads the environment once in the life of a process
