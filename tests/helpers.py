@@ -148,8 +148,8 @@ class Lines(list[tuple[int, dict[str, float]]]):
 class Always:
     """Chooses one configuration for every request, and keeps the limits it was asked for."""
 
-    def __init__(self, configuration: int) -> None:
-        self.configuration = configuration
+    def __init__(self, configuration: int, name: str = "") -> None:
+        self.configuration, self.name = configuration, name
 
     def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
         self.limits = limits

@@ -22,6 +22,14 @@ def report_of(folder: Path, results: dict[str, Any]) -> str:
     return write_report(folder).read_text()
 
 
+def run_folder(folder: Path, results: dict[str, Any], metrics: str, config: str) -> Path:
+    """The new folder with the files of a finished run."""
+    folder.mkdir(parents=True)
+    for name, content in (("results.json", json.dumps(results)), ("metrics.csv", metrics), ("config.yaml", config)):
+        (folder / name).write_text(content)
+    return folder
+
+
 def charts_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(spec) for spec in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
 

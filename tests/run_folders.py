@@ -68,15 +68,11 @@ def write_run(
             if sense == "mean":
                 row |= {"over_static_mix": mean - 0.4, "over_static_mix_ci95": [mean - 0.45, mean - 0.35]}
             rows.append(row)
-    results = {
+    results: dict[str, Any] = {"sense": "mean", "static_hull": HULL} if sense == "mean" else {}
+    results |= {"test_samples": len(samples), "seeds": list(seeds), "unit": "ms", "budgets_ms": list(budgets)}
+    results |= {"rows": rows, "command": "knobwise train <script>"}
+    results |= {
         "profile": {"name": "small", "digest": digest, "samples": 300, "configurations": 2},
-        **({"sense": "mean", "static_hull": HULL} if sense == "mean" else {}),
-        "test_samples": len(samples),
-        "seeds": list(seeds),
-        "unit": "ms",
-        "budgets_ms": list(budgets),
-        "rows": rows,
-        "command": "knobwise train <script>",
         "configurations": [
             {"label": f"crops={k}", "knobs": {"crops": k}, "accuracy": 0.3 + 0.1 * k, "latency_ms": 4.0 * k}
             for k in (1, 2, 4)
@@ -130,21 +126,10 @@ def write_selector_run(
             columns = {"sample_id": [f"q{i}" for i in range(queries)], "accuracy": known, "score": known}
             columns |= {"policy": policy, "seed": None if policy == "random" else 0, "place": float(count)}
             frames.append(pl.DataFrame(columns))
-    results = {
-        "system": "selector",
-        "profile": {"name": "beams", "digest": "sha256:b", "samples": 300, "candidates": 40},
-        "test_digest": digest,
-        "test_queries": queries,
-        "seeds": [0],
-        "shots": list(shots),
-        "trained_shots": 2,
-        "judged_by": "scorer",
-        "hidden": [],
-        "rows": rows,
-        "differences": [],
-        "controls": [],
-        "command": "knobwise train experiment=selector",
-    }
+    results: dict[str, Any] = {"system": "selector", "test_digest": digest, "test_queries": queries, "seeds": [0]}
+    results |= {"shots": list(shots), "trained_shots": 2, "judged_by": "scorer", "hidden": []}
+    results |= {"profile": {"name": "beams", "digest": "sha256:b", "samples": 300, "candidates": 40}}
+    results |= {"rows": rows, "differences": [], "controls": [], "command": "knobwise train experiment=selector"}
     values = OmegaConf.create({"experiment": "selector", "shots": 2, "variants": {form: {"epochs": 4}}})
     lines = [f"0,{i},{0.5 + 0.01 * i}\n" for i in range(0, 30, 10)]
     return _write(folder, results, values, "seed,step,Val/sft/Accuracy_Mean\n" + "".join(lines), frames)

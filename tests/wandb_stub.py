@@ -13,7 +13,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import wandb
 
 KEY = "0" * 40
 ENTITY = "someone"
@@ -48,21 +50,14 @@ def forget_wandb(patch: pytest.MonkeyPatch, folder: Path) -> None:
 class ReceivedRun:
     """One run, as the server has it."""
 
-    name: str
-    """Its id, which W&B calls name."""
-    about: dict[str, Any] = field(default_factory=dict)
-    """What it said of itself: displayName, groupName, jobType, tags, commit …"""
+    name: str  # its id, which W&B calls name
+    about: dict[str, Any] = field(default_factory=dict)  # displayName, groupName, jobType, tags, commit …
     config: dict[str, Any] = field(default_factory=dict)
-    """Key → value."""
-    lines: dict[str, dict[int, str]] = field(default_factory=dict)
-    """File of the stream → number of the line → the line."""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Path → content."""
+    lines: dict[str, dict[int, str]] = field(default_factory=dict)  # file of the stream → number of the line → the line
+    files: dict[str, bytes] = field(default_factory=dict)  # path → content
     exit_code: int | None = None
-    used: list[str] = field(default_factory=list)
-    """Artifacts that it used, by id."""
-    records: list[dict[str, Any]] = field(default_factory=list)
-    """What an offline run has written."""
+    used: list[str] = field(default_factory=list)  # ids of artifacts
+    records: list[dict[str, Any]] = field(default_factory=list)  # what an offline run has written
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -73,8 +68,8 @@ class ReceivedRun:
     @property
     def summary(self) -> dict[str, Any]:
         lines = self.lines.get("wandb-summary.json", {})
-        found: dict[str, Any] = json.loads(lines[max(lines)]) if lines else {}
-        return {k: {n: _number(one) for n, one in v.items()} if isinstance(v, dict) else v for k, v in found.items()}
+        content: dict[str, Any] = json.loads(lines[max(lines)]) if lines else {}
+        return {k: {n: _number(x) for n, x in v.items()} if isinstance(v, dict) else v for k, v in content.items()}
 
 
 def _number(value: Any) -> Any:
@@ -82,19 +77,15 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in ("Infinity", "-Infinity", "NaN") else value
 
 
-def offline_records(run_folder: Path) -> list[tuple[Path, list[dict[str, Any]]]]:
-    """The records of every offline W&B run in a folder, in the order of their creation, by W&B's own reader."""
+def offline_runs(run_folder: Path) -> list[ReceivedRun]:
+    """The offline W&B runs in a folder, as the server would have them, in the order of their creation; records are read
+    by W&B's own reader."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
     folders = sorted((run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
     readers = [subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, text=True) for folder in folders]
-    contents = [[json.loads(line) for line in reader.communicate()[0].splitlines()] for reader in readers]
-    return list(zip(folders, contents, strict=True))
-
-
-def offline_runs(run_folder: Path) -> list[ReceivedRun]:
-    """The offline W&B runs in a folder, as the server would have them."""
     runs = []
-    for folder, records in offline_records(run_folder):
+    for folder, reader in zip(folders, readers, strict=True):
+        records = [json.loads(line) for line in reader.communicate()[0].splitlines()]
         run = ReceivedRun(folder.name.split("-")[-1], records=records)
         for record in records:
             content = record.get(record["type"]) or {}
@@ -123,14 +114,12 @@ class ReceivedArtifact:
     identity: str
     name: str
     kind: str
-    run: str
-    """Id of the run that logged it."""
+    run: str  # id of the run that logged it
     digest: str
     metadata: dict[str, Any]
     aliases: list[str]
     manifest: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Path → content."""
+    files: dict[str, bytes] = field(default_factory=dict)  # path → content
     committed: bool = False
 
 
@@ -180,6 +169,16 @@ class WandbStub:
     def environment(self) -> dict[str, str]:
         """What makes wandb talk to this server."""
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": KEY}
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """A block in which wandb, which reads the environment once in the life of a process, talks to this server."""
+        wandb.teardown()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            yield
+            wandb.teardown()
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
@@ -277,13 +276,11 @@ class WandbStub:
         return {"createArtifact": {"artifact": found}}
 
     def _CreateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"createArtifactManifest": {"artifactManifest": self._manifest(variables["artifactID"])}}
+        owner = variables.get("artifactID") or variables["artifactManifestID"]
+        manifest = {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
+        return {key: {"artifactManifest": manifest} for key in ("createArtifactManifest", "updateArtifactManifest")}
 
-    def _UpdateArtifactManifest(self, variables: dict[str, Any]) -> dict[str, Any]:
-        return {"updateArtifactManifest": {"artifactManifest": self._manifest(variables["artifactManifestID"])}}
-
-    def _manifest(self, owner: str) -> dict[str, Any]:
-        return {"id": owner, "file": self._upload("manifest", owner, "wandb_manifest.json")}
+    _UpdateArtifactManifest = _CreateArtifactManifest
 
     def _upload(self, kind: str, owner: str, name: str) -> dict[str, Any]:
         address = {"uploadUrl": f"{self.url}/upload/{kind}/{owner}/{name}", "uploadHeaders": []}

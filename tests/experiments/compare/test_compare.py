@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import small_table
-from rich.console import Console
+from commands import TABLE, mistake, write_table
+from page_parts import printed
+from rich.text import Text
 from run_folders import write_run, write_selector_run
 
 from knobwise.__main__ import main
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.long_table import write_features, write_long_table
 from knobwise.experiments.compare.compare import write_comparison
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.compare.words import method, print_comparison, results_cells, settings_cells, verdict
@@ -42,12 +40,6 @@ def compared(folder: Path, runs: dict[str, dict[str, Any]], write: Any = write_r
 def change_results(run: Path, **changes: object) -> None:
     results = json.loads((run / "results.json").read_text())
     (run / "results.json").write_text(json.dumps(results | changes))
-
-
-def printed(comparison, terminal: bool = False, width: int = 80) -> str:  # type: ignore[no-untyped-def]
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
-    print_comparison(comparison, console)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def rows_of(comparison: Comparison) -> list[dict[str, str]]:
@@ -79,20 +71,18 @@ def test_two_runs_and_what_differs(tmp_path: Path) -> None:
     assert [line["shown"] for line in lines] == ["reference", "better", "", ""]
     assert lines[1]["utility"].startswith(f"{utility[1]:.3f}\n[")
     assert lines[1]["difference, points"] == f"{gap}\n[{low}, {high}]"
-    text = printed(comparison)
+    text = printed(print_comparison, comparison)
     for words in ("loss.group_size", "better", f"{utility[1]:.3f}", "Holm"):
         assert words in text
-    assert "\x1b" not in text
-    assert "…" not in text
 
 
 def test_the_first_run_is_what_the_others_are_held_against(tmp_path: Path) -> None:
     comparison = compared(tmp_path, PAIR)
     reverse = comparison_of([str(run.folder) for run in comparison.runs[::-1]])
-    there, back = comparison.differences[0], reverse.differences[0]
-    assert (there.run, there.against) == (back.against, back.run) == ("b", "a")
-    assert there.difference == pytest.approx(-back.difference)
-    assert (there.sign, back.sign) == (1, -1)
+    better, worse = comparison.differences[0], reverse.differences[0]
+    assert (better.run, better.against, better.sign) == ("b", "a", 1)
+    assert (worse.run, worse.against, worse.sign) == ("a", "b", -1)
+    assert better.difference == pytest.approx(-worse.difference)
 
 
 def test_of_many_runs_it_is_said_how_many_are_better(tmp_path: Path) -> None:
@@ -112,7 +102,7 @@ def test_of_many_runs_it_is_said_how_many_are_better(tmp_path: Path) -> None:
     head, lines = settings_cells(comparison)
     assert head == ["run", "loss.group_size"]
     assert lines[3] == ["group_size=3", "3"]
-    assert "differs: loss.group_size (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)" in printed(comparison)
+    assert "differs: loss.group_size (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)" in printed(print_comparison, comparison)
     # more comparisons, more caution
     alone = comparison_of([str(tmp_path / "lean" / f"loss.group_size-{size}") for size in (0, 9)]).differences[0]
     assert comparison.differences[-1].p == alone.p
@@ -140,7 +130,7 @@ def test_older_runs_are_shown_and_not_tested(tmp_path: Path) -> None:
     ]
     assert rows_of(comparison)[1]["shown"] == "not tested"
     assert method(comparison) == ""
-    assert "Nothing could be tested against a." in printed(comparison)
+    assert "Nothing could be tested against a." in printed(print_comparison, comparison)
 
 
 def test_some_of_the_budgets(tmp_path: Path) -> None:
@@ -187,10 +177,10 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path: Path) ->
 
 def test_a_narrow_terminal_has_fewer_columns(tmp_path: Path) -> None:
     comparison = comparison_of([str(sweep(tmp_path / "lean", 3))])
-    narrow = printed(comparison, terminal=True, width=100)
+    narrow, wide = (Text.from_ansi(printed(print_comparison, comparison, width)).plain for width in (100, 200))
     assert "mean latency" not in narrow
     assert "no difference shown" in narrow
-    assert "mean latency" in printed(comparison, terminal=True, width=200)
+    assert "mean latency" in wide
     assert max(map(len, narrow.splitlines())) <= 100
 
 
@@ -198,28 +188,22 @@ def test_a_narrow_terminal_has_fewer_columns(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one, with two runs."""
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
     monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        write_run(Path("runs/lean") / name)
     return tmp_path
 
 
-def assert_refused(folder: Path, words: list[str], message: str) -> None:
-    """One line on stderr, and nothing is written."""
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        assert main(["compare", *words]) == 2
-    assert message in err.getvalue()
-    assert len(err.getvalue().splitlines()) == 1
-    assert out.getvalue() == ""
-    assert [path.name for path in folder.iterdir()] == ["runs"]
+@pytest.fixture
+def folder(empty: Path) -> Path:
+    """The current one, with two runs."""
+    for name in "ab":
+        write_run(Path("runs/lean") / name)
+    return empty
 
 
-def test_the_verb_prints_and_writes_page_and_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("empty")
+def test_the_verb_prints_and_writes_page_and_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     sweep(Path("runs/lean"), 3)
     assert main(["compare", "runs/lean", "json=numbers.json"]) == 0
     text = capsys.readouterr().out
@@ -239,7 +223,7 @@ def test_the_verb_prints_and_writes_page_and_numbers(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "give runs, or a folder with runs in it"),
         (["nowhere"], "nowhere: no such folder"),
@@ -254,13 +238,16 @@ def test_the_verb_prints_and_writes_page_and_numbers(
         (["runs/lean/a", "runs/lean/b", "colour=red"], "colour=red: there is no such option"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(folder: Path, words: list[str], said: str) -> None:
+def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
+    folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_selector_run(Path("runs/selector/a"))
-    assert_refused(folder, words, said)
+    assert message in mistake(["compare", *words], capsys)
+    assert [path.name for path in folder.iterdir()] == ["runs"]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("results.json", b"{", "results.json: not the results of a run (Expecting"),
         ("results.json", b"[1]", "results.json: not the results of a run: `rows`"),
@@ -271,12 +258,13 @@ def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(folder: Path, wo
     ],
 )
 def test_broken_files_are_named_and_nothing_is_written(
-    folder: Path, name: str, content: bytes | None, said: str
+    folder: Path, name: str, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = folder / "runs" / "lean" / "b" / name
     broken.unlink()
     broken.mkdir() if content is None else broken.write_bytes(content)
-    assert_refused(folder, ["runs", "json=numbers.json"], said)
+    assert message in mistake(["compare", "runs", "json=numbers.json"], capsys)
+    assert [path.name for path in folder.iterdir()] == ["runs"]
 
 
 @pytest.mark.parametrize("step", ["begin", "0.5"])
@@ -334,28 +322,23 @@ def test_where_grpo_added_nothing_is_said(tmp_path: Path) -> None:
     ]
 
 
-def test_real_runs_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    table = small_table(90)
-    write_long_table(table, "t.parquet")
-    write_features(table, "f.npz")
-    words = ["profile=table", "profile.path=t.parquet", "profile.features=f.npz", "policy=utility", "policy.hidden=8"]
-    words += ["optimiser.warmup_iterations=3", "optimiser.contexts=16", "optimiser.evaluate_every=3", "seeds=[0,1]"]
-    words += ["tracking=disabled", "baselines=false", "policy.guard=false"]
+@pytest.mark.usefixtures("empty")
+def test_real_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(90)
+    words = [*TABLE, "policy=utility", "policy.hidden=8", "policy.guard=false", "optimiser.warmup_iterations=3"]
+    words += ["optimiser.contexts=16", "optimiser.evaluate_every=3", "seeds=[0,1]", "tracking=disabled"]
     for iterations in (0, 6):
-        assert main(["train", *words, f"optimiser.iterations={iterations}"]) == 0
+        assert main(["train", *words, "baselines=false", f"optimiser.iterations={iterations}"]) == 0
     capsys.readouterr()
     assert main(["compare", "runs", "json=numbers.json"]) == 0
-    found = json.loads(Path("numbers.json").read_text())
-    assert [run["label"] for run in found["runs"]] == ["iterations=0", "iterations=6"]
-    (note,) = found["notes"]
+    content = json.loads(Path("numbers.json").read_text())
+    assert [run["label"] for run in content["runs"]] == ["iterations=0", "iterations=6"]
+    (note,) = content["notes"]
     assert re.fullmatch(r"GRPO does not improve the policy, .*: iterations=6 in \d of 2 seeds\.", note)
-    utilities = [run["row"]["utility"] for run in found["runs"]]
-    (one,) = found["differences"]
+    utilities = [run["row"]["utility"] for run in content["runs"]]
+    (one,) = content["differences"]
     assert one["difference"] == pytest.approx(utilities[1] - utilities[0], abs=1e-6)
     assert one["samples"] == 18
-    per_budget = [d["difference"] for d in found["differences_per_place"]]
+    per_budget = [d["difference"] for d in content["differences_per_place"]]
     assert sum(per_budget) / len(per_budget) == pytest.approx(one["difference"], abs=1e-6)
     assert re.search(r"optimiser\.iterations\s+0\s+6", capsys.readouterr().out)

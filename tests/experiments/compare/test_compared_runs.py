@@ -1,18 +1,25 @@
-"""Finding runs, reading what they left, naming them by what differs."""
+"""Finding runs, reading what they left, naming them by what differs; the page of their comparison."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 from omegaconf import OmegaConf
-from run_folders import write_run, write_selector_run
+from page_parts import charts_of, data_of, points_of, rows_of, svg_of
+from run_folders import BUDGETS, write_run, write_selector_run
 
 from knobwise.common.errors import InputError
+from knobwise.experiments.compare.charts import COLOURED, comparison_charts, order
+from knobwise.experiments.compare.compare import write_comparison
+from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.compare.paired import decisions_of
 from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
+from knobwise.experiments.report import charts, page
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 
@@ -93,10 +100,7 @@ MORE = {"loss.group_size": 5, "optimiser.lr": 1}
 @pytest.mark.parametrize(
     ("runs", "wanted"),
     [
-        (
-            {"lean/default": {}, "lean/b-5": {"loss.group_size": 5, "device": "cpu"}},
-            ["group_size=8", "group_size=5"],
-        ),
+        ({"lean/default": {}, "lean/b-5": {"loss.group_size": 5, "device": "cpu"}}, ["group_size=8", "group_size=5"]),
         # a name that somebody gave says more than settings
         ({"lean/default": {}, "lean/my_best": {"loss.group_size": 5}}, ["default", "my_best"]),
         # as do folders where many settings differ
@@ -157,3 +161,156 @@ def test_decisions_are_the_rows_of_the_file(tmp_path: Path) -> None:
     whole = pl.read_parquet(folder / "decisions.parquet")
     whole.filter(~((pl.col("sample_id") == "s3") & (pl.col("place") == 10))).write_parquet(folder / "decisions.parquet")
     assert decisions_of(read_runs([folder])[0], "controller") is None
+
+
+# -- the page: every number of every run, charts that can be drawn, nothing from a network -----------------------------
+
+
+def runs(folder: Path, count: int, **more: Any) -> list[str]:
+    names = [folder / "lean" / f"loss.group_size-{n}" for n in range(count)]
+    settings = [{"loss": {"group_size": n}} for n in range(count)]
+    return [str(write_run(names[n], gain=n / 20, settings=settings[n], **more)) for n in range(count)]
+
+
+def drawn(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    return {name: page.specification(chart) for name, chart in comparison_charts(comparison).items()}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """Three runs under deadlines."""
+    return comparison_of(runs(tmp_path_factory.mktemp("three"), 3))
+
+
+def test_the_page_is_one_file_and_holds_every_number(tmp_path: Path, three: Comparison) -> None:
+    comparison, path = three, write_comparison(three, tmp_path / "page.html")
+    text = path.read_text()
+    assert "default-src 'none'" in text
+    assert not re.search(r"<(link|img|iframe|script[^>]* src)", text.replace(page._vega(), ""))
+    assert "<script>" not in text.split("<main>")[1].split("<script")[0]
+    assert "train &lt;script&gt;" in text
+    settings, means, per_budget = rows_of(text)
+    assert "loss.group_size</td><td>0</td><td>1</td><td>2" in settings[0]
+    for i, run in enumerate(comparison.runs):
+        assert f"{run.label}</td>" in means[i]
+        assert f"<td>{run.row('controller', None)['utility']:.3f}" in means[i]
+        for budget in BUDGETS:
+            assert f"<td>{run.row('controller', budget)['utility']:.3f}" in per_budget[i]
+    for rows, family in ((means, comparison.differences), (per_budget, comparison.by_place)):
+        for one in family:
+            row = next(line for line in rows if f"{one.run}</td>" in line)
+            gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
+            assert re.search(rf"(<td>|<small>){re.escape(gap)}\b.*?<small>\[{re.escape(low)}, {re.escape(high)}\]", row)
+
+
+def test_every_chart_can_be_drawn_in_both_themes(three: Comparison) -> None:
+    specs = drawn(three)
+    assert len(specs) == 5
+    for spec in specs.values():
+        for theme in page.THEMES:
+            svg_of(spec, theme)
+
+
+def test_charts_hold_the_numbers_under_the_names_of_the_runs(three: Comparison) -> None:
+    comparison, specs = three, drawn(three)
+    labels = {run.label for run in comparison.runs}
+    lines = points_of(specs["Utility by budget"])
+    for run in comparison.runs:
+        found = {row["budget_ms"]: row["utility"] for row in lines if row.get("name") == run.label}
+        assert found == {budget: run.row("controller", budget)["utility"] for budget in BUDGETS}
+    quiet = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines if "name" not in row}
+    oracle = {("oracle (upper bound)", b): comparison.runs[0].row("oracle", b)["utility"] for b in BUDGETS}
+    assert quiet.items() >= oracle.items()
+    assert {row["policy"] for row in points_of(specs["Which settings are used"])} == labels
+    plane = points_of(specs["Accuracy and latency"])
+    assert {row["name"] for row in plane if "name" in row} == labels
+    assert {row["label"] for row in plane if "label" in row} == {"crops=1", "crops=2", "crops=4"}
+
+
+def test_curves_are_means_over_seeds_with_the_lowest_and_highest(tmp_path: Path) -> None:
+    folders = runs(tmp_path, 2)
+    with (Path(folders[0]) / "metrics.csv").open("a") as file:
+        file.write("0,30,0.9,2.0,\n")  # one seed that went on is no mean over seeds
+    (points,) = data_of(drawn(comparison_of(folders))["Training, on validation samples"])
+    curve = [p for p in points if p["name"] == "group_size=0" and p["panel"] == "utility (0 to 1)"]
+    assert [(p["step"], p["mean"], p["low"], p["high"]) for p in curve] == [
+        *((0, 0.51, 0.5, 0.52), (10, 0.61, 0.6, 0.62), (20, 0.71, 0.7, 0.72))
+    ]
+    assert {p["panel"] for p in points} == {"utility (0 to 1)", "latency, mean (ms)"}
+
+
+def test_curves_say_where_grpo_begins_and_a_single_point_is_a_dot(tmp_path: Path) -> None:
+    warm_ups = {"a": 10, "b": None}
+    folders = []
+    for name, begins in warm_ups.items():  # that of b is all of its training
+        settings = {"optimiser": {"warmup_iterations": 10, "iterations": 0 if begins is None else 20}}
+        folders.append(write_run(tmp_path / name, settings=settings))
+    (folders[1] / "metrics.csv").write_text("seed,step,Val/Utility\n0,0,0.4\n1,0,0.6\n")
+    comparison = comparison_of(list(map(str, folders)))
+    assert "Dashed: where GRPO begins." in write_comparison(comparison, tmp_path / "page.html").read_text()
+    training = drawn(comparison)["Training, on validation samples"]
+    points = points_of(training)
+    names = [run.label for run in comparison.runs]
+    assert {(p["name"], p["grpo"], p["alone"]) for p in points} == {(names[0], 10, False), (names[1], None, True)}
+    assert svg_of(training).count('stroke-dasharray="5,4"') == 2  # one in each panel: utility, latency
+
+
+def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Path) -> None:
+    folders = runs(tmp_path, 12)
+    comparison = comparison_of(folders)
+    named = order(comparison)
+    assert named == ["group_size=0", "group_size=9", "group_size=10", "group_size=11", charts.OTHER]
+    assert len(named) == COLOURED + 1
+    specs = drawn(comparison)
+    lines = [row for row in points_of(specs["Utility by budget"]) if "name" in row]
+    assert {row["name"] for row in lines} == {run.label for run in comparison.runs}
+    assert {row["policy"] for row in lines} == set(named)
+    assert {row["policy"] for row in points_of(specs["Which settings are used"])} == set(named) - {charts.OTHER}
+    text = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert "<h1>lean: 12 runs</h1>" in text
+    assert "the first run and the 3 best others; grey: 8 more" in text
+    assert all(f"{run.label}</td>" in text for run in comparison.runs)
+    assert "<details><summary>Per budget" in text
+    (forest,) = (spec for spec in charts_of(text) if "shown" in str(spec))
+    rows = next(rows for rows in data_of(forest) if "run" in rows[0])
+    assert [(r["run"], r["difference"], r["low"], r["high"]) for r in rows] == [
+        (one.run, *(100 * value for value in (one.difference, *one.ci95))) for one in comparison.differences
+    ]
+
+
+@pytest.mark.parametrize("missing", ["metrics.csv", "config.yaml", "decisions.parquet"])
+def test_what_is_missing_from_a_folder_is_left_out(tmp_path: Path, missing: str) -> None:
+    folders = runs(tmp_path, 2)
+    for folder in folders:
+        (Path(folder) / missing).unlink()
+    text = write_comparison(comparison_of(folders), tmp_path / "page.html").read_text()
+    assert ("Training, on validation" in text) == (missing != "metrics.csv")
+    assert ("<p>Nothing that is known.</p>" in text) == (missing == "config.yaml")
+    assert "The settings are the same" not in text
+    tested = missing != "decisions.parquet"
+    assert ["sign-flip" in text, "it is shown but not tested." in text] == [tested, not tested]
+    assert ("not tested</td>" in text) != tested
+
+
+def test_mean_budgets_and_selectors_have_pages_of_their_own(tmp_path: Path) -> None:
+    mean = comparison_of(runs(tmp_path / "m", 2, sense="mean"))
+    assert set(drawn(mean)) == {
+        *("Accuracy and latency", "Over static mix by mean budget", "Which settings are used"),
+        "Training, on validation samples",
+    }
+    folders = [str(write_selector_run(tmp_path / "s" / name, wrong=wrong)) for name, wrong in (("a", 0.6), ("b", 0.3))]
+    comparison = comparison_of(folders)
+    specs = drawn(comparison)
+    assert set(specs) == {"Accuracy by number of shots", "Training, on validation queries"}
+    lines = [row for row in points_of(specs["Accuracy by number of shots"]) if "name" in row]
+    for run in comparison.runs:
+        found = {row["shots"]: row["accuracy"] for row in lines if row["name"] == run.label}
+        assert found == {n: run.row("grpo_recorded", n)["accuracy"] for n in (1, 2)}
+    panels = {point["panel"] for point in points_of(specs["Training, on validation queries"])}
+    assert panels == {"sft: accuracy, mean (0 to 1)"}
+    text = write_comparison(comparison, tmp_path / "page.html").read_text()
+    for title in ("Per number of shots", "Stage by stage", "GRPO on recorded groups"):
+        assert title in text
+    assert "without experts or guard" not in text
+    for spec in specs.values():
+        svg_of(spec)

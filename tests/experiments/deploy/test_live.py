@@ -5,7 +5,8 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,28 +35,22 @@ from knobwise.profiling.elastic.scenes import TOKEN, draw_samples, to_words
 SHORT = LiveConfig(requests=10, calibration=6, warm_up=1)
 
 
-@pytest.fixture(scope="module")
-def table() -> ProfileTable:
-    return builtin_profile()
+class Case(NamedTuple):
+    """The built-in profile, what is fitted on it, and a controller."""
+
+    table: ProfileTable
+    split: Split
+    fitted: torch.Tensor
+    controller: Controller
 
 
 @pytest.fixture(scope="module")
-def split(table: ProfileTable) -> Split:
-    return table.split()
-
-
-@pytest.fixture(scope="module")
-def controller(table: ProfileTable, split: Split) -> Controller:
+def case() -> Case:
+    table = builtin_profile()
+    split = table.split()
     config = PolicyConfig(structure="utility", hidden=8, layers=1)
-    return Controller.for_table(table, split.train[:200], config).eval()
-
-
-@pytest.fixture(scope="module")
-def stack(table: ProfileTable, split: Split) -> StackedController:
-    rows = split.train[:120]
-    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
-    network = Controller.for_table(table, rows, config).eval()
-    return fit_stack(table, rows, network, config, default_budgets(table), 0)
+    controller = Controller.for_table(table, split.train[:200], config).eval()
+    return Case(table, split, torch.cat([split.train, split.validation]), controller)
 
 
 def saved(path: Path, controller: Controller | StackedController, table: ProfileTable, split: Split) -> Path:
@@ -63,10 +58,9 @@ def saved(path: Path, controller: Controller | StackedController, table: Profile
     return path
 
 
-def server_of(
-    table: ProfileTable, split: Split, controller: Controller, config: LiveConfig, fixed: int = 3
-) -> tuple[Stream, Server]:
-    fitted, budgets = torch.cat([split.train, split.validation]), default_budgets(table)
+def server_of(case: Case, config: LiveConfig, fixed: int = 3) -> tuple[Stream, Server]:
+    table, split, fitted, controller = case
+    budgets = default_budgets(table)
     stream = draw_stream(table, split.test, fitted, budgets, config)
     model, static = AdaptiveModel(ElasticAdaptive(), to_numpy(controller)), BudgetAwareStatic(table, fitted)
     chosen = live.fixed_configurations(table, fitted, budgets, fixed)
@@ -74,42 +68,36 @@ def server_of(
 
 
 @pytest.fixture(scope="module")
-def served(table: ProfileTable, split: Split, controller: Controller) -> tuple[Stream, Record]:
-    stream, server = server_of(table, split, controller, SHORT)
+def served(case: Case) -> tuple[Stream, Record]:
+    stream, server = server_of(case, SHORT)
     return stream, server.serve()
 
 
-def test_live_answers_are_those_that_the_profile_recorded(table: ProfileTable, served: tuple[Stream, Record]) -> None:
+def test_live_answers_are_those_that_the_profile_recorded(case: Case, served: tuple[Stream, Record]) -> None:
     stream, record = served
-    recorded = table.accuracy.numpy()[stream.rows[:, None], record.served["choice"].astype(int)]
+    recorded = case.table.accuracy.numpy()[stream.rows[:, None], record.served["choice"].astype(int)]
     assert np.array_equal(record.served["score"].astype(np.float32), recorded)
 
 
-def test_live_decisions_are_those_that_a_replay_makes(
-    table: ProfileTable, split: Split, controller: Controller, served: tuple[Stream, Record]
-) -> None:
+def test_live_decisions_are_those_that_a_replay_makes(case: Case, served: tuple[Stream, Record]) -> None:
     stream, record = served
+    table, _, fitted, controller = case
     rows = torch.from_numpy(stream.rows)
     features = {name: block[rows] for name, block in table.features.items()}
     limits = torch.from_numpy(record.served["limit_ms"])[:, :, 0].float()
     learned, static = (record.policies.index(name) for name in ("controller", "budget_aware_static"))
     assert record.served["choice"][learned, :, 0].tolist() == controller.choose(features, limits[learned]).tolist()
     everything = torch.ones(len(rows), table.num_configurations, dtype=torch.bool)
-    fitted = torch.cat([split.train, split.validation])
     by_static = BudgetAwareStatic(table, fitted).choose({}, limits[static], everything)
     assert record.served["choice"][static, :, 0].tolist() == by_static.tolist()
     assert (limits[learned].double() < torch.from_numpy(stream.budgets_ms)).all()  # its own costs are taken off
     assert torch.equal(limits[static].double(), torch.from_numpy(stream.budgets_ms).float().double())
 
 
-def test_a_run_prints_and_writes_what_it_found(
-    table: ProfileTable, split: Split, controller: Controller, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = saved(tmp_path / "best.pt", controller, table, split)
-    config = replace(
-        SHORT, json=str(tmp_path / "live.json"), html=str(tmp_path / "live.html"), rate=20.0, repeats=2, clock="cpu"
-    )
-    results = live.run_live(checkpoint, table, config)
+def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = saved(tmp_path / "best.pt", case.controller, case.table, case.split)
+    files = {name: str(tmp_path / f"live.{name}") for name in ("json", "html")}
+    results = live.run_live(checkpoint, case.table, replace(SHORT, **files, rate=20.0, repeats=2, clock="cpu"))
     assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
     page = (tmp_path / "live.html").read_text()
     assert "simulated request stream" in page
@@ -143,15 +131,13 @@ def test_the_controller_is_charged_all_that_its_way_takes_and_static_nothing(ser
     assert (record.served["inference_ms"] > 0).all()
 
 
-def test_what_calls_take_beside_the_model_is_charged_too(
-    table: ProfileTable, split: Split, controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, server = server_of(table, split, controller, replace(SHORT, requests=3, warm_up=0, rate=1e-3), fixed=0)
+def test_what_calls_take_beside_the_model_is_charged_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, server = server_of(case, replace(SHORT, requests=3, warm_up=0, rate=1e-3), fixed=0)
     answer = server.model.answer
 
-    def slow(*given: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         time.sleep(0.02)
-        return answer(*given)
+        return answer(*arguments)
 
     monkeypatch.setattr(server.model, "answer", slow)
     record = server.serve()
@@ -159,9 +145,9 @@ def test_what_calls_take_beside_the_model_is_charged_too(
     assert (record.served["waited_ms"] == 0).all()
 
 
-def test_who_falls_behind_waits_for_itself_alone(table: ProfileTable, split: Split, controller: Controller) -> None:
+def test_who_falls_behind_waits_for_itself_alone(case: Case) -> None:
     # all arrive at once
-    stream, server = server_of(table, split, controller, replace(SHORT, rate=1e6, warm_up=0), fixed=1)
+    stream, server = server_of(case, replace(SHORT, rate=1e6, warm_up=0), fixed=1)
     served, arrivals = server.serve().served, stream.arrivals_s
     assert arrivals is not None
     busy = served["inference_ms"] + served["overhead_ms"]
@@ -174,39 +160,33 @@ def test_who_falls_behind_waits_for_itself_alone(table: ProfileTable, split: Spl
 
 
 def test_a_controller_with_experts_is_served_by_its_student_and_nothing_is_fitted_on_what_is_served(
-    table: ProfileTable,
-    split: Split,
-    stack: StackedController,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: dict[str, torch.Tensor] = {}
-
-    def noting(name: str, place: int, call: Any) -> Any:
-        def noted(*given: Any, **more: Any) -> Any:
-            seen[name] = given[place]
-            return call(*given, **more)
-
-        return noted
-
+    table, split, everything, _ = case
+    rows = split.train[:120]
+    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
+    network = Controller.for_table(table, rows, config).eval()
+    stack = fit_stack(table, rows, network, config, default_budgets(table), 0)
     few = functools.partial(student_of, config=StudentConfig(hidden=8, requests=1700, steps=3))
-    monkeypatch.setattr(live, "student_of", noting("student", 2, few))
-    monkeypatch.setattr(live, "BudgetAwareStatic", noting("static", 1, BudgetAwareStatic))
-    monkeypatch.setattr(live, "fixed_configurations", noting("fixed", 1, live.fixed_configurations))
+    fixed = live.fixed_configurations
+    calls = {"student_of": few, "BudgetAwareStatic": BudgetAwareStatic, "fixed_configurations": fixed}
+    noted = {name: Mock(side_effect=call) for name, call in calls.items()}
+    for name, mock in noted.items():
+        monkeypatch.setattr(live, name, mock)
     checkpoint = saved(tmp_path / "best.pt", stack, table, split)
     for student, words in ((False, "The controller answered"), (True, "A student of the controller answered")):
         results = live.run_live(checkpoint, table, replace(SHORT, student=student))
         assert results["student"] == student
         assert words in capsys.readouterr().out
-    assert set(seen) == {"student", "static", "fixed"}
-    for fitted in seen.values():
-        assert sorted(fitted.tolist()) == sorted([*split.train.tolist(), *split.validation.tolist()])
+    for name, mock in noted.items():
+        fitted = mock.call_args.args[2 if name == "student_of" else 1]
+        assert sorted(fitted.tolist()) == sorted(everything.tolist())
     scaled = default_budgets(table).double() * results["speed"]["before"]
     assert all(min(abs(scaled - budget)) < 1e-9 for budget in results["budgets_ms"])
 
 
-def test_fixed_configurations_are_what_their_names_say(table: ProfileTable, split: Split) -> None:
+def test_fixed_configurations_are_what_their_names_say(case: Case) -> None:
+    table, split, *_ = case
     fixed = live.fixed_configurations(table, split.train, default_budgets(table), 3)
     accuracy, latency = table.accuracy[split.train].double().mean(0), table.latency_ms[split.train].double().mean(0)
     assert (fixed["cheapest"], fixed["most_accurate"]) == (int(latency.argmin()), int(accuracy.argmax()))
@@ -289,7 +269,8 @@ def test_a_replay_that_is_wrong_is_found_out() -> None:
     assert "they differ in " in live_report.verdict(results)[-1]
 
 
-def test_a_stream_goes_through_the_test_samples_before_it_repeats(table: ProfileTable, split: Split) -> None:
+def test_a_stream_goes_through_the_test_samples_before_it_repeats(case: Case) -> None:
+    table, split, *_ = case
     few, budgets = split.test[:6], torch.tensor([1.0, 2.0])
     config = LiveConfig(requests=15, calibration=4, rate=100.0)
     stream, again = (draw_stream(table, few, split.train, budgets, config) for _ in range(2))
@@ -311,9 +292,8 @@ def test_answers_are_scored_as_in_the_profile() -> None:
     assert all(word in TOKEN for word in right)
 
 
-def test_what_cannot_be_served_is_refused(
-    table: ProfileTable, split: Split, controller: Controller, tmp_path: Path
-) -> None:
+def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
+    table, split, _, controller = case
     small = small_table(40)
     of_small = Controller.for_table(small, torch.arange(20), PolicyConfig(structure="utility", hidden=4)).eval()
     with pytest.raises(InputError, match="on profile 'builtin' as it is now"):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import small_table, table_of
+from commands import OPTIMISER, mistake
+from helpers import Always, small_table, table_of
 from page_parts import printed, report_of
 
 from knobwise.__main__ import main
@@ -22,6 +23,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset
+from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets
 from knobwise.experiments.train import controller
 
@@ -44,14 +46,8 @@ class Worst:
 
 def judged(table: ProfileTable, rows: torch.Tensor) -> dict[str, Any]:
     everything = torch.arange(table.num_samples)
-    baselines = [
-        BudgetAwareStatic(table, everything),
-        StaticPerDataset(table, everything, rows),
-        Random(),
-        Worst(),
-        Oracle(table, rows),
-    ]
-    learned = [Random(1), Random(2)]
+    fitted = [BudgetAwareStatic(table, everything), StaticPerDataset(table, everything, rows)]
+    baselines, learned = [*fitted, Random(), Worst(), Oracle(table, rows)], [Random(1), Random(2)]
     rewards = RewardTable(table, RewardConfig(kind="utility"))
     return judge_deadlines(table, rows, torch.tensor([1.0, 2.0]), rewards, learned, [0, 1], baselines)[0]
 
@@ -80,12 +76,11 @@ def test_every_data_set_has_its_rows() -> None:
     assert rows["b", "static_per_dataset"]["utility"] == rows["b", "oracle"]["utility"] == 0.75
     assert rows["b", "static_per_dataset"]["gap_closed"] == 1.0
     assert rows["b", "oracle"]["utility_ci95"][0] < 0.75 < rows["b", "oracle"]["utility_ci95"][1]
-    means = (row for row in results["rows"] if row["policy"] == "controller" and row["budget_ms"] is None)
-    together = next(means)
+    together = results["rows"][0]
+    assert (together["policy"], together["budget_ms"]) == ("controller", None)
     parts = [rows[name, "controller"]["utility"] * size for name, size in (("a", 0.6), ("b", 0.4))]
     assert together["utility"] == pytest.approx(sum(parts))
-    missing = {"decision_us_p50"}
-    assert set(rows["a", "controller"]) - {"dataset", "samples"} == set(together) - missing
+    assert set(rows["a", "controller"]) - {"dataset", "samples"} == set(together) - {"decision_us_p50"}
     assert json.loads(json.dumps(results)) == results
 
 
@@ -100,7 +95,6 @@ def test_one_data_set_changes_nothing() -> None:
 def test_the_report_shows_them(tmp_path: Path) -> None:
     results = judged(two_sets(), torch.arange(10))
     text = report_of(tmp_path, results)
-    assert "Data set by data set" in text
     assert "static per data set" in text
     assert "4 samples" in text
     section = text.split("Data set by data set")[1].split("<h2>")[0]
@@ -108,21 +102,7 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
     text = printed(print_results, results)
     assert "static per data set" in text
     assert text.count("learned controller") >= 3
-    wide = by_dataset(results).rows
-    assert [line[0].split("\n")[0] for line in wide] == ["a", "", "", "", "", "b", "", "", "", ""]
-
-
-# -- under mean budgets ------------------------------------------------------------------------------------------------
-
-
-class Always:
-    """The same configuration for every request."""
-
-    def __init__(self, configuration: int) -> None:
-        self.configuration = configuration
-
-    def choose(self, features: dict[str, torch.Tensor], worths: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(worths, self.configuration, dtype=torch.int64)
+    assert [line[0].split("\n")[0] for line in by_dataset(results).rows] == ["a", "", "", "", "", "b", "", "", "", ""]
 
 
 def judged_at_means() -> dict[str, Any]:
@@ -164,12 +144,7 @@ def test_the_report_of_mean_budgets_shows_them(tmp_path: Path) -> None:
     assert {len(line) for line in table.rows} == {len(table.header)}
 
 
-# -- through the command line ------------------------------------------------------------------------------------------
-
-QUICK = [
-    *("optimiser.warmup_iterations=4", "optimiser.iterations=2", "optimiser.contexts=32", "optimiser.evaluate_every=4"),
-    *("policy=utility", "policy.hidden=8", "policy.members=2", "tracking=disabled", "seeds=[0]"),
-]
+QUICK = ["policy=utility", "policy.members=2", *OPTIMISER, "optimiser.iterations=2", "policy.hidden=8", "seeds=[0]"]
 
 
 @pytest.fixture
@@ -182,23 +157,16 @@ def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "profile.paths=[a.safetensors,b.safetensors]"
 
 
-def last_results() -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(Path("runs/latest/results.json").read_text())
-    return results
-
-
 def test_joint_training_and_what_it_was_told(joint: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["profile=joint", joint, "profile.dataset_input=true"]
     assert main(["train", *words, *QUICK]) == 0
-    results = last_results()
+    results = read_results(Path("runs/latest"))
     assert {row["dataset"] for row in results["by_dataset"]} == {"a", "b"}
     assert {row["policy"] for row in results["rows"]} >= {"static_per_dataset", "oracle"}
-    capsys.readouterr()
     assert main(["evaluate", *words, "baselines=false"]) == 0
-    assert main(["evaluate", words[0], "profile.paths=[a.safetensors,c.safetensors]", words[2]]) == 2
-    assert "was told which of the data sets a, b a sample is from, and profile 'joint' has a, c" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    others = ["evaluate", words[0], "profile.paths=[a.safetensors,c.safetensors]", words[2]]
+    message = "was told which of the data sets a, b a sample is from, and profile 'joint' has a, c"
+    assert message in mistake(others, capsys)
 
 
 def test_settings_of_balance_reach_the_trainer(joint: str) -> None:
@@ -210,7 +178,7 @@ def test_settings_of_balance_reach_the_trainer(joint: str) -> None:
 
 def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: str) -> None:
     assert main(["train", "profile=joint", joint, "split.leave_out=b", *QUICK]) == 0
-    results, table = last_results(), ProfileTable.load("a.safetensors")
+    results, table = read_results(Path("runs/latest")), ProfileTable.load("a.safetensors")
     assert results["test_samples"] == 40
     assert results["budgets_ms"] == pytest.approx(default_budgets(table).tolist())
     assert "by_dataset" not in results

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
-from page_parts import charts_of, data_of, printed, report_of, rows_of, svg_of
+from helpers import small_beams
+from page_parts import charts_of, data_of, printed, report_of, rows_of, run_folder, svg_of
 from torch import Tensor
 
 from knobwise.agents.selector.evaluation import Decided
@@ -50,18 +53,9 @@ def outcomes(accuracy: dict[str, float], queries: int = QUERIES) -> dict[str, di
     }
 
 
+@functools.cache
 def table(queries: int = 40) -> BeamTable:
-    return BeamTable(
-        name="digits <careless>",
-        query_ids=tuple(map(str, range(queries))),
-        pool=torch.arange(6).expand(queries, 6),
-        sequences=torch.full((queries, 0, 2), -1),
-        fields={},
-        found_by=torch.full((queries, 0), -1),
-        round=torch.zeros(queries, 0, dtype=torch.int64),
-        queries=torch.zeros(queries, 3),
-        candidates=torch.zeros(6, 3),
-    )
+    return replace(small_beams(queries, pool=3)[0], name="digits <careless>")
 
 
 def results_of(correct: dict[str, dict[int, Tensor]], **more: Any) -> dict[str, Any]:
@@ -86,43 +80,29 @@ def results(**accuracy: float | None) -> dict[str, Any]:
 
 
 STAGES = ("sft", "rce", "grpo_live", "shuffled_live")
-METRICS = "seed,step," + ",".join(f"Train/{s}/Loss,Val/{s}/Reward_Mean" for s in STAGES) + "\n"
-METRICS += "".join(
-    f"{seed},{100 * number + step},"
-    + ",".join(f"{1 / (step + 1)},{step / 100}" if stage == logging else "," for logging in STAGES)
-    + "\n"
-    for seed in SEEDS
-    for number, stage in enumerate(STAGES)
-    for step in range(20)
-)
-"""Stages one after the other, each under its own name."""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "selector" / "first"
-    folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(results()))
-    (folder / "metrics.csv").write_text(METRICS)
-    (folder / "config.yaml").write_text("selector:\n  version: v2\n")
-    return folder
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------
+    """Stages one after the other, each logged under its own name."""
+    logged = [
+        {"seed": seed, "step": 100 * number + step}
+        | {f"Train/{stage}/Loss": 1 / (step + 1), f"Val/{stage}/Reward_Mean": step / 100}
+        for seed in SEEDS
+        for number, stage in enumerate(STAGES)
+        for step in range(20)
+    ]
+    metrics = pl.DataFrame(logged, infer_schema_length=None).write_csv()
+    return run_folder(tmp_path / "selector" / "first", results(), metrics, "selector:\n  version: v2\n")
 
 
 def test_the_page_holds_all_sections(run: Path) -> None:
-    path = write_report(run)
-    text = path.read_text()
-    assert path == run / "report.html"
-    assert path.stat().st_size < 2_000_000
+    text = write_report(run).read_text()
     headings = re.findall(r"<h2>(.*?)</h2>", text.replace(page._vega(), ""))
-    assert headings == [
-        *("Results", "Accuracy with 2 shots", "Accuracy against shots", "Differences", "Controls"),
-        *("Training", "How to reproduce"),
-    ]
-    assert "digits &lt;careless&gt;: 40 queries, 6 candidates" in text
-    assert "judged on 600 held-out queries, with their own bank of 6 candidates · seeds 0, 1, 2" in text
+    charts_and_tables = ["Accuracy with 2 shots", "Accuracy against shots", "Differences", "Controls", "Training"]
+    assert headings == ["Results", *charts_and_tables, "How to reproduce"]
+    assert "digits &lt;careless&gt;: 40 queries, 12 candidates" in text
+    assert "judged on 600 held-out queries, with their own bank of 12 candidates · seeds 0, 1, 2" in text
     assert "knobwise train experiment=selector" in text
     assert results()["profile"]["digest"] in text
     assert "version: v2" in text
@@ -135,9 +115,8 @@ def test_every_number_of_every_policy_is_in_its_table(run: Path) -> None:
     judged, differences, simple, controls, of_controls = rows_of(text)
     for lines, rows in ((judged, content["rows"]), (controls, content["controls"])):
         assert len(lines) == len(rows) / len(SHOTS)
-        assert [float(re.findall(r"<td>([\d.]+)<", line)[1]) for line in lines] == sorted(
-            (round(row["accuracy"], 3) for row in rows if row["shots"] == 2), reverse=True
-        )
+        accuracies = sorted((round(row["accuracy"], 3) for row in rows if row["shots"] == 2), reverse=True)
+        assert [float(re.findall(r"<td>([\d.]+)<", line)[1]) for line in lines] == accuracies
         for row in rows:
             low, high = row["accuracy_ci95"]
             words = f"<td>{row['accuracy']:.3f}<small>[{low:.3f}, {high:.3f}]</small></td>"
@@ -155,9 +134,8 @@ def test_every_number_of_every_policy_is_in_its_table(run: Path) -> None:
 def test_training_is_shown_stage_by_stage(run: Path) -> None:
     training, rest = charts_of(write_report(run).read_text())[-2:]
     assert {p["panel"] for p in data_of(training)[0]} == {f"{s}: reward, mean" for s in ("sft", "rce", "grpo live")}
-    assert [p["step"] for p in data_of(training)[0] if p["panel"][:3] == "rce" and p["seed"] == "0"] == [
-        *range(100, 120)
-    ]
+    of_rce = [p["step"] for p in data_of(training)[0] if p["panel"][:3] == "rce" and p["seed"] == "0"]
+    assert of_rce == [*range(100, 120)]
     folded = {"shuffled live: reward, mean", *(f"{stage.replace('_', ' ')}: loss" for stage in STAGES)}
     assert {p["panel"] for p in data_of(rest)[0]} == folded
 
@@ -199,9 +177,6 @@ def test_baselines_alone_make_a_report(tmp_path: Path) -> None:
     assert "<h2>Differences" not in text
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_verdict_of_a_good_run() -> None:
     says = verdict(results())
     assert says[0].startswith("With 2 shots, GRPO on live draws answers 92.0% of 600 held-out queries correctly (95% ")
@@ -214,32 +189,28 @@ def test_the_verdict_of_a_good_run() -> None:
         "GRPO on live draws is better than all 7 simple baselines; over the strongest, careful-annotator rule (0.550): "
         "+37.0 points.",
     ]
+    alone = verdict(results() | {"judged_by": "recorded"})[0]
+    assert alone.startswith("No scorer was available, so every policy was given the recorded sequence")
     assert len([words for words in says if words.startswith("Control: shuffled") and "no gain" in words]) == 2
-    assert (
-        says[-1] == "Trained only with 2 shots, GRPO on live draws reaches 0.507 with 1, 0.910 with 3 and 0.902 with 4."
-    )
+    further = "Trained only with 2 shots, GRPO on live draws reaches 0.507 with 1, 0.910 with 3 and 0.902 with 4."
+    assert says[-1] == further
 
 
-def test_the_verdict_claims_nothing_if_an_interval_holds_0() -> None:
-    content = results(grpo_live=0.675, careful_rule=0.675)
-    says = " ".join(verdict(content))
-    assert "GRPO on live draws is not shown to differ from RCE: +0.0 points (95% interval" in says
-    assert "GRPO on live draws is not shown to differ from careful-annotator rule (0.675); " in says
-    worse = " ".join(verdict(results(grpo_live=0.6)))
-    assert "GRPO on live draws is worse than RCE: -7.5 points (95% interval " in worse
-
-
-def test_the_verdict_names_simple_baselines_that_win() -> None:
-    says = verdict(results(careful_rule=0.97, vote=0.95))
-    assert (
-        "2 of the 7 simple baselines do better than GRPO on live draws: careful-annotator rule (0.970), by 5.0 points; "
-        "vote without a model (0.950), by 3.0 points."
-    ) in says
+EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
+"""No interval excludes 0."""
+SIMPLE = {"careful_rule": 0.97, "vote": 0.95}
+"""Two simple baselines win."""
 
 
 @pytest.mark.parametrize(
     ("accuracy", "words"),
     [
+        (EVEN, r"GRPO on live draws is not shown to differ from RCE: \+0.0 points \(95% interval"),
+        (EVEN, r"GRPO on live draws is not shown to differ from careful-annotator rule \(0.675\); "),
+        ({"grpo_live": 0.6}, r"GRPO on live draws is worse than RCE: -7.5 points \(95% interval "),
+        (SIMPLE, "^2 of the 7 simple baselines do better than GRPO on live draws: "),
+        (SIMPLE, r"careful-annotator rule \(0.970\), by 5.0 points; vote without a model"),
+        (SIMPLE, r"vote without a model \(0.950\), by 3.0 points\.$"),
         ({"shuffled_live": 0.8}, r"shuffled rewards on live draws against SFT: \+14.0 points .*, an unexpected gain"),
         ({"shuffled_live": 0.67}, r"on live draws against SFT: \+1.0 .*but -0.5 against RCE, its start: no gain"),
         ({"shuffled_live": 0.66}, r"against SFT: \+0.0 points .*, no gain, as expected"),
@@ -249,21 +220,15 @@ def test_the_verdict_names_simple_baselines_that_win() -> None:
         ({"grpo_live": 0.66, "hidden_live": 0.6}, "there is no gain that could vanish"),
     ],
 )
-def test_the_verdict_says_whether_controls_behave(accuracy: dict[str, float], words: str) -> None:
-    assert any(re.search(words, sentence) for sentence in verdict(results(**accuracy)) if "Control" in sentence)
-
-
-def test_the_verdict_says_that_there_was_no_scorer() -> None:
-    content = results() | {"judged_by": "recorded"}
-    assert verdict(content)[0].startswith("No scorer was available, so every policy was given the recorded sequence")
+def test_the_verdict_says_what_is_shown_and_whether_controls_behave(accuracy: dict[str, float], words: str) -> None:
+    assert any(re.search(words, sentence) for sentence in verdict(results(**accuracy)))
 
 
 def test_queries_that_were_left_out_are_counted(run: Path) -> None:
     correct = outcomes(TWO)
     for by_shots in correct.values():
         by_shots[4][:, :10] = torch.nan
-    content = results_of(correct)
-    text = report_of(run, content)
+    text = report_of(run, results_of(correct))
     assert "for lack of a recorded sequence: 590 with 4. Every policy was judged on the same ones." in text
     assert "own bank" not in text
 

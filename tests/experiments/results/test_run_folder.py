@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -32,10 +33,12 @@ def latest(config: Any) -> Path:
     return (Path(config.runs) / "latest").resolve()
 
 
-def test_a_finished_run_is_the_latest_and_is_left_alone(config: Any) -> None:
+def test_a_finished_run_is_the_latest_and_is_left_alone(config: Any, tmp_path: Path) -> None:
     first = Path(config.runs).absolute() / config.experiment / "seeds--0"
+    (tmp_path / "any other").mkdir()
     with claim(config, ["seeds=[0]"]) as folder:
         assert folder == first
+        assert folder.stat().st_mode == (tmp_path / "any other").stat().st_mode
         assert (folder / UNFINISHED).exists()
         assert OmegaConf.load(folder / "config.yaml").experiment == config.experiment
         assert not (Path(config.runs) / "latest").exists()
@@ -81,13 +84,6 @@ def test_a_stopped_run_goes_on_with_the_same_settings_only(config: Any) -> None:
     assert sorted(path.name for path in first.parent.iterdir()) == ["default", "default-2"]
 
 
-def test_a_run_stopped_before_its_settings_were_written_goes_on(config: Any) -> None:
-    first = stopped(config)
-    (first / "config.yaml").unlink()
-    assert finished(config) == first
-    assert (first / "config.yaml").exists()
-
-
 def test_a_run_has_one_process(config: Any) -> None:
     with claim(config, []) as folder:
         written = (folder / "config.yaml").read_bytes()
@@ -100,9 +96,12 @@ def test_a_run_has_one_process(config: Any) -> None:
     assert latest(config) == folder
 
 
-def test_a_lock_that_nobody_holds_any_more_is_no_hindrance(config: Any) -> None:
-    """What a killed process leaves: the file is there, its lock went with it."""
+def test_what_a_killed_process_leaves_goes_on(config: Any) -> None:
+    """It may have written no settings; its lock is there, and nobody holds it any more."""
     folder = stopped(config)
+    (folder / "config.yaml").unlink()
+    assert stopped(config) == folder
+    assert (folder / "config.yaml").exists()
     with (folder / UNFINISHED).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
     assert finished(config) == folder
@@ -118,15 +117,12 @@ def test_what_is_called_latest_and_is_no_link_is_not_touched(config: Any) -> Non
     assert [path.name for path in Path(config.runs).iterdir()] == ["latest"]
 
 
-def test_a_link_to_a_run_that_is_gone_is_replaced(config: Any) -> None:
+def test_a_link_to_a_run_that_is_gone_is_replaced_and_runs_may_be_moved_as_a_whole(config: Any) -> None:
+    """The link is relative."""
     Path(config.runs).mkdir()
     (Path(config.runs) / "latest").symlink_to("controller/gone")
-    assert finished(config) == latest(config)
-
-
-def test_runs_may_be_moved_as_a_whole(config: Any) -> None:
-    """The link is relative."""
     folder = finished(config)
+    assert folder == latest(config)
     moved = Path(config.runs).rename(Path(config.runs).with_name("moved"))
     assert (moved / "latest" / "config.yaml").exists()
     assert not folder.exists()
@@ -195,26 +191,15 @@ def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config: Any)
     assert "another process is training this run" in found[1]
 
 
-def test_folders_are_as_readable_as_any_other(config: Any, tmp_path: Path) -> None:
-    (tmp_path / "any other").mkdir()
-    assert finished(config).stat().st_mode == (tmp_path / "any other").stat().st_mode
-
-
 @pytest.mark.parametrize("changed", [{"name": "a/b"}, {"name": "../x"}, {"name": ".."}, {"experiment": "a/b"}])
 def test_a_name_is_that_of_one_folder(config: Any, changed: dict[str, str]) -> None:
-    with pytest.raises(InputError, match="must be the name of one folder"), claim(replace(config, **changed), []):
-        raise AssertionError
+    with pytest.raises(InputError, match="must be the name of one folder"):
+        claim(replace(config, **changed), []).__enter__()
     assert not Path(config.runs).exists()
 
 
 @pytest.mark.parametrize("refusing", ["pathlib.Path.mkdir", "tempfile.mkdtemp"])
 def test_a_folder_that_cannot_be_written_is_said(refusing: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(refusing, refuse)
-    with (
-        pytest.raises(InputError, match=r"cannot be written \(Read-only file system\); choose another runs="),
-        claim(config, []),
-    ):
-        raise AssertionError
+    monkeypatch.setattr(refusing, Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    with pytest.raises(InputError, match=r"cannot be written \(Read-only file system\); choose another runs="):
+        claim(config, []).__enter__()

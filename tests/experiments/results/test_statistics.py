@@ -1,16 +1,30 @@
-"""The one bootstrap: against a naive one, at its limits, and for several policies at once."""
+"""The one bootstrap: against a naive one, at its limits; paired differences against scipy's test, and of runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
+import polars as pl
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_folders import write_run, write_selector_run
+from scipy.stats import norm, permutation_test, t, ttest_1samp
 
+from knobwise.experiments.compare.paired import differences
+from knobwise.experiments.compare.runs import read_runs
 from knobwise.experiments.results import statistics
+from knobwise.experiments.results.decisions import read_decisions, write_decisions
 from knobwise.experiments.results.statistics import (
     Difference,
+    holm,
     mean_interval,
     mean_intervals,
+    paired,
     resampled_means,
     score_intervals,
 )
@@ -95,3 +109,210 @@ def test_a_difference_is_read_from_a_row() -> None:
     assert (one.policy, one.against_policy, one.place, one.ci95, one.p) == ("rce", "sft", 2, (0.05, 0.2), None)
     assert one.sign == 1
     assert not one.nothing
+
+
+# -- paired differences ------------------------------------------------------------------------------------------------
+
+
+LEARNED = ("controller", "controller")
+
+
+def against(first: Path, second: Path, policies: tuple[str, str] = LEARNED, places: Sequence[float] = (10.0, 20.0)):  # type: ignore[no-untyped-def]
+    return differences(*read_runs([first, second]), policies, places)
+
+
+def test_the_probability_is_that_of_scipys_sign_flips() -> None:
+    draws = np.random.default_rng(3)
+    apart = draws.normal(0.15, 1, (80, 3)).cumsum(1)
+    ((*_, p0), (*_, p1), (*_, p2)) = paired(apart[None], np.zeros((1, 80, 3)), True)
+    for column, p in zip(apart.T, (p0, p1, p2), strict=True):
+        wanted = permutation_test(
+            (column,), np.mean, permutation_type="samples", vectorized=True, n_resamples=20_000, rng=0
+        ).pvalue
+        assert p == pytest.approx(wanted, abs=0.015)
+    assert p0 != p1
+
+
+def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook() -> None:
+    draws = np.random.default_rng(0)
+    apart = draws.normal(0.2, 1, (1, 400, 1))
+    noise = draws.normal(0, 5, (1, 400, 1))  # of the samples, the same for both: pairing takes it away
+    ((gap, low, high, p),) = paired(apart + noise, noise, True)
+    half = norm.ppf(0.975) * apart.std() / 20
+    assert gap == pytest.approx(apart.mean())
+    assert (low, high) == pytest.approx((apart.mean() - half, apart.mean() + half), abs=0.02)
+    assert p < 0.01
+
+
+def test_other_seeds_are_drawn_apart_and_samples_together() -> None:
+    # the same numbers, said to be of other seeds: what samples share falls out, what seeds differ in does not
+    shared = np.random.default_rng(0).normal(0, 5, (1, 200, 1)) * np.ones((6, 1, 1))
+    of_seeds = np.linspace(-1, 1, 6)[:, None, None]
+    ((gap, low, high, _),) = paired(shared + of_seeds, shared + of_seeds, False)
+    se = (2 * of_seeds.var(ddof=1) / 6) ** 0.5
+    assert gap == pytest.approx(0)
+    assert (low, high) == pytest.approx((-t.ppf(0.975, 10) * se, t.ppf(0.975, 10) * se), rel=0.1)
+
+
+def test_seeds_that_differ_widen_the_interval_and_common_ones_are_drawn_together() -> None:
+    of_seeds = np.array([0.0, 0.4, 0.8])[:, None, None] * np.ones((3, 50, 1))
+    ((gap, low, high, _),) = paired(of_seeds + 0.1, of_seeds, True)
+    assert (gap, low, high) == pytest.approx((0.1, 0.1, 0.1))
+    ((gap, low, high, _),) = paired(of_seeds + 0.1, of_seeds, False)
+    assert gap == pytest.approx(0.1)
+    assert low < -0.3
+    assert high > 0.5
+    ((gap, *_),) = paired(of_seeds[:2], of_seeds, False)
+    assert gap == pytest.approx(-0.2)
+
+
+def test_nothing_differs_from_itself() -> None:
+    values = np.random.default_rng(0).random((2, 30, 4))
+    assert paired(values, values, True) == [(0, 0, 0, 1)] * 4
+
+
+def difference(p: float, ci95: tuple[float, float] = (0.05, 0.2)) -> Difference:
+    return Difference("b", "a", "x", "x", None, 10, 0.1, ci95, p)
+
+
+def test_holm_by_hand() -> None:
+    found = [one.p_holm for one in holm([difference(p) for p in (0.01, 0.04, 0.03, 0.005)])]
+    assert found == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([]) == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=20))
+def test_holm_never_lowers_a_probability_and_keeps_their_order(values: list[float]) -> None:
+    found = [one.p_holm for one in holm([difference(p) for p in values])]
+    assert all(p <= q <= 1 for p, q in zip(values, found, strict=True))
+    order = np.argsort(values, kind="stable")
+    assert (np.diff(np.array(found)[order]) >= 0).all()
+
+
+def test_better_is_said_only_where_interval_and_probability_agree() -> None:
+    cases = {difference(0.01): 1, difference(0.06): 0}
+    cases |= {difference(0.001, (-0.01, 0.2)): 0, difference(0.001, (-0.2, -0.01)): -1}
+    assert [holm([case])[0].sign for case in cases] == list(cases.values())
+
+
+def test_the_mean_comes_first_then_each_budget(tmp_path: Path) -> None:
+    first, second = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)])
+    found, note = differences(first, second, LEARNED, [10.0, 20.0])
+    assert note == ""
+    assert [one.place for one in found] == [None, 10.0, 20.0]
+    assert found[0].difference == pytest.approx((found[1].difference + found[2].difference) / 2)
+    means = [run.row("controller", None)["utility"] for run in (first, second)]
+    assert found[0].difference == pytest.approx(means[1] - means[0])
+    assert all(one.samples == 60 and one.ci95[0] < one.difference < one.ci95[1] for one in found)
+    assert found[0].p < 0.01
+    back = differences(second, first, LEARNED, [10.0, 20.0])[0]
+    assert [one.difference for one in back] == pytest.approx([-one.difference for one in found])
+    (_, only) = differences(first, second, LEARNED, [20.0])[0]
+    assert only.ci95 == pytest.approx(found[2].ci95)
+    assert only == replace(found[2], ci95=only.ci95)
+
+
+def test_runs_without_a_difference_are_told_apart_no_more_often_than_said() -> None:
+    draws = np.random.default_rng(5)
+    p = [paired(*draws.random((2, 1, 40, 1)), True)[0][3] for _ in range(200)]
+    assert np.mean(np.array(p) < 0.05) <= 0.09
+    assert np.mean(np.array(p) < 0.5) == pytest.approx(0.5, abs=0.12)
+
+
+def null_runs(draws: np.random.Generator, seeds: tuple[int, int], spread: float) -> list[np.ndarray]:
+    """Two runs without a difference but chance: samples are as hard for both, seeds differ, each errs on its own."""
+    shared = draws.normal(0, 1, (1, 60, 1))
+    return [shared + draws.normal(0, spread, (s, 1, 1)) + draws.normal(0, 0.3, (s, 60, 1)) for s in seeds]
+
+
+@pytest.mark.parametrize(("seeds", "same"), [((5, 5), True), ((5, 5), False), ((5, 3), False), ((3, 3), True)])
+def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(
+    seeds: tuple[int, int], same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("knobwise.experiments.results.statistics.DRAWS", 500)
+    monkeypatch.setattr("knobwise.experiments.results.statistics.FLIPS", 199)
+    # of what chance makes here, seeds make nearly all: without widening one in seven would be told apart
+    draws, missed, found = np.random.default_rng(7), 0, 0
+    for number in range(150):
+        ((_, low, high, p),) = paired(*null_runs(draws, seeds, 0.3), same, seed=number)
+        missed += not low <= 0 <= high
+        found += p < 0.05
+    assert missed <= 17  # 5 % are 7.5, and 17 or more come once in a thousand
+    assert found <= 17
+
+
+def test_five_seeds_that_are_all_the_difference_have_students_interval() -> None:
+    of_seeds = np.array([0.1, 0.3, 0.2, 0.6, 0.4])
+    ((gap, low, high, p),) = paired(of_seeds[:, None, None] * np.ones((5, 400, 1)), np.zeros((5, 400, 1)), True)
+    half = t.ppf(0.975, 4) * of_seeds.std(ddof=1) / 5**0.5
+    assert gap == pytest.approx(0.32)
+    assert (low, high) == pytest.approx((0.32 - half, 0.32 + half), abs=0.03)
+    assert p == pytest.approx(ttest_1samp(of_seeds, 0).pvalue, rel=0.05)
+
+
+def test_the_same_sample_id_in_two_data_sets_is_two_samples(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)]
+    whole = against(*folders)[0]
+    for folder in folders:  # the second half of the samples bears the names of the first
+        rank = pl.col("sample_id").str.slice(1).cast(pl.Int64)
+        frame = read_decisions(folder).with_columns(
+            dataset=pl.when(rank < 30).then(pl.lit("one")).otherwise(pl.lit("two")),
+            sample_id=(rank % 30).cast(pl.String),
+        )
+        (folder / "decisions.parquet").unlink()
+        write_decisions(folder, frame)
+    found = against(*folders)[0]
+    assert [one.samples for one in found] == [60] * 3
+    assert [one.difference for one in found] == pytest.approx([one.difference for one in whole])
+
+
+def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a")
+
+    def note(**given: object) -> str:
+        place = tmp_path / f"b{len(list(tmp_path.iterdir()))}"
+        found, words = against(first, write_run(place, **given))  # type: ignore[arg-type]
+        assert found == []
+        return words
+
+    assert "has no decisions.parquet (an older run), so it is shown but not tested" in note(decisions=False)
+    assert "was judged on other measurements than" in note(digest="sha256:other", samples=range(1, 61))
+    assert "no test sample in common" in note(samples=range(100, 160))
+    assert "only 2 test samples in common" in note(samples=range(58, 118))
+    assert "judged at none of the budgets" in note(budgets=(11.0, 21.0))
+    # other features of the same measurements are no obstacle
+    found, words = against(first, write_run(tmp_path / "other", digest="sha256:other", gain=0.2))
+    assert (len(found), words) == (3, "")
+
+
+def test_what_is_restricted_is_said(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a")
+    other = write_run(tmp_path / "b", samples=range(20, 80), budgets=(10.0, 30.0), seeds=(0, 1, 2))
+    found, note = against(first, other)
+    assert [one.place for one in found] == [None, 10.0]
+    assert {one.samples for one in found} == {40}
+    assert "tested on the 40 samples that both were judged on (a: 60, b: 60)" in note
+    assert "not judged at 1 of the budgets" in note
+    assert "trained with other seeds" in note
+
+
+def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", sense="mean")
+    free, dear = write_run(tmp_path / "b", sense="mean"), write_run(tmp_path / "c", sense="mean", spent=5.0)
+    assert [one.difference for one in against(first, free)[0]] == [0, 0, 0]
+    found = against(first, dear)[0]
+    # the hull rises by 0.8 in 40 ms
+    assert [one.difference for one in found] == pytest.approx([-0.1] * 3)
+
+
+def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(tmp_path: Path) -> None:
+    first = write_selector_run(tmp_path / "a", wrong=0.6)
+    second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
+    found, note = against(first, second, ("grpo_recorded", "grpo_live"), [1.0, 2.0])
+    assert note == ""
+    assert [(one.place, one.samples) for one in found] == [(1.0, 60), (2.0, 53)]
+    assert found[0].difference == pytest.approx(0.3, abs=0.08)
+    assert (found[0].policy, found[0].against_policy) == ("grpo_live", "grpo_recorded")
+    other = write_selector_run(tmp_path / "c", digest="sha256:else")
+    assert "was judged on other measurements" in against(first, other, ("sft", "sft"), [2.0])[1]

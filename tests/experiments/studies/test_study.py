@@ -1,17 +1,22 @@
-"""Reference results: what is run, what is kept, and what stops it."""
+"""Reference results: what is run, what is kept, what stops it; tables and sentences follow from the numbers."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
+import polars as pl
 import pytest
+from helpers import small_beams
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.command_line.compose import question_of, read_settings
 from knobwise.experiments.command_line.sweep_jobs import train as train_controller
-from knobwise.experiments.studies.page import StudyRun
+from knobwise.experiments.results.decisions import SCHEMA
+from knobwise.experiments.results.selectors import selector_results
+from knobwise.experiments.studies.page import StudyRun, results_page
 from knobwise.experiments.studies.study import ReferenceConfig, check, main, plan, read_study, train, train_or_note
 from knobwise.experiments.studies.study import training_settings as settings_of
 
@@ -51,10 +56,8 @@ def test_a_small_study_from_the_command_line(few: str, tmp_path: Path, capsys: p
     page = out.read_text()
     assert "Not complete" not in page
     # the shared variant is run once, and stands in both sections
-    assert sorted(str(path.parent.relative_to(runs)) for path in runs.glob("*/*/results.json")) == [
-        *OTHER_HEADS,
-        "lean/reference-builtin",
-    ]
+    folders = sorted(str(path.parent.relative_to(runs)) for path in runs.glob("*/*/results.json"))
+    assert folders == [*OTHER_HEADS, "lean/reference-builtin"]
     assert first.stat().st_mtime_ns == before
     results = json.loads(first.read_text())
     assert {row["policy"] for row in results["rows"]} == {"controller", "budget_aware_static", "oracle"}
@@ -110,3 +113,194 @@ def test_a_selector_that_others_are_training_is_left_to_them(tmp_path: Path) -> 
     with pytest.raises(InputError, match="was begun with jobs=2"):
         train(StudyRun("selector_kl", "beams", "", True, folder, words, {}))
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+STUDY = read_study()
+
+
+def decisions(utilities: dict[str, float], samples: int = 50) -> pl.DataFrame:
+    """Of each policy the first so many samples are right, under every budget and with every seed."""
+    rows = [
+        {"policy": policy, "seed": seed, "dataset": None, "sample_id": str(sample), "place": budget}
+        | {"score": float(sample < share * 50), "accuracy": float(sample < share * 50), "latency_ms": budget / 2}
+        for policy, share in utilities.items()
+        for seed in ([0, 1] if policy == "controller" else [None])
+        for sample in range(samples)
+        for budget in (1.0, 2.0)
+    ]
+    return pl.DataFrame(rows, schema=SCHEMA)
+
+
+def run(experiment: str, utility: float, variant: str = "", default: bool = True, **more: float) -> StudyRun:
+    """A finished run; by default static gets .4 and the oracle .9."""
+    utilities = {"controller": utility, "budget_aware_static": 0.4, **more, "oracle": 0.9}
+    rows = [
+        {"policy": policy, "budget_ms": None, "utility": value, "utility_ci95": [value - 0.1, value + 0.1]}
+        | {"gap_closed": (value - 0.4) / 0.5, "gap_closed_ci95": [0.0, 1.0], "satisfaction_feasible": 0.75}
+        for policy, value in utilities.items()
+    ]
+    results: dict[str, Any] = {"rows": rows, "test_samples": 50, "seeds": [0, 1]}
+    results["profile"] = {"name": "x", "samples": 100, "configurations": 8}
+    return StudyRun(experiment, "builtin", variant, default, Path(), [], {}, False, results, decisions(utilities))
+
+
+def lines_of(*finished: StudyRun) -> list[str]:
+    return results_page(STUDY, finished, [0, 1]).splitlines()
+
+
+def only(lines: list[str], start: str) -> str:
+    """The only line that starts with these words."""
+    (line,) = (line for line in lines if line.startswith(start))
+    return line
+
+
+def test_variants_are_held_against_what_the_file_sets() -> None:
+    lines = lines_of(
+        run("miss", 0.8, "reward.miss=0", default=False),
+        run("miss", 0.6, "reward.miss=0.2"),
+        run("miss", 0.4, "reward.miss=0.5", default=False),
+    )
+    assert f"### {STUDY.controllers['miss'].title}" in lines
+    assert any(line.startswith(f"*{question_of('miss')}* `knobwise train -m experiment=miss") for line in lines)
+    assert "| 0.800 [0.700, 0.900] | 80% [0%, 100%] | 75.0% | +20.00 [" in only(lines, "| built-in | `reward.miss=0` ")
+    assert only(lines, "| built-in | `reward.miss=0.2` ").endswith("| – |")
+    sentence = only(lines, "- ")
+    assert sentence.startswith("- Built-in: against `reward.miss=0.2`: better: `reward.miss=0` (+20.00 [")
+    assert "; worse: `reward.miss=0.5` (-20.00 [" in sentence
+    assert only(lines, f"| [{STUDY.controllers['miss'].title}]").endswith("(against `reward.miss=0.2`) |")
+
+
+def test_nothing_is_claimed_that_the_interval_does_not_show() -> None:
+    # of 50 samples one differs: a draw without it shows nothing
+    lines = lines_of(run("lean", 0.6), run("seeds", 0.62), run("warm_up_only", 0.6))
+    assert "- Built-in: against `lean`: no difference shown: `seeds` (+2.00 [0.00, 6.00])." in lines
+    assert "- Built-in: against `lean`: the same on every sample: `warm_up_only`." in lines
+    assert any(line.endswith("built-in: the same on every sample (against `lean`) |") for line in lines)
+    assert any("no difference shown, the interval is [0.00, 6.00] (against `lean`) |" in line for line in lines)
+    assert not any("better" in line or "worse" in line for line in lines[8:])
+    chance = only(lines, "The tables on controllers hold 2 differences.")
+    assert "put 0.1 of their intervals entirely above or below 0; 0 are." in chance
+    assert chance.endswith("0 differences pass; by chance alone, at most 0.1 of the 2 questions would show any.")
+
+
+def test_what_only_uncorrected_intervals_show_is_not_claimed() -> None:
+    # 7 of 50 samples: p is 1/64, which is enough for one difference, and not for the first of four
+    variants = [run("miss", 0.54 if k else 0.4, f"reward.miss={k}", default=not k) for k in range(2)]
+    assert "better: `reward.miss=1` (+14.00 [" in only(lines_of(*variants), "- ")
+    others = [run("miss", 0.4, f"reward.miss={k}", default=False) for k in range(2, 5)]
+    lines = lines_of(*variants, *others)
+    assert "no difference shown: `reward.miss=1` (+14.00 [" in only(lines, "- ")
+    assert any("entirely above or below 0; 1 are." in line and "0 differences pass;" in line for line in lines)
+
+
+def test_what_grpo_did_not_change_is_said() -> None:
+    finished = run("lean", 0.6)
+    trained = {"training": {"warmup_iterations": 150, "iterations": 300}}
+    results = {**finished.results, **trained, "chosen": [{"iteration": 150}, {"iteration": 160}]}
+    lines = lines_of(finished._replace(results=results))
+    assert "- Built-in: `lean`: in 1 of 2 seeds the best checkpoint is from before GRPO." in lines
+
+
+def test_the_default_controller_stands_beside_every_simple_way() -> None:
+    lines = lines_of(run("controller", 0.7, ridge=0.7, knn=0.88))
+    sentence = only(lines, "- ")
+    assert sentence.startswith("- Built-in: `controller` is better than budget-aware static (+30.00 [")
+    assert "; worse than nearest neighbours (-18.00 [" in sentence
+    assert sentence.endswith("; the same on every sample: ridge regression.")
+    ranks = [line.split(" | ")[0] for line in lines if line.startswith("| ") and " [0." in line]
+    order = ("oracle (upper bound)", "nearest neighbours", "**learned controller**", "ridge regression")
+    assert ranks == [f"| {name}" for name in (*order, "budget-aware static")]
+    answer = only(lines, "| [The controller against")
+    assert "better than budget-aware static (+30.00 [" in answer
+    assert "and worse than nearest neighbours (-18.00 [" in answer
+
+
+def test_mean_budgets_are_compared_at_equal_latency() -> None:
+    finished = run("mean_budget", 0.8, static_mix=0.6)
+    row = next(row for row in finished.results["rows"] if row["policy"] == "controller")
+    row |= {"latency_ms_mean": 1.5, "accuracy": 0.8, "accuracy_ci95": [0.7, 0.9]}
+    hull = [{"latency_ms": 0.0, "accuracy": 0.2}, {"latency_ms": 2.0, "accuracy": 1.0}]
+    lines = lines_of(finished._replace(results={**finished.results, "sense": "mean", "static_hull": hull}))
+    assert any(line.startswith("- Built-in: against static mix: better: `mean_budget` (+20.00 [") for line in lines)
+    assert any("| 0.800 [0.700, 0.900] | 80% [0%, 100%] | 1.50 ms | +20.00 [" in line for line in lines)
+
+
+def test_fewer_common_samples_are_said() -> None:
+    part = run("seeds", 0.5)._replace(decisions=decisions({"controller": 0.5}, samples=20))
+    lines = lines_of(run("lean", 0.6), part)
+    assert any("(20 common samples) |" in line for line in lines)
+
+
+def test_a_data_set_at_a_time() -> None:
+    finished = run("leave_one_out", 0.7, "split.leave_out=a")._replace(profile="calibrated")
+    names = pl.when(pl.col("sample_id").cast(pl.Int64) < 20).then(pl.lit("a")).otherwise(pl.lit("b"))
+    lines = lines_of(finished._replace(decisions=finished.decisions.with_columns(dataset=names)))
+    (sentence,) = (line for line in lines if "by data set" in line)
+    # up to 20 both are right; of the other 30 the policy has 15 more
+    assert "better: b (+50.00 [" in sentence
+    assert "the same on every sample: a" in sentence
+    assert only(lines, "- Calibrated: against budget-aware static: better: `split.leave_out=a`")
+
+
+@pytest.mark.parametrize("name", [*STUDY.controllers, *STUDY.selectors])
+def test_every_experiment_of_the_page_asks_something(name: str) -> None:
+    assert "?" in question_of(name)
+    assert not question_of(name).startswith("#")
+
+
+# -- selectors ---------------------------------------------------------------------------------------------------------
+
+
+def selector(experiment: str, accuracies: dict[str, float], variants: list[str]) -> StudyRun:
+    """With made-up answers: for both seeds the first of 400 queries are right, as many as the accuracy says."""
+    rows = [
+        {"policy": policy, "seed": seed, "sample_id": str(query), "place": shots}
+        | {"accuracy": float(shots == 4 or query < 400 * share)}
+        for policy, share in accuracies.items()
+        for seed in range(2)
+        for query in range(400)
+        for shots in (2.0, 4.0)
+    ]
+    decisions = pl.DataFrame(rows, schema=SCHEMA)
+    results = selector_results(decisions, small_beams(20)[0], seeds=[0, 1], trained_shots=2)
+    results |= {"experiment": experiment, "variants": variants}
+    return StudyRun(experiment, "beams", "", True, Path(), [], {}, False, results)
+
+
+def test_selectors_by_hand() -> None:
+    simple = {"sft": 0.6, "rce": 0.6}
+    lines = lines_of(
+        selector("selector", {**simple, "grpo_live": 0.9, "part_similarity": 0.3}, ["grpo_live"]),
+        selector("selector_rewards", {**simple, "a": 0.8, "b": 0.7, "c": 0.8}, ["a", "b", "c"]),
+    )
+    assert f"### {STUDY.selectors['selector'].title}" in lines
+    assert any(question_of("selector_rewards") in line for line in lines)
+    ranks = [line.split("|")[1].strip() for line in lines if line.startswith("| ") and " | 0." in line]
+    assert ranks[0] == "GRPO on live draws"
+    assert any(line.startswith("| b | 0.700 [") for line in lines)
+    assert any(line.startswith("- Against RCE: better: GRPO on live draws (+30.0 [") for line in lines)
+    assert only(lines, "- Against a: worse: b (-10.0 [").endswith("; the same on every sample: c.")
+    assert "- Against SFT: the same on every sample: RCE." in lines
+    answer = only(lines, f"| [{STUDY.selectors['selector_rewards'].title}]")
+    assert "| b -10.0 [" in answer
+    assert answer.endswith("; the same on every sample for c (against a) |")
+
+
+def test_another_network_is_held_against_the_default_one_trained_alike() -> None:
+    base = selector("selector_groups", {"sft": 0.6, "rce": 0.6, "first": 0.8, "b": 0.7}, ["first", "b"])
+    other = selector("selector_v0", {"sft": 0.6, "rce": 0.6, "grpo_recorded": 0.5}, ["grpo_recorded"])
+    assert not any("default network" in line for line in lines_of(other) if not line.startswith("*"))
+    lines = lines_of(base, other)
+    words = only(lines, "- Against the default network: worse: GRPO on recorded")
+    assert "(-30.0 [" in words
+    assert "not paired" in words
+    low, high = (float(end) for end in words.split("[")[1].split("]")[0].split(", "))
+    # of independent shares of 400 (twice): ± 1.96 √(.8·.2/400 + .5·.5/400) = 6.3 points
+    assert abs(low + 36.3) < 0.8
+    assert abs(high + 23.7) < 0.8
+    answer = only(lines, "| [Network v0]")
+    assert "| GRPO on recorded groups -30.0 [" in answer
+    assert "no difference shown for SFT, the interval is [" in answer

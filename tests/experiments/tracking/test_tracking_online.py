@@ -13,25 +13,24 @@ from typing import Any
 
 import polars as pl
 import pytest
-import wandb
-from helpers import small_beams, small_table
+from commands import TABLE, write_table
+from helpers import small_beams
 from omegaconf import OmegaConf
 from wandb_stub import ReceivedRun, WandbStub, forget_wandb, offline_runs
 
 from knobwise.__main__ import main
-from knobwise.envs.readers.long_table import write_features, write_long_table
+from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results, wandb_run
 from knobwise.experiments.tracking.tracker import Tracker, git_commit
 
-TRAIN = ["train", "profile=table", "profile.path=t.parquet", "profile.features=f.npz", "policy=utility", "name=tiny"]
-TRAIN += ["optimiser.warmup_iterations=2", "optimiser.iterations=4", "optimiser.contexts=16", "seeds=[0,3]"]
-TRAIN += ["optimiser.evaluate_every=2", "policy.hidden=8", "tracking.tags=[nightly]", "baselines=false"]
+TRAIN = ["train", *TABLE, "policy=utility", "name=tiny", "optimiser.warmup_iterations=2", "optimiser.iterations=4"]
+TRAIN += ["optimiser.contexts=16", "optimiser.evaluate_every=2", "policy.hidden=8", "seeds=[0,3]"]
+TRAIN += ["tracking.tags=[nightly]", "baselines=false"]
 SELECT = ["train", "experiment=selector_replay", "beams.path=b.safetensors", "beams.train=0.6", "beams.validation=0.2"]
 SELECT += ["selector.width=16", "selector.heads=2", "sft.epochs=1", "rce.epochs=1", "variants.grpo_recorded.epochs=1"]
 SELECT += ["variants.shuffled_recorded.epochs=1", "seeds=[0,3]", "jobs=1", "name=tiny"]
-CONTROLLER, SELECTOR = Path("runs/controller/tiny"), Path("runs/selector_replay/tiny")
 
 
 @pytest.fixture(scope="module")
@@ -44,36 +43,26 @@ def stub() -> Iterator[WandbStub]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a profile and beams, as the current one; no key, none of the developer's own W&B variables."""
     folder = tmp_path_factory.mktemp("place")
-    table = small_table(90, holes=0.2)
-    write_long_table(table, folder / "t.parquet")
-    write_features(table, folder / "f.npz")
-    small_beams(60)[0].save(folder / "b.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         forget_wandb(patch, folder)
         patch.chdir(folder)
+        write_table(90, holes=0.2)
+        small_beams(60)[0].save("b.safetensors")
         yield folder
 
 
 @pytest.fixture
-def online(stub: WandbStub, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A key for the stub. wandb reads the environment once in the life of a process."""
-    wandb.teardown()
-    for name, value in stub.environment.items():
-        monkeypatch.setenv(name, value)
-    yield
-    wandb.teardown()
+def online(stub: WandbStub) -> Iterator[None]:
+    with stub.connected():
+        yield
 
 
 @pytest.fixture(scope="module")
-def offline_controller(place: Path) -> Path:
-    assert main([*TRAIN, "tracking=offline"]) == 0
-    return place / CONTROLLER
-
-
-@pytest.fixture(scope="module")
-def offline_selector(place: Path) -> Path:
-    assert main([*SELECT, "tracking=offline"]) == 0
-    return place / SELECTOR
+def offline(place: Path) -> dict[str, Path]:
+    """A run of each system, logged offline."""
+    for words in (TRAIN, SELECT):
+        assert main([*words, "tracking=offline"]) == 0
+    return {"controller": place / "runs/controller/tiny", "selector": place / "runs/selector_replay/tiny"}
 
 
 def sync(stub: WandbStub, run: Path) -> list[ReceivedRun]:
@@ -97,12 +86,12 @@ def curves(run: Path, seed: int) -> list[dict[str, float]]:
 
 def tables(found: ReceivedRun) -> dict[str, pl.DataFrame]:
     """Name → content."""
-    shown = {}
+    content_of = {}
     for path, body in found.files.items():
         if path.endswith(".table.json"):
             content, name = json.loads(body), path.removeprefix("media/table/").rsplit("_", 2)[0]
-            shown[name] = pl.DataFrame(content["data"], content["columns"], orient="row", infer_schema_length=None)
-    return shown
+            content_of[name] = pl.DataFrame(content["data"], content["columns"], orient="row", infer_schema_length=None)
+    return content_of
 
 
 def flat(row: dict[str, Any]) -> dict[str, Any]:
@@ -153,54 +142,40 @@ def holds(found: list[ReceivedRun], run: Path, seeds: tuple[int, ...] = (0, 3)) 
     return named["tiny"]
 
 
-def holds_results_of_controller(one: ReceivedRun, run: Path) -> None:
+def holds_results(one: ReceivedRun, run: Path) -> None:
+    """What is in results.json is in its summary, in the history over budgets or shots and in the tables."""
     results = json.loads((run / "results.json").read_text())
-    rows = [flat(row) for row in results["rows"]]
-    numbers = {(r["policy"], r["budget_ms"], k): v for r in rows for k, v in r.items() if isinstance(v, float)}
-    means = {f"Test/{p}/{name}": v for (p, budget, name), v in numbers.items() if budget is None}
+    selector = results.get("system") == "selector"
+    place, group, middle = ("shots", "Shots", 2) if selector else ("budget_ms", "Budget", None)
+    rows = [flat(row) for row in [*results["rows"], *results.get("controls", [])]]
+    cells = [(r["policy"], r[place], k, v) for r in rows for k, v in r.items() if k != place]
+    numbers = {(policy, at, name): value for policy, at, name, value in cells if isinstance(value, int | float)}
+    means = {f"Test/{policy}/{name}": value for (policy, at, name), value in numbers.items() if at == middle}
     assert {name: value for name, value in one.summary.items() if name.startswith("Test/") and "/" in name[5:]} == means
-    assert one.summary["Val/Utility"] == pytest.approx(sum(results["validation_utility"]) / 2)
-    assert one.summary["best_seed"] == results["best_seed"]
-    over = [row for row in one.history if "budget_ms" in row]
-    assert [row["budget_ms"] for row in over] == results["budgets_ms"]
+    scores = {f"Val/{stage}/Accuracy_Mean": each for stage, each in results.get("validation", {}).items()}
+    for name, each in (scores if selector else {"Val/Utility": results["validation_utility"]}).items():
+        assert one.summary[name] == pytest.approx(sum(each) / 2)
+    assert one.summary.get("best_seed") == results.get("best_seed")
+    over = [row for row in one.history if place in row]
+    assert [row[place] for row in over] == results["shots" if selector else "budgets_ms"]
     for row in over:
-        budget = row["budget_ms"]
-        expected = {f"Budget/{p}/{k}": v for (p, b, k), v in numbers.items() if b == budget and k != "budget_ms"}
-        used = [use for use in results["knob_usage"] if use["budget_ms"] == budget]
+        expected = {f"{group}/{policy}/{k}": v for (policy, at, k), v in numbers.items() if at == row[place]}
+        used = [use for use in results.get("knob_usage", []) if use["budget_ms"] == row[place]]
         expected |= {f"Knobs/{u['policy']}/{u['knob']}={u['value']}": u["share"] for u in used}
-        assert row == {"budget_ms": budget} | expected
+        assert row == {place: row[place]} | expected
 
-    shown = tables(one)
-    assert set(shown) == {"Test/policies", "Test/knob_usage", "Test/decisions"}
+    shown, other = tables(one), "differences" if selector else "knob_usage"
+    assert set(shown) == {"Test/policies", f"Test/{other}", "Test/decisions"}
     same(shown["Test/policies"], rows)
-    same(shown["Test/knob_usage"], [use | {"value": str(use["value"])} for use in results["knob_usage"]])
-    kept = read_decisions(run).filter(pl.col("policy").is_in(["controller", "budget_aware_static", "oracle"]))
+    lines = [flat(row) for row in results[other]]
+    same(shown[f"Test/{other}"], [line | ({"value": str(line["value"])} if "value" in line else {}) for line in lines])
+    judged = ["sft", "rce", "grpo_recorded"] if selector else ["controller", "budget_aware_static"]
+    kept = read_decisions(run).filter(pl.col("policy").is_in([*judged, "oracle"]))
     same(shown["Test/decisions"], kept.to_dicts())
-    assert len(kept) == 4 * results["test_samples"] * 5
+    assert selector or len(kept) == 4 * results["test_samples"] * 5
     pages = [body for path, body in one.files.items() if path.startswith("media/html/report")]
     assert pages == [(run / "report.html").read_bytes()]
     assert any(path.startswith("media/images/Charts/") for path in one.files)
-
-
-def holds_results_of_selector(one: ReceivedRun, run: Path) -> None:
-    results = json.loads((run / "results.json").read_text())
-    rows = [flat(row) for row in [*results["rows"], *results["controls"]]]
-    numbers = {(r["policy"], r["shots"], k): v for r in rows for k, v in r.items() if isinstance(v, int | float)}
-    means = {f"Test/{p}/{name}": v for (p, shots, name), v in numbers.items() if shots == 2 and name != "shots"}
-    assert {name: value for name, value in one.summary.items() if name.startswith("Test/") and "/" in name[5:]} == means
-    for name, scores in results["validation"].items():
-        assert one.summary[f"Val/{name}/Accuracy_Mean"] == pytest.approx(sum(scores) / 2)
-    (over,) = [row for row in one.history if "shots" in row]
-    assert over == {"shots": 2} | {f"Shots/{p}/{k}": v for (p, _, k), v in numbers.items() if k != "shots"}
-    shown = tables(one)
-    assert set(shown) == {"Test/policies", "Test/differences", "Test/decisions"}
-    same(shown["Test/policies"], rows)
-    same(shown["Test/differences"], [flat(row) for row in results["differences"]])
-    kept = read_decisions(run).filter(pl.col("policy").is_in(["sft", "rce", "grpo_recorded", "oracle"]))
-    same(shown["Test/decisions"], kept.to_dicts())
-
-
-# -- at the server -----------------------------------------------------------------------------------------------------
 
 
 def holds_artifacts(stub: WandbStub, found: list[ReceivedRun], run: Path, lineage: bool) -> None:
@@ -236,7 +211,7 @@ def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: Wan
     found = [run for name, run in stub.runs.items() if name not in known]
     run = place / "online" / "controller" / "tiny"
     one = holds(found, run)
-    holds_results_of_controller(one, run)
+    holds_results(one, run)
     holds_artifacts(stub, found, run, lineage=True)
     assert set(one.about["tags"]) == {"nightly", "utility", "exact", "reward-utility"}
     best = one.summary["best_seed"]
@@ -245,11 +220,10 @@ def test_an_online_run_sends_every_row_table_and_artifact(place: Path, stub: Wan
 
 
 @pytest.mark.parametrize("kind", ["controller", "selector"])
-def test_sync_brings_every_row_table_and_artifact(request: pytest.FixtureRequest, stub: WandbStub, kind: str) -> None:
-    run = request.getfixturevalue(f"offline_{kind}")
+def test_sync_brings_every_row_table_and_artifact(offline: dict[str, Path], stub: WandbStub, kind: str) -> None:
+    run = offline[kind]
     found = sync(stub, run)
-    check = holds_results_of_controller if kind == "controller" else holds_results_of_selector
-    check(holds(found, run), run)
+    holds_results(holds(found, run), run)
     holds_artifacts(stub, found, run, lineage=False)
     assert stub.unknown == []
 
@@ -315,9 +289,6 @@ def test_synced_sessions_of_a_resumed_run_are_one_run(tmp_path: Path, place: Pat
     arrived(run)
 
 
-# -- W&B that fails ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("online")
 def test_results_that_w_and_b_refuses_leave_the_run_whole(
     place: Path, stub: WandbStub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -338,14 +309,13 @@ def test_results_that_w_and_b_refuses_leave_the_run_whole(
 
 
 def test_an_error_while_results_are_logged_is_said_in_a_line(
-    offline_controller: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    offline: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    results = json.loads((offline_controller / "results.json").read_text())
+    results = read_results(offline["controller"])
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
         log.log_results(results, images={"Utility": b"this is no picture"})
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert said[0].startswith("W&B did not take the results of again (")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("W&B did not take the results of again (")
     (one,) = offline_runs(tmp_path)
     assert one.exit_code == 0
     assert one.summary["Test/controller/utility"] == results["rows"][0]["utility"]
@@ -355,37 +325,31 @@ def test_training_goes_on_without_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(wandb_run, "UPLOAD_S", 1)
-    wandb.teardown()
-    with WandbStub() as gone:
-        for name, value in gone.environment.items():
-            monkeypatch.setenv(name, value)
-        log = tracker(tmp_path, "online")
-        log.__enter__()
-        log_rows(log, ROWS[:3])
-    log_rows(log, ROWS[3:])
-    log.__exit__(None, None, None)
-    wandb.teardown()
+    gone = WandbStub()
+    with gone.connected():
+        with gone:
+            log = tracker(tmp_path, "online").__enter__()
+            log_rows(log, ROWS[:3])
+        log_rows(log, ROWS[3:])
+        log.__exit__(None, None, None)
     assert curves(tmp_path, 0) == ROWS
     capfd.readouterr()
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------
-
-
 def test_of_many_decisions_whole_samples_are_kept(
-    offline_controller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    offline: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    results = json.loads((offline_controller / "results.json").read_text())
-    (tmp_path / "decisions.parquet").write_bytes((offline_controller / "decisions.parquet").read_bytes())
+    results = read_results(offline["controller"])
+    (tmp_path / "decisions.parquet").write_bytes((offline["controller"] / "decisions.parquet").read_bytes())
     monkeypatch.setattr(wandb_results, "CELLS", 1000)
     with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
         log.log_results(results)
     (one,) = offline_runs(tmp_path)
     shown = tables(one)["Test/decisions"]
     count = shown["sample_id"].n_unique()
-    said = f"W&B: Test/decisions has {count} of {results['test_samples']} samples, decisions.parquet all\n"
-    assert capfd.readouterr().err == said
-    whole = read_decisions(offline_controller).filter(pl.col("policy").is_in(shown["policy"].unique()))
+    message = f"W&B: Test/decisions has {count} of {results['test_samples']} samples, decisions.parquet all\n"
+    assert capfd.readouterr().err == message
+    whole = read_decisions(offline["controller"]).filter(pl.col("policy").is_in(shown["policy"].unique()))
     assert 500 < len(shown) * len(shown.columns) <= 1000
     kept = whole.filter(pl.col("sample_id").is_in(shown["sample_id"].unique()))
     assert len(kept) == len(shown)
