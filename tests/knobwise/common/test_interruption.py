@@ -20,7 +20,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import COMMAND, TABLE, VARIABLES, Capture, Patch, iteration_of, same, visible, wait_for
+from commands import COMMAND, REPLAY, TABLE, VARIABLES, Capture, Patch, iteration_of, same, visible, wait_for
 from helpers import small_beams, small_table
 from polars.testing import assert_frame_equal
 
@@ -283,13 +283,8 @@ TRAIN = [
     *("optimiser.iterations=180", "optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
 ]
 BEAMS = [
-    *SELECTOR,
-    "variants.shuffled_recorded=null",
-    "sft.epochs=20",
-    "variants.grpo_recorded.epochs=1",
-    "seeds=[0,1,2]",
-    "jobs=2",
-    "name=x",
+    *(*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=1", "sft.epochs=20"),
+    *("seeds=[0,1,2]", "jobs=2", "name=x"),
 ]
 TERMINAL = {"TERM": "xterm", "COLUMNS": "120"}
 SFT = [Path(f"runs/selector_replay/x/checkpoints/seed{seed}/sft/last.pt") for seed in (0, 1)]
