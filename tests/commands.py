@@ -70,13 +70,13 @@ def refused(words: list[str], capsys: Capture) -> str:
 
 
 @contextmanager
-def ctrl_c(when: Callable[[Any], bool]) -> Iterator[None]:
-    """A block in which Ctrl-C is pressed in the iteration of a training, of a `Trainer`, for which this holds."""
+def ctrl_c(when: Callable[[Any], bool], error: BaseException | None = None) -> Iterator[None]:
+    """A block in which Ctrl-C is pressed, or an error raised, in each iteration of a `Trainer` for which this holds."""
     learn = Trainer._learn
 
     def pressed(self: Trainer, data: Any) -> Any:
         if when(self):
-            raise KeyboardInterrupt
+            raise error or KeyboardInterrupt
         return learn(self, data)
 
     with patch.object(Trainer, "_learn", pressed):

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.__main__ import main
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line.compose import CONF, question_of, read_settings, schema_of
 from knobwise.experiments.command_line.sweep import jobs_of
@@ -275,16 +274,9 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again
     assert len(list(Path("runs").glob("multirun/controller/*"))) == 2
 
 
-def test_an_error_of_the_program_is_told_from_a_mistake(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    learn = ControllerTrainer._learn
-
-    def broken(self: ControllerTrainer, data: Any) -> dict[str, float]:
-        if self.loss.objective == "exact":
-            raise RuntimeError("out of memory\nand more")
-        return learn(self, data)
-
-    monkeypatch.setattr(ControllerTrainer, "_learn", broken)
-    assert main(OBJECTIVE) == 1
+def test_an_error_of_the_program_is_told_from_a_mistake(folder: Path, capsys: Capture) -> None:
+    with ctrl_c(lambda trainer: trainer.loss.objective == "exact", RuntimeError("out of memory\nand more")):
+        assert main(OBJECTIVE) == 1
     printed = capsys.readouterr().err
     assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
     assert printed.splitlines()[-1].startswith("knobwise: job 1 of 2 (loss=exact): RuntimeError: out of memory; repeat")
