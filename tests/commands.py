@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +33,12 @@ OPTIMISER = [
     *("policy.hidden=16", "tracking=disabled"),
 ]
 """Is quick."""
+BEAMS = [
+    *("beams.path=b.safetensors", "beams.train=0.6", "beams.validation=0.2", "selector.width=16", "selector.heads=2"),
+    *("sft.queries=8", "rce.queries=8", "grpo.queries=8", "rce.epochs=1", "seeds=[0]", "tracking=disabled"),
+]
+"""Trains a selector quickly on `b.safetensors`."""
+REPLAY = ["train", "experiment=selector_replay", *BEAMS]
 VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
 
@@ -52,18 +61,25 @@ def mistake(words: list[str], capsys: Capture) -> str:
     return line
 
 
+def refused(words: list[str], capsys: Capture) -> str:
+    """The one line that a command prints about a mistake; nothing below this folder changes."""
+    before = sorted(Path().rglob("*"))
+    line = mistake(words, capsys)
+    assert sorted(Path().rglob("*")) == before
+    return line
+
+
 @contextmanager
-def ctrl_c(when: Callable[[Any], bool]) -> Iterator[None]:
-    """A block in which Ctrl-C is pressed in the iteration of a training, of a `Trainer`, for which this holds."""
+def ctrl_c(when: Callable[[Any], bool], error: BaseException | None = None) -> Iterator[None]:
+    """A block in which Ctrl-C is pressed, or an error raised, in each iteration of a `Trainer` for which this holds."""
     learn = Trainer._learn
 
     def pressed(self: Trainer, data: Any) -> Any:
         if when(self):
-            raise KeyboardInterrupt
+            raise error or KeyboardInterrupt
         return learn(self, data)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_learn", pressed)
+    with patch.object(Trainer, "_learn", pressed):
         yield
 
 
@@ -71,11 +87,7 @@ def ctrl_c(when: Callable[[Any], bool]) -> Iterator[None]:
 def ctrl_c_in_report() -> Iterator[None]:
     """A block in which Ctrl-C is pressed while a run writes its report."""
 
-    def pressed(folder: Path) -> Path:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("knobwise.experiments.train.run.write_report", pressed)
+    with patch("knobwise.experiments.train.run.write_report", side_effect=KeyboardInterrupt):
         yield
 
 
@@ -105,12 +117,20 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
         time.sleep(0.01)
 
 
-def kill_when(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
-    """Kill a command as soon as this holds."""
-    wait_for(lambda: condition() or process.poll() is not None)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -9, "it ended before it could be killed"
+def stop_when(
+    condition: Callable[[], object], process: subprocess.Popen[str], number: int = signal.SIGKILL, seconds: float = 120
+) -> str:
+    """Send a command this signal as soon as this holds; what it wrote to stderr."""
+    wait_for(lambda: condition() or process.poll() is not None, seconds)
+    process.send_signal(number)
+    _, message = process.communicate(timeout=seconds)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), message
+    return message
+
+
+def visible(output: bytes) -> str:
+    """What a terminal was given, without control characters, each state of a bar a line."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode(errors="ignore")).replace("\r", "\n")
 
 
 def iteration_of(last: Path) -> int:

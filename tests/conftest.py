@@ -21,10 +21,8 @@ def _quiet_and_single_threaded() -> None:
 @pytest.fixture
 def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Also where the tests run in the background, where shells have Ctrl-C ignored."""
-    before = {number: signal.getsignal(number) for number in interruption.SIGNALS}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in interruption.SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     monkeypatch.setattr(interruption, "_latest_s", -10.0)
     yield
     for number, handler in before.items():

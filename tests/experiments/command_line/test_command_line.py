@@ -81,32 +81,21 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> N
 
 def write_exp_files_by_hand(folder: Path) -> None:
     """Two crops × two top_k, one of the four never measured (a hole), 30 samples; sample 7 lacks one latency."""
+    exp5, exp6 = folder / "exp5" / "exp5_accuracy_okvqa", folder / "exp6" / "exp6_latency_okvqa"
+    exp5.mkdir(parents=True)
+    exp6.mkdir(parents=True)
     for (crops, top_k), share in {(2, 4): 0.2, (2, 8): 0.4, (6, 4): 0.7}.items():
         setting = {"max_crops": crops, "top_k": top_k, "num_active_blocks": 12}
         scores = [{"sample_id": i, "score": float((7 * i) % 30 < 30 * share)} for i in range(30)]
-        times = [
-            {
-                "sample_id": i,
-                **setting,
-                "T_total_ms": 50.0 + 10 * crops + top_k + i,
-                "T_prefill_ms": 9.0,
-                "accuracy": 0.0,
-            }
-            for i in range(30)
-            if (crops, top_k, i) != (6, 4, 7)
-        ]
-        accuracy = {
-            "summary": [{**setting, "num_total_blocks": 16}],
-            "all_samples": scores,
-            "config": {"split": "test"},
-        }
+        row = {**setting, "T_prefill_ms": 9.0, "accuracy": 0.0}
+        times = [{"sample_id": i, **row, "T_total_ms": 50.0 + 10 * crops + top_k + i} for i in range(30)]
+        if (crops, top_k) == (6, 4):
+            del times[7]
+        accuracy = {"summary": [{**setting, "num_total_blocks": 16}], "all_samples": scores}
         latency = {"summary": [setting], "per_sample_latencies": times, "config": {"batch_size": 1}}
         name = f"crops{crops}_topk{top_k}_blocks12.json"
-        files = {f"exp5/exp5_accuracy_okvqa/exp5_accuracy_results_{name}": accuracy}
-        files |= {f"exp6/exp6_latency_okvqa/exp6_latency_{name}": latency}
-        for file, content in files.items():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_text(json.dumps(content))
+        (exp5 / f"exp5_accuracy_results_{name}").write_text(json.dumps(accuracy | {"config": {"split": "test"}}))
+        (exp6 / f"exp6_latency_{name}").write_text(json.dumps(latency))
 
 
 def test_training_on_exp5_and_exp6_files_written_by_hand(folder: Path) -> None:
@@ -137,37 +126,29 @@ def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
     words = ["train", *TABLE, *LEAN, "optimiser.iterations=60", "optimiser.epochs=4", "optimiser.patience=0", "name=k"]
     last = folder / "killed" / "controller" / "k" / "checkpoints" / "seed0" / "last.pt"
-    commands.kill_when(commands.started([*words, "runs=killed"]), lambda: commands.iteration_of(last) >= 12)
+    commands.stop_when(lambda: commands.iteration_of(last) >= 12, commands.started([*words, "runs=killed"]))
     for runs in ("killed", "whole"):
         assert main([*words, f"runs={runs}"]) == 0
-    checkpoints = [
-        torch.load(folder / runs / "latest" / "checkpoints" / "last.pt", weights_only=True)
-        for runs in ("killed", "whole")
-    ]
     assert len(list((folder / "killed" / "controller").iterdir())) == 1
+    latest = [folder / runs / "latest" for runs in ("killed", "whole")]
+    checkpoints = [torch.load(run / "checkpoints" / "last.pt", weights_only=True) for run in latest]
     assert same(*(checkpoint["controller"]["state"] for checkpoint in checkpoints))
-    metrics = [pl.read_csv(folder / runs / "latest" / "metrics.csv") for runs in ("killed", "whole")]
-    assert metrics[0].equals(metrics[1])
+    killed, whole = (pl.read_csv(run / "metrics.csv") for run in latest)
+    assert killed.equals(whole)
 
 
-def test_ctrl_c_leaves_a_run_that_goes_on(folder: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("place", ["training", "report"])
+def test_ctrl_c_leaves_a_run_that_the_same_command_finishes(place: str, folder: Path, capsys: Capture) -> None:
     words = ["train", *TABLE, *LEAN, "name=x"]
-    with commands.ctrl_c(lambda trainer: trainer.iteration == 9):
+    in_training = commands.ctrl_c(lambda trainer: trainer.iteration == 9)
+    with in_training if place == "training" else commands.ctrl_c_in_report():
         assert main(words) == 130
     assert "repeat the command to resume" in capsys.readouterr().err
     assert main(words) == 0
     assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
+    assert Path("runs/latest/report.html").exists()
     steps = pl.read_csv("runs/latest/metrics.csv").filter(pl.col("Val/Utility").is_not_null())["step"].to_list()
     assert steps == [0, 4, 8, 12]
-
-
-def test_a_run_stopped_while_reporting_is_finished_by_the_same_command(folder: Path) -> None:
-    words = ["train", *TABLE, *LEAN, "name=x"]
-    with commands.ctrl_c_in_report():
-        assert main(words) == 130
-    assert main(words) == 0
-    assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
-    assert Path("runs/latest/report.html").exists()
 
 
 def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: Capture) -> None:
@@ -221,10 +202,9 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys:
 
 def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capture) -> None:
     words = ["profile=simulated", "profile.kind=unattainable", "profile.samples=200"]
-    assert main(["train", *words, *SIMULATED]) == 0
-    assert ", 95% on time is unattainable, so it is not enforced." in capsys.readouterr().out
-    assert main(["evaluate", *words, "baselines=false"]) == 0
-    assert ", 95% on time is unattainable, so it is not enforced." in capsys.readouterr().out
+    for command in (["train", *words, *SIMULATED], ["evaluate", *words, "baselines=false"]):
+        assert main(command) == 0
+        assert ", 95% on time is unattainable, so it is not enforced." in capsys.readouterr().out
     (rows,) = json.loads(Path("runs/latest/results.json").read_text())["guard"]
     page = Path("runs/latest/report.html").read_text()
     for row in rows:
@@ -237,8 +217,8 @@ def test_an_unattainable_level_is_said_and_not_forced(folder: Path, capsys: Capt
 
 def test_a_table_without_knobs(folder: Path) -> None:
     table = simulate(SimulatedConfig(kind="portfolio"))
-    frame = long_frame(table).rename({"solver": "configuration"})
-    frame.select("sample_id", "configuration", "accuracy", "latency_ms").write_csv("solvers.csv")
+    columns = ["sample_id", pl.col("solver").alias("configuration"), "accuracy", "latency_ms"]
+    long_frame(table).select(columns).write_csv("solvers.csv")
     write_features(table, "instances.npz")
     words = ["profile=table", "profile.path=solvers.csv", "profile.features=instances.npz"]
     assert main(["train", *words, *SIMULATED]) == 0

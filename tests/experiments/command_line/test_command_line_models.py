@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, Capture, Patch, kill_when, mistake, started
+from commands import OPTIMISER, Capture, Patch, refused, started, stop_when
 from helpers import small_table
 from PIL import Image
 from tiny_models import tiny_model
@@ -21,9 +23,7 @@ from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
 
-QUICK = [
-    *(*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "seeds=[0]", "budgets_ms=[8,12]"),
-]
+QUICK = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "seeds=[0]", "budgets_ms=[8,12]"]
 LIVE = ["evaluate", "live=true", "stream.requests=25", "stream.calibration=10", "stream.warm_up=2"]
 KNOBS = ["knobs.top_k=[1,2]", "knobs.num_active_blocks=[2,4]", "knobs.max_new_tokens=2", "device=cpu"]
 
@@ -85,12 +85,12 @@ BUILTIN = ["split.train=0.06", "split.validation=0.04", "policy.members=1", "bud
 BEST = "checkpoints/best.pt"
 
 
-def of_first(train: Callable[..., Path]) -> str:
-    return f"checkpoint={train('first', *FIRST, 'policy.experts=[ridge]') / BEST}"
+TRAINED = {"FIRST": [*FIRST, "policy.experts=[ridge]"], "BUILTIN": BUILTIN}
+"""What the runs are trained with whose best checkpoint other commands name."""
 
 
-def of_builtin(train: Callable[..., Path]) -> str:
-    return f"checkpoint={train('builtin', *BUILTIN) / BEST}"
+def best_of(name: str, train: Callable[..., Path]) -> str:
+    return f"checkpoint={train(name, *TRAINED[name]) / BEST}"
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ print(json.dumps([controller.configuration(int(i)) for i in controller.choose(fe
 def test_an_exported_file_decides_alone_as_the_checkpoint(
     folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
-    checkpoint = of_first(train)
+    checkpoint = best_of("FIRST", train)
     assert main(["export", *FIRST, checkpoint, "int8=true", "student=true", "out=light"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("exported: light") == 1
@@ -142,7 +142,7 @@ def test_an_exported_file_decides_alone_as_the_checkpoint(
 def test_export_compares_on_another_profile_but_fits_no_student_to_it(
     folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
-    checkpoint = of_first(train)
+    checkpoint = best_of("FIRST", train)
     assert main(["export", *SECOND, checkpoint, "onnx=false"]) == 0
     facts = json.loads(Path("exported/export.json").read_text())
     assert (facts["trained_on"]["name"], facts["compared_on"]["name"]) == ("first", "second")
@@ -156,7 +156,7 @@ def test_export_compares_on_another_profile_but_fits_no_student_to_it(
 
 
 def test_a_live_run_on_the_elastic_model(folder: Path, train: Callable[..., Path], capsys: Capture) -> None:
-    assert main([*LIVE, of_builtin(train), "json=live.json", "stream.html=live.html", "budgets_ms=[2,4]"]) == 0
+    assert main([*LIVE, best_of("BUILTIN", train), "json=live.json", "stream.html=live.html", "budgets_ms=[2,4]"]) == 0
     results = json.loads(Path("live.json").read_text())
     policies = ["controller", "budget_aware_static", "best_static", "cheapest", "most_accurate"]
     assert sorted(row["policy"] for row in results["rows"]) == sorted(policies)
@@ -220,15 +220,21 @@ def test_a_calibrated_profile_in_folds(folder: Path, train: Callable[..., Path])
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
+def inspected(out: str, dataset: str, features: str) -> dict[str, Any]:
+    """The facts of a profile that was measured into this folder."""
+    read = ["profile=exp5_exp6", f"profile.exp5_dir={out}/exp5", f"profile.exp6_dir={out}/exp6"]
+    read += [f"profile.dataset_name={dataset}", f"profile.features={out}/{features}"]
+    assert main(["inspect", *read, "json=facts.json", "html=page.html"]) == 0
+    facts: dict[str, Any] = json.loads(Path("facts.json").read_text())
+    return facts
+
+
 def test_the_elastic_model_is_profiled_and_read_back(folder: Path, capsys: Capture) -> None:
     words = ["elastic.quick=true", "elastic.samples=6", "elastic.model=shipped", "elastic.max_crops=[2,12]"]
     words += ["elastic.top_k=[1,4]", "elastic.num_active_blocks=[6]"]
     assert main(["profile", "model=elastic", "out=measured", *words]) == 0
     assert "profile: measured" in capsys.readouterr().out
-    read = ["profile=exp5_exp6", "profile.exp5_dir=measured/exp5", "profile.exp6_dir=measured/exp6"]
-    read += ["profile.dataset_name=elastic-scenes", "profile.features=measured/features.npz"]
-    assert main(["inspect", *read, "json=facts.json", "html=page.html"]) == 0
-    facts = json.loads(Path("facts.json").read_text())
+    facts = inspected("measured", "elastic-scenes", "features.npz")
     assert (facts["samples"], facts["configurations"], facts["coverage"]) == (6, 4, 1)
     assert [facts["knobs"][name]["values"] for name in ("max_crops", "top_k")] == [[2, 12], [1, 4]]
 
@@ -239,16 +245,14 @@ PROFILE = ["profile", "model=files/model", "data=files/questions.jsonl"]
 def measured(out: str) -> list[tuple[object, ...]]:
     """What each whole line of the logs names: sample, configuration, repeat."""
     lines = [line for path in Path(out, "state").glob("measured-*.jsonl") for line in path.read_text().splitlines()]
-    rows = [json.loads(line) for line in lines]
-    return [
-        tuple(row[key] for key in ("sample_id", "max_crops", "top_k", "num_active_blocks", "repeat")) for row in rows
-    ]
+    key = itemgetter("sample_id", "max_crops", "top_k", "num_active_blocks", "repeat")
+    return [key(json.loads(line)) for line in lines]
 
 
 def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> None:
     words = [*KNOBS, "knobs.repeats=12", "out=out"]
     log = Path("out/state/measured-0.jsonl")
-    kill_when(started([*PROFILE, *words]), lambda: log.exists() and log.read_bytes().count(b"\n") >= 20)
+    stop_when(lambda: log.exists() and log.read_bytes().count(b"\n") >= 20, started([*PROFILE, *words]))
     before = log.read_bytes()
     count = before.count(b"\n")
     assert 20 <= count < 192
@@ -270,10 +274,7 @@ def test_two_processes_share_a_profile(folder: Path) -> None:
     table = pl.read_parquet("out/table.parquet")
     assert len(table) == 16
     assert table.select("sample_id", "top_k", "num_active_blocks").is_unique().all()
-    read = ["profile=exp5_exp6", "profile.exp5_dir=out/exp5", "profile.exp6_dir=out/exp6"]
-    read += ["profile.dataset_name=questions", "profile.features=out/features.safetensors", "json=facts.json"]
-    assert main(["inspect", *read]) == 0
-    assert json.loads(Path("facts.json").read_text())["coverage"] == 1
+    assert inspected("out", "questions", "features.safetensors")["coverage"] == 1
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -349,7 +350,5 @@ TRAIN = ["train", *QUICK]
 def test_a_mistake_is_one_clear_line_and_leaves_nothing(
     words: list[str], message: str, folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
-    named = {"FIRST": of_first, "BUILTIN": of_builtin}
-    words = [named[word](train) if word in named else word for word in words]
-    assert message in mistake(words, capsys)
-    assert sorted(path.name for path in folder.iterdir()) == ["files"]
+    words = [best_of(word, train) if word in TRAINED else word for word in words]
+    assert message in refused(words, capsys)

@@ -15,12 +15,11 @@ from typing import Any
 
 import polars as pl
 import pytest
-from commands import OPTIMISER, TABLE, Capture, Patch, ctrl_c, mistake, started, wait_for, write_table
+from commands import OPTIMISER, TABLE, Capture, Patch, ctrl_c, refused, started, stop_when, write_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.__main__ import main
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line.compose import CONF, question_of, read_settings, schema_of
 from knobwise.experiments.command_line.sweep import jobs_of
@@ -45,6 +44,7 @@ SWEPT = {
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 QUICK = [*OPTIMISER, "policy.members=2", "seeds=[0]", "baselines=false"]
+ADDRESS = "hydra.launcher.ray.init.address="
 OBJECTIVE = ["train", "-m", "experiment=objective", *TABLE, *QUICK]
 
 
@@ -90,22 +90,14 @@ def test_every_job_of_every_experiment_file_is_understood(name: str) -> None:
 
 def test_the_command_line_holds_where_the_file_says_otherwise() -> None:
     words = ["-m", "experiment=group_size", "loss.group_size=4", "policy.hidden=8,16", "hydra/launcher=joblib"]
-    jobs = jobs_of("train", words)
-    assert [set(job) for job in jobs] == [
-        {"experiment=group_size", "loss.group_size=4", f"policy.hidden={width}"} for width in (8, 16)
-    ]
+    common = {"experiment=group_size", "loss.group_size=4"}
+    assert [set(job) for job in jobs_of("train", words)] == [common | {f"policy.hidden={width}"} for width in (8, 16)]
 
 
 def test_several_experiments_each_with_its_own_sweep() -> None:
     jobs = jobs_of("train", ["-m", "experiment=objective,lean", "seeds=[0],[1,2]"])
-    assert [set(job) for job in jobs] == [
-        *(
-            {"experiment=objective", f"loss={loss}", s}
-            for loss in ("exact", "sampled")
-            for s in ("seeds=[0]", "seeds=[1,2]")
-        ),
-        *({"experiment=lean", s} for s in ("seeds=[0]", "seeds=[1,2]")),
-    ]
+    runs = [{"experiment=objective", "loss=exact"}, {"experiment=objective", "loss=sampled"}, {"experiment=lean"}]
+    assert [set(job) for job in jobs] == [run | {f"seeds={seeds}"} for run in runs for seeds in ("[0]", "[1,2]")]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +150,8 @@ def test_jobs_are_every_combination_once_the_last_key_first(sizes: list[int], lo
         (["loss=glob(nothing*)"], "has no job"),
         (["policy=utility,utility"], "twice"),
         (["hydra/launcher=slurm"], "hydra/launcher=slurm: must be one of basic, joblib, ray"),
+        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0: must be at least 1, or -1"),
+        (["hydra/launcher=ray", f"{ADDRESS}a..b:6379"], f"{ADDRESS}a..b:6379: no Ray cluster answers"),
         (["policy.hidden=8,16,wide"], "policy.hidden=wide"),
         (["policy.hidden=8,0"], "policy.hidden"),
         (["polici.hidden=8,16"], "did you mean policy.hidden=8?"),
@@ -177,13 +171,11 @@ def test_a_mistake_in_any_job_is_one_line_before_the_first_runs(
     launcher: str, words: list[str], message: str, folder: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("NETRC", str(folder / "none"))
-    before = sorted(folder.rglob("*"))
-    given_first = [
-        word for word in TABLE + QUICK if word.split("=")[0] not in {config.split("=")[0] for config in words}
-    ]
-    assert message in mistake(["train", "-m", *given_first, f"hydra/launcher={launcher}", *words], capsys)
-    assert sorted(folder.rglob("*")) == before
+    keys = {word.split("=")[0] for word in words}
+    others = [word for word in TABLE + QUICK if word.split("=")[0] not in keys]
+    assert message in refused(["train", "-m", *others, f"hydra/launcher={launcher}", *words], capsys)
 
 
 def test_ray_that_is_not_installed_is_said(monkeypatch: Patch) -> None:
@@ -232,19 +224,16 @@ def test_jobs_in_turn_say_how_they_fare(in_turn: tuple[str, str]) -> None:
     lines = [line for line in message.splitlines() if line.startswith(("sweep", "job"))]
     result = r"utility 0\.\d{3} \[0\.\d{3}, 0\.\d{3}\]"
     utility = rf"{result}, \d+ s"
-    for line, wanted in zip(
-        lines,
-        [
-            "sweep: 2 jobs",
-            r"job 1 of 2 \(loss=exact\) …",
-            rf"job 1 of 2 \(loss=exact\): {utility}; \d+ s left",
-            r"job 2 of 2 \(loss=sampled\) …",
-            rf"job 2 of 2 \(loss=sampled\): {utility}",
-            r"jobs: 2/2, done in \d+ s",
-        ],
-        strict=True,
-    ):
-        assert re.fullmatch(wanted, line)
+    patterns = [
+        "sweep: 2 jobs",
+        r"job 1 of 2 \(loss=exact\) …",
+        rf"job 1 of 2 \(loss=exact\): {utility}; \d+ s left",
+        r"job 2 of 2 \(loss=sampled\) …",
+        rf"job 2 of 2 \(loss=sampled\): {utility}",
+        r"jobs: 2/2, done in \d+ s",
+    ]
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line)
     assert re.search(rf"^1 +loss=exact +{result} +\d+ s +runs/objective/", table, re.MULTILINE)
     assert "compare them: knobwise compare runs/objective\n" in table
     assert [outcome.state for outcome in outcomes()] == ["finished"] * 2
@@ -285,16 +274,9 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running_and_is_run_again
     assert len(list(Path("runs").glob("multirun/controller/*"))) == 2
 
 
-def test_an_error_of_the_program_is_told_from_a_mistake(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    learn = ControllerTrainer._learn
-
-    def broken(self: ControllerTrainer, data: Any) -> dict[str, float]:
-        if self.loss.objective == "exact":
-            raise RuntimeError("out of memory\nand more")
-        return learn(self, data)
-
-    monkeypatch.setattr(ControllerTrainer, "_learn", broken)
-    assert main(OBJECTIVE) == 1
+def test_an_error_of_the_program_is_told_from_a_mistake(folder: Path, capsys: Capture) -> None:
+    with ctrl_c(lambda trainer: trainer.loss.objective == "exact", RuntimeError("out of memory\nand more")):
+        assert main(OBJECTIVE) == 1
     printed = capsys.readouterr().err
     assert [outcome.state for outcome in outcomes()] == ["failed", "finished"]
     assert printed.splitlines()[-1].startswith("knobwise: job 1 of 2 (loss=exact): RuntimeError: out of memory; repeat")
@@ -331,21 +313,16 @@ def test_a_sweep_whose_reader_goes_away_is_run_to_its_end(folder: Path, monkeypa
 @pytest.mark.usefixtures("_signals_arrive")
 def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """One job at a time needs no process of its own; a signal while one is judged does not let the next begin."""
-
-    def pressed(results: Any, console: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(run, "print_results", pressed)
+    monkeypatch.setattr(run, "print_results", lambda *printed: os.kill(os.getpid(), signal.SIGINT))
     assert main([*OBJECTIVE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]) == 130
     assert [outcome.state for outcome in outcomes()] == ["stopped"]
     assert "at the same time" not in capsys.readouterr().err
 
 
-def test_hydras_own_flags_show_what_is_composed(folder: Path, capsys: Capture) -> None:
+def test_hydras_own_flags_show_what_is_composed(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    monkeypatch.setattr(sys, "argv", ["knobwise"])
     for words in (["--cfg", "job", "policy=joint"], ["policy=joint", "--cfg", "job"]):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["knobwise"])
-            assert main(["train", *words]) == 0
+        assert main(["train", *words]) == 0
         assert "structure: joint" in capsys.readouterr().out
     assert not Path("runs").exists()
 
@@ -396,10 +373,8 @@ def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder
     # seconds: a job looks every 0.3 s whether to stop
     long = ["optimiser.iterations=600", "optimiser.evaluate_every=50", "optimiser.patience=0"]
     sweep = started([*OBJECTIVE, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
-    wait_for(lambda: list(Path("runs/objective").glob("*/checkpoints/seed0/last.pt")) or sweep.poll() is not None, 300)
-    sweep.send_signal(signal.SIGINT)
-    _, message = sweep.communicate()
-    assert sweep.returncode == 130, message
+    begun = "objective/*/checkpoints/seed0/last.pt"
+    message = stop_when(lambda: list(Path("runs").glob(begun)), sweep, signal.SIGINT, 300)
     states = [outcome.state for outcome in outcomes()]  # the second may not have begun
     assert states
     assert set(states) == {"stopped"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import Capture, Patch, mistake
+from commands import Capture, Patch, refused
 from helpers import small_beams
 from omegaconf import OmegaConf
 from polars.testing import assert_frame_equal
@@ -23,19 +22,13 @@ from safetensors.torch import save_file
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
-from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.train import selector
 
-SMALL = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
-SHORT = ["sft.epochs=2", "sft.queries=8", "rce.epochs=1", "rce.queries=8", "grpo.epochs=2", "grpo.queries=8"]
-QUICK = [*SMALL, *SHORT, "variants.grpo_recorded.epochs=2", "variants.shuffled_recorded.epochs=2"]
-SPLIT = ["beams.train=0.6", "beams.validation=0.2"]
-REPLAY = ["train", "experiment=selector_replay", "beams.path=b.safetensors", *SPLIT, *QUICK]
-FILES = ["train", "experiment=selector", "beams=files", "beams.path=b.safetensors", *SPLIT, *SMALL, *SHORT]
+EPOCHS = ["sft.epochs=2", "grpo.epochs=2"]
+REPLAY = [*commands.REPLAY, *EPOCHS, "variants.grpo_recorded.epochs=2", "variants.shuffled_recorded.epochs=2"]
+FILES = ["train", "experiment=selector", "beams=files", *commands.BEAMS, *EPOCHS]
 EMBEDDINGS = ["beams.embeddings=c.safetensors", "beams.query_embeddings=q.safetensors"]
 RUN = Path("runs/selector_replay")
 STAGES = ("sft", "rce", "grpo_recorded", "shuffled_recorded")
@@ -69,8 +62,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results_of(run: Path | str = "runs/latest") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(run) / "results.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads(Path(run, "results.json").read_text())
+    return results
 
 
 def numbers(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +79,7 @@ def named(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
 # -- what a run leaves -------------------------------------------------------------------------------------------------
 
 
-def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: Capture) -> None:
+def test_recorded_beams_leave_what_the_contract_says(folder: Path, whole: Path, capsys: Capture) -> None:
     words = [*REPLAY, *EMBEDDINGS, "beams.path=f.json", "tracking=offline", "name=first"]
     assert main(words) == 0
     run = folder / RUN / "first"
@@ -112,6 +105,7 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, capsys: Captu
         assert metrics[f"Train/{stage}/Loss"].is_not_null().any()
 
     results = results_of(run)
+    assert numbers(results) == numbers(results_of(whole)), "RL data and a saved table are the same beams"
     assert results["profile"]["samples"] == 60
     assert (results["split"], results["seeds"], results["judged_by"]) == ("test", [0], "recorded")
     assert (results["shots"], results["trained_shots"], results["test_queries"]) == ([2], 2, 12)
@@ -136,9 +130,10 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    small = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
     short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")]
     left_out = [f"variants.{name}=null" for name in ("grpo_rounds", "shuffled_live", "hidden_live")]
-    words = ["train", "experiment=selector", *SMALL, *short, *left_out, "variants.grpo_live.epochs=1", "name=x"]
+    words = ["train", "experiment=selector", *small, *short, *left_out, "variants.grpo_live.epochs=1", "name=x"]
     assert main(words) == 0
     results = results_of()
     learned = ["sft", "rce", "grpo_recorded", "grpo_live"]
@@ -153,14 +148,12 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
         low, high = row["accuracy_ci95"]
         assert 0 <= low - 1e-9 <= row["accuracy"] <= high + 1e-9
         assert (row["decision_us_p50"] is not None) == (row["policy"] in (*learned, "shuffled_recorded"))
-    apart = {(row["policy"], row["against"], row["shots"]): row for row in results["differences"]}
+    differences = {(row["policy"], row["against"], row["shots"]): row["difference"] for row in results["differences"]}
+    accuracy = {key: row["accuracy"] for key, row in named([*results["rows"], *results["controls"]]).items()}
     for policy, against in (("grpo_live", "rce"), ("grpo_recorded", "rce"), ("shuffled_recorded", "sft")):
-        found = [[*results["rows"], *results["controls"]], apart[policy, against, 2]]
-        both = named(found[0])
-        assert found[1]["difference"] == pytest.approx(both[policy, 2]["accuracy"] - both[against, 2]["accuracy"])
-    assert sorted(path.name for path in Path("runs/latest/checkpoints/seed0").iterdir()) == sorted(
-        [*learned, "shuffled_recorded"]
-    )
+        assert differences[policy, against, 2] == pytest.approx(accuracy[policy, 2] - accuracy[against, 2])
+    trained = {path.name for path in Path("runs/latest/checkpoints/seed0").iterdir()}
+    assert trained == {*learned, "shuffled_recorded"}
 
 
 @pytest.mark.parametrize(
@@ -199,11 +192,6 @@ def test_the_command_in_the_results_gives_the_same_numbers(folder: Path) -> None
     assert numbers(results_of("some runs/latest")) == numbers(first)
 
 
-def test_rl_data_and_a_saved_table_are_the_same_beams(folder: Path, whole: Path) -> None:
-    assert main([*REPLAY, *EMBEDDINGS, "beams.path=f.json"]) == 0
-    assert numbers(results_of()) == numbers(results_of(whole))
-
-
 def test_a_sweep_over_rewards(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "argv", ["knobwise"])
     assert main([*REPLAY, "-m", "reward.mode=hard_only,hybrid", "hydra.sweep.dir=sweep"]) == 0
@@ -222,14 +210,21 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (FILES, "experiment=selector_replay"),
         ([*FILES, "variants.grpo_rounds=null"], "variants.grpo_live=null"),
         ([*FILES, "variants.grpo_rounds.rounds=many"], "variants.grpo_rounds: Value 'many'"),
         ([*FILES, "variants.grpo_rounds.epochz=3"], "variants.grpo_rounds"),
         ([*REPLAY, "variants.grpo_recorded={epochz: 3}"], "variants"),
-        ([*REPLAY, "variants.sft={}"], "variants.sft"),
+        ([*REPLAY, "variants.sft={}"], "variants.sft: the name is taken"),
+        ([*REPLAY, "variants={mine:{hiden:[liar]}}"], "variants.mine: Key 'hiden' not in 'Variant'"),
+        ([*REPLAY, "variants={mine:{hidden:[annotator]}}"], "hidden=annotator: small beams has the blocks image, liar"),
+        ([*REPLAY, "variants={mine:{hidden:[liar]},yours:{hidden:[image]}}"], "must hide the same blocks"),
+        ([*REPLAY, "variants={mine:{live:true}}"], "variants.mine: live draws and rounds need a scorer"),
+        ([*REPLAY, "variants={mine:{rounds:2}}"], "variants.mine: live draws and rounds need a scorer"),
+        ([*REPLAY, "variants={mine:{reward:{mode:hard_only,rel_weight:1}}}"], "rel_weight: mode hard_only has no such"),
+        ([*REPLAY, "variants={mine:{loss:{advantage:best}}}"], "variants.mine.loss"),
         ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=many"], "variants.grpo_recorded"),
@@ -240,9 +235,9 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "reward.information=x"], "logprob_score"),
         ([*REPLAY, "seeds=[1,1]"], "none twice"),
         ([*REPLAY, "seeds=[]"], "at least one seed"),
-        ([*REPLAY, "judged_shots=[]"], "judged_shots"),
-        ([*REPLAY, "judged_shots=[0]"], "judged_shots"),
-        ([*REPLAY, "judged_shots=[2,2]"], "judged_shots"),
+        ([*REPLAY, "judged_shots=[]"], "judged_shots=[]: give at least one number"),
+        ([*REPLAY, "judged_shots=[0,2]"], "judged_shots=0: must be at least 1"),
+        ([*REPLAY, "judged_shots=[2,2]"], "judged_shots=[2, 2]: give at least one number, and none twice"),
         ([*REPLAY, "judged_shots=[3,4]"], "[2] shots only"),
         ([*REPLAY, "shots=3"], "[2] demonstrations"),
         ([*REPLAY, "jobs=0"], "jobs"),
@@ -258,10 +253,9 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "beams.path=f.json", "beams.embeddings=none.npz"], "none.npz"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json"], "vqa_correct"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy"], "variants.grpo_recorded.groups=all"),
-        ([*REPLAY, "seeds=[-1]"], "seeds"),
         ([*REPLAY, "selector.version=v0", "judged_shots=[2,40]"], "32"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "beams.trailing_query=often"], "auto, never"),
-        (["train", "experiment=selector_replay", *QUICK], "beams.path"),
+        (["train", "experiment=selector_replay"], "beams.path"),
         (["train", "experiment=selector", "beams=disk"], "builtin"),
         (["train", "experiment=selector_replays"], "selector_replay"),
         ([*REPLAY, "-m", "reward.mode=hardest,hard_only"], "hardest"),
@@ -269,39 +263,16 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
     ids=lambda value: None if isinstance(value, str) else "_".join(value[-2:]),
 )
 def test_a_mistake_is_one_clear_line_and_leaves_nothing(
-    words: list[str], said: str, folder: Path, capsys: Capture
+    words: list[str], message: str, folder: Path, capsys: Capture
 ) -> None:
-    before = sorted(folder.rglob("*"))
-    assert said in mistake(words, capsys)
-    assert sorted(folder.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("variants", "said"),
-    [
-        ({"sft": {}}, "variants.sft: the name is taken"),
-        ({"mine": {"hiden": ["liar"]}}, "variants.mine: Key 'hiden' not in 'Variant'"),
-        ({"mine": {"hidden": ["annotator"]}}, "hidden=annotator: small beams has the blocks image, liar"),
-        ({"mine": {"hidden": ["liar"]}, "yours": {"hidden": ["image"]}}, "must hide the same blocks"),
-        ({"mine": {"live": True}}, "variants.mine: live draws and rounds need a scorer"),
-        ({"mine": {"rounds": 2}}, "variants.mine: live draws and rounds need a scorer"),
-        ({"mine": {"reward": {"mode": "hard_only", "rel_weight": 1.0}}}, "rel_weight: mode hard_only has no such"),
-        ({"mine": {"loss": {"advantage": "best"}}}, "variants.mine.loss"),
-    ],
-)
-def test_variants_that_cannot_be_trained(folder: Path, variants: dict[str, Any], said: str) -> None:
-    config = replace(read_settings("train_selector", REPLAY[1:]), variants=variants)
-    with pytest.raises(InputError, match=re.escape(said)):
-        selector.SelectorExperiment(config).run([])
-    assert not Path("runs").exists()
+    assert message in refused(words, capsys)
 
 
 def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: Capture) -> None:
     table = BeamTable.load("b.safetensors")
     found_by = torch.full_like(table.found_by, METHODS.index("random"))
     replace(table, found_by=found_by).save("random.safetensors")
-    assert "found by random" in mistake([*REPLAY, "beams.path=random.safetensors"], capsys)
-    assert not Path("runs").exists()
+    assert "found by random" in refused([*REPLAY, "beams.path=random.safetensors"], capsys)
 
 
 def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folder: Path) -> None:
@@ -319,10 +290,10 @@ def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folde
 
 
 def test_hidden_blocks_are_hidden_from_all_that_start_there(folder: Path) -> None:
-    variants = {"plain": {"epochs": 1}, "blind": {"epochs": 1, "hidden": ["liar"]}}
-    config = replace(read_settings("train_selector", REPLAY[1:]), variants=variants, name="x")
-    selector.SelectorExperiment(config).run([])
-    seed = RUN / "x" / "checkpoints" / "seed0"
+    words = ["variants.grpo_recorded=null", "variants.shuffled_recorded=null"]
+    words += ["variants={plain:{epochs:1},blind:{epochs:1,hidden:[liar]}}"]
+    assert main([*REPLAY, *words]) == 0
+    seed = Path("runs/latest/checkpoints/seed0")
     assert sorted(path.name for path in seed.iterdir()) == ["blind", "hidden_rce", "hidden_sft", "plain", "rce", "sft"]
     for name in ("blind", "hidden_rce", "hidden_sft", "plain", "sft"):
         seen = load_checkpoint(seed / name / "best.pt").selector.scale.isfinite().tolist()
@@ -338,29 +309,20 @@ def metrics_of(run: Path | str) -> pl.DataFrame:
     return frame.select(sorted(frame.columns)).sort("seed", maintain_order=True)
 
 
-@pytest.mark.parametrize(("stage", "iteration"), [("sft", 3), ("rce", 2), ("grpo", 7)])
+@pytest.mark.parametrize(("stage", "iteration"), [("sft", 3), ("rce", 2), ("grpo", 7), ("report", 0)])
 def test_an_interrupted_run_ends_like_one_that_was_not(
     folder: Path, whole: Path, stage: str, iteration: int, capsys: Capture
 ) -> None:
     words = [*REPLAY, "name=x"]
-    with commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):
+    in_training = commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration))
+    with commands.ctrl_c_in_report() if stage == "report" else in_training:
         assert main(words) == 130
     assert "repeat the command to resume" in capsys.readouterr().err
     assert main(words) == 0
     assert [path.name for path in RUN.iterdir()] == ["x"]
+    assert Path("runs/latest/report.html").exists()
     assert numbers(results_of()) == numbers(results_of(whole))
     assert_frame_equal(metrics_of("runs/latest"), metrics_of(whole))
-
-
-def test_a_run_interrupted_while_it_reports_is_finished_by_the_same_command(folder: Path) -> None:
-    words = [*REPLAY, "name=x"]
-    with commands.ctrl_c_in_report():
-        assert main(words) == 130
-    before = metrics_of(RUN / "x")
-    assert main(words) == 0
-    assert [path.name for path in RUN.iterdir()] == ["x"]
-    assert Path("runs/latest/report.html").exists()
-    assert_frame_equal(metrics_of("runs/latest"), before)
 
 
 @commands.in_proc
@@ -374,11 +336,10 @@ def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> Non
         children[:] = commands.children_of(killed.pid)
         return all((seed / "rce" / "last.pt").exists() for seed in seeds)
 
-    commands.kill_when(killed, begun)
+    commands.stop_when(begun, killed)
     assert len(children) >= 2
-    commands.wait_for(
-        lambda: not any(map(commands.alive, children))
-    )  # or they would go on writing beside the run that goes on
+    # or they would go on writing beside the run that goes on
+    commands.wait_for(lambda: not any(map(commands.alive, children)))
     assert not all((seed / "grpo_recorded" / "epoch10.pt").exists() for seed in seeds)
     assert main(words) == 0
     assert main([*words, "runs=whole", "jobs=1"]) == 0

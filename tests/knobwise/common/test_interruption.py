@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import commands
 import polars as pl
 import pytest
 import torch
-from commands import COMMAND, TABLE, VARIABLES, Capture, Patch, same
+from commands import COMMAND, REPLAY, TABLE, VARIABLES, Capture, Patch, iteration_of, same, visible, wait_for
 from helpers import small_beams, small_table
 from polars.testing import assert_frame_equal
 
@@ -48,6 +50,14 @@ def send(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
 
 
+def stopped(work: Callable[[], object]) -> KeyboardInterrupt:
+    """What stops this work; the next signal is another wish."""
+    with pytest.raises(KeyboardInterrupt) as stop:
+        work()
+    interruption._latest_s = -10.0
+    return stop.value
+
+
 # -- holding back ------------------------------------------------------------------------------------------------------
 
 
@@ -72,35 +82,22 @@ def test_what_was_told_to_be_ignored_stays_ignored() -> None:
     assert held.number is None
 
 
-def test_a_signal_is_held_back_to_where_it_may_stop() -> None:
+@pytest.mark.parametrize(("checks", "places"), [(True, ["sent"]), (False, ["sent", "end of the block"])])
+def test_a_signal_is_held_back_to_where_it_may_stop_or_to_the_end(checks: bool, places: list[str]) -> None:
     passed = []
 
     def work() -> None:
         with held_back() as held:
             held.check()
             send(signal.SIGTERM)
-            passed.append(1)
-            held.check()
-            passed.append(2)
+            passed.append("sent")
+            if checks:
+                held.check()
+            passed.append("end of the block")
+        passed.append("after it")
 
-    with pytest.raises(KeyboardInterrupt) as stop:
-        work()
-    assert passed == [1]
-    assert status_of(stop.value) == 143
-
-
-def test_what_is_still_held_back_at_the_end_is_raised_then() -> None:
-    passed = []
-
-    def work() -> None:
-        with held_back():
-            send()
-            passed.append(1)
-        passed.append(2)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert passed == [1]
+    assert status_of(stopped(work)) == 143
+    assert passed == places
 
 
 def test_the_same_signal_twice_at_once_is_one(capsys: Capture) -> None:
@@ -112,8 +109,7 @@ def test_the_same_signal_twice_at_once_is_one(capsys: Capture) -> None:
                 send()
             numbers.append(held.number)
 
-    with pytest.raises(KeyboardInterrupt):
-        work()
+    stopped(work)
     assert numbers == [signal.SIGINT]
     assert capsys.readouterr().err.split() == ["stopping"]
 
@@ -131,22 +127,17 @@ def test_a_second_signal_stops_at_once_but_not_what_is_undisturbed(monkeypatch: 
             send()
             passed.append("went on")
 
-    with pytest.raises(KeyboardInterrupt):
-        work()
+    stopped(work)
     assert passed == ["saved"]
 
 
 def test_in_another_thread_nothing_changes() -> None:
-    numbers: list[int | None] = []
-
-    def work() -> None:
+    def work() -> int | None:
         with stopped_by_signals(), held_back() as held:
-            numbers.append(held.number)
+            return held.number
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert numbers == [None]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -159,27 +150,17 @@ def controller(folder: Path, objective: str) -> ControllerTrainer:
     table = small_table(80, holes=0.2)
     policy = PolicyConfig(structure="utility" if objective == "exact" else "additive", hidden=16, members=3)
     loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
-    reward = RewardConfig(kind="utility")
-    return ControllerTrainer(
-        table, table.split(), policy=policy, loss=loss, optimiser=SHORT, reward=reward, folder=folder
-    )
+    settings: dict[str, Any] = {"policy": policy, "loss": loss, "optimiser": SHORT, "reward": RewardConfig("utility")}
+    return ControllerTrainer(table, table.split(), folder=folder, **settings)
 
 
 def selector(folder: Path, stage: str) -> SelectorTrainer:
     table, scorer = small_beams()
     torch.manual_seed(0)
     start = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates)
-    live = stage == "live"
-    return SelectorTrainer(
-        "grpo" if live else stage,
-        table,
-        table.split(0.8, 0.1),
-        start,
-        scorer=scorer,
-        live=live,
-        config=StageConfig(epochs=3, lr=3e-3, queries=8),
-        folder=folder,
-    )
+    settings: dict[str, Any] = {"scorer": scorer, "live": stage == "live", "folder": folder}
+    settings["config"] = StageConfig(epochs=3, lr=3e-3, queries=8)
+    return SelectorTrainer("grpo" if stage == "live" else stage, table, table.split(0.8, 0.1), start, **settings)
 
 
 def press(trainer: Trainer, iteration: int, times: int = 1) -> None:
@@ -214,15 +195,12 @@ def test_ctrl_c_saves_the_iteration_it_is_in_and_the_end_is_bit_for_bit_the_same
         trainer = make(tmp_path / "stopped", how)
         trainer.resume(tmp_path / "stopped" / "last.pt")  # type: ignore[attr-defined]
         press(trainer, stop)
-        with pytest.raises(KeyboardInterrupt) as stopped:
-            trainer.run()
+        (note,) = stopped(trainer.run).__notes__
         state = load_checkpoint(tmp_path / "stopped" / "last.pt").extra["training"]
         assert state["iteration"] == stop + 1  # nothing of what was done is lost
         load_checkpoint(tmp_path / "stopped" / "best.pt")
-        (note,) = stopped.value.__notes__
         assert f"{tmp_path / 'stopped' / 'last.pt'} holds iteration {stop + 1} of {trainer.total}" in note
         assert f"validation {trainer.judged_by} {state['best']['score']:.4f}" in note
-        interruption._latest_s = -10.0  # the next one is another wish
     resumed = make(tmp_path / "stopped", how)
     assert resumed.resume(tmp_path / "stopped" / "last.pt")  # type: ignore[attr-defined]
     assert resumed.iteration == stops[-1] + 1
@@ -240,10 +218,8 @@ def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
     trainer = controller(tmp_path, "sampled")
     press(trainer, 9, times=2)
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        trainer.run()
-    assert load_checkpoint(tmp_path / "last.pt").extra["training"]["iteration"] == 6
-    assert "holds iteration 6 of 20" in stopped.value.__notes__[0]
+    assert "holds iteration 6 of 20" in stopped(trainer.run).__notes__[0]
+    assert iteration_of(tmp_path / "last.pt") == 6
 
 
 def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -259,30 +235,34 @@ def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypat
         return state()
 
     trainer.training_state = pressed  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run()
-    assert load_checkpoint(tmp_path / "last.pt").extra["training"]["iteration"] == 10
+    stopped(trainer.run)
+    assert iteration_of(tmp_path / "last.pt") == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt"]
 
 
 def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path) -> None:
     trainer = controller(tmp_path, "sampled")
     press(trainer, 19)
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        trainer.run()
-    assert "finished" in stopped.value.__notes__[0]
+    assert "finished" in stopped(trainer.run).__notes__[0]
     again = controller(tmp_path, "sampled")
     assert again.resume(tmp_path / "last.pt")
     assert again.finished
 
 
-@pytest.mark.parametrize("what", ["elastic", "learner"])
+def train_elastic(path: Path) -> None:
+    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
+    train(TrainingConfig(steps=6, batch_size=4), size, path)
+
+
+@pytest.mark.parametrize(
+    ("module", "work"),
+    [(training, train_elastic), (learner, lambda path: train_learner(LearnerConfig(steps=6, batch_size=4), path))],
+    ids=["elastic", "learner"],
+)
 def test_ctrl_c_while_a_model_is_trained_for_profiling_saves_its_last_step(
-    tmp_path: Path, monkeypatch: Patch, what: str
+    tmp_path: Path, monkeypatch: Patch, module: Any, work: Callable[[Path], object]
 ) -> None:
-    calls, path = [], tmp_path / "state.pt"
-    module: Any = training if what == "elastic" else learner
-    loss = module._loss
+    calls, path, loss = [], tmp_path / "state.pt", module._loss
 
     def pressed(*arguments: Any) -> Any:
         calls.append(1)
@@ -291,13 +271,7 @@ def test_ctrl_c_while_a_model_is_trained_for_profiling_saves_its_last_step(
         return loss(*arguments)
 
     monkeypatch.setattr(module, "_loss", pressed)
-    size = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
-    trained: dict[str, Callable[[], Any]] = {
-        "elastic": lambda: train(TrainingConfig(steps=6, batch_size=4), size, path),
-        "learner": lambda: train_learner(LearnerConfig(steps=6, batch_size=4), path),
-    }
-    with pytest.raises(KeyboardInterrupt):
-        trained[what]()
+    stopped(lambda: work(path))
     assert torch.load(path, weights_only=True)["step"] == 3
 
 
@@ -309,9 +283,7 @@ TRAIN = [
     *("optimiser.iterations=180", "optimiser.contexts=64", "optimiser.evaluate_every=25", "optimiser.patience=0"),
 ]
 BEAMS = [
-    *("train", "experiment=selector_replay", "beams.path=b.safetensors", "beams.train=0.6", "beams.validation=0.2"),
-    *("selector.width=16", "selector.heads=2", "tracking=disabled", "sft.epochs=20", "sft.queries=8", "rce.epochs=1"),
-    *("rce.queries=8", "grpo.queries=8", "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=1"),
+    *(*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=1", "sft.epochs=20"),
     *("seeds=[0,1,2]", "jobs=2", "name=x"),
 ]
 TERMINAL = {"TERM": "xterm", "COLUMNS": "120"}
@@ -328,12 +300,9 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -> None:
     """Stopped in the middle of the second seed; all that it prints is true. Ctrl-C is pressed in a terminal below."""
-    process = commands.started(TRAIN)
     kept = Path("runs/controller/x/checkpoints/seed1")
-    commands.wait_for(lambda: commands.iteration_of(kept / "last.pt") >= 25 or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    _, message = process.communicate(timeout=120)
-    assert process.returncode == 143, message
+    process = commands.started(TRAIN)
+    message = commands.stop_when(lambda: iteration_of(kept / "last.pt") >= 25, process, signal.SIGTERM)
     assert "Traceback" not in message
     note = re.search(
         rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 200; best\.pt beside it the best so far "
@@ -342,7 +311,7 @@ def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -
     )
     assert note is not None, message
     iteration, score, best = int(note[1]), float(note[2]), int(note[3])
-    assert 25 <= commands.iteration_of(kept / "last.pt") == iteration < 200
+    assert 25 <= iteration_of(kept / "last.pt") == iteration < 200
     extra = load_checkpoint(kept / "best.pt").extra
     assert (round(extra["validation_utility"], 4), extra["iteration"]) == (score, best)
     assert "what is finished is kept in runs/controller/x" in message
@@ -363,18 +332,18 @@ def check_stopped(message: str, children: list[int]) -> None:
     """No process is left, and each says where what it did is."""
     assert "Traceback" not in message
     assert len(children) >= 2
-    commands.wait_for(lambda: not any(map(commands.alive, children)), 10)
+    wait_for(lambda: not any(map(commands.alive, children)), 10)
     for seed in (0, 1):
         note = re.search(rf"seed {seed} · (\w+): (runs/\S+/seed{seed}/\1/last\.pt) holds iteration (\d+) of", message)
         assert note is not None, message
-        assert commands.iteration_of(Path(note[2])) == int(note[3])
+        assert iteration_of(Path(note[2])) == int(note[3])
     assert not Path("runs/selector_replay/x/checkpoints/seed2").exists()  # that one was waiting
 
 
 @commands.in_proc
 def test_several_processes_are_stopped_by_a_scheduler_that_signals_them_all(folder: Path) -> None:
     process = commands.started(BEAMS)
-    commands.wait_for(lambda: all(commands.iteration_of(path) >= 0 for path in SFT) or process.poll() is not None)
+    wait_for(lambda: all(iteration_of(path) >= 0 for path in SFT) or process.poll() is not None)
     children = commands.children_of(process.pid)
     for each in (process.pid, *children):
         os.kill(each, signal.SIGTERM)
@@ -394,20 +363,9 @@ def in_terminal(words: list[str]) -> tuple[int, int]:
 
 def read_to_end(terminal: int, output: bytearray) -> None:
     """What is written until all who could write have gone."""
-    while True:
-        try:
-            part = os.read(terminal, 65536)
-        except OSError:
-            break
-        if not part:
-            break
-        output += part
-
-
-def visible(output: bytearray) -> str:
-    """What a terminal was given, without control characters, each state of a bar a line."""
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", bytes(output).decode(errors="ignore")).replace("\r", "\n")
-    return re.sub(r"\n+", "\n", text)
+    with suppress(OSError):
+        while part := os.read(terminal, 65536):
+            output += part
 
 
 @commands.in_proc
@@ -425,9 +383,9 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
         bar = re.compile("seeds +[━╸╺]+ +0/3 +– it/s · time left unknown")
 
     def begun() -> bool:
-        return all(commands.iteration_of(path) >= 10 for path in watched) and bar.search(visible(output)) is not None
+        return all(iteration_of(path) >= 10 for path in watched) and bar.search(visible(output)) is not None
 
-    commands.wait_for(lambda: begun() or not commands.alive(process))
+    wait_for(lambda: begun() or not commands.alive(process))
     children = commands.children_of(process)
     os.write(terminal, b"\x03")  # the key: the terminal makes a signal of it, for every process
     reader.join(120)
@@ -444,9 +402,8 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
 
 @pytest.mark.parametrize("gone", ["2>&-", "2> >(true)"], ids=["closed", "a pipe that nobody reads"])
 def test_a_stderr_that_is_gone_does_not_stop_training(folder: Path, gone: str) -> None:
-    words = [*TRAIN, "optimiser.iterations=2", "seeds=[0]"]
-    kept = [word for word in words if word not in ("optimiser.iterations=180", "seeds=[0,1]")]
-    command = ["bash", "-c", f"{shlex.join([*COMMAND, *kept])} {gone}"]
+    words = [*COMMAND, *TRAIN, "optimiser.iterations=2", "seeds=[0]"]
+    command = ["bash", "-c", f"{shlex.join(words)} {gone}"]
     done = subprocess.run(command, env={**os.environ, **VARIABLES, **TERMINAL}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path("runs/controller/x/report.html").exists()

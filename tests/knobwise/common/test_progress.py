@@ -1,3 +1,5 @@
+"""What a person sees of long work: lines, bars, and what several processes do and leave when they are stopped."""
+
 from __future__ import annotations
 
 import fcntl
@@ -5,20 +7,28 @@ import multiprocessing
 import os
 import pty
 import re
+import signal
 import struct
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-from commands import Capture, Patch
+from commands import Capture, Patch, visible, wait_for
 
 from knobwise.common import progress as module
+from knobwise.common.errors import InputError
+from knobwise.common.interruption import stopped_by_signals
+from knobwise.common.processes import in_processes
 from knobwise.common.progress import progress
+
+LONG_S = 60
 
 
 class Clock:
@@ -36,33 +46,26 @@ def clock(monkeypatch: Patch) -> Clock:
 
 
 class Terminal:
-    """A pseudo-terminal in the place of stderr."""
+    """A pseudo-terminal. Each test puts it in the place of stderr: pytest puts its stderr there after the fixtures."""
 
-    def __init__(self, patch: Patch) -> None:
-        self.patch = patch
+    def __init__(self) -> None:
         self.reader, writer = pty.openpty()
         fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         os.set_blocking(self.reader, False)
         self.stderr: TextIO = os.fdopen(writer, "w", buffering=1)
 
-    def put_on(self) -> None:
-        """pytest puts its own stderr in place after the fixtures, so that each test does this itself."""
-        self.patch.setattr(sys, "stderr", self.stderr)
-
     def visible(self) -> str:
-        """What was written since the last call, without control characters, each state of a bar a line."""
+        """What was written since the last call."""
         output = b""
-        while True:
-            try:
-                output += os.read(self.reader, 65536)
-            except BlockingIOError:
-                break
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode()).replace("\r", "\n")
+        with suppress(BlockingIOError):
+            while part := os.read(self.reader, 65536):
+                output += part
+        return visible(output)
 
 
 @pytest.fixture
 def terminal(monkeypatch: Patch) -> Iterator[Terminal]:
-    output = Terminal(monkeypatch)
+    output = Terminal()
     for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -101,14 +104,8 @@ def test_without_a_terminal_it_says_a_plain_line_now_and_then(
     with progress("work", **settings) as tick:
         for seconds, done in ticks:
             clock.now += seconds
-            tick(done, "")
-    assert capsys.readouterr().err.splitlines() == [f"work: {line}" for line in lines]
-
-
-def test_a_line_ends_with_the_note(capsys: Capture, clock: Clock) -> None:
-    with progress("training", total=1000, every_s=0) as tick:
-        tick(910, "loss 0.50")
-    assert capsys.readouterr().err.endswith(" left · loss 0.50\n")
+            tick(done, "loss 0.50")
+    assert capsys.readouterr().err.splitlines() == [f"work: {line} · loss 0.50" for line in lines]
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
@@ -141,8 +138,7 @@ def test_a_stderr_that_is_gone_does_not_matter(monkeypatch: Patch) -> None:
 
 
 def test_a_bar_says_title_count_rate_time_left_and_the_note(terminal: Terminal, clock: Clock) -> None:
-    terminal.put_on()
-    with progress("seed 3", total=400, done=100) as tick:
+    with redirect_stderr(terminal.stderr), progress("seed 3", total=400, done=100) as tick:
         assert "seed 3" in (begun := terminal.visible())
         assert "100/400 – it/s · time left unknown" in begun
         clock.now += 10
@@ -153,15 +149,14 @@ def test_a_bar_says_title_count_rate_time_left_and_the_note(terminal: Terminal, 
         clock.now += 10
         tick(303, "")
         assert "10.2 it/s" in terminal.visible()
-    with progress("slow", total=5) as tick:
+    with redirect_stderr(terminal.stderr), progress("slow", total=5) as tick:
         clock.now += 60
         tick(2, "")
         assert "2/5 30.0 s/it · 90 s left" in terminal.visible()
 
 
 def test_a_finished_bar_stays_with_the_time_that_it_took(terminal: Terminal, clock: Clock) -> None:
-    terminal.put_on()
-    with progress("measuring", total=2) as tick:
+    with redirect_stderr(terminal.stderr), progress("measuring", total=2) as tick:
         for done in (1, 2):
             clock.now += 0.01  # too soon to be drawn anew
             tick(done, "last")
@@ -169,9 +164,8 @@ def test_a_finished_bar_stays_with_the_time_that_it_took(terminal: Terminal, clo
 
 
 def test_short_work_draws_no_bar_and_longer_work_does(terminal: Terminal, clock: Clock) -> None:
-    terminal.put_on()
     for seconds, says in ((0.1, False), (3.0, True)):
-        with progress("reading", total=4, quiet_s=2) as tick:
+        with redirect_stderr(terminal.stderr), progress("reading", total=4, quiet_s=2) as tick:
             for done in range(1, 5):
                 clock.now += seconds / 4
                 tick(done, "")
@@ -179,8 +173,7 @@ def test_short_work_draws_no_bar_and_longer_work_does(terminal: Terminal, clock:
 
 
 def test_a_bar_within_a_bar_goes_when_it_is_done(terminal: Terminal, clock: Clock) -> None:
-    terminal.put_on()
-    with progress("seeds", total=2) as outer:
+    with redirect_stderr(terminal.stderr), progress("seeds", total=2) as outer:
         for seed in range(2):
             with progress(f"seed {seed}", total=2) as inner:
                 clock.now += 1
@@ -195,8 +188,7 @@ def test_a_bar_within_a_bar_goes_when_it_is_done(terminal: Terminal, clock: Cloc
 
 
 def test_titles_and_notes_are_no_markup(terminal: Terminal, clock: Clock) -> None:
-    terminal.put_on()
-    with progress("seeds=[0]", total=2) as tick:
+    with redirect_stderr(terminal.stderr), progress("seeds=[0]", total=2) as tick:
         clock.now += 1
         tick(1, "[red]0.5[/]")
     visible = terminal.visible()
@@ -205,22 +197,20 @@ def test_titles_and_notes_are_no_markup(terminal: Terminal, clock: Clock) -> Non
 
 
 def test_what_goes_into_a_file_stays_there_while_a_bar_is_drawn(
-    terminal: Terminal, clock: Clock, tmp_path: Path, monkeypatch: Patch
+    terminal: Terminal, clock: Clock, tmp_path: Path
 ) -> None:
-    terminal.put_on()
-    with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", out)
-        with progress("measuring", total=2) as tick:
-            tick(1, "")
-            print("found 0.5")
-    assert (tmp_path / "out").read_text() == "found 0.5\n"
-    assert "found" not in terminal.visible()
+    out, bar = (tmp_path / "out").open("w"), progress("measuring", total=2)
+    with out, redirect_stdout(out), redirect_stderr(terminal.stderr), bar as tick:
+        tick(1, "")
+        print("result 0.5")
+    assert (tmp_path / "out").read_text() == "result 0.5\n"
+    assert "result" not in terminal.visible()
 
 
 def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: Patch) -> None:
-    gone = Terminal(monkeypatch)
+    gone = Terminal()
     monkeypatch.setenv("TERM", "xterm")
-    gone.put_on()
+    monkeypatch.setattr(sys, "stderr", gone.stderr)
     done = 0
     with progress("outer", total=1), progress("training", total=3) as tick:
         tick(1, "")
@@ -237,9 +227,8 @@ def test_a_terminal_that_goes_away_does_not_matter(monkeypatch: Patch) -> None:
 
 
 def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, clock: Clock, monkeypatch: Patch) -> None:
-    terminal.put_on()
     monkeypatch.setenv("TERM", "dumb")
-    with progress("training", total=2) as tick:
+    with redirect_stderr(terminal.stderr), progress("training", total=2) as tick:
         tick(2, "")
     assert terminal.visible().strip() == "training: 2/2, done in 0 s"
 
@@ -255,8 +244,67 @@ def work(number: int) -> int:
 
 
 def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) -> None:
-    terminal.put_on()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with (
+        redirect_stderr(terminal.stderr),
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
         assert pool.submit(work, 4).result() == 4
     assert re.search(r"^worker 4: 3/3, done in \d+ s · note 4$", capfd.readouterr().err, re.MULTILINE)
     assert terminal.visible() == ""
+
+
+# -- work in several processes: what comes back, and how it ends when it is stopped ------------------------------------
+
+
+def do_piece(folder: Path, what: str) -> str:
+    """Leaves a file with its process's number, and does what its name says."""
+    (folder / what).write_text(str(os.getpid()))
+    if what == "wrong":
+        raise InputError("something wrong")
+    if what.startswith("long"):
+        try:
+            time.sleep(LONG_S)
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"{what} was saved")
+            raise
+    return f"{what} done"
+
+
+def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: Capture) -> None:
+    in_processes("pieces", do_piece, [(tmp_path, name) for name in ("a", "b", "c")], 2, done=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}
+    assert "pieces: 7/7" in capsys.readouterr().err
+    in_processes("pieces", do_piece, [], 2, done=4)  # nothing to do starts no process
+
+
+@pytest.mark.usefixtures("_signals_arrive")
+@pytest.mark.parametrize(("number", "to_a_worker"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_signal_to_this_process_or_a_worker_stops_all_and_what_waits_is_not_begun(
+    number: int, to_a_worker: bool, tmp_path: Path
+) -> None:
+    def press() -> None:
+        wait_for(lambda: len([path for path in tmp_path.iterdir() if path.read_text()]) >= 2)
+        time.sleep(0.1)
+        os.kill(int((tmp_path / "long 0").read_text()) if to_a_worker else os.getpid(), number)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt) as stop, stopped_by_signals():
+        in_processes("pieces", do_piece, [(tmp_path, f"long {index}") for index in range(4)], 2)
+    thread.join()
+    assert time.monotonic() - start < LONG_S
+    assert stop.value.args == (number,)
+    begun = sorted(path.name for path in tmp_path.iterdir())
+    assert len(begun) < 4
+    stopped = ["long 0"] if to_a_worker else begun[:2]
+    assert {f"{name} was saved" for name in stopped} <= set(stop.value.__notes__)
+
+
+@pytest.mark.usefixtures("_signals_arrive")
+def test_an_error_stops_the_others(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(InputError, match="something wrong"):
+        in_processes("pieces", do_piece, [(tmp_path, "long 0"), (tmp_path, "wrong")], 2)
+    assert time.monotonic() - start < LONG_S

@@ -1,38 +1,37 @@
+"""Every option: its meaning, its default, and what profiles and beams are read from it."""
+
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import small_table
+import torch
+from helpers import small_beams, small_table
 
-from knobwise.experiments.command_line.compose import (
-    GROUPS,
-    field_docs,
-    read_settings,
-)
+from knobwise.experiments.command_line.compose import GROUPS, field_docs, read_settings
 from knobwise.experiments.command_line.help import help_lines
+from knobwise.experiments.settings.beams import hide, read_data
 from knobwise.experiments.settings.options import VERBS, TrainRun
 from knobwise.experiments.settings.profiles import BuiltinProfile, TableProfile, read_profile
+from knobwise.experiments.settings.selector_options import BeamFiles
 
 
-def every_config() -> set[type[Any]]:
-    configs = {
-        type(option) if not isinstance(option, type) else option for g in GROUPS.values() for option in g.values()
-    }
-    waiting = list(VERBS.values()) + list(configs)
+def every_config() -> list[type[Any]]:
+    """The dataclasses of the verbs and of all choices, with those that their fields hold by default."""
+    configs: dict[type[Any], None] = {}
+    waiting = [*VERBS.values(), *(option for group in GROUPS.values() for option in group.values())]
     while waiting:
-        node = waiting.pop()
-        configs.add(node)
-        for f in fields(node):
-            default = f.default_factory() if callable(f.default_factory) else f.default
-            if is_dataclass(default) and type(default) not in configs:
-                waiting.append(type(default))
-    return configs
+        option = waiting.pop()
+        node = option if isinstance(option, type) else type(option)
+        configs[node] = None
+        defaults = [f.default_factory() if callable(f.default_factory) else f.default for f in fields(node)]
+        waiting += [default for default in defaults if is_dataclass(default) and type(default) not in configs]
+    return list(configs)
 
 
-@pytest.mark.parametrize("node", sorted(every_config(), key=lambda n: n.__name__), ids=lambda n: n.__name__)
+@pytest.mark.parametrize("node", every_config(), ids=lambda node: node.__name__)
 def test_every_field_of_every_config_has_a_docstring(node: type[Any]) -> None:
     assert set(field_docs(node)) == {f.name for f in fields(node)}
     assert all(len(text) > 10 for text in field_docs(node).values())
@@ -55,13 +54,9 @@ def test_the_settings_of_the_original_selector() -> None:
     network = settings.selector
     assert (network.version, network.projection, network.update, network.dropout) == ("v2", "linear", "convex", 0.5)
     assert (network.width, network.layers, network.temperature) == (256, 1, 0.1)
-    assert (settings.sft.epochs, settings.sft.lr, settings.sft.weight_decay, settings.sft.rise) == (
-        20,
-        1e-4,
-        1e-3,
-        0.05,
-    )
-    assert settings.rce.lr == settings.sft.lr / 10
+    sft = settings.sft
+    assert (sft.epochs, sft.lr, sft.weight_decay, sft.rise) == (20, 1e-4, 1e-3, 0.05)
+    assert settings.rce.lr == sft.lr / 10
     assert 2 <= settings.grpo.epochs <= 5
     loss = settings.loss
     assert (loss.clip_epsilon, loss.advantage, loss.advantage_std_floor, loss.advantage_clip) == (0.2, "zscore", 0.1, 5)
@@ -81,6 +76,8 @@ def test_defaults_and_overrides() -> None:
     changed = read_settings("train", ["profile=table", "profile.path=a.csv", "policy=joint", "policy.hidden=8"])
     assert isinstance(changed.profile, TableProfile)
     assert (changed.policy.structure, changed.policy.hidden) == ("joint", 8)
+    in_help = {line.key: line.default for line in help_lines("train")}
+    assert (in_help["reward.kind"], in_help["profile"]) == ("utility", "builtin")
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
@@ -90,14 +87,40 @@ def test_help_names_every_key_once(verb: str) -> None:
     assert all(line.meaning for line in lines)
 
 
-def test_help_shows_the_defaults_that_hold() -> None:
-    defaults = {line.key: line.default for line in help_lines("train")}
-    assert defaults["reward.kind"] == "utility"
-    assert defaults["profile"] == "builtin"
-
-
 def test_a_saved_table_is_a_profile_too(tmp_path: Path) -> None:
     table = small_table(20)
     table.save(tmp_path / "t.safetensors")
     settings = read_settings("inspect", ["profile=table", f"profile.path={tmp_path / 't.safetensors'}"])
     assert read_profile(settings.profile).digest == table.digest
+
+
+# -- what the selector experiment learns from and is judged on ---------------------------------------------------------
+
+
+def test_hidden_columns_are_hidden_everywhere_and_nothing_else_is() -> None:
+    table, _ = small_beams()
+    hidden = hide(table, ["liar"])
+    for seen, before in ((hidden.queries, table.queries), (hidden.candidates, table.candidates)):
+        assert not seen[:, 3].any()
+        assert torch.equal(seen[:, :3], before[:, :3])
+    assert table.candidates[:, 3].any()  # the table itself is left as it was
+
+
+def test_beams_of_a_file_are_judged_on_queries_that_nothing_was_fitted_or_chosen_on(tmp_path: Path) -> None:
+    table, _ = small_beams(50)
+    table.save(tmp_path / "t.safetensors")
+    data = read_data(BeamFiles(path=str(tmp_path / "t.safetensors")))
+    parts = [set(rows.tolist()) for rows in (data.split.train, data.split.validation, data.test_rows)]
+    assert [len(part) for part in parts] == [40, 5, 5]
+    assert len(set.union(*parts)) == 50
+    assert data.judged_by == "recorded"
+
+
+def test_without_right_answers_the_best_beam_is_right(tmp_path: Path) -> None:
+    table, _ = small_beams(30)
+    scores = {"beam_score": torch.tensor([0.1, 0.4, 0.2, 0.4, 0.3, 0.0]).expand(30, -1)}
+    replace(table, fields=scores).save(tmp_path / "t.safetensors")
+    data = read_data(BeamFiles(path=str(tmp_path / "t.safetensors")))
+    assert data.judged_by == "best_beam"
+    assert "vqa_correct" not in data.table.fields
+    assert data.test.fields["vqa_correct"][0].tolist() == [0, 1, 0, 1, 0, 0]

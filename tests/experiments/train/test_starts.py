@@ -1,0 +1,239 @@
+"""What runs and their stages start from, and what they learn from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from commands import REPLAY, TABLE, Capture, Patch, ctrl_c, refused, same, write_table
+from helpers import MatchScorer, equal_states, small_beams
+from polars.testing import assert_frame_equal
+
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.training.settings import StageConfig
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
+from knobwise.experiments.settings.beams import SelectorData
+from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.experiments.train import selector
+from knobwise.experiments.train.selector import SelectorStages
+
+STAGE = StageConfig(epochs=1, lr=1e-2, queries=16, keep="last")
+
+
+def data_of(table: BeamTable, scorer: MatchScorer) -> SelectorData:
+    split = table.split(0.8, 0.1)
+    return SelectorData(table, split, scorer, table, split.test, scorer, None, "scorer")
+
+
+def run_of(variants: dict[str, Any], **settings: Any) -> SelectorRun:
+    return SelectorRun(
+        beams=None,
+        selector=SelectorConfig(width=16, heads=2),
+        sft=STAGE,
+        rce=STAGE,
+        grpo=STAGE,
+        variants=variants,
+        seeds=[0],
+        judged_shots=[2],
+        tracking=TrackingSettings(mode="disabled", tensorboard=False),
+        **settings,
+    )
+
+
+class Watched(selector.SelectorTrainer):
+    """Writes down what each stage gets."""
+
+    stages: dict[str, dict[str, Any]] = {}
+
+    def __init__(self, stage: str, table: BeamTable, split: Any, start: Selector, **settings: Any) -> None:
+        self.stages[settings["folder"].name] = {"table": table, "start": start, **settings}
+        super().__init__(stage, table, split, start, **settings)
+
+
+@pytest.fixture
+def stages(monkeypatch: Patch, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    variants = {
+        "warm": {},
+        "cold": {"warmup": False},
+        "rounds": {"rounds": 2, "own_draws": 3},
+        "live": {"live": True},
+        "other": {"reward": {"mode": "hard_only"}},
+        "hot": {"loss": {"temperature_end": 1.0}},
+        "shuffled": {"reward": {"shuffled": True}},
+    }
+    monkeypatch.setattr(selector, "SelectorTrainer", Watched)
+    Watched.stages = {}
+    SelectorStages(run_of(variants), data_of(*small_beams(60)), 0, tmp_path).all()
+    return Watched.stages
+
+
+def test_what_the_stages_start_from(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    last = {
+        folder.name: load_checkpoint(folder / "best.pt").selector
+        for folder in (tmp_path / "checkpoints" / "seed0").iterdir()
+    }
+    assert not equal_states(last["sft"], last["rce"])
+    before = {"rce": "sft", "cold": "sft", "rounds": "rounds-1"}
+    before |= dict.fromkeys(("warm", "live", "shuffled", "rounds-1"), "rce")
+    before |= {"other": "other-rce", "hot": "hot-rce"}  # what RCE reads differs, so each has an RCE stage for itself
+    for name, start in before.items():
+        assert equal_states(stages[name]["start"], last[start])
+    for name in ("other", "hot"):
+        assert not equal_states(stages[name]["start"], last["rce"])
+    for name in ("warm", "cold", "rounds", "live", "other"):  # the KL is to SFT
+        assert equal_states(stages[name]["reference"], last["sft"])
+
+
+def test_what_the_stages_learn_from(stages: dict[str, dict[str, Any]]) -> None:
+    assert stages["sft"]["groups"].methods == ("beam",)
+    assert not (stages["sft"]["table"].found_by == POLICY).any()
+    first, second = stages["rounds-1"]["table"], stages["rounds"]["table"]
+    assert set(first.round.unique().tolist()) == {0, 1}
+    assert set(second.round.unique().tolist()) == {0, 1, 2}
+    assert stages["rounds"]["groups"].rounds == 1
+    assert "beam" not in stages["warm"]["groups"].methods
+    assert stages["live"]["live"]
+
+
+def test_own_draws_are_those_of_the_selector(tmp_path: Path) -> None:
+    table, scorer = small_beams(30)
+    torch.manual_seed(0)
+    stages = SelectorStages(run_of({}), data_of(table, scorer), 0, tmp_path)
+    sharp = Selector.fitted(SelectorConfig(width=16, heads=2, temperature=1e-4), table.queries, table.candidates)
+    recorded = stages.recorded(table, sharp, 3, 1)
+    draws = recorded.found_by == POLICY
+    chosen = sharp.choose(table.queries, table.candidates[table.pool], table.pool_mask, 2)
+    for row in range(30):
+        pool_rows = table.pool[row][recorded.sequences[row][draws[row]]]
+        # candidates that look alike to the selector are drawn alike
+        assert (table.candidates[pool_rows] == table.candidates[table.pool[row][chosen[row]]]).all()
+        right = scorer(torch.full((len(pool_rows),), row), pool_rows)["vqa_correct"]
+        assert torch.equal(recorded.fields["vqa_correct"][row][draws[row]], right)
+
+
+def test_the_kept_epoch_is_judged(tmp_path: Path) -> None:
+    """Not the last one."""
+    config, data = run_of({"warm": {}}), data_of(*small_beams(60))
+    SelectorStages(config, data, 0, tmp_path).all()
+    before, decisions = selector.judge_run(config, data, tmp_path)
+    seed = tmp_path / "checkpoints" / "seed0"
+    for name in ("sft", "rce", "warm"):
+        (seed / name / "last.pt").write_bytes((seed / "sft" / "epoch0.pt").read_bytes())
+    again, decided_again = selector.judge_run(config, data, tmp_path)
+    assert decisions.drop("decision_us").equals(decided_again.drop("decision_us"))
+    rows = [[{**row, "decision_us_p50": None} for row in results["rows"]] for results in (before, again)]
+    assert rows[0] == rows[1]
+    assert before["epochs"] == {"sft": [1], "rce": [1], "warm": [1]}
+    assert {row["policy"] for row in before["votes"]} == {"sft", "rce", "warm"}
+
+
+# -- runs that start from a checkpoint, through the command line -------------------------------------------------------
+
+TRAIN = [
+    *("train", *TABLE, "policy=additive", "seeds=[0]"),
+    *("policy.hidden=16", "policy.dropout=0", "baselines=false", "tracking=disabled", "optimiser.contexts=32"),
+    *("optimiser.evaluate_every=3", "optimiser.warmup_iterations=0", "optimiser.iterations=9"),
+]
+WARM = [*TRAIN, "optimiser.warmup_iterations=60", "optimiser.warmup_lr=0.01", "optimiser.iterations=0", "name=warm"]
+START = "init_from=runs/controller/warm/checkpoints/best.pt"
+BEAMS = [*REPLAY, "grpo.epochs=2", "variants.shuffled_recorded=null"]
+SFT = "init_from=runs/selector_replay/warm/checkpoints/seed0/sft/epoch2.pt"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile, another one, beams, and a finished run of a controller and of a selector."""
+    folder = tmp_path_factory.mktemp("starts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_table()
+        write_table(50, seed=1, prefix="other-")
+        small_beams(60)[0].save("b.safetensors")
+        assert main(WARM) == 0
+        assert main([*BEAMS, "sft.epochs=2", "name=warm"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, monkeypatch: Patch) -> Path:
+    monkeypatch.chdir(made)
+    return made
+
+
+def state(path: str, kind: str = "controller") -> dict[str, Any]:
+    return dict(getattr(load_checkpoint(path), kind).state_dict())
+
+
+def interrupted(words: list[str], iteration: int, stage: str) -> None:
+    """Run the command until Ctrl-C in this iteration of a stage."""
+    with ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration)):
+        assert main(words) == 130
+
+
+def test_grpo_alone_from_an_rce_checkpoint_also_after_an_interruption(folder: Path) -> None:
+    words = [*TRAIN, START]
+    assert main([*words, "name=whole"]) == 0
+    interrupted([*words, "name=killed"], 7, "GRPO")
+    assert main([*words, "name=killed"]) == 0
+    runs = [f"runs/controller/{name}" for name in ("whole", "killed")]
+    for name in ("best.pt", "last.pt"):
+        assert same(*(state(f"{run}/checkpoints/{name}") for run in runs))
+    assert_frame_equal(*(pl.read_csv(f"{run}/metrics.csv") for run in runs))
+    start, last = load_checkpoint(START.removeprefix("init_from=")), load_checkpoint(f"{runs[0]}/checkpoints/last.pt")
+    assert start.extra["iteration"] > 0
+    assert same(last.extra["training"]["reference"], start.controller.state_dict())
+    results = json.loads(Path(runs[0], "results.json").read_text())
+    assert results["training"] == {"warmup_iterations": 0, "iterations": 9}
+
+
+def test_fine_tuning_on_another_profile(folder: Path, capsys: Capture) -> None:
+    words = [*TRAIN, START, "profile.path=other-t.parquet", "profile.features=other-f.npz", "name=other"]
+    assert main(words) == 0
+    assert "left out" not in capsys.readouterr().err
+    trained = load_checkpoint("runs/latest/checkpoints/best.pt")
+    assert trained.profile_digest != load_checkpoint("runs/controller/warm/checkpoints/best.pt").profile_digest
+
+
+def test_test_samples_that_the_start_was_trained_on_are_left_out(folder: Path, capsys: Capture) -> None:
+    assert main([*TRAIN, START, "split.seed=5", "name=split"]) == 0
+    assert "of the 12 test samples, which are left out" in capsys.readouterr().err
+    extra = load_checkpoint("runs/latest/checkpoints/best.pt").extra
+    assert 0 < len(extra["test_rows"]) < 12
+
+
+def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(folder: Path) -> None:
+    words = [*BEAMS, SFT, "sft.epochs=0"]
+    assert main([*words, "name=whole"]) == 0
+    interrupted([*words, "name=killed"], 3, "rce")
+    assert main([*words, "name=killed"]) == 0
+    seeds = [f"runs/selector_replay/{name}/checkpoints/seed0" for name in ("whole", "killed")]
+    assert same(state(SFT.removeprefix("init_from="), "selector"), state(f"{seeds[0]}/sft/best.pt", "selector"))
+    for name in ("rce", "grpo_recorded"):
+        assert same(*(state(f"{seed}/{name}/last.pt", "selector") for seed in seeds))
+    # SFT goes on where the checkpoint ended
+    assert main([*BEAMS, SFT, "sft.epochs=1", "name=more"]) == 0
+    first = "runs/selector_replay/more/checkpoints/seed0/sft/epoch0.pt"
+    assert same(state(first, "selector"), state(SFT.removeprefix("init_from="), "selector"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*TRAIN, START, "policy.hidden=8"], "was trained with policy.hidden=16"),
+        ([*TRAIN, "init_from=none.pt"], "none.pt: no such checkpoint"),
+        ([*BEAMS, START], "holds a controller"),
+        ([*BEAMS, SFT, "beams.split_seed=3"], "that this run holds out"),
+    ],
+)
+def test_what_differs_is_one_line_and_nothing_is_written(
+    folder: Path, words: list[str], message: str, capsys: Capture
+) -> None:
+    assert message in refused([*words, "name=refused"], capsys)
