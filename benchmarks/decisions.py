@@ -19,8 +19,8 @@ from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, Random
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.results.controllers import judge_deadlines
 from knobwise.experiments.results.decisions import FILE, write_decisions
-from knobwise.experiments.results.judge import judge_deadlines
 
 SEEDS, BASELINES = 5, 13
 BUDGETS_MS = torch.tensor([10.0, 20.0, 35.0, 50.0, 70.0])

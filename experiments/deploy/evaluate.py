@@ -27,7 +27,7 @@ from knobwise.envs.readers.joint import DATASET
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.report.report import on_decisions, print_results
-from knobwise.experiments.results.judge import held_out_choices, judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig

@@ -38,7 +38,7 @@ from knobwise.envs.simulated.kinds import KINDS, SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.report.words import ORACLE, STATIC, sign_of
-from knobwise.experiments.results.judge import judged_means
+from knobwise.experiments.results.controllers import judged_means
 from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words, write_page
 from knobwise.losses.settings import LossConfig
 

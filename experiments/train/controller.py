@@ -23,7 +23,7 @@ from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import Split
 from knobwise.envs.tables.splits import budget_rows, divide
-from knobwise.experiments.results.judge import held_out_choices, judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.run import Experiment, keep_best, tracker_of

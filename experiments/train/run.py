@@ -21,8 +21,8 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
+from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
-from knobwise.experiments.results.judge import profile_of
 from knobwise.experiments.results.run_folder import claim
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode

@@ -24,7 +24,7 @@ from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset
 from knobwise.experiments.report.words import read_results
-from knobwise.experiments.results.judge import judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.controllers import judge_deadlines, judge_mean_budgets
 from knobwise.experiments.train import controller
 
 

@@ -30,8 +30,8 @@ from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.report import verdict
+from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
 from knobwise.experiments.results.equal_latency import Reference
-from knobwise.experiments.results.judge import held_out_choices, judge_deadlines, judge_mean_budgets
 
 QUICK = [
     *(*OPTIMISER, "optimiser.warmup_iterations=10", "optimiser.iterations=4", "seeds=[0,1]"),
