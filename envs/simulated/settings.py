@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from knobwise.common.checks import a_seed
+from knobwise.common.checks import at_least
 
 
 @dataclass
@@ -20,7 +20,7 @@ class SimulatedConfig:
     """Seed of all draws."""
 
     def __post_init__(self) -> None:
-        a_seed("profile.seed", self.seed)
+        at_least("profile.seed", self.seed, 0)
 
 
 @dataclass
@@ -47,4 +47,4 @@ class CalibratedConfig:
     """Seed of all draws."""
 
     def __post_init__(self) -> None:
-        a_seed("profile.seed", self.seed)
+        at_least("profile.seed", self.seed, 0)
