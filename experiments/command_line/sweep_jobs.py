@@ -1,5 +1,5 @@
-"""The jobs of a sweep: one of them, wherever a launcher runs it; the states of all of them, shown while the sweep runs
-and reported at its end; and whether a launcher can run any.
+"""The jobs of a sweep: running one, wherever the launcher puts it; showing the states of all while the sweep runs, and
+reporting them at its end; checking that a launcher can run them.
 
 Each job leaves its state in the sweep's folder: `N.json` for the launching process, and from another process its output
 in `N.log`. A job in another process stops, as by Ctrl-C, when a file `stop` appears. All of this goes by files, so it

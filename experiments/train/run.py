@@ -29,7 +29,7 @@ from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
 
 class Experiment(ABC):
-    """What training controllers and training selectors share. Making one refuses what cannot be used.
+    """What training controllers and training selectors share; settings that cannot work are refused on construction.
 
     Raises:
         InputError: a device that is not there, tracking that cannot be used.
@@ -97,8 +97,8 @@ def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
 def tracker_of(
     config: Any, folder: Path, table: Any, job_type: str, seed: int | None = None, step: int | None = None
 ) -> Tracker:
-    """Where the numbers of a run, or of one seed, go. A resumed seed stands at `step`; a negative one is the
-    beginning."""
+    """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues; a negative one means from
+    the beginning."""
     if isinstance(config, SelectorRun):
         tags = [config.selector.version, f"reward-{config.reward.mode}"]
     else:

@@ -26,6 +26,11 @@ def log(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64).log()
 
 
+def rounded(values: list[float]) -> object:
+    """Equal to these numbers but for the rounding of float32."""
+    return pytest.approx(values, rel=ROUNDING, abs=0)
+
+
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -180,29 +185,31 @@ def test_gradcheck_of_rce_and_kl_with_a_mask() -> None:
     [
         ("centred", {}, [1.0, 2.0, 6.0], [-2.0, -1.0, 3.0]),
         ("zscore", {}, [1.0, 3.0, 1.0, 3.0], [-1.0, 1.0, -1.0, 1.0]),  # population standard deviation 1
-        ("zscore", {}, [0.0, 0.0, 6.0], [each / math.sqrt(8) for each in (-2, -2, 4)]),  # variance (4 + 4 + 16)/3
+        # variance (4 + 4 + 16)/3
+        ("zscore", {}, [0.0, 0.0, 6.0], rounded([each / math.sqrt(8) for each in (-2, -2, 4)])),
         # the floor keeps noise small: deviations ±2⁻¹⁰, divided by .1
-        ("zscore", {}, [0.5, 0.5 + 2**-9], [-10 * 2**-10, 10 * 2**-10]),
-        ("zscore", {"std_floor": 1e-4}, [0.5, 0.5 + 2**-9], [-1.0, 1.0]),
+        ("zscore", {}, [0.5, 0.5 + 2**-9], rounded([-10 * 2**-10, 10 * 2**-10])),
+        ("zscore", {"std_floor": 1e-4}, [0.5, 0.5 + 2**-9], rounded([-1.0, 1.0])),
         ("rank", {}, [7.0, -1.0, 3.0], [1.0, -1.0, 0.0]),
         ("rank", {}, [5.0, 5.0, 1.0, 9.0, 5.0], [0.0, 0.0, -1.0, 1.0, 0.0]),  # ties in the middle
         ("rank", {}, [2.0, 2.0, 1.0], [0.5, 0.5, -1.0]),  # 1 − 2·rank/(G − 1), ranks ½, ½, 2
         ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),  # the reward itself, cut at 5, as all of them
-        ("unnormalised", {}, [3.7], [3.7]),  # no baseline
+        ("unnormalised", {}, [3.7], rounded([3.7])),  # no baseline
         ("centred", {"clip": 5.0}, [-10.0, 10.0], [-5.0, 5.0]),
         ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
     ],
 )
 def test_advantages_by_hand(kind: str, settings: dict[str, float], reward: list[float], wanted: list[float]) -> None:
     result = group_advantage(torch.tensor([reward]), kind, **settings)
-    assert result.tolist()[0] == pytest.approx(wanted, rel=ROUNDING, abs=0)
+    assert result.tolist()[0] == wanted
 
 
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
-        ("centred", [-1.5, -0.5, 3.5]),  # mean .5 + .5 + 1.5 = 2.5
-        ("zscore", [each / math.sqrt(4.25) for each in (-1.5, -0.5, 3.5)]),  # variance .5·2.25 + .25·.25 + .25·12.25
+        ("centred", rounded([-1.5, -0.5, 3.5])),  # mean .5 + .5 + 1.5 = 2.5
+        # variance .5·2.25 + .25·.25 + .25·12.25
+        ("zscore", rounded([each / math.sqrt(4.25) for each in (-1.5, -0.5, 3.5)])),
         ("rank", [-0.5, 0.25, 0.75]),  # mass that is worse − mass that is better
         ("unnormalised", [1.0, 2.0, 6.0]),
     ],
@@ -210,7 +217,7 @@ def test_advantages_by_hand(kind: str, settings: dict[str, float], reward: list[
 def test_weighted_advantages_by_hand(kind: str, wanted: list[float]) -> None:
     reward, weight = torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[0.5, 0.25, 0.25]])
     result = group_advantage(reward, kind, weight=weight, clip=9.0)
-    assert result.tolist()[0] == pytest.approx(wanted, rel=ROUNDING, abs=0)
+    assert result.tolist()[0] == wanted
 
 
 @pytest.mark.parametrize("kind", RELATIVE)
