@@ -95,6 +95,7 @@ class ControllerTrainer(Trainer):
                 reward=reward,
                 rows=self.member_rows,
                 seed=seed,
+                unprofiled="error",
                 lean=True,
                 full_information=exact or self.policy.structure != "utility",
                 weights=row_weights(table, self.balance, self.fitted),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import BudgetSampler
-from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import TRAINING_REWARD, BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -45,6 +47,15 @@ def row_weights(table: ProfileTable, balance: BalanceConfig, rows: Tensor) -> Te
     return weights
 
 
+def fresh_seed() -> int:
+    """A seed from torch's generator, so that `torch.manual_seed` fixes it. Processes that were forked from one another
+    share the state of that generator; the name of the process, which is in the seed too, tells them apart."""
+    drawn = int(torch.randint(1 << 62, ()))
+    if multiprocessing.parent_process() is None:
+        return drawn
+    return drawn ^ zlib.crc32(multiprocessing.current_process().name.encode())
+
+
 class ContextSampler:
     """Draws contexts: rows, uniformly or by weight, and a budget for each. All environments draw through this class, so
     that equal seeds give equal contexts.
@@ -53,6 +64,7 @@ class ContextSampler:
         rows: int64 [n], the samples to draw from; None for all. From M such lists contexts are drawn in turn, context i
             from list i mod M.
         weights: float [N] of `row_weights`, within each list; None draws evenly.
+        seed: None for a fresh one, see `fresh_seed`.
     """
 
     def __init__(
@@ -60,7 +72,7 @@ class ContextSampler:
         table: ProfileTable,
         budget: BudgetConfig,
         rows: Tensor | Sequence[Tensor] | None,
-        seed: int,
+        seed: int | None,
         weights: Tensor | None = None,
     ) -> None:
         rows = torch.arange(table.num_samples) if rows is None else rows
@@ -75,7 +87,7 @@ class ContextSampler:
         if weights is not None:
             self.cumulative = torch.cat([m + _shares(weights[part]) for m, part in enumerate(lists)])
         self.budgets = BudgetSampler(table, budget, self.flat.unique() if len(lists) > 1 else lists[0])
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
     def __call__(self, count: int) -> tuple[Tensor, Tensor]:
@@ -109,24 +121,15 @@ def limit_key(budget: BudgetConfig | None) -> str:
     return "worth_ms" if budget is not None and budget.sense == "mean" else "budget_ms"
 
 
-def reward_under(budget: BudgetConfig | None, reward: RewardConfig | None) -> RewardConfig:
-    """The reward in the settings; the default is `shaped`, under a mean budget `priced`. Raises InputError if the
-    reward does not go with the sense of the budget."""
+def reward_under(budget: BudgetConfig | None, reward: RewardConfig | str | None) -> RewardConfig:
+    """The reward in the settings, or of a kind; the default is that of training, under a mean budget `priced`. Raises
+    InputError if the reward does not go with the sense of the budget."""
     mean = limit_key(budget) == "worth_ms"
-    reward = reward or RewardConfig(kind="priced" if mean else "shaped")
+    if reward is None:
+        reward = RewardConfig(kind="priced") if mean else TRAINING_REWARD
+    elif isinstance(reward, str):
+        reward = TRAINING_REWARD if reward == TRAINING_REWARD.kind else RewardConfig(kind=reward)
     if (reward.kind == "priced") != mean:
         sense = f"budget.sense={'mean' if mean else 'deadline'}"
         raise InputError(f"reward.kind={reward.kind}: does not go with {sense}; priced goes with mean, only with it")
     return reward
-
-
-def check_profiled(table: ProfileTable, rows: Tensor, configurations: Tensor) -> None:
-    """Refuse a decision whose outcome was not measured, by an InputError that names the first such sample: int64 [P]
-    rows, int64 [P, G] configurations."""
-    known = (configurations >= 0) & table.mask[rows[:, None], configurations.clamp_min(0)]
-    if not known.all():
-        sample = table.sample_ids[int(rows[(~known).any(1)][0])]
-        raise InputError(
-            f"{int((~known).sum())} of the actions were never profiled for their sample (the first: sample {sample!r} "
-            f"of {table.name!r}); `mask` says which configurations were"
-        )

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.envs.configurations.budgets import BudgetEncoding, worths_range
-from knobwise.envs.configurations.contexts import ContextSampler, check_profiled, limit_key, reward_under
-from knobwise.envs.configurations.reward import RewardTable, utility
+from knobwise.envs.configurations.contexts import ContextSampler, limit_key
+from knobwise.envs.configurations.replay import Replay
+from knobwise.envs.configurations.reward import utility
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -61,7 +62,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         self,
         table: ProfileTable | None = None,
         budget: BudgetConfig | None = None,
-        reward: RewardConfig | None = None,
+        reward: RewardConfig | str | None = None,
         rows: Tensor | None = None,
         render_mode: str | None = None,
     ) -> None:
@@ -123,7 +124,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         num_envs: int = 1,
         table: ProfileTable | None = None,
         budget: BudgetConfig | None = None,
-        reward: RewardConfig | None = None,
+        reward: RewardConfig | str | None = None,
         rows: Tensor | None = None,
         render_mode: str | None = None,
     ) -> None:
@@ -137,9 +138,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.limit_key = limit_key(budget)
         self.priced = self.limit_key == "worth_ms"
         self._sample_ids = np.array(table.sample_ids, dtype=object)
-        self._rewards = RewardTable(table, reward_under(budget, reward))
-        # gymnasium expects that without a seed for reset() no two environments draw the same
-        self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=torch.Generator().seed())
+        self._replay = Replay(table, budget, reward)
+        self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
         latencies = table.latency_ms[table.mask]
         self._encoding = BudgetEncoding(worths_range(latencies) if self.priced else latencies)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
@@ -195,19 +195,18 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         rows, limits = self._context
         knobs = torch.as_tensor(np.asarray(actions), dtype=torch.int64).reshape(len(rows), len(self.table.knobs))
-        chosen = self.table.find(knobs)
-        check_profiled(self.table, rows, chosen[:, None])
+        replayed = self._replay(rows, knobs[:, None], limits)
+        chosen = replayed.configuration[:, 0]
         info = self._describe(rows, limits)
         for prefix, choice in (("", chosen), ("oracle_", oracle(self.table, rows, limits, self.priced))):
-            accuracy, latency = self._rewards.outcome(rows, choice.unsqueeze(1))
+            accuracy, latency = self._replay.rewards.outcome(rows, choice.unsqueeze(1))
             info[f"{prefix}accuracy"] = accuracy.squeeze(1).numpy()
             info[f"{prefix}latency_ms"] = latency.squeeze(1).numpy()
             if not self.priced:
                 info[f"{prefix}violation"] = info[f"{prefix}latency_ms"] > info["budget_ms"]
             info[f"{prefix}configuration"] = self.table.configurations.index_select(0, choice).numpy()
         self._context = None
-        reward = self._rewards.chosen(rows, chosen[:, None], limits).squeeze(1)
-        return self._observe(rows, limits), reward.numpy(), info
+        return self._observe(rows, limits), replayed.reward[:, 0].numpy(), info
 
     def _observe(self, rows: Tensor, limits: Tensor) -> Observation:
         blocks = {name: block.index_select(0, rows).numpy() for name, block in self._features.items()}

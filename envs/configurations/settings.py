@@ -62,6 +62,10 @@ class RewardConfig:
             raise InputError(f"reward.miss={self.miss}: is what a missed budget costs; must be 0 or a positive number")
 
 
+TRAINING_REWARD = RewardConfig(kind="utility", miss=0.2)
+"""What policies are trained on unless settings say otherwise, and what the environments give by default."""
+
+
 @dataclass
 class BalanceConfig:
     """How often samples are drawn in training. In judging every sample counts once."""

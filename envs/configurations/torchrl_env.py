@@ -13,11 +13,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
 
-from knobwise.envs.configurations.contexts import ContextSampler, check_profiled, limit_key, reward_under
-from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.contexts import ContextSampler, limit_key
+from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.single_step import SingleStepEnv
-from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class ConfigBandit(SingleStepEnv):
@@ -53,9 +53,10 @@ class ConfigBandit(SingleStepEnv):
         batch_size: int = 1,
         group_size: int = 1,
         budget: BudgetConfig | None = None,
-        reward: RewardConfig | None = None,
+        reward: RewardConfig | str | None = None,
         rows: Tensor | Sequence[Tensor] | None = None,
-        seed: int = 0,
+        seed: int | None = None,
+        unprofiled: str = "nearest",
         lean: bool = False,
         full_information: bool = False,
         weights: Tensor | None = None,
@@ -64,9 +65,9 @@ class ConfigBandit(SingleStepEnv):
         super().__init__(device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
         self.limit_key = limit_key(budget)
-        self.rewards = RewardTable(table, reward_under(budget, reward), device)
+        self.replay = Replay(table, budget, reward, unprofiled, device=device)
+        self.rewards = self.replay.rewards
         self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
-        self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
         p, g, c = batch_size, group_size, table.num_configurations
         observation: dict[str, Unbounded | Binary | Categorical] = {
             "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
@@ -100,15 +101,12 @@ class ConfigBandit(SingleStepEnv):
         return self._context(out)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows, budgets_ms = tensordict["row"], tensordict[self.limit_key]
-        configurations = self.find(tensordict["action"])
-        reward = self.rewards.chosen(rows, configurations, budgets_ms)
-        if (configurations.amin() < 0) | reward.sum().isnan():
-            check_profiled(self.table, rows.cpu(), configurations.cpu())
+        rows = tensordict["row"]
+        replayed = self.replay(rows, tensordict["action"], tensordict[self.limit_key])
         observed = {}
         if not self.lean:
-            observed["accuracy"], observed["latency_ms"] = self.rewards.outcome(rows, configurations)
-        return self._outcome(tensordict, reward, observed)
+            observed["accuracy"], observed["latency_ms"] = self.replay.outcome(rows, replayed)
+        return self._outcome(tensordict, replayed.reward, observed)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""

@@ -34,7 +34,7 @@ from omegaconf.errors import (
 from knobwise.agents.controller.settings import EXPERTS, HEAD_NAMES, PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 from knobwise.experiments.settings.profiles import PROFILES
 from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams
@@ -57,7 +57,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
         "mean": BudgetConfig(sense="mean"),
     },
-    "reward": {"utility": RewardConfig(kind="utility", miss=0.2), "shaped": RewardConfig(kind="shaped")},
+    "reward": {"utility": replace(TRAINING_REWARD), "shaped": RewardConfig(kind="shaped")},
     "policy": {
         "auto": replace(_POLICY, experts=EXPERTS),
         "utility": _POLICY,

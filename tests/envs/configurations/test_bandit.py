@@ -13,7 +13,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import check_env_specs
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.contexts import check_profiled
+from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.reward import RewardTable, complexity, reward, utility
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
@@ -188,7 +188,7 @@ def test_random_actions_are_drawn_evenly_among_what_was_profiled() -> None:
 
 def test_the_reward_of_a_draw_depends_on_this_draw_alone() -> None:
     table = small_table()
-    env = ConfigBandit(table, batch_size=8, group_size=4)
+    env = ConfigBandit(table, batch_size=8, group_size=4, reward="shaped")
     context = env.reset()
     action = env.rand_action(context.clone())["action"]
     first = env.step(context.clone().set("action", action))["next", "reward"]
@@ -225,13 +225,14 @@ def test_contexts_depend_on_the_seed_and_not_on_the_random_numbers_of_others() -
 
 
 def test_what_was_never_profiled_is_refused_and_never_rewarded() -> None:
-    env = ConfigBandit(ONE_KNOB, batch_size=2, group_size=2)
+    env = ConfigBandit(ONE_KNOB, batch_size=2, group_size=2, unprofiled="error")
     context = env.reset().update({"row": torch.tensor([0, 1]), "action": torch.tensor([[[1], [0]], [[0], [1]]])})
     with pytest.raises(InputError, match=r"1 of the actions.*'1'.*'by hand'"):
         env.step(context)
+    replay, row, limit = Replay(ONE_KNOB), torch.tensor([0]), torch.tensor([1.0])
     for action in (-1, 3):
-        with pytest.raises(InputError, match="'0'"):
-            check_profiled(ONE_KNOB, torch.tensor([0]), ONE_KNOB.find(torch.tensor([[[action]]])))
+        with pytest.raises(InputError, match=f"no index {action}"):
+            replay(row, torch.tensor([[[action]]]), limit)
 
 
 def test_the_collector_gives_one_decision_for_each_context() -> None:

@@ -1,0 +1,126 @@
+"""What a decision gets: the replay of a profile that the TorchRL and the gymnasium environments share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.contexts import reward_under
+from knobwise.envs.configurations.reward import RewardTable
+from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
+
+ACTIONS = ("knobs", "configuration")
+"""What an action is: for each knob the index of its value, or the index of a configuration of the table."""
+UNPROFILED = ("nearest", "error", "penalty")
+
+
+class Outcome(NamedTuple):
+    """What the decisions got, [P, G] each."""
+
+    configuration: Tensor
+    """int64: which configuration of the table was replayed."""
+    reward: Tensor
+    """float32."""
+    missing: Tensor | None
+    """bool: which actions were never profiled for their sample; None if all were."""
+
+
+class Replay:
+    """Looks decisions up in a profile.
+
+    Args:
+        table: the profile.
+        budget, reward: settings; a reward may be given by its kind. The default is the one that training uses, utility
+            with a cost of 0.2 for a late answer; under a mean budget it is `priced`.
+        unprofiled: what happens to an action that was never profiled for its sample. `nearest`: the sample's profiled
+            configuration that is the fewest steps of knob values away is replayed in its place. `error`: InputError.
+            `penalty`: the same as `nearest`, but the accuracy is 0 and the reward is 1 below that of the sample's worst
+            profiled configuration.
+        action: one of `ACTIONS`.
+        device: where decisions arrive; None for where the table is.
+
+    Raises:
+        InputError: a setting that does not exist, or a reward that does not go with the sense of the budget.
+    """
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        budget: BudgetConfig | None = None,
+        reward: RewardConfig | str | None = None,
+        unprofiled: str = "nearest",
+        action: str = "knobs",
+        device: torch.device | str | None = None,
+    ) -> None:
+        one_of("unprofiled", unprofiled, UNPROFILED)
+        one_of("action", action, ACTIONS)
+        self.table, self.unprofiled, self.action = table, unprofiled, action
+        self.rewards = RewardTable(table, reward_under(budget, reward), device)
+        self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
+
+    def __call__(self, rows: Tensor, action: Tensor, limits: Tensor) -> Outcome:
+        """Decide for P contexts: int64 [P] rows, actions int64 [P, G, K] (or [P, G] under `action="configuration"`),
+        limits float32 [P], in ms.
+
+        Raises:
+            InputError: an action outside its range; under `error` an action that was never profiled for its sample.
+        """
+        count = self.table.num_configurations
+        by_knobs = self.action == "knobs"
+        configuration = self.find(action) if by_knobs else action
+        if not by_knobs and ((action < 0) | (action >= count)).any():
+            self._refuse_outside(action)
+        reward = self.rewards.chosen(rows, configuration, limits)
+        if not ((configuration.amin() < 0) | reward.sum().isnan()):
+            return Outcome(configuration, reward, None)
+        return self._with_unprofiled(rows, action, configuration, limits)
+
+    def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, Tensor]:
+        """Accuracy and latency in ms of these decisions, float32 [P, G] each."""
+        accuracy, latency_ms = self.rewards.outcome(rows, replayed.configuration)
+        if replayed.missing is not None and self.unprofiled == "penalty":
+            accuracy = accuracy.masked_fill(replayed.missing, 0.0)
+        return accuracy, latency_ms
+
+    def _with_unprofiled(self, rows: Tensor, action: Tensor, configuration: Tensor, limits: Tensor) -> Outcome:
+        mask = ~self.rewards.accuracy.index_select(0, rows).isnan()
+        missing = (configuration < 0) | ~mask.gather(1, configuration.clamp_min(0))
+        knobs = action if self.action == "knobs" else self.table.configurations.to(action.device)[action]
+        self._refuse_outside(knobs)
+        if self.unprofiled == "error":
+            self._refuse_unprofiled(rows, missing)
+        at = missing.nonzero()[:, 0]
+        steps = (knobs[missing].unsqueeze(1) - self.table.configurations.to(action.device)).abs().sum(-1)
+        nearest = steps.masked_fill(~mask[at], torch.iinfo(steps.dtype).max).argmin(1)
+        configuration = configuration.masked_scatter(missing, nearest)
+        reward = self.rewards.chosen(rows, configuration, limits)
+        if self.unprofiled == "penalty":
+            every = self.rewards.all(rows[at], limits[at])
+            reward = reward.masked_scatter(missing, every.nan_to_num(torch.inf).amin(1) - 1)
+        return Outcome(configuration, reward, missing)
+
+    def _refuse_outside(self, action: Tensor) -> None:
+        """Refuse indices that no value has."""
+        names = [f"knob {knob.name}" for knob in self.table.knobs] if action.ndim == 3 else ["the configuration"]
+        sizes = self.table.knob_sizes if action.ndim == 3 else [self.table.num_configurations]
+        for name, size, index in zip(
+            names, sizes, action.flatten(0, 1).reshape(-1, len(sizes)).unbind(-1), strict=True
+        ):
+            outside = (index < 0) | (index >= size)
+            if outside.any():
+                wrong = int(index[outside][0])
+                raise InputError(f"action: {name} has no index {wrong}; its {size} values have indices 0 to {size - 1}")
+
+    def _refuse_unprofiled(self, rows: Tensor, missing: Tensor) -> None:
+        if missing.any():
+            sample = self.table.sample_ids[int(rows[missing.any(1)][0])]
+            raise InputError(
+                f"{int(missing.sum())} of the actions were never profiled for their sample (the first: sample "
+                f"{sample!r} of {self.table.name!r}); `mask` says which configurations were, and unprofiled=nearest "
+                "replays the nearest of them"
+            )
