@@ -12,6 +12,7 @@ from torch import Tensor
 from knobwise.agents.judging.policy import Baseline, Policy
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.reward import RewardTable, utility
+from knobwise.envs.configurations.settings import TRAINING_REWARD
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LOGGED = {
@@ -82,13 +83,18 @@ def _moments(numbers: dict[str, Tensor]) -> dict[str, float]:
 
 
 def judge(
-    policy: Policy[Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor, rewards: RewardTable
+    policy: Policy[Tensor],
+    table: ProfileTable,
+    rows: Tensor,
+    budgets_ms: Tensor,
+    rewards: RewardTable | None = None,
 ) -> Judged:
     """Let a policy decide for every sample, int64 [n], under every deadline [B], and look up the outcomes.
 
     It sees features, deadlines and which configurations were profiled for the sample, because the outcomes of others
-    are unknown.
+    are unknown. `rewards` defaults to those of training.
     """
+    rewards = RewardTable(table, TRAINING_REWARD) if rewards is None else rewards
     features = {name: block[rows] for name, block in table.features.items()}
     mask, accuracy, latency = table.mask[rows], table.accuracy[rows], table.latency_ms[rows]
     limits = [budget.expand(len(rows)) for budget in budgets_ms]
