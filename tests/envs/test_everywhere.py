@@ -1,6 +1,7 @@
-"""Environments, policies and losses, wherever TorchRL and gymnasium people use them: every pair of a form of the
-environment, a table, an agent, a way of collecting and a transform occurs in some case."""
+"""Environment, policy and loss wherever people of TorchRL and gymnasium use them: every pair of a form of the
+environment, a table, an agent, a way of collecting and a transform is in some case."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,18 +50,24 @@ TABLES: dict[str, Callable[[], ProfileTable]] = {
     "sparse": lambda: small_table(holes=0.68),
     "no_features": lambda: small_table(features=False),
 }
+
+
+def native(table: ProfileTable) -> EnvBase:
+    return ConfigBandit(table, batch_size=P)
+
+
+def vector(mode: AutoresetMode, table: ProfileTable) -> EnvBase:
+    return GymWrapper(ConfigBanditVectorEnv(P, table, autoreset_mode=mode), categorical_action_encoding=True)
+
+
 FORMS: dict[str, Callable[[ProfileTable], EnvBase]] = {
-    "native": lambda table: ConfigBandit(table, batch_size=P),
-    "serial": lambda table: SerialEnv(2, lambda: ConfigBandit(table, batch_size=P)),
-    "parallel": lambda table: ParallelEnv(2, lambda: ConfigBandit(table, batch_size=P), mp_start_method="spawn"),
-    "wrapper": lambda table: GymWrapper(ConfigBanditEnv(table)),
-    "gym_env": lambda table: GymEnv("knobwise/ConfigBandit-v0", table=table),
-    **{
-        f"vector_{mode.name.lower()}": lambda table, mode=mode: GymWrapper(
-            ConfigBanditVectorEnv(P, table, autoreset_mode=mode)
-        )
-        for mode in AutoresetMode
-    },
+    "native": native,
+    "serial": lambda table: SerialEnv(2, functools.partial(native, table)),
+    "parallel": lambda table: ParallelEnv(2, functools.partial(native, table), mp_start_method="spawn"),
+    "wrapper": lambda table: GymWrapper(ConfigBanditEnv(table), categorical_action_encoding=True),
+    "gym_env": lambda table: GymEnv("knobwise/ConfigBandit-v0", table=table, categorical_action_encoding=True),
+    "vector_same_step": functools.partial(vector, AutoresetMode.SAME_STEP),
+    "vector_disabled": functools.partial(vector, AutoresetMode.DISABLED),
 }
 AGENTS = ("random", "policy", "three_keys")
 USES = ("collector", "multi_sync", "multi_async", "trainer", "memmap", "priorities")
@@ -78,8 +85,9 @@ def allowed(case: Case) -> bool:
     """Processes are slow to start, so that few forms meet them; a policy cannot read what a transform took away."""
     started = case.use.startswith("multi") or case.form == "parallel"
     few = case.form in ("native", "wrapper", "vector_same_step") or (case.form == "parallel" and case.use == "collector")
+    quick = case.transform in ("none", "step_counter") if case.use.startswith("multi") else True
     blind = case.agent != "random" and case.transform == "cat_tensors"
-    return (few or not started) and not blind and not (case.agent == "random" and case.use == "trainer")
+    return (few or not started) and quick and not blind and not (case.agent == "random" and case.use == "trainer")
 
 
 def cases() -> Iterator[Case]:
@@ -102,21 +110,72 @@ def policy_of(agent: str, table: ProfileTable) -> Any:
     return make_actor(controller, separate=agent == "three_keys")
 
 
-def environment(form: str, table: str, transform: str) -> EnvBase:
-    env, change = FORMS[form](TABLES[table]()), TRANSFORMS[transform]()
-    return env if change is None else TransformedEnv(env, change)
+def environment(case: Case) -> EnvBase:
+    env, change = FORMS[case.form](TABLES[case.table]()), TRANSFORMS[case.transform]()
+    if change is None:
+        return env
+    return env.append_transform(change) if isinstance(env, TransformedEnv) else TransformedEnv(env, change)
 
 
-def collected(case: Case) -> Iterator[TensorDictBase]:
-    """Some batches, [..., T], by the collector of this case."""
-    table = TABLES[case.table]()
-    make = functools.partial(environment, case.form, case.table, case.transform)
-    policy, frames = policy_of(case.agent, table), FRAMES * make().batch_size.numel()
+def check(case: Case, batch: TensorDictBase) -> None:
+    """Every decision has an outcome of its own context, and what follows it is the observation of this context."""
+    after = batch["next"]
+    decided = ~batch["done"].squeeze(-1) & ~batch["next", "truncated"].squeeze(-1) if "truncated" in after.keys() else ~batch["done"].squeeze(-1)
+    assert after["reward"][decided].numel()
+    assert set(after["reward"][decided].flatten().tolist()) <= {-0.2, 0.0, 1.0, torch.tensor(-0.2).item()}
+    limit = "observation" if case.transform == "cat_tensors" else "budget_ms"
+    torch.testing.assert_close(batch[limit][decided], after[limit][decided])
+    if case.agent == "policy" and case.table == "sparse":
+        index = TABLES[case.table]().find(batch["action"])
+        assert batch["mask"].bool().gather(-1, index.unsqueeze(-1)).all()
+
+
+def run(case: Case, folder: Path) -> None:
+    policy, make = policy_of(case.agent, TABLES[case.table]()), functools.partial(environment, case)
+    env = make()
+    frames = FRAMES * max(env.batch_size.numel(), 1)
     settings = {"frames_per_batch": frames, "total_frames": 2 * frames, "auto_register_policy_transforms": False}
     if case.use.startswith("multi"):
-        many = {"multi_sync": MultiSyncCollector, "multi_async": MultiAsyncCollector}[case.use]
+        env.close()
+        many = MultiSyncCollector if case.use == "multi_sync" else MultiAsyncCollector
         collector = many([make, make], policy, **settings)
     else:
-        collector = Collector(make(), policy, **settings)
-    yield from collector
+        collector = Collector(env, policy, **settings)
+    if case.use == "trainer":
+        loss_module = GRPOLoss(policy, advantage="unnormalised")
+        if case.agent == "three_keys":
+            loss_module.set_keys(action=["max_crops", "top_k", "num_active_blocks"])
+        trainer = Trainer(
+            collector=collector,
+            total_frames=2 * frames,
+            frame_skip=1,
+            optim_steps_per_batch=1,
+            loss_module=loss_module,
+            optimizer=torch.optim.SGD(loss_module.parameters(), lr=0.1),
+            optimization_stepper=DefaultOptimizationStepper(),
+            progress_bar=False,
+        )
+        before = [p.detach().clone() for p in policy.parameters()]
+        trainer.register_op("batch_process", lambda batch: check(case, batch) or batch.reshape(-1))
+        trainer.train()
+        assert any(not torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
+        return
+    buffer: Any = None
+    if case.use == "memmap":
+        buffer = ReplayBuffer(storage=LazyMemmapStorage(2 * frames, scratch_dir=folder), batch_size=8)
+    if case.use == "priorities":
+        buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=LazyTensorStorage(2 * frames), batch_size=8)
+    for batch in collector:
+        check(case, batch)
+        if buffer is not None:
+            buffer.extend(batch.reshape(-1))
+            sample = buffer.sample()
+            if case.use == "priorities":
+                buffer.update_tensordict_priority(sample.set("td_error", sample["next", "reward"].flatten().abs() + 0.1))
+            assert sample["next", "reward"].shape[0] == 8
     collector.shutdown()
+
+
+@pytest.mark.parametrize("case", cases(), ids="-".join)
+def test_everywhere(case: Case, tmp_path: Path) -> None:
+    run(case, tmp_path)
