@@ -74,6 +74,9 @@ class CountingScorer:
 
 
 def bandit(live: bool = False, **words: Any) -> DemonstrationBandit:
+    """Replaying whole groups, or scored."""
+    if not live:
+        words["group_size"] = "all"
     return DemonstrationBandit(beams(), scorer=CountingScorer() if live else None, **words)
 
 
@@ -106,6 +109,7 @@ def test_shapes_of_everything(live: bool) -> None:
     g = 6 if live else 4
     wanted: dict[str, tuple[int, ...]] = {"row": (2,), "vqa_correct": (2, g), "action": (2, g, 3)}
     wanted |= {} if live else {"sequences": (2, g, 3), "group_mask": (2, g)}
+    wanted |= {"query": (2, 5), "pool": (2, 4, 5), "mask": (2, 4)}
     assert result == wanted | {"done": (2, 1), "terminated": (2, 1)}
     assert env.group_size == g
 
@@ -137,7 +141,7 @@ def test_the_collector_passes_over_the_queries(live: bool) -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 3]])
 def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list[int]) -> None:
-    env, table = DemonstrationBandit(beams(), batch_size=5), beams()
+    env, table = bandit(batch_size=5), beams()
     context = env.reset()
     rows, places = context["row"], torch.tensor(order)
     assert torch.equal(context["group_mask"], table.beam_mask[rows])
@@ -151,7 +155,7 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list
 
 
 def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
-    env = DemonstrationBandit(beams(), rows=torch.tensor([4]))
+    env = bandit(rows=torch.tensor([4]), unprofiled="error")
     context = env.reset()
     for wrong in ([1, 2, X], [2, 1, 0], [2, X, X]):
         action = context["sequences"].clone()
@@ -162,7 +166,7 @@ def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
 
 def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
     table = beams().with_beams(SEQUENCES[:, :1], {n: torch.full((5, 1), 0.5) for n in FIELDS}, 4, 3)
-    env = DemonstrationBandit(table, rows=ROW)
+    env = DemonstrationBandit(table, rows=ROW, group_size="all")
     rewards = env.rewards[0]
     context = env.reset()
     assert torch.equal(context["sequences"][0, 0], context["sequences"][0, 4])
@@ -196,7 +200,7 @@ def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -
 def test_legacy_beams_have_a_reward_and_an_unknown_correctness() -> None:
     table = beams()
     legacy = replace(table, fields={"beam_score": table.fields["beam_score"]})
-    env = DemonstrationBandit(legacy, batch_size=5, reward=DemonstrationRewardConfig("legacy"))
+    env = DemonstrationBandit(legacy, batch_size=5, group_size="all", reward=DemonstrationRewardConfig("legacy"))
     context = env.reset()
     out = env.step(context.set("action", context["sequences"]))
     assert torch.equal(out["next", "reward"], table.fields["beam_score"].nan_to_num()[out["row"]])
@@ -272,7 +276,7 @@ def test_settings_that_make_no_sense() -> None:
         bandit(groups=GroupConfig("own"), shots=4)
     with pytest.raises(InputError, match="no queries to draw from"):
         bandit(rows=torch.tensor([], dtype=torch.int64))
-    with pytest.raises(InputError, match="shots=0, group_size=1"):
+    with pytest.raises(InputError, match="shots=0, group_size=None"):
         bandit(True, shots=0)
     none = torch.full((5, 0), X)  # the table needs no recorded sequence, but candidates
     table = replace(beams(), sequences=none[..., None], fields={}, found_by=none, round=none)
@@ -318,7 +322,7 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
 
 @pytest.mark.parametrize("wrong", [[0, 4], [2, 2], [X, 1], [-2, 0], [3, 0]])
 def test_sequences_that_do_not_exist_are_refused(wrong: list[int]) -> None:
-    env = bandit(True, group_size=2, shots=2, rows=torch.tensor([4]))
+    env = bandit(True, group_size=2, shots=2, rows=torch.tensor([4]), unprofiled="error")
     with pytest.raises(InputError, match=r"1 of the sequences do not exist.*query e of 'five'"):
         env.step(env.reset().set("action", torch.tensor([[[0, 1], wrong]])))
 
