@@ -40,7 +40,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
     Episode end:
         After one step, always.
     Info:
-        After reset: `query_id`, `row`, and without a scorer `sequences`, the recorded ones, int64 [B, shots] (−1 after
+        Numbers alone, because TorchRL reads them all. After reset: `row` (`env.unwrapped.table.query_ids[row]` is the
+        query's id), and without a scorer `sequences`, the recorded ones, int64 [B, shots] (−1 after
         the end, and after the last); with `action="sequence"` also `action_mask`, int8 [B], 1 for each of them. After a
         step also `sequence` (what was replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and without a
         scorer `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN if there is none).
@@ -67,7 +68,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         action: str = "places",
         render_mode: str | None = None,
     ) -> None:
-        words: dict[str, Any] = {"unprofiled": unprofiled, "action": action, "lean": True}
+        words: dict[str, Any] = {"unprofiled": unprofiled, "action": action}
         self._bandit = DemonstrationBandit(
             table, shots=shots, reward=reward, rows=rows, scorer=scorer, groups=groups, **words
         )
@@ -90,9 +91,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         if seed is not None:
             self._bandit.set_seed(seed)
         self._row = self._row_of(options) if options else int(self._bandit.contexts())
-        info = self._describe(self._row)
-        self._words = f"Query {info['query_id']}: which demonstrations will you show?"
-        return self._observe(self._row), info
+        self._words = f"Query {self.table.query_ids[self._row]}: which demonstrations will you show?"
+        return self._observe(self._row)
 
     def step(self, action: NDArray[Any]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Show the demonstrations; the episode ends."""
@@ -107,43 +107,37 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
             wanted = self._bandit.closed_up(row, wanted.unsqueeze(1))
         outcome = self._bandit.decide(row, wanted)
         reward, correct, shown = float(outcome.reward), float(outcome.correct), outcome.sequences[0, 0]
-        info = self._describe(self._row) | {"sequence": shown.numpy(), "vqa_correct": correct}
+        observation, info = self._observe(self._row)
+        info |= {"sequence": shown.numpy(), "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
         replaced = "" if self._bandit.by_index or torch.equal(wanted[0, 0], shown) else ", the nearest recorded"
         words = f"{shown[shown >= 0].tolist()}{replaced}; answer {answer}, reward {reward:+.3f}."
-        self._words = f"Query {info['query_id']}.\nShown: {words}"
+        self._words = f"Query {self.table.query_ids[self._row]}.\nShown: {words}"
         if self._bandit.scorer is None:
-            info |= self._oracle(self._row)
-            best, most = info["oracle_sequence"], info["oracle_reward"]
-            if (best >= 0).any():
-                self._words += f"\nBest recorded: {best[best >= 0].tolist()}; reward {most:+.3f}."
-        observation, self._row = self._observe(self._row), None
+            rewards, exists = self._bandit.rewards[self._row], self.table.beam_mask[self._row]
+            best = int(rewards.masked_fill(~exists, -torch.inf).argmax())
+            most = float(rewards[best]) if exists.any() else math.nan
+            info |= {"oracle_sequence": info["sequences"][best].copy(), "oracle_reward": most}
+            if exists.any():
+                places = [place for place in info["oracle_sequence"].tolist() if place >= 0]
+                self._words += f"\nBest recorded: {places}; reward {most:+.3f}."
+        self._row = None
         return observation, reward, True, False, info
 
     def render(self) -> str | None:
         """The last reset or step in words (`render_mode="ansi"`)."""
         return self._words if self.render_mode == "ansi" else None
 
-    def _observe(self, row: int) -> Observation:
-        # copies, because an observation must not share memory with the next one
-        query, mask = self.table.queries[row].numpy().copy(), self.table.pool_mask[row]
-        pool = self.table.candidates[self.table.pool[row].clamp_min(0)] * mask.unsqueeze(1)
-        return {"query": query, "pool": pool.numpy(), "mask": mask.numpy().astype(np.int8)}
-
-    def _describe(self, row: int) -> dict[str, Any]:
-        """What is known of the query before a decision."""
-        info: dict[str, Any] = {"query_id": self.table.query_ids[row], "row": row}
+    def _observe(self, row: int) -> tuple[Observation, dict[str, Any]]:
+        """The observation, and what is known of the query before a decision."""
+        observed = {name: block[0].numpy() for name, block in self._bandit.observe(torch.tensor([row])).items()}
+        info: dict[str, Any] = {"row": row}
         if self._bandit.scorer is None:
-            info["sequences"] = self.table.sequences[row].numpy().copy()
+            info["sequences"] = observed["sequences"]
         if self._bandit.by_index:
-            info["action_mask"] = self.table.beam_mask[row].numpy().astype(np.int8)
-        return info
-
-    def _oracle(self, row: int) -> dict[str, Any]:
-        rewards, exists = self._bandit.rewards[row], self.table.beam_mask[row]
-        best = int(rewards.masked_fill(~exists, -torch.inf).argmax())
-        most = float(rewards[best]) if exists.any() else math.nan
-        return {"oracle_sequence": self.table.sequences[row, best].numpy().copy(), "oracle_reward": most}
+            info["action_mask"] = observed["group_mask"].astype(np.int8)
+        mask = observed["mask"].astype(np.int8)
+        return {"query": observed["query"], "pool": observed["pool"], "mask": mask}, info
 
     def _row_of(self, options: dict[str, Any]) -> int:
         """The query that the options of `reset` name."""

@@ -207,14 +207,14 @@ class DemonstrationBandit(SingleStepEnv):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         self._rows = self.contexts().to(self.device)
-        return self._context(self._observed(self._rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
+        return self._context(self.observe(self._rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
         if rows is None:
             raise InputError("step: there are no queries yet; call reset() first, or give their `row`")
         outcome = self.decide(rows, tensordict["action"])
-        observed = self._observed(rows)
+        observed = self.observe(rows)
         observed["vqa_correct"] = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
         stepped = self._context({**observed, "reward": outcome.reward})
         done = torch.ones_like(stepped["done"])
@@ -223,8 +223,8 @@ class DemonstrationBandit(SingleStepEnv):
     def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor | None:
         return self._rows if tensordict is None else tensordict.get("row", self._rows)
 
-    def _observed(self, rows: Tensor) -> dict[str, Tensor]:
-        """What does not depend on the action."""
+    def observe(self, rows: Tensor) -> dict[str, Tensor]:
+        """What the observation of these queries, int64 [P], holds apart from `vqa_correct`; tensors of its own."""
         out = {"row": rows}
         if not self.lean:
             pool = self.pool[rows]

@@ -102,7 +102,7 @@ def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
         context = native.reset()
         row = int(context["row"])
         rows.append(row)
-        assert info["query_id"] == table.query_ids[row]
+        assert info["row"] == row
         assert np.array_equal(observation["query"], table.queries[row].numpy())
         for place, candidate in enumerate(table.pool[row].tolist()):
             shown = table.candidates[candidate] if candidate >= 0 else torch.zeros(3)
@@ -119,7 +119,7 @@ def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
 def test_infos_tell_the_outcome_by_hand() -> None:
     env = made(rows=torch.tensor([0]))
     _, info = env.reset()
-    assert (info["query_id"], info["sequences"].tolist()) == ("q0", [[0, X], [1, X], [0, 1], [1, 0]])
+    assert (info["row"], info["sequences"].tolist()) == (0, [[0, X], [1, X], [0, 1], [1, 0]])
     _, reward, _, _, info = env.step(np.array([0, 1]))
     assert reward == pytest.approx(0.3)
     assert (info["sequence"].tolist(), info["vqa_correct"]) == ([0, 1], 0.0)
