@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -37,7 +39,8 @@ class SelectorActor(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         self.in_keys = ["query", "pool", "mask"] if embeddings is None else ["row"]
-        self.selector, self.embeddings = selector, embeddings
+        self.selector = selector
+        self.embeddings: Any = embeddings
         self.shots, self.group_size, self.temperature = shots, group_size, 1.0
         self.register_buffer("pool", pool, persistent=False)
 
@@ -45,13 +48,14 @@ class SelectorActor(TensorDictModuleBase):
         """What the group is drawn from; leading axes of what the environment shows are one."""
         if self.embeddings is None:
             query, candidates, mask = (tensordict[key] for key in self.in_keys)
-            inputs = query.reshape(-1, query.shape[-1]), candidates.reshape(-1, *candidates.shape[-2:])
-            mask = mask.bool().reshape(-1, mask.shape[-1])
+            query, mask = query.reshape(-1, query.shape[-1]), mask.bool().reshape(-1, mask.shape[-1])
+            candidates = candidates.reshape(-1, *candidates.shape[-2:])
         else:
             rows = tensordict["row"]
             pool = self.pool[rows]
-            inputs, mask = [x.to(pool.device) for x in self.embeddings.both(rows, pool)], pool >= 0
-        return self.selector.distribution(*inputs, mask, self.shots, self.group_size, self.temperature)
+            query, candidates = (x.to(pool.device) for x in self.embeddings.both(rows, pool))
+            mask = pool >= 0
+        return self.selector.distribution(query, candidates, mask, self.shots, self.group_size, self.temperature)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         dist = self.get_dist(tensordict)
