@@ -99,12 +99,8 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         if self._row is None:
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         row, wanted = torch.tensor([self._row]), torch.as_tensor(np.asarray(action))
-        if wanted.dtype.is_floating_point or wanted.numel() != math.prod(self.action_space.shape):
-            expected = f"integers of shape {self.action_space.shape}"
-            raise InputError(f"the action is {wanted.dtype} of shape {tuple(wanted.shape)}, expected {expected}")
-        wanted = wanted.long().reshape(self._bandit.action_spec.shape)
-        if not self._bandit.by_index:
-            wanted = self._bandit.closed_up(row, wanted.unsqueeze(1))
+        if not self._bandit.by_index and wanted.numel() == self._bandit.shots:
+            wanted = self._bandit.closed_up(row, wanted.view(1, 1, -1))
         outcome = self._bandit.decide(row, wanted)
         reward, correct, shown = float(outcome.reward), float(outcome.correct), outcome.sequences[0, 0]
         observation, info = self._observe(self._row)

@@ -107,7 +107,7 @@ class DemonstrationBandit(SingleStepEnv):
 
     Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1 is no sequence. With
     `action="sequence"` int64 [P, G], the index of a recorded sequence of the query; an index beyond them is no
-    sequence. A step takes the queries of the last reset if its tensordict has no `row`.
+    sequence. A step whose tensordict has no `row` is for the queries of the last reset, or before any for new ones.
     Reward: float32 [P, G], 0 for no sequence.
 
     Args:
@@ -206,22 +206,22 @@ class DemonstrationBandit(SingleStepEnv):
         self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        self._rows = self.contexts().to(self.device)
-        return self._context(self.observe(self._rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
+        rows = self._drawn()
+        return self._context(self.observe(rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
-        if rows is None:
-            raise InputError("step: there are no queries yet; call reset() first, or give their `row`")
-        outcome = self.decide(rows, tensordict["action"])
-        observed = self.observe(rows)
-        observed["vqa_correct"] = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
-        stepped = self._context({**observed, "reward": outcome.reward})
-        done = torch.ones_like(stepped["done"])
-        return stepped.update({"done": done, "terminated": done})
+        outcome, observed = self.decide(rows, tensordict["action"]), self._context(self.observe(rows))
+        correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
+        return self._outcome(observed, outcome.reward, {"vqa_correct": correct})
 
-    def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor | None:
-        return self._rows if tensordict is None else tensordict.get("row", self._rows)
+    def _drawn(self) -> Tensor:
+        self._rows = self.contexts().to(self.device)
+        return self._rows
+
+    def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
+        rows = self._rows if tensordict is None else tensordict.get("row", self._rows)
+        return (self._drawn() if rows is None else rows).long()
 
     def observe(self, rows: Tensor) -> dict[str, Tensor]:
         """What the observation of these queries, int64 [P], holds apart from `vqa_correct`; tensors of its own."""
@@ -238,10 +238,7 @@ class DemonstrationBandit(SingleStepEnv):
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw evenly among the query's recorded sequences, or with a scorer from its pool without replacement."""
         rows = self._rows_of(tensordict)
-        if rows is None:
-            return super().rand_action(tensordict)
-        if tensordict is None:
-            tensordict = TensorDict(batch_size=self.batch_size, device=self.device)
+        out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
         p, g, t = len(rows), self.group_size, self.shots
         if self.scorer is None:
             drawn = (torch.rand(p, g, device=rows.device) * self.group_mask[rows].sum(1, keepdim=True)).long()
@@ -251,7 +248,7 @@ class DemonstrationBandit(SingleStepEnv):
             best = keys.masked_fill((self.pool[rows] < 0)[:, None], -1.0).topk(min(t, keys.shape[2]))
             places = best.indices.masked_fill(best.values < 0, -1)
             action = pad(places, (0, t - places.shape[2]), value=-1)
-        return tensordict.set("action", action.view(self.action_spec.shape))
+        return out.set("action", action.view(self.action_spec.shape))
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
@@ -270,9 +267,10 @@ class DemonstrationBandit(SingleStepEnv):
         """Replay or score actions for queries int64 [P], shaped as the class describes them; without their group axis
         if G is 1. Raises InputError as `step`."""
         spec, last = self.action_spec.shape, () if self.by_index else (self.shots,)
-        if action.numel() != spec.numel() or action.shape[action.ndim - len(last) :] != last:
-            raise InputError(f"the action has shape {tuple(action.shape)}, expected {tuple(spec)}")
-        action = action.reshape(len(rows), self.group_size, *last)
+        fits = action.numel() == spec.numel() and action.shape[action.ndim - len(last) :] == last
+        if not fits or action.is_floating_point():
+            raise InputError(f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}")
+        action = action.long().reshape(len(rows), self.group_size, *last)
         if self.by_index:
             if ((action < 0) | (action >= self.table.num_beams)).any():
                 most = self.table.num_beams - 1
