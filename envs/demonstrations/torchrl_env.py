@@ -172,7 +172,7 @@ class DemonstrationBandit(SingleStepEnv):
             raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
         self.table, self.shots = table, shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
-        self._rows: Tensor | None = None  # the queries of the last reset
+        self._last: dict[str, Tensor] = {}  # what the last reset showed
         self.queries, self.pool = table.queries.to(device), table.pool.to(device)
         self.candidates = table.candidates.to(device)
         if scorer is None:
@@ -206,22 +206,26 @@ class DemonstrationBandit(SingleStepEnv):
         self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        rows = self._drawn()
-        return self._context(self.observe(rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
+        return self._context(self._drawn() | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
-        outcome, observed = self.decide(rows, tensordict["action"]), self._context(self.observe(rows))
-        correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
-        return self._outcome(observed, outcome.reward, {"vqa_correct": correct})
+        outcome = self.decide(rows, tensordict["action"])
+        # tensors of its own, because a transform may change them in place; in training none does
+        same = self.lean and rows is self._last.get("row")
+        done = torch.ones((*self.batch_size, 1), dtype=torch.bool, device=self.device)
+        content = {**(self._last if same else self.observe(rows)), "done": done, "terminated": done}
+        content["vqa_correct"] = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
+        content["reward"] = outcome.reward
+        return TensorDict(content, batch_size=self.batch_size, device=self.device)
 
-    def _drawn(self) -> Tensor:
-        self._rows = self.contexts().to(self.device)
-        return self._rows
+    def _drawn(self) -> dict[str, Tensor]:
+        self._last = self.observe(self.contexts().to(self.device))
+        return self._last
 
     def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
-        rows = self._rows if tensordict is None else tensordict.get("row", self._rows)
-        return (self._drawn() if rows is None else rows).long()
+        rows = None if tensordict is None else tensordict.get("row", None)
+        return ((self._last or self._drawn())["row"] if rows is None else rows).long()
 
     def observe(self, rows: Tensor) -> dict[str, Tensor]:
         """What the observation of these queries, int64 [P], holds apart from `vqa_correct`; tensors of its own."""
