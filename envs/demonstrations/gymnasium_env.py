@@ -102,12 +102,12 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         if not self._bandit.by_index and wanted.numel() == self._bandit.shots:
             wanted = self._bandit.closed_up(row, wanted.view(1, 1, -1))
         outcome = self._bandit.decide(row, wanted)
-        reward, correct, shown = float(outcome.reward), float(outcome.correct), outcome.sequences[0, 0]
+        reward, correct, sequence = float(outcome.reward), float(outcome.correct), outcome.sequences[0, 0]
         observation, info = self._observe(self._row)
-        info |= {"sequence": shown.numpy(), "vqa_correct": correct}
+        info |= {"sequence": sequence.numpy(), "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
-        replaced = "" if self._bandit.by_index or torch.equal(wanted[0, 0], shown) else ", the nearest recorded"
-        words = f"{shown[shown >= 0].tolist()}{replaced}; answer {answer}, reward {reward:+.3f}."
+        replaced = "" if self._bandit.by_index or torch.equal(wanted[0, 0], sequence) else ", the nearest recorded"
+        words = f"{sequence[sequence >= 0].tolist()}{replaced}; answer {answer}, reward {reward:+.3f}."
         self._words = f"Query {self.table.query_ids[self._row]}.\nShown: {words}"
         if self._bandit.scorer is None:
             rewards, exists = self._bandit.rewards[self._row], self.table.beam_mask[self._row]
@@ -137,16 +137,13 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     def _row_of(self, options: dict[str, Any]) -> int:
         """The query that the options of `reset` name."""
+        ids, row = self.table.query_ids, options.get("row")
         if len(options) > 1 or not options.keys() <= {"row", "query_id"}:
             raise InputError(f"reset: options are `row` or `query_id`, one of them, got {', '.join(map(str, options))}")
-        row = options.get("row")
         if "query_id" in options:
-            ids = self.table.query_ids
             row = ids.index(options["query_id"]) if options["query_id"] in ids else None
-        elif not isinstance(row, int | np.integer) or not 0 <= row < self.table.num_queries:
-            row = None
-        if row is None:
+        if not isinstance(row, int | np.integer) or not 0 <= row < len(ids):
             raise InputError(
-                f"reset: {self.table!r} has no query {options}; rows are 0 to {self.table.num_queries - 1}"
+                f"reset: beam table {self.table.name!r} has no query {options}; rows are 0 to {len(ids) - 1}"
             )
         return int(row)

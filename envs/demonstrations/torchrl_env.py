@@ -86,14 +86,12 @@ def _order(seed: int, number: int, count: int) -> Tensor:
 
 
 class Outcome(NamedTuple):
-    """What actions got."""
+    """What was replayed or scored, places in the pool, int64 [P, G, T], −1 after the end; its reward, and whether the
+    answer was right, NaN if unknown, float32 [P, G] each."""
 
     sequences: Tensor
-    """int64 [P, G, T]: what was replayed or scored, places in the pool, −1 after the end."""
     reward: Tensor
-    """float32 [P, G]."""
     correct: Tensor
-    """float32 [P, G]: whether the answer was right; NaN if unknown."""
 
 
 class DemonstrationBandit(SingleStepEnv):
@@ -121,11 +119,11 @@ class DemonstrationBandit(SingleStepEnv):
         seed: of the contexts and of shuffled rewards; None for a fresh one.
         scorer: scores sequences as they are drawn, by rows of this table; None replays recorded ones.
         unprofiled: what happens to a sequence that was never recorded. `nearest`, so that a random policy lives: the
-            query's recorded sequence that shares the longest start with it is replayed in its place; of several the
-            longest, then the first. `penalty`: the same, but `vqa_correct` is 0 and the reward 1 below the worst of the
-            query's group. `error`, for policies that should not draw it: InputError. Under `nearest` and `penalty` a
-            place without a candidate, or chosen before, adds no demonstration, and a query without any recorded
-            sequence has no sequence, whatever the action. A scorer scores every sequence.
+            query's recorded sequence with the longest common start is replayed in its place; of several the one with
+            the most demonstrations, then the first. `penalty`: the same, but `vqa_correct` is 0 and the reward 1 below
+            the worst of the query's group. `error`, for policies that should not draw it: InputError. Except under
+            `error` a place without a candidate, or chosen before, adds no demonstration, and where nothing was recorded
+            for a query every action is no sequence. A scorer scores every sequence.
         action: `places` or `sequence`.
 
     Raises:
@@ -199,10 +197,9 @@ class DemonstrationBandit(SingleStepEnv):
             observation["sequences"] = places(shape=(p, *self.sequences.shape[1:]))
             observation["group_mask"] = Binary(shape=(p, table.num_beams), dtype=torch.bool, device=device)
         self.observation_spec = Composite(observation, shape=(p,), device=device)
+        self.action_spec = places(shape=(p, *group, self.shots))
         if self.by_index:
             self.action_spec = Categorical(table.num_beams, shape=(p, *group), dtype=torch.int64, device=device)
-        else:
-            self.action_spec = places(shape=(p, *group, self.shots))
         self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
@@ -276,8 +273,8 @@ class DemonstrationBandit(SingleStepEnv):
             raise InputError(f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}")
         action = action.long().reshape(len(rows), self.group_size, *last)
         if self.by_index:
-            if ((action < 0) | (action >= self.table.num_beams)).any():
-                most = self.table.num_beams - 1
+            most = self.table.num_beams - 1
+            if ((action < 0) | (action > most)).any():
                 raise InputError(f"action: indices of recorded sequences are 0 to {most}, got {action.tolist()}")
             action = self._recorded_at(rows, action)
         return self._replayed(rows, action) if self.scorer is None else self._scored(rows, action)
@@ -323,13 +320,9 @@ class DemonstrationBandit(SingleStepEnv):
         shared = (action.unsqueeze(2) == recorded.unsqueeze(1)).cumprod(-1).sum(-1)  # the end counts: T if equal
         exists, empty = self.group_mask[rows], (action < 0).all(-1)
         unknown = ~empty & ((shared == self.shots) & exists.unsqueeze(1)).any(2).logical_not()
-        if self.unprofiled == "error" and unknown.any():
-            query = self.table.query_ids[int(rows[unknown.any(1)][0])]
-            raise InputError(
-                f"{int(unknown.sum())} of the sequences were never recorded for their query (the first: query {query} "
-                f"of {self.table.name!r}, places {action[unknown][0].tolist()}); `sequences` says which were, and "
-                "unprofiled=nearest replays the nearest of them"
-            )
+        if self.unprofiled == "error":
+            hint = "; `sequences` says which were, and unprofiled=nearest replays the nearest of them"
+            self._refuse(unknown, rows, action, "were never recorded for their query", hint)
         nearness = shared * (self.shots + 1) + (recorded >= 0).sum(-1).unsqueeze(1)
         place = nearness.masked_fill(~exists.unsqueeze(1), -1).argmax(2)
         if action.shape == recorded.shape:  # of two equal recordings each keeps its own place
@@ -346,7 +339,8 @@ class DemonstrationBandit(SingleStepEnv):
         assert self.scorer is not None
         sequences = self.closed_up(rows, action)
         if self.unprofiled == "error":
-            self._check(rows, action, sequences)
+            hint = ": a place outside the pool, the same twice, or −1 before the end"
+            self._refuse((action != sequences).any(-1), rows, action, "do not exist", hint)
         pool, used = self.pool[rows], sequences >= 0
         mask, config = used[..., 0], self.reward_config
         # the same sequence drawn twice is scored once
@@ -381,13 +375,11 @@ class DemonstrationBandit(SingleStepEnv):
             known[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
         return known[rows]
 
-    def _check(self, rows: Tensor, action: Tensor, sequences: Tensor) -> None:
-        if (bad := (action != sequences).any(-1)).any():
-            query = self.table.query_ids[int(rows[bad.any(1)][0])]
-            raise InputError(
-                f"{int(bad.sum())} of the sequences do not exist (the first: query {query} of {self.table.name!r}, "
-                f"places {action[bad][0].tolist()}): a place outside the pool, the same twice, or −1 before the end"
-            )
+    def _refuse(self, wrong: Tensor, rows: Tensor, action: Tensor, problem: str, hint: str) -> None:
+        if wrong.any():
+            query = f"query {self.table.query_ids[int(rows[wrong.any(1)][0])]} of {self.table.name!r}"
+            first = f"(the first: {query}, places {action[wrong][0].tolist()})"
+            raise InputError(f"{int(wrong.sum())} of the sequences {problem} {first}{hint}")
 
     @staticmethod
     def _level(pool: Tensor, sequences: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
