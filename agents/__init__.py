@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from knobwise.agents.controller.controller import Controller as Controller
     from knobwise.agents.controller.settings import PolicyConfig as PolicyConfig
     from knobwise.agents.judging.evaluation import judge as judge
+    from knobwise.agents.selector.actor import make_selector_actor as make_selector_actor
     from knobwise.agents.selector.selector import Selector as Selector
     from knobwise.agents.selector.selector import StoredEmbeddings as StoredEmbeddings
     from knobwise.agents.selector.settings import SelectorConfig as SelectorConfig
@@ -38,6 +39,7 @@ MODULES = {
     "PolicyConfig": "controller.settings",
     "ControllerTrainer": "training.controller_trainer",
     "Selector": "selector.selector",
+    "make_selector_actor": "selector.actor",
     "SelectorConfig": "selector.settings",
     "SelectorTrainer": "training.selector_trainer",
     "StoredEmbeddings": "selector.selector",

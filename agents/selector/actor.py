@@ -1,11 +1,14 @@
-"""A selector as a TensorDict policy: row numbers of queries in, groups of demonstration sequences out."""
+"""A selector as a TensorDict policy: queries with their pools in, sequences of demonstrations out."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl.envs.utils import ExplorationType, exploration_type
 
 from knobwise.agents.selector.clip_encoder import Embeddings
 from knobwise.agents.selector.selector import Selector
@@ -15,33 +18,55 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 
 class SelectorActor(TensorDictModuleBase):
     """Reads `row` int64 [P]; writes `action` int64 [P, G, T] and `action_log_prob` [P, G]. Query and pool are encoded
-    once for all G.
+    once for all G. Without a group size the axis G is not there.
 
-    `pool` int64 [Q, N] holds rows of the bank, −1 where a pool is shorter. The logits are divided by `temperature`, in
-    draws and log-probs alike.
+    `pool` int64 [Q, N] holds rows of the bank, −1 where a pool is shorter. Without embeddings and pool it reads what an
+    environment shows, `query` [*, d], `pool` [*, N, d] and `mask` [*, N], and writes [*, (G), T] and [*, (G)]. The
+    logits are divided by `temperature`, in draws and log-probs alike. Under `ExplorationType.DETERMINISTIC` the action
+    is the greedy sequence.
     """
 
-    in_keys = ["row"]
     out_keys = ["action", "action_log_prob"]
     pool: Tensor
 
     def __init__(
-        self, selector: Selector, embeddings: Embeddings, pool: Tensor, shots: int, group_size: int = 1
+        self,
+        selector: Selector,
+        embeddings: Embeddings | None,
+        pool: Tensor | None,
+        shots: int,
+        group_size: int | None = 1,
     ) -> None:
         super().__init__()
-        self.selector, self.embeddings = selector, embeddings
+        self.in_keys = ["query", "pool", "mask"] if embeddings is None else ["row"]
+        self.selector = selector
+        self.embeddings: Any = embeddings
         self.shots, self.group_size, self.temperature = shots, group_size, 1.0
         self.register_buffer("pool", pool, persistent=False)
 
     def get_dist(self, tensordict: TensorDictBase) -> SequenceDistribution:
-        """What the group is drawn from."""
-        rows = tensordict["row"]
-        pool = self.pool[rows]
-        query, candidates = (x.to(pool.device) for x in self.embeddings.both(rows, pool))
-        return self.selector.distribution(query, candidates, pool >= 0, self.shots, self.group_size, self.temperature)
+        """What the group is drawn from; leading axes of what the environment shows are one."""
+        if self.embeddings is None:
+            query, candidates, mask = (tensordict[key] for key in self.in_keys)
+            query, mask = query.reshape(-1, query.shape[-1]), mask.bool().reshape(-1, mask.shape[-1])
+            candidates = candidates.reshape(-1, *candidates.shape[-2:])
+        else:
+            rows = tensordict["row"]
+            pool = self.pool[rows]
+            query, candidates = (x.to(pool.device) for x in self.embeddings.both(rows, pool))
+            mask = pool >= 0
+        return self.selector.distribution(query, candidates, mask, self.shots, self.group_size, self.temperature)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict["action"], tensordict["action_log_prob"] = self.get_dist(tensordict).sample_with_log_prob()
+        dist = self.get_dist(tensordict)
+        if exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE):
+            action = dist.mode
+            log_prob = dist.log_prob(action)
+        else:
+            action, log_prob = dist.sample_with_log_prob()
+        leading = tensordict["row"].shape if self.embeddings is not None else tensordict["query"].shape[:-1]
+        tensordict["action"] = action.reshape(leading + action.shape[1:])
+        tensordict["action_log_prob"] = log_prob.reshape(leading + log_prob.shape[1:])
         return tensordict
 
     @torch.no_grad()
@@ -56,6 +81,12 @@ class SelectorActor(TensorDictModuleBase):
             parts.append(self.get_dist(queries).log_prob(sequences).cpu())
         self.selector.train(training)
         return torch.cat(parts)
+
+
+def make_selector_actor(selector: Selector, shots: int, group_size: int | None = None) -> SelectorActor:
+    """A policy for every form of the selector's bandit: it reads `query`, `pool` and `mask`, and draws sequences of
+    `shots` demonstrations. TorchRL's `GymWrapper` needs `categorical_action_encoding=True` for it."""
+    return SelectorActor(selector, None, None, shots, group_size)
 
 
 class SequenceBehaviour(TensorDictModuleBase):

@@ -100,13 +100,15 @@ class SelectorTrainer(Trainer):
             env = DemonstrationBandit(
                 table,
                 batch_size=settings.contexts,
-                group_size=group,
+                group_size=group if live else "all",
                 shots=shots if live else None,
                 reward=reward,
                 rows=split.train,
                 seed=seed,
                 scorer=scorer if live else None,
                 groups=groups or GroupConfig(),
+                unprofiled="error",
+                lean=True,
                 device=torch.device(device),
             )
             behaviour = SequenceBehaviour(agent, frozen.requires_grad_(False), with_log_probs=stage == "grpo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium
@@ -26,27 +27,31 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         A contextual bandit whose action is a whole sequence: a recorded one, or with a scorer any.
     Action space:
         `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated place, or one without a candidate
-        (also −1), adds no demonstration, so a sequence may be shorter.
+        (also −1), adds no demonstration, so a sequence may be shorter. With `action="sequence"`, which needs recorded
+        ones, `Discrete(B)`: the index of one of them, which `info["action_mask"]` masks exactly.
     Observation space:
         `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the candidates' embeddings, 0 where there is
         none) and `mask` (`MultiBinary` N, 1 where there is one).
     Rewards:
         `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all.
     Starting state:
-        The next query of a pass over all of them, in a new random order each pass.
+        The next query of a pass over all of them, in a new random order each pass; or the one that `reset(options=…)`
+        names by `row` or by `query_id`, outside the passes.
     Episode end:
         After one step, always.
     Info:
-        After reset: `query_id`, and without a scorer `sequences`, the recorded ones, int64 [n, shots] (−1 after the
-        end). After a step also `sequence` (the places used), `vqa_correct` (NaN if unknown), and without a scorer
-        `oracle_sequence` and `oracle_reward` of the best recorded sequence, if there is one.
+        Numbers alone, because TorchRL reads them all. After reset: `row` (`env.unwrapped.table.query_ids[row]` is the
+        query's id), and without a scorer `sequences`, the recorded ones, int64 [B, shots] (−1 after
+        the end, and after the last); with `action="sequence"` also `action_mask`, int8 [B], 1 for each of them. After a
+        step also `sequence` (what was replayed or scored, int64 [shots]), `vqa_correct` (NaN if unknown), and without a
+        scorer `oracle_sequence` and `oracle_reward` of the best recorded sequence (−1 and NaN if there is none).
     Arguments:
-        table: queries, pools, recorded sequences. shots, reward, rows, scorer, groups: as for `DemonstrationBandit`.
-        render_mode: None or "ansi".
+        table: queries, pools, recorded sequences. shots, reward, rows, scorer, groups, unprofiled, action: as for
+        `DemonstrationBandit`. render_mode: None or "ansi".
 
     Raises:
-        InputError: as `DemonstrationBandit`; by `step`, if the action has another shape, or without a scorer if the
-            sequence was never recorded.
+        InputError: as `DemonstrationBandit`; by `reset`, for options that do not exist; by `step`, if the action has
+            another shape, or under `unprofiled="error"` if the sequence was never recorded.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}
@@ -59,72 +64,86 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         rows: Tensor | None = None,
         scorer: Scorer | None = None,
         groups: GroupConfig | None = None,
+        unprofiled: str = "nearest",
+        action: str = "places",
         render_mode: str | None = None,
     ) -> None:
-        # gymnasium expects that without a seed for reset() no two environments draw the same
-        seed = torch.Generator().seed()
+        words: dict[str, Any] = {"unprofiled": unprofiled, "action": action}
         self._bandit = DemonstrationBandit(
-            table, shots=shots, reward=reward, rows=rows, seed=seed, scorer=scorer, groups=groups
+            table, shots=shots, reward=reward, rows=rows, scorer=scorer, groups=groups, **words
         )
         self.table, self.render_mode = self._bandit.table, render_mode
         n, d = self.table.pool.shape[1], self.table.queries.shape[1]
         largest = [float(x.abs().amax()) for x in (self.table.queries, self.table.candidates)]
         query, pool = spaces.Box(-largest[0], largest[0], (d,)), spaces.Box(-largest[1], largest[1], (n, d))
         self.observation_space: Any = spaces.Dict({"query": query, "pool": pool, "mask": spaces.MultiBinary(n)})
-        self.action_space = spaces.MultiDiscrete([n] * self._bandit.shots)
+        self.action_space: Any = spaces.MultiDiscrete([n] * self._bandit.shots)
+        if self._bandit.by_index:
+            self.action_space = spaces.Discrete(self.table.num_beams)
         self._row: int | None = None
         self._words = "Nothing yet: call reset()."
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Go on to the next query; a seed starts the passes anew."""
+        """Go on to the next query, or to that of `options`; a seed starts the passes anew."""
         super().reset(seed=seed)
         if seed is not None:
             self._bandit.set_seed(seed)
-        self._row = int(self._bandit.reset()["row"])
-        info = self._describe(self._row)
-        self._words = f"Query {info['query_id']}: which demonstrations will you show?"
-        return self._observe(self._row), info
+        self._row = self._row_of(options) if options else int(self._bandit.contexts())
+        self._words = f"Query {self.table.query_ids[self._row]}: which demonstrations will you show?"
+        return self._observe(self._row)
 
     def step(self, action: NDArray[Any]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Show the demonstrations; the episode ends."""
         if self._row is None:
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
-        row, size, places = self._row, int(self.table.pool_mask[self._row].sum()), np.asarray(action)
-        if places.shape != self.action_space.shape:
-            expected = self.action_space.shape
-            raise InputError(f"the action has shape {places.shape}, expected {expected}: places in the pool")
-        sequence = list(dict.fromkeys(place for place in places.tolist() if 0 <= place < size))
-        group = torch.full(self._bandit.action_spec.shape, -1)  # the other sequences of the group stay empty
-        group[0, 0, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-        context = self._bandit.observation_spec.zero().update({"row": torch.tensor([row]), "action": group})
-        outcome = self._bandit.step(context)["next"]
-        reward, correct = float(outcome["reward"][0, 0]), float(outcome["vqa_correct"][0, 0])
-        info = self._describe(row) | {"sequence": np.array(sequence, dtype=np.int64), "vqa_correct": correct}
+        row, wanted = torch.tensor([self._row]), torch.as_tensor(np.asarray(action))
+        if not self._bandit.by_index and wanted.numel() == self._bandit.shots:
+            wanted = self._bandit.closed_up(row, wanted.view(1, 1, -1))
+        outcome = self._bandit.decide(row, wanted)
+        reward, correct, sequence = float(outcome.reward), float(outcome.correct), outcome.sequences[0, 0]
+        observation, info = self._observe(self._row)
+        info |= {"sequence": sequence.numpy(), "vqa_correct": correct}
         answer = {1.0: "right", 0.0: "wrong"}.get(correct, "unknown")
-        self._words = f"Query {info['query_id']}.\nShown: {sequence}; answer {answer}, reward {reward:+.3f}."
-        if self._bandit.scorer is None and len(info["sequences"]):
-            rewards = self._bandit.rewards[row][self.table.beam_mask[row]]
-            best, most = info["sequences"][int(rewards.argmax())], float(rewards.max())
-            info |= {"oracle_sequence": best[best >= 0], "oracle_reward": most}
-            self._words += f"\nBest recorded: {best[best >= 0].tolist()}; reward {most:+.3f}."
+        replaced = "" if self._bandit.by_index or torch.equal(wanted[0, 0], sequence) else ", the nearest recorded"
+        words = f"{sequence[sequence >= 0].tolist()}{replaced}; answer {answer}, reward {reward:+.3f}."
+        self._words = f"Query {self.table.query_ids[self._row]}.\nShown: {words}"
+        if self._bandit.scorer is None:
+            rewards, exists = self._bandit.rewards[self._row], self.table.beam_mask[self._row]
+            best = int(rewards.masked_fill(~exists, -torch.inf).argmax())
+            most = float(rewards[best]) if exists.any() else math.nan
+            info |= {"oracle_sequence": info["sequences"][best].copy(), "oracle_reward": most}
+            if exists.any():
+                places = [place for place in info["oracle_sequence"].tolist() if place >= 0]
+                self._words += f"\nBest recorded: {places}; reward {most:+.3f}."
         self._row = None
-        return self._observe(row), reward, True, False, info
+        return observation, reward, True, False, info
 
     def render(self) -> str | None:
         """The last reset or step in words (`render_mode="ansi"`)."""
         return self._words if self.render_mode == "ansi" else None
 
-    def _observe(self, row: int) -> Observation:
-        # copies, because an observation must not share memory with the next one
-        query, mask = self.table.queries[row].numpy().copy(), self.table.pool_mask[row]
-        pool = self.table.candidates[self.table.pool[row].clamp_min(0)] * mask.unsqueeze(1)
-        return {"query": query, "pool": pool.numpy(), "mask": mask.numpy().astype(np.int8)}
-
-    def _describe(self, row: int) -> dict[str, Any]:
-        """What is known of the query before a decision."""
-        info: dict[str, Any] = {"query_id": self.table.query_ids[row]}
+    def _observe(self, row: int) -> tuple[Observation, dict[str, Any]]:
+        """The observation, and what is known of the query before a decision."""
+        observed = {name: block[0].numpy() for name, block in self._bandit.observe(torch.tensor([row])).items()}
+        info: dict[str, Any] = {"row": row}
         if self._bandit.scorer is None:
-            info["sequences"] = self.table.sequences[row][self.table.beam_mask[row]].numpy()
-        return info
+            info["sequences"] = observed["sequences"]
+        if self._bandit.by_index:
+            info["action_mask"] = observed["group_mask"].astype(np.int8)
+        mask = observed["mask"].astype(np.int8)
+        return {"query": observed["query"], "pool": observed["pool"], "mask": mask}, info
+
+    def _row_of(self, options: dict[str, Any]) -> int:
+        """The query that the options of `reset` name."""
+        ids, row = self.table.query_ids, options.get("row")
+        if len(options) > 1 or not options.keys() <= {"row", "query_id"}:
+            raise InputError(f"reset: options are `row` or `query_id`, one of them, got {', '.join(map(str, options))}")
+        if "query_id" in options:
+            row = ids.index(options["query_id"]) if options["query_id"] in ids else None
+        if not isinstance(row, int | np.integer) or not 0 <= row < len(ids):
+            raise InputError(
+                f"reset: beam table {self.table.name!r} has no query {options}; rows are 0 to {len(ids) - 1}"
+            )
+        return int(row)

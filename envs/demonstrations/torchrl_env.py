@@ -8,16 +8,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.functional import pad
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, after_gaps, closed_up, repeated
+from knobwise.envs.configurations.contexts import fresh_seed
+from knobwise.envs.configurations.replay import UNPROFILED
+from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, closed_up
 from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
 from knobwise.envs.demonstrations.settings import METHODS, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.single_step import SingleStepEnv
@@ -81,29 +85,51 @@ def _order(seed: int, number: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng([seed, number]).permutation(count))
 
 
+class Outcome(NamedTuple):
+    """What was replayed or scored, places in the pool, int64 [P, G, T], −1 after the end; its reward, and whether the
+    answer was right, NaN if unknown, float32 [P, G] each."""
+
+    sequences: Tensor
+    reward: Tensor
+    correct: Tensor
+
+
 class DemonstrationBandit(SingleStepEnv):
     """P queries at once, G ordered sequences of demonstrations for each.
 
     Observation: `row` int64 [P] (row of the table) and `vqa_correct` float32 [P, G]: whether the answer after each
-    sequence is right; 0 before the step, NaN if not recorded or without a sequence. Without a scorer also `sequences`
-    int64 [P, G, T], the recorded sequences of the query's group, −1 after the end, and `group_mask` bool [P, G], True
-    for each of them.
+    sequence is right; 0 before the step, NaN if not recorded or without a sequence. Unless `lean`, as in the training
+    loop, also the embeddings `query` [P, d] and `pool` [P, N, d], 0 where there is no candidate, and `mask` bool
+    [P, N], True where there is one. Without a scorer also `sequences` int64 [P, B, T], the recorded sequences of the
+    query's group, −1 after the end, and `group_mask` bool [P, B], True for each of them.
 
-    Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1 is no sequence.
+    Action: `action` int64 [P, G, T], ordered places in the query's pool, −1 after the end; all −1 is no sequence. With
+    `action="sequence"` int64 [P, G], the index of a recorded sequence of the query; an index beyond them is no
+    sequence. A step whose tensordict has no `row` is for the queries of the last reset, or before any for new ones.
     Reward: float32 [P, G], 0 for no sequence.
 
     Args:
-        batch_size, group_size: P, and with a scorer G. Without one G is B, the widest recorded group.
+        batch_size: P.
+        group_size: G; "all" takes all recorded sequences of the query, so that G is B, the widest recorded group. None
+            for no group axis: the action is [P, T] or [P], `vqa_correct` [P], the reward [P, 1].
         shots: T with a scorer, by default the table's; without one, use recorded sequences of this length only, by
             default all.
         rows: int64 [n], the queries to draw from (the training split); None for all. They come in passes, see `Passes`;
             set `contexts.drawn` back to repeat them.
-        seed: of the contexts and of shuffled rewards.
+        seed: of the contexts and of shuffled rewards; None for a fresh one.
         scorer: scores sequences as they are drawn, by rows of this table; None replays recorded ones.
+        unprofiled: what happens to a sequence that was never recorded. `nearest`, so that a random policy lives: the
+            query's recorded sequence with the longest common start is replayed in its place; of several the one with
+            the most demonstrations, then the first. `penalty`: the same, but `vqa_correct` is 0 and the reward 1 below
+            the worst of the query's group. `error`, for policies that should not draw it: InputError. Except under
+            `error` a place without a candidate, or chosen before, adds no demonstration, and where nothing was recorded
+            for a query every action is no sequence. A scorer scores every sequence.
+        action: `places` or `sequence`.
 
     Raises:
         InputError: if the settings do not fit the table, or a field that the reward needs was not recorded; by `step`,
-            if a sequence was never recorded (without a scorer) or is not in the query's pool.
+            if an action has another shape, or under `error` if a sequence was never recorded (without a scorer) or is
+            not in the query's pool.
     """
 
     def __init__(
@@ -111,80 +137,161 @@ class DemonstrationBandit(SingleStepEnv):
         table: BeamTable,
         *,
         batch_size: int = 1,
-        group_size: int = 1,
+        group_size: int | str | None = None,
         shots: int | None = None,
         reward: DemonstrationRewardConfig | None = None,
         rows: Tensor | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         scorer: Scorer | None = None,
         groups: GroupConfig | None = None,
+        unprofiled: str = "nearest",
+        action: str = "places",
+        lean: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=[batch_size])
         rows = torch.arange(table.num_queries) if rows is None else rows
         if not len(rows):
             raise InputError("the environment got no queries to draw from")
+        one_of("unprofiled", unprofiled, UNPROFILED)
+        one_of("action", action, ("places", "sequence"))
+        if scorer is not None and (action == "sequence" or group_size == "all"):
+            raise InputError("action=sequence and group_size=all are for recorded sequences; leave out the scorer")
         self.scorer, self.reward_config = scorer, reward or DemonstrationRewardConfig()
+        self.unprofiled, self.by_index, self.lean = unprofiled, action == "sequence", lean
         if scorer is None:
             table = recorded_groups(table, groups or GroupConfig(), shots)
-            group_size = table.num_beams
+        group_size = table.num_beams if group_size == "all" else group_size
         shots = table.shots if scorer is None or shots is None else shots
-        if min(shots, group_size, batch_size) < 1:
+        sizes = (shots, 1 if group_size is None else group_size, batch_size)
+        if any(type(size) is not int or size < 1 for size in sizes):
             raise InputError(f"shots={shots}, group_size={group_size}, batch_size={batch_size}: all must be ≥ 1")
         if not table.pool_mask.any():
             raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
         self.table, self.shots = table, shots
-        self.contexts = Passes(rows, batch_size, seed)
-        self.pool, self.candidates = table.pool.to(device), table.candidates.to(device)
-        p, g, t, n = batch_size, group_size, shots, table.pool.shape[1]
-        observation: dict[str, Unbounded | Binary | Bounded | Categorical] = {
-            "row": Categorical(table.num_queries, shape=(p,), dtype=torch.int64, device=device),
-            "vqa_correct": Unbounded(shape=(p, g), device=device),
-        }
-        places = functools.partial(Bounded, -1, n - 1, shape=(p, g, t), dtype=torch.int64, device=device)
+        self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
+        self._last: dict[str, Tensor] = {}  # what the last reset showed
+        self.queries, self.pool = table.queries.to(device), table.pool.to(device)
+        self.candidates = table.candidates.to(device)
         if scorer is None:
             self.sequences, self.group_mask = table.sequences.to(device), table.beam_mask.to(device)
-            self.rewards = self._recorded_rewards(seed).to(device)
+            self.rewards = self._recorded_rewards().to(device)
             correct = table.fields.get("vqa_correct")
             self.correct = (torch.full_like(self.rewards, torch.nan) if correct is None else correct).to(device)
-            observation["sequences"] = places()
-            observation["group_mask"] = Binary(shape=(p, g), dtype=torch.bool, device=device)
         else:
             self.without_demonstrations = torch.full((table.num_queries,), torch.nan, device=device)
+        self._set_specs(batch_size, () if group_size is None else (int(group_size),))
+
+    def _set_specs(self, p: int, group: tuple[int, ...]) -> None:
+        table, device, (n, d) = self.table, self.device, (self.pool.shape[1], self.queries.shape[1])
+        observation: dict[str, Unbounded | Binary | Bounded | Categorical] = {
+            "row": Categorical(table.num_queries, shape=(p,), dtype=torch.int64, device=device),
+            "vqa_correct": Unbounded(shape=(p, *group), device=device),
+        }
+        if not self.lean:
+            observation["query"] = Unbounded(shape=(p, d), device=device)
+            observation["pool"] = Unbounded(shape=(p, n, d), device=device)
+            observation["mask"] = Binary(shape=(p, n), dtype=torch.bool, device=device)
+        places = functools.partial(Bounded, -1, n - 1, dtype=torch.int64, device=device)
+        if self.scorer is None:
+            observation["sequences"] = places(shape=(p, *self.sequences.shape[1:]))
+            observation["group_mask"] = Binary(shape=(p, table.num_beams), dtype=torch.bool, device=device)
         self.observation_spec = Composite(observation, shape=(p,), device=device)
-        self.action_spec = places()
-        self._set_outcome_specs(p, g)
+        self.action_spec = places(shape=(p, *group, self.shots))
+        if self.by_index:
+            self.action_spec = Categorical(table.num_beams, shape=(p, *group), dtype=torch.int64, device=device)
+        self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        rows = self.contexts().to(self.device)
-        out = {"row": rows, "vqa_correct": self.observation_spec["vqa_correct"].zero()}
-        if self.scorer is None:
-            out |= {"sequences": self.sequences[rows], "group_mask": self.group_mask[rows]}
-        return self._context(out)
+        return self._context(self._drawn() | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows, action = tensordict["row"], tensordict["action"]
-        reward, correct = self._replayed(rows, action) if self.scorer is None else self._scored(rows, action)
-        return self._outcome(tensordict, reward, {"vqa_correct": correct})
+        rows = self._rows_of(tensordict)
+        outcome = self.decide(rows, tensordict["action"])
+        # tensors of its own, because a transform may change them in place; in training none does
+        same = self.lean and rows is self._last.get("row")
+        done = torch.ones((*self.batch_size, 1), dtype=torch.bool, device=self.device)
+        content = {**(self._last if same else self.observe(rows)), "done": done, "terminated": done}
+        content["vqa_correct"] = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
+        content["reward"] = outcome.reward
+        return TensorDict(content, batch_size=self.batch_size, device=self.device)
+
+    def _drawn(self) -> dict[str, Tensor]:
+        self._last = self.observe(self.contexts().to(self.device))
+        return self._last
+
+    def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
+        rows = None if tensordict is None else tensordict.get("row", None)
+        return ((self._last or self._drawn())["row"] if rows is None else rows).long()
+
+    def observe(self, rows: Tensor) -> dict[str, Tensor]:
+        """What the observation of these queries, int64 [P], holds apart from `vqa_correct`; tensors of its own."""
+        out = {"row": rows}
+        if not self.lean:
+            pool = self.pool[rows]
+            mask = pool >= 0
+            candidates = self.candidates[pool.clamp_min(0)].masked_fill(~mask.unsqueeze(2), 0.0)
+            out |= {"query": self.queries[rows], "pool": candidates, "mask": mask}
+        if self.scorer is None:
+            out |= {"sequences": self.sequences[rows], "group_mask": self.group_mask[rows]}
+        return out
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw evenly among the query's recorded sequences, or with a scorer from its pool without replacement."""
-        if tensordict is None or "row" not in tensordict:
-            return super().rand_action(tensordict)
-        rows, (p, g, t) = tensordict["row"], self.action_spec.shape
+        rows = self._rows_of(tensordict)
+        out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
+        p, g, t = len(rows), self.group_size, self.shots
         if self.scorer is None:
             drawn = (torch.rand(p, g, device=rows.device) * self.group_mask[rows].sum(1, keepdim=True)).long()
-            return tensordict.set("action", self.sequences[rows].gather(1, drawn[..., None].expand(p, g, t)))
-        keys = torch.rand(p, g, self.pool.shape[1], device=rows.device)
-        best = keys.masked_fill((self.pool[rows] < 0)[:, None], -1.0).topk(min(t, keys.shape[2]))
-        places = best.indices.masked_fill(best.values < 0, -1)
-        return tensordict.set("action", pad(places, (0, t - places.shape[2]), value=-1))
+            action = drawn if self.by_index else self._recorded_at(rows, drawn)
+        else:
+            keys = torch.rand(p, g, self.pool.shape[1], device=rows.device)
+            best = keys.masked_fill((self.pool[rows] < 0)[:, None], -1.0).topk(min(t, keys.shape[2]))
+            places = best.indices.masked_fill(best.values < 0, -1)
+            action = pad(places, (0, t - places.shape[2]), value=-1)
+        return out.set("action", action.view(self.action_spec.shape))
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
-            self.contexts.seed, self.contexts.drawn = seed, 0
+            self.set_extra_state({"seed": seed, "drawn": 0})
 
-    def _recorded_rewards(self, seed: int) -> Tensor:
+    def get_extra_state(self) -> dict[str, int]:
+        """What `state_dict` holds: the seed of the passes, and how many batches were drawn of them."""
+        return {"seed": self.contexts.seed, "drawn": self.contexts.drawn}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.contexts.seed, self.contexts.drawn = state["seed"], state["drawn"]
+        if self.scorer is None and self.reward_config.shuffled:
+            self.rewards = self._recorded_rewards().to(self.rewards.device)
+
+    def decide(self, rows: Tensor, action: Tensor) -> Outcome:
+        """Replay or score actions for queries int64 [P], shaped as the class describes them; without their group axis
+        if G is 1. Raises InputError as `step`."""
+        spec, last = self.action_spec.shape, () if self.by_index else (self.shots,)
+        fits = action.numel() == spec.numel() and action.shape[action.ndim - len(last) :] == last
+        if not fits or action.is_floating_point():
+            raise InputError(f"the action is {action.dtype} {[*action.shape]}, must be int64 {[*spec]}")
+        action = action.long().reshape(len(rows), self.group_size, *last)
+        if self.by_index:
+            most = self.table.num_beams - 1
+            if ((action < 0) | (action > most)).any():
+                raise InputError(f"action: indices of recorded sequences are 0 to {most}, got {action.tolist()}")
+            action = self._recorded_at(rows, action)
+        return self._replayed(rows, action) if self.scorer is None else self._scored(rows, action)
+
+    def closed_up(self, rows: Tensor, places: Tensor) -> Tensor:
+        """The sequences that places, int64 [P, G, T], amount to: a place without a candidate, or chosen before, adds no
+        demonstration."""
+        sizes = (self.pool[rows] >= 0).sum(1)[:, None, None]
+        before = (places.unsqueeze(-1) == places.unsqueeze(-2)).tril(-1).any(-1)
+        used = (places >= 0) & (places < sizes) & ~before
+        return places.masked_fill(~used, -1).gather(-1, (~used).int().argsort(dim=-1, stable=True))
+
+    def _recorded_at(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Recorded sequences int64 [P, G, T] at their indices int64 [P, G]."""
+        return self.sequences[rows].gather(1, index.unsqueeze(-1).expand(-1, -1, self.shots))
+
+    def _recorded_rewards(self) -> Tensor:
         """The reward of every recorded sequence, float32 [Q, B]; 0 where there is none."""
         table, config = self.table, self.reward_config
         for name in config.needs:
@@ -202,33 +309,42 @@ class DemonstrationBandit(SingleStepEnv):
             pieces = [self._level(*parts, table.candidates) for parts in queries]
             fields["coherence"], fields["diversity"] = (torch.cat(piece) for piece in zip(*pieces, strict=True))
         reward = demonstration_reward(fields, table.lengths, table.beam_mask, config)
-        return shuffle(reward, table.beam_mask, self._generator(seed)) if config.shuffled else reward
+        return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed)) if config.shuffled else reward
 
-    def _replayed(self, rows: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """The recorded reward and correctness of each sequence, float32 [P, G]."""
+    def _replayed(self, rows: Tensor, action: Tensor) -> Outcome:
         recorded, rewards, correct = self.sequences[rows], self.rewards[rows], self.correct[rows]
-        same = (action == recorded).all(-1)
-        if same.all():
-            return rewards, correct
-        match = (action.unsqueeze(2) == recorded.unsqueeze(1)).all(-1)
-        empty = (action < 0).all(-1)
-        if (unknown := ~match.any(2) & ~empty).any():
-            query = self.table.query_ids[int(rows[unknown.any(1)][0])]
-            raise InputError(
-                f"{int(unknown.sum())} of the sequences were never recorded for their query (the first: query {query} "
-                f"of {self.table.name!r}, places {action[unknown][0].tolist()}); `sequences` says which were"
-            )
-        place = torch.where(same, torch.arange(same.shape[1], device=same.device), match.int().argmax(2))
-        return rewards.gather(1, place).where(~empty, 0.0), correct.gather(1, place).where(~empty, torch.nan)
+        if torch.equal(action, recorded):
+            return Outcome(recorded, rewards, correct)
+        if self.unprofiled != "error":
+            action = self.closed_up(rows, action)
+        shared = (action.unsqueeze(2) == recorded.unsqueeze(1)).cumprod(-1).sum(-1)  # the end counts: T if equal
+        exists, empty = self.group_mask[rows], (action < 0).all(-1)
+        unknown = ~empty & ((shared == self.shots) & exists.unsqueeze(1)).any(2).logical_not()
+        if self.unprofiled == "error":
+            hint = "; `sequences` says which were, and unprofiled=nearest replays the nearest of them"
+            self._refuse(unknown, rows, action, "were never recorded for their query", hint)
+        nearness = shared * (self.shots + 1) + (recorded >= 0).sum(-1).unsqueeze(1)
+        place = nearness.masked_fill(~exists.unsqueeze(1), -1).argmax(2)
+        if action.shape == recorded.shape:  # of two equal recordings each keeps its own place
+            place = torch.where((action == recorded).all(-1), torch.arange(place.shape[1], device=place.device), place)
+        none = empty | ~exists.any(1, keepdim=True)
+        reward, right = rewards.gather(1, place), correct.gather(1, place)
+        if self.unprofiled == "penalty":
+            worst = rewards.masked_fill(~exists, torch.inf).amin(1, keepdim=True)
+            reward, right = torch.where(unknown, worst - 1, reward), right.masked_fill(unknown, 0.0)
+        sequences = self._recorded_at(rows, place).masked_fill(none.unsqueeze(-1), -1)
+        return Outcome(sequences, reward.masked_fill(none, 0.0), right.masked_fill(none, torch.nan))
 
-    def _scored(self, rows: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Reward and correctness of each sequence, float32 [P, G]."""
+    def _scored(self, rows: Tensor, action: Tensor) -> Outcome:
         assert self.scorer is not None
-        pool, used = self.pool[rows], action >= 0
-        self._check(rows, action, pool)
+        sequences = self.closed_up(rows, action)
+        if self.unprofiled == "error":
+            hint = ": a place outside the pool, the same twice, or −1 before the end"
+            self._refuse((action != sequences).any(-1), rows, action, "do not exist", hint)
+        pool, used = self.pool[rows], sequences >= 0
         mask, config = used[..., 0], self.reward_config
         # the same sequence drawn twice is scored once
-        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), _demonstrations(pool, action)], 2)[mask]
+        drawn = torch.cat([rows[:, None, None].expand(*mask.shape, 1), _demonstrations(pool, sequences)], 2)[mask]
         distinct, inverse = drawn.unique(dim=0, return_inverse=True)
         distinct = distinct.cpu()
         scores = dict.fromkeys(config.needs, torch.empty(0))
@@ -241,14 +357,14 @@ class DemonstrationBandit(SingleStepEnv):
         if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
             fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
         if config.needs_embeddings:
-            fields["coherence"], fields["diversity"] = self._level(pool, action, self.candidates)
+            fields["coherence"], fields["diversity"] = self._level(pool, sequences, self.candidates)
         reward = demonstration_reward(fields, used.sum(-1), mask, config)
         if reward.isnan().any():
             unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
             raise InputError(f"reward.mode={config.mode} needs {unknown}, for which the scorer returned NaN")
         if config.shuffled:
             reward = shuffle(reward, mask, self._generator(self.contexts.seed, self.contexts.drawn))
-        return reward, fields.get("vqa_correct", torch.full_like(reward, torch.nan))
+        return Outcome(sequences, reward, fields.get("vqa_correct", torch.full_like(reward, torch.nan)))
 
     def _score_without_demonstrations(self, rows: Tensor) -> Tensor:
         """P(true answer) without any demonstration, float32 [P], scored once per query."""
@@ -259,15 +375,11 @@ class DemonstrationBandit(SingleStepEnv):
             known[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
         return known[rows]
 
-    def _check(self, rows: Tensor, action: Tensor, pool: Tensor) -> None:
-        wrong = (action < -1) | (action >= (pool >= 0).sum(1)[:, None, None])
-        wrong[..., 1:] |= after_gaps(action >= 0) | repeated(action)
-        if (bad := wrong.any(-1)).any():
-            query = self.table.query_ids[int(rows[bad.any(1)][0])]
-            raise InputError(
-                f"{int(bad.sum())} of the sequences do not exist (the first: query {query} of {self.table.name!r}, "
-                f"places {action[bad][0].tolist()}): a place outside the pool, the same twice, or −1 before the end"
-            )
+    def _refuse(self, wrong: Tensor, rows: Tensor, action: Tensor, problem: str, hint: str) -> None:
+        if wrong.any():
+            query = f"query {self.table.query_ids[int(rows[wrong.any(1)][0])]} of {self.table.name!r}"
+            first = f"(the first: {query}, places {action[wrong][0].tolist()})"
+            raise InputError(f"{int(wrong.sum())} of the sequences {problem} {first}{hint}")
 
     @staticmethod
     def _level(pool: Tensor, sequences: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:

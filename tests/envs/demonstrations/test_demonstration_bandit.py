@@ -1,6 +1,9 @@
 """The selector's bandit: groups of recorded sequences, rewards looked up and scored, contexts in passes."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -10,9 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torchrl.collectors import Collector
-from torchrl.envs import check_env_specs
+from torchrl.envs import (
+    CatTensors,
+    Compose,
+    EnvBase,
+    ExcludeTransform,
+    ObservationNorm,
+    ParallelEnv,
+    SerialEnv,
+    TransformedEnv,
+    check_env_specs,
+)
 
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.replay import UNPROFILED
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.reward import demonstration_reward
@@ -74,6 +88,9 @@ class CountingScorer:
 
 
 def bandit(live: bool = False, **words: Any) -> DemonstrationBandit:
+    """Replaying whole groups, or scored."""
+    if not live:
+        words["group_size"] = "all"
     return DemonstrationBandit(beams(), scorer=CountingScorer() if live else None, **words)
 
 
@@ -106,6 +123,7 @@ def test_shapes_of_everything(live: bool) -> None:
     g = 6 if live else 4
     wanted: dict[str, tuple[int, ...]] = {"row": (2,), "vqa_correct": (2, g), "action": (2, g, 3)}
     wanted |= {} if live else {"sequences": (2, g, 3), "group_mask": (2, g)}
+    wanted |= {"query": (2, 5), "pool": (2, 4, 5), "mask": (2, 4)}
     assert result == wanted | {"done": (2, 1), "terminated": (2, 1)}
     assert env.group_size == g
 
@@ -137,7 +155,7 @@ def test_the_collector_passes_over_the_queries(live: bool) -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 3]])
 def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list[int]) -> None:
-    env, table = DemonstrationBandit(beams(), batch_size=5), beams()
+    env, table = bandit(batch_size=5), beams()
     context = env.reset()
     rows, places = context["row"], torch.tensor(order)
     assert torch.equal(context["group_mask"], table.beam_mask[rows])
@@ -151,7 +169,7 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list
 
 
 def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
-    env = DemonstrationBandit(beams(), rows=torch.tensor([4]))
+    env = bandit(rows=torch.tensor([4]), unprofiled="error")
     context = env.reset()
     for wrong in ([1, 2, X], [2, 1, 0], [2, X, X]):
         action = context["sequences"].clone()
@@ -162,7 +180,7 @@ def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
 
 def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
     table = beams().with_beams(SEQUENCES[:, :1], {n: torch.full((5, 1), 0.5) for n in FIELDS}, 4, 3)
-    env = DemonstrationBandit(table, rows=ROW)
+    env = DemonstrationBandit(table, rows=ROW, group_size="all")
     rewards = env.rewards[0]
     context = env.reset()
     assert torch.equal(context["sequences"][0, 0], context["sequences"][0, 4])
@@ -177,6 +195,193 @@ def test_random_actions_are_recorded_sequences_and_reach_all_of_them() -> None:
     sequences, counts = drawn.unique(dim=0, return_counts=True)
     assert sorted(sequences.tolist()) == sorted(SEQUENCES[0].tolist())
     assert ((counts - 400).abs() < 80).all()
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("words", [{}, {"batch_size": 4, "lean": True}, {"batch_size": 4, "group_size": 3}])
+def test_the_environment_makes_its_observation_itself(live: bool, words: dict[str, Any]) -> None:
+    env = DemonstrationBandit(beams(), scorer=CountingScorer() if live else None, **words)
+    assert env.rand_step()["next", "done"].all()  # before any reset it is for new queries
+    context = env.reset()
+    action = env.rand_action()["action"]
+    whole = env.step(context.clone().set("action", action))["next"]
+    assert set(whole.keys()) == {*env.observation_spec.keys(), "reward", "done", "terminated"}
+    assert whole["reward"].shape == (*env.batch_size, words.get("group_size", 1))
+    for kept in (["row", "action"], ["action"]):  # without `row` the queries are those of the last reset
+        result = env.step(context.clone().set("action", action).select(*kept))["next"]
+        torch.testing.assert_close(result.to_dict(), whole.to_dict(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(env.rand_step()["next", "row"], context["row"])
+    for contiguous in (False, True):
+        check_env_specs(env, return_contiguous=contiguous, break_when_any_done=False)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_transforms_and_a_random_policy_of_torchrl(live: bool) -> None:
+    def made() -> DemonstrationBandit:
+        return bandit(live, batch_size=4, group_size=2, seed=0)
+
+    doubled = TransformedEnv(made(), ObservationNorm(0.0, 2.0, in_keys=["query"])).rollout(3, break_when_any_done=False)
+    for part in (doubled, doubled["next"]):
+        assert torch.equal(part["query"], 2 * beams().queries[part["row"]])
+    joined = TransformedEnv(made(), Compose(CatTensors(["query", "mask"], "joined"), ExcludeTransform("row")))
+    check_env_specs(joined)
+    for env in (made(), joined, SerialEnv(2, made)):
+        collector = Collector(env, None, frames_per_batch=40, total_frames=80)
+        assert all(data["next", "reward"].isfinite().all() for data in collector)
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("vector", [SerialEnv, partial(ParallelEnv, mp_start_method="spawn")])
+def test_workers_draw_different_queries(vector: Callable[..., EnvBase]) -> None:
+    env = vector(2, partial(DemonstrationBandit, beams(), batch_size=50))
+    first, second = env.reset()["row"]
+    env.close()
+    assert not torch.equal(first, second)
+
+
+def test_without_a_seed_torch_seeds_and_set_seed_starts_anew() -> None:
+    rows, shuffled = [], DemonstrationRewardConfig(shuffled=True)
+    for _ in range(2):
+        torch.manual_seed(5)
+        rows.append([bandit(batch_size=50).reset()["row"].tolist() for _ in range(2)])
+    assert rows[0] == rows[1]
+    assert rows[0][0] != rows[0][1]
+    env, seeded = bandit(reward=shuffled), bandit(reward=shuffled, seed=3)
+    env.set_seed(3)
+    assert torch.equal(env.rewards, seeded.rewards)
+    assert torch.equal(env.reset()["row"], seeded.reset()["row"])
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_the_state_of_the_passes_can_be_saved(serial: bool) -> None:
+    def made() -> EnvBase:
+        env = partial(bandit, batch_size=3, reward=DemonstrationRewardConfig(shuffled=True))
+        return SerialEnv(2, env) if serial else env()
+
+    env, other = made(), made()
+    env.rollout(3, break_when_any_done=False)
+    state = env.state_dict()
+    torch.manual_seed(0)
+    wanted = env.rollout(4, break_when_any_done=False)
+    other.reset()
+    other.load_state_dict(state)
+    torch.manual_seed(0)
+    result = other.rollout(4, break_when_any_done=False)
+    for key in ("row", ("next", "reward")):
+        assert torch.equal(result[key], wanted[key])
+
+
+@pytest.mark.parametrize(
+    ("action", "wanted", "penalised"),
+    [
+        ([3, 1, 0], [3, 1, 0], False),
+        ([3, 1, X], [3, 1, 0], True),
+        ([3, X, X], [3, 1, 0], True),
+        ([0, 2, X], [0, 1, X], True),  # not [0]: of equally long common starts the longer sequence
+        ([2, 0, 1], [2, X, X], True),
+        ([1, 0, 2], [1, 0, X], True),
+        ([0, 0, 1], [0, 1, X], False),  # a place chosen before adds no demonstration
+        ([X, 9, 2], [2, X, X], False),  # nor does one without a candidate
+        ([X, 9, X], [X, X, X], False),
+    ],
+)
+def test_the_nearest_recorded_sequence_by_hand(action: list[int], wanted: list[int], penalised: bool) -> None:
+    table = beams().with_beams(
+        torch.tensor([[[0, X, X]]] + [[[X, X, X]]] * 4), {n: table_of(0.5) for n in FIELDS}, 4, 3
+    )
+    recorded = table.sequences[0].tolist()
+    for unprofiled in ("nearest", "penalty"):
+        env = DemonstrationBandit(table, rows=ROW, unprofiled=unprofiled)
+        outcome = env.decide(ROW, torch.tensor([action]))
+        assert outcome.sequences[0, 0].tolist() == wanted
+        if wanted == [X, X, X]:
+            assert (float(outcome.reward), bool(outcome.correct.isnan())) == (0.0, True)
+        elif penalised and unprofiled == "penalty":
+            assert float(outcome.reward) == float(env.rewards[0].min()) - 1
+            assert float(outcome.correct) == 0
+        else:
+            assert float(outcome.reward) == float(env.rewards[0, recorded.index(wanted)])
+            assert float(outcome.correct) == float(table.fields["vqa_correct"][0, recorded.index(wanted)])
+
+
+def table_of(value: float) -> Tensor:
+    return torch.tensor([[value]] + [[torch.nan]] * 4)
+
+
+@given(action=st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=5, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_the_nearest_is_the_longest_common_start(action: list[list[int]]) -> None:
+    env = NEAREST
+    outcome = env.decide(torch.arange(5), torch.tensor(action))
+    for row, places in enumerate(action):
+        size, recorded = (
+            int(env.table.pool_mask[row].sum()),
+            env.table.sequences[row][env.table.beam_mask[row]].tolist(),
+        )
+        used = [place for place in dict.fromkeys(places) if 0 <= place < size]
+        best: list[int] = [X] * 3
+        if used and recorded:
+            whole = used + [X] * (3 - len(used))
+            common = [
+                len(list(takewhile(lambda pair: pair[0] == pair[1], zip(sequence, whole, strict=True))))
+                for sequence in recorded
+            ]
+            keys = [(n, sum(place >= 0 for place in s)) for n, s in zip(common, recorded, strict=True)]
+            best = recorded[keys.index(max(keys))]
+            if whole in recorded:
+                assert best == whole
+        assert outcome.sequences[row, 0].tolist() == best
+
+
+NEAREST = DemonstrationBandit(beams(), batch_size=5, seed=0)
+
+
+@pytest.mark.parametrize("unprofiled", UNPROFILED)
+def test_a_query_without_recorded_sequences_has_none_whatever_the_action(unprofiled: str) -> None:
+    env = DemonstrationBandit(beams(), rows=torch.tensor([3]), unprofiled=unprofiled)
+    context = env.reset().set("action", torch.tensor([[0, 1, X]]))
+    if unprofiled == "error":
+        with pytest.raises(InputError, match=r"1 of the sequences were never recorded.*query d"):
+            env.step(context)
+        return
+    out = env.step(context)["next"]
+    assert (float(out["reward"]), bool(out["vqa_correct"].isnan())) == (0.0, True)
+
+
+def test_an_action_may_be_the_index_of_a_recorded_sequence() -> None:
+    env = bandit(batch_size=5, action="sequence")
+    check_env_specs(env)
+    context, places = env.reset(), torch.arange(4).expand(5, 4)
+    out = env.step(context.set("action", places))["next"]
+    assert torch.equal(out["reward"], env.rewards[context["row"]])  # 0 beyond the recorded ones
+    drawn = env.rand_action(context)["action"]
+    assert context["group_mask"].gather(1, drawn)[context["group_mask"].any(1)].all()
+    with pytest.raises(InputError, match="indices of recorded sequences are 0 to 3"):
+        env.step(context.set("action", places + 1))
+    with pytest.raises(InputError, match="are for recorded sequences; leave out the scorer"):
+        bandit(True, action="sequence")
+
+
+def test_actions_may_lack_the_axis_of_a_group_of_one_and_nothing_else() -> None:
+    for group_size, shapes in ((None, [(5, 3), (5, 1, 3)]), (1, [(5, 3), (5, 1, 3)]), (2, [(5, 2, 3)])):
+        env = DemonstrationBandit(beams(), batch_size=5, group_size=group_size, seed=0)
+        context = env.rand_action(env.reset())
+        wanted = env.step(context.clone())["next"]
+        assert wanted["vqa_correct"].shape == ((5,) if group_size is None else (5, group_size))
+        assert wanted["reward"].shape == (5, group_size or 1)
+        for shape in shapes:
+            result = env.step(context.clone().set("action", context["action"].view(shape)))["next"]
+            torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
+        for shape in ((5, 3, 3), (5, 2), (5, 1, 2)):
+            with pytest.raises(InputError, match=r"the action is torch.int64 \[5, .*must be int64 \[5, "):
+                env.step(context.clone().set("action", torch.zeros(shape, dtype=torch.int64)))
+
+
+def test_a_scorer_scores_what_places_amount_to() -> None:
+    env = bandit(True, group_size=3, shots=2, rows=torch.tensor([4]))
+    actions = (torch.tensor([[[0, 0], [X, 1], [7, -5]]]), torch.tensor([[[0, X], [1, X], [X, X]]]))
+    first, second = (env.step(env.reset().set("action", action))["next"] for action in actions)
+    torch.testing.assert_close(first.to_dict(), second.to_dict(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -196,7 +401,7 @@ def test_what_was_not_recorded_is_said_when_the_environment_is_made(mode: str) -
 def test_legacy_beams_have_a_reward_and_an_unknown_correctness() -> None:
     table = beams()
     legacy = replace(table, fields={"beam_score": table.fields["beam_score"]})
-    env = DemonstrationBandit(legacy, batch_size=5, reward=DemonstrationRewardConfig("legacy"))
+    env = DemonstrationBandit(legacy, batch_size=5, group_size="all", reward=DemonstrationRewardConfig("legacy"))
     context = env.reset()
     out = env.step(context.set("action", context["sequences"]))
     assert torch.equal(out["next", "reward"], table.fields["beam_score"].nan_to_num()[out["row"]])
@@ -272,7 +477,7 @@ def test_settings_that_make_no_sense() -> None:
         bandit(groups=GroupConfig("own"), shots=4)
     with pytest.raises(InputError, match="no queries to draw from"):
         bandit(rows=torch.tensor([], dtype=torch.int64))
-    with pytest.raises(InputError, match="shots=0, group_size=1"):
+    with pytest.raises(InputError, match="shots=0, group_size=None"):
         bandit(True, shots=0)
     none = torch.full((5, 0), X)  # the table needs no recorded sequence, but candidates
     table = replace(beams(), sequences=none[..., None], fields={}, found_by=none, round=none)
@@ -318,7 +523,7 @@ def test_information_is_the_gain_over_no_demonstration_asked_once() -> None:
 
 @pytest.mark.parametrize("wrong", [[0, 4], [2, 2], [X, 1], [-2, 0], [3, 0]])
 def test_sequences_that_do_not_exist_are_refused(wrong: list[int]) -> None:
-    env = bandit(True, group_size=2, shots=2, rows=torch.tensor([4]))
+    env = bandit(True, group_size=2, shots=2, rows=torch.tensor([4]), unprofiled="error")
     with pytest.raises(InputError, match=r"1 of the sequences do not exist.*query e of 'five'"):
         env.step(env.reset().set("action", torch.tensor([[[0, 1], wrong]])))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
 from helpers import small_table
 from torch import Tensor
 from torchrl.envs import GymWrapper, check_env_specs
@@ -50,6 +51,13 @@ def beams(queries: int = 3) -> BeamTable:
     )
 
 
+def sparse() -> BeamTable:
+    """The last sequence, [1, 0], was never recorded."""
+    table = beams()
+    kept = {name: getattr(table, name)[:, :3] for name in ("sequences", "found_by", "round")}
+    return replace(table, **kept, fields={name: field[:, :3] for name, field in table.fields.items()})
+
+
 def scorer(queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
     value = (demonstrations + 1).float() @ torch.tensor([1.0, 3.0])
     return {"vqa_correct": (queries == 0).float(), "vqa_acc_score": value / 100}
@@ -64,6 +72,9 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
     "worths": lambda: ConfigBanditEnv(small_table(), BudgetConfig(sense="mean")),
     "without features": lambda: ConfigBanditEnv(small_table(features=False)),
     "recorded": lambda: gymnasium.make("knobwise/DemonstrationBandit-v0", table=beams()),
+    "sparse": lambda: gymnasium.make("knobwise/DemonstrationBandit-v0", table=sparse()),
+    "penalty": lambda: DemonstrationBanditEnv(sparse(), unprofiled="penalty"),
+    "by index": lambda: DemonstrationBanditEnv(sparse(), action="sequence"),
     "scored": lambda: made(scorer=scorer),
 }
 
@@ -74,8 +85,8 @@ def test_what_every_environment_keeps(kind: str) -> None:
     and without a seed no two environments draw the same."""
     env = ENVIRONMENTS[kind]().unwrapped
     check_env(env, skip_render_check=True)
-    if kind != "recorded":  # whose random actions were not all recorded
-        check_env_specs(GymWrapper(env, categorical_action_encoding=True))
+    check_env_specs(GymWrapper(env))
+    check_env_specs(GymWrapper(env, categorical_action_encoding=True))
     env, other = (ENVIRONMENTS[kind]().unwrapped for _ in range(2))
     action = np.zeros(env.action_space.shape, dtype=np.int64)
     with pytest.raises(gymnasium.error.ResetNeeded):
@@ -102,26 +113,24 @@ def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
         context = native.reset()
         row = int(context["row"])
         rows.append(row)
-        assert info["query_id"] == table.query_ids[row]
+        assert info["row"] == row
         assert np.array_equal(observation["query"], table.queries[row].numpy())
         for place, candidate in enumerate(table.pool[row].tolist()):
             shown = table.candidates[candidate] if candidate >= 0 else torch.zeros(3)
             assert np.array_equal(observation["pool"][place], shown.numpy())
         assert observation["mask"].tolist() == table.pool_mask[row].int().tolist()
-        action = torch.full(native.action_spec.shape, X)
-        if row < 2:
-            action[0, 0] = torch.tensor([1, 0])
+        action = torch.tensor([[1, 0]])
         stepped = native.step(context.set("action", action))["next"]
         _, reward, _, _, info = env.step(np.array([1, 0]))
-        assert reward == float(stepped["reward"][0, 0])
-        assert info["vqa_correct"] == float(stepped["vqa_correct"][0, 0]) or row == 2
+        assert reward == float(stepped["reward"])
+        assert info["vqa_correct"] == float(stepped["vqa_correct"]) or row == 2
     assert sorted(rows[:3]) == sorted(rows[3:]) == [0, 1, 2]
 
 
 def test_infos_tell_the_outcome_by_hand() -> None:
     env = made(rows=torch.tensor([0]))
     _, info = env.reset()
-    assert (info["query_id"], info["sequences"].tolist()) == ("q0", [[0, X], [1, X], [0, 1], [1, 0]])
+    assert (info["row"], info["sequences"].tolist()) == (0, [[0, X], [1, X], [0, 1], [1, 0]])
     _, reward, _, _, info = env.step(np.array([0, 1]))
     assert reward == pytest.approx(0.3)
     assert (info["sequence"].tolist(), info["vqa_correct"]) == ([0, 1], 0.0)
@@ -129,14 +138,14 @@ def test_infos_tell_the_outcome_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "shown"), [([1, 1], [1]), ([0, 5], [0]), ([X, 1], [1]), ([1, 0], [1, 0]), ([7, X], [])]
+    ("action", "shown"), [([1, 1], [1, X]), ([0, 5], [0, X]), ([X, 1], [1, X]), ([1, 0], [1, 0]), ([7, X], [X, X])]
 )
 def test_a_place_chosen_before_or_without_candidate_shows_nothing(action: list[int], shown: list[int]) -> None:
     env = made(rows=torch.tensor([0]))
     env.reset()
     _, reward, _, _, info = env.step(np.array(action))
     assert info["sequence"].tolist() == shown
-    wanted = {(1,): 2.2, (0,): 0.1, (1, 0): 2.4, (): 0.0}
+    wanted = {(1, X): 2.2, (0, X): 0.1, (1, 0): 2.4, (X, X): 0.0}
     assert reward == pytest.approx(wanted[tuple(shown)])
 
 
@@ -144,25 +153,111 @@ def test_a_query_without_candidates_has_reward_0() -> None:
     env = made(rows=torch.tensor([2]))
     observation, info = env.reset()
     assert not observation["pool"].any()
-    assert info["sequences"].shape == (0, 2)
+    assert (info["sequences"] == X).all()
     _, reward, _, _, info = env.step(np.array([0, 1]))
-    assert (reward, info["sequence"].tolist()) == (0.0, [])
+    assert (reward, info["sequence"].tolist()) == (0.0, [X, X])
     assert np.isnan(info["vqa_correct"])
-    assert "oracle_reward" not in info
+    assert np.isnan(info["oracle_reward"])
+    assert info["oracle_sequence"].tolist() == [X, X]
 
 
 def test_what_was_never_recorded_is_refused_by_name_and_so_is_an_action_of_another_width() -> None:
-    table = beams()
-    kept = {name: getattr(table, name)[:, :3] for name in ("sequences", "found_by", "round")}
-    kept = replace(table, **kept, fields={name: field[:, :3] for name, field in table.fields.items()})
-    env = DemonstrationBanditEnv(kept, rows=torch.tensor([1]))
+    env = DemonstrationBanditEnv(sparse(), rows=torch.tensor([1]), unprofiled="error")
     env.reset()
     with pytest.raises(InputError, match=r"never recorded.*query q1 of 'twos', places \[1, 0\]"):
         env.step(np.array([1, 0]))
     env.reset()[0]["query"][:] = 9  # a copy
     assert not (env.table.queries == 9).any()
-    with pytest.raises(InputError, match=r"the action has shape \(3,\), expected \(2,\)"):
+    with pytest.raises(InputError, match=r"the action is torch.int64 \[3\], must be int64 \[1, 2\]"):
         env.step(np.array([0, 1, 1]))
+
+
+def test_the_nearest_recorded_sequence_is_replayed_and_named() -> None:
+    for unprofiled, wanted in (("nearest", (0.7, 0.0)), ("penalty", (-0.5, 0.0))):
+        env = DemonstrationBanditEnv(sparse(), rows=torch.tensor([1]), unprofiled=unprofiled, render_mode="ansi")
+        env.reset()
+        _, reward, _, _, info = env.step(np.array([1, 0]))  # recorded are [0], [1] (right), [0, 1]
+        assert info["sequence"].tolist() == [1, X]
+        if unprofiled == "nearest":
+            wanted = (2.6, 1.0)
+            assert "Shown: [1], the nearest recorded; answer right, reward +2.600." in str(env.render())
+        assert (reward, info["vqa_correct"]) == (pytest.approx(wanted[0]), wanted[1])
+
+
+def test_an_index_is_masked_exactly() -> None:
+    env = DemonstrationBanditEnv(sparse(), action="sequence")
+    assert env.action_space == gymnasium.spaces.Discrete(3)
+    env.action_space.seed(0)
+    for row, count in ((0, 3), (2, 0)):
+        drawn = set()
+        for _ in range(40):
+            _, info = env.reset(options={"row": row})
+            assert (info["action_mask"].dtype, info["action_mask"].sum()) == (np.int8, count)
+            action = env.action_space.sample(info["action_mask"])
+            _, reward, _, _, after = env.step(action)
+            assert after["sequence"].tolist() == info["sequences"][action].tolist()
+            drawn.add(round(reward, 5))
+        assert drawn == ({0.1, 2.2, 0.3} if row == 0 else {0.0})
+    env.reset()
+    with pytest.raises(InputError, match="indices of recorded sequences are 0 to 2, got"):
+        env.step(3)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_person_chooses_the_query(live: bool) -> None:
+    env = made(scorer=scorer if live else None)
+    for options in ({"row": 1}, {"query_id": "q1"}, {"row": np.int64(1)}):
+        observation, info = env.reset(options=options)
+        assert info["row"] == 1
+        assert np.array_equal(observation["query"], env.table.queries[1].numpy())
+    rows = [env.reset(seed=0 if i == 0 else None)[1]["row"] for i in range(3)]
+    env.reset(seed=0)
+    env.reset(options={"row": 1})  # outside the passes
+    assert [env.reset()[1]["row"] for _ in range(2)] == rows[1:]
+    wrong = ({"row": 3}, {"row": -1}, {"row": 1.0}, {"query_id": "q9"})
+    for options, message in [
+        *((options, "has no query .*rows are 0 to 2") for options in wrong),
+        ({"budget_ms": 2.0}, "options are `row` or `query_id`, one of them, got budget_ms"),
+        ({"row": 1, "query_id": "q1"}, "one of them, got row, query_id"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            env.reset(options=options)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("sync", "places"), ("sync", "sequence"), ("sync", "scored"), ("async", "places")]
+)
+def test_many_at_once_draw_different_queries_and_live(mode: str, kind: str) -> None:
+    words: dict[str, Any] = {"scorer": scorer} if kind == "scored" else {"action": kind}
+    vector = gymnasium.make_vec("knobwise/DemonstrationBandit-v0", 2, mode, table=sparse(), **words)
+    rows = []
+    vector.action_space.seed(0)
+    _, infos = vector.reset()
+    for _ in range(30):  # every other step resets
+        rows.append(infos["row"].tolist())
+        _, rewards, _, _, infos = vector.step(vector.action_space.sample())
+        assert np.isfinite(rewards).all()
+    vector.close()
+    assert any(first != second for first, second in rows)
+
+
+def test_a_vector_environment_passes_through_torchrl() -> None:
+    for mode in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
+        words: dict[str, Any] = {"vector_kwargs": {"autoreset_mode": mode}, "table": sparse()}
+        vector = gymnasium.make_vec("knobwise/DemonstrationBandit-v0", 3, "sync", **words)
+        env = GymWrapper(vector, categorical_action_encoding=True)
+        check_env_specs(env)
+        assert env.rollout(4, break_when_any_done=False)["next", "done"].all()
+
+
+def test_torch_seeds_what_has_no_seed_and_spaces_fit_on_a_screen() -> None:
+    rows = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        env = made()
+        rows.append([env.reset()[1]["row"] for _ in range(12)])
+    assert rows[0] == rows[1]
+    assert len(str(env.observation_space)) < 240
 
 
 def test_render_tells_in_words_what_happened() -> None:
