@@ -27,6 +27,7 @@ from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.report.report import verdict
+from knobwise.experiments.report.words import sign_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.train.controller import ControllerExperiment
@@ -73,16 +74,14 @@ def load(path: str | Path = "runs/latest", *, seed: int | None = None) -> KnobPo
     Raises:
         InputError: no such run or file, a run that is not finished, the checkpoint of a selector.
     """
-    path = Path(path)
+    path, part = Path(path), "" if seed is None else f"seed{seed}"
     if (path / UNFINISHED).exists():
         raise InputError(f"{path}: the run is not finished; repeat its command to resume it")
-    if not path.exists() or (seed is not None and path.is_file()):
-        raise InputError(
-            f"{path}: no such {'file' if seed is None and path.suffix else 'run'} (runs: `knobwise train`)"
-        )
-    if path.is_dir():
-        exported, part = path / "controller.npz", "" if seed is None else f"seed{seed}"
-        path = exported if seed is None and exported.exists() else path / "checkpoints" / part / "best.pt"
+    if path.is_dir() or part:
+        exported = path / "controller.npz"
+        path = exported if exported.exists() and not part else path / "checkpoints" / part / "best.pt"
+    if not path.exists():
+        raise InputError(f"{path}: does not exist; `knobwise train` makes runs, knobwise.fit(…).save(…) makes files")
     if path.suffix != ".npz":
         return KnobPolicy(load_checkpoint(path))
     try:
@@ -116,8 +115,8 @@ def fit(
 
     >>> table, quick = simulate(SimulatedConfig(samples=120)), {"warmup_iterations": 20, "iterations": 0}
     >>> policy = knobwise.fit(table, experts=False, optimiser=quick)
-    >>> policy.decide([0.0] * 24, budget_ms=30.0)
-    {'model': 'model-03'}
+    >>> policy.decide([0.0] * 24, budget_ms=30.0).keys()
+    dict_keys(['model'])
     """
     table = data if isinstance(data, ProfileTable) else read(data, features)
     if table is data and features is not None:
@@ -132,10 +131,13 @@ def fit(
             say(note)
         (trainer,) = experiment.trainers
         loaded = experiment.completed(trainer, copy.deepcopy(trainer.run()).cpu())
-        loaded.extra["judged"], _ = experiment.judged([loaded])
+        loaded.extra["judged"] = judged = experiment.judged([loaded])[0]
     finally:
         torch.set_num_threads(threads)
-    say(" ".join(verdict(loaded.extra["judged"])))
+    say(" ".join(verdict(judged)))
+    mine = next(row for row in judged["rows"] if row["policy"] == "controller")
+    if sign_of(mine.get("over_static_mix_ci95", mine["gap_closed_ci95"])) <= 0:
+        say(f"{'The static mix' if experiment.mean else 'Budget-aware static'} is as good: use it.")
     return KnobPolicy(loaded)
 
 

@@ -22,7 +22,7 @@ from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 
-GUARD = "the guard keeps budgets, and decides as if for all inputs alike where choosing did not pay on held-out samples"
+GUARD = "the guard: it keeps budgets, and decides alike for all inputs where choosing did not pay on held-out samples"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class KnobPolicy:
     def _explained(
         self, decisions: list[Any], blocks: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None
     ) -> list[Explanation]:
-        numbers = self._expected(blocks, limits)
+        numbers = self._expected(blocks, limits, mask)
         *_, key = numbers
         rule = "highest expected utility" if key == "utility" else "most probable"
         may = torch.ones(len(limits), len(self.configurations)) if mask is None else mask
@@ -164,7 +164,7 @@ class KnobPolicy:
             explained.append(Explanation(decision, reason, expected))
         return explained
 
-    def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor) -> dict[str, Tensor]:
+    def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         """The numbers of `Explanation.expected` by name, [n, C] each, and last what they are sorted by."""
         agent = self.agent
         if isinstance(agent, NumpyController):
@@ -174,7 +174,7 @@ class KnobPolicy:
             limits = (1 / agent.prices[agent.groups(limits)]).float()
         x = network.features(blocks, len(limits))
         if not isinstance(network.network, UtilityNetwork):
-            return {"probability": network(x, limits).exp()}
+            return {"probability": network(x, limits, mask).exp()}
         stack = inner if isinstance(inner, StackedController) else StackedController(inner, [], torch.ones(1))
         members = stack.predictions(x)
         accuracy, latency_ms = members.costs()
@@ -189,6 +189,6 @@ def _array(name: str, value: Any) -> NDArray[np.float32]:
     """A copy as float32. Raises InputError if these are no numbers."""
     try:
         with np.errstate(over="ignore"):  # infinite values are refused by name
-            return np.array(value.detach().float().cpu() if isinstance(value, Tensor) else value, np.float32)
+            return np.array(value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value, np.float32)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: not an array of numbers ({error})") from error
