@@ -14,11 +14,9 @@ from typing import Any
 
 import polars as pl
 import torch
-from numpy.typing import ArrayLike
-from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.serving.knob_policy import Explanation, KnobPolicy
+from knobwise.agents.serving.knob_policy import Blocks, Explanation, KnobPolicy
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
@@ -33,7 +31,7 @@ from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.train.controller import ControllerExperiment
 
 __all__ = ["Explanation", "KnobPolicy", "fit", "load", "read"]
-Features = str | Path | Mapping[str, ArrayLike | Tensor] | ArrayLike | Tensor | None
+Features = str | Path | Blocks
 
 
 def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
@@ -90,23 +88,15 @@ def load(path: str | Path = "runs/latest", *, seed: int | None = None) -> KnobPo
         raise InputError(str(error)) from error
 
 
-def fit(
-    data: Any,
-    features: Features = None,
-    *,
-    policy: str = "auto",
-    experts: bool = True,
-    seed: int = 0,
-    **options: Any,
-) -> KnobPolicy:
+def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int = 0, **options: Any) -> KnobPolicy:
     """Train a policy as `knobwise train` does with one seed, and say how it did on test samples beside budget-aware
     static. Writes no files.
 
     Args:
         data: a profile, or what `read` takes.
         features: as in `read`; of a profile also blocks [N, d] in the order of its samples, without ids.
-        policy: auto, utility, additive, autoregressive, independent or joint.
-        experts: False leaves the experts of `auto` out, which trains and decides several times faster.
+        policy: auto; utility, the same without experts, which trains and decides several times faster; or additive,
+            autoregressive, independent or joint.
         options: any other option of `knobwise train`, such as reward="shaped", budget="mean", budgets_ms=[20, 40] or
             optimiser={"iterations": 100}.
 
@@ -114,7 +104,7 @@ def fit(
         InputError: data or options that cannot be used.
 
     >>> table, quick = simulate(SimulatedConfig(samples=120)), {"warmup_iterations": 20, "iterations": 0}
-    >>> policy = knobwise.fit(table, experts=False, optimiser=quick)
+    >>> policy = knobwise.fit(table, policy="utility", optimiser=quick)
     >>> policy.decide([0.0] * 24, budget_ms=30.0).keys()
     dict_keys(['model'])
     """
@@ -123,7 +113,6 @@ def fit(
         content = _content(features, sample_id=table.sample_ids, dataset=table.dataset_names)
         table = attach_features(table, content)
     options = {"tracking": "disabled", "baselines": False, "policy": policy, **options, "seeds": [seed]}
-    options |= {} if experts else {"policy.experts": []}
     threads = torch.get_num_threads()
     try:
         experiment = ControllerExperiment(read_settings("train", list(_words(options))), table)

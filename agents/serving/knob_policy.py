@@ -22,6 +22,8 @@ from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 
+Numbers = ArrayLike | Tensor
+Blocks = Mapping[str, Numbers] | Numbers | None
 GUARD = "the guard: it keeps budgets, and decides alike for all inputs where choosing did not pay on held-out samples"
 
 
@@ -51,11 +53,14 @@ class KnobPolicy:
     """
 
     def __init__(self, source: Loaded | NumpyController) -> None:
-        self.source, self.agent = source, source if isinstance(source, NumpyController) else source.controller
+        self.source = source
+        self.agent: Any = source if isinstance(source, NumpyController) else source.controller
         network: Any = self.agent if isinstance(self.agent, NumpyController) else network_of(self.agent)
         if getattr(network, "priced", False) and not isinstance(self.agent, PricedChooser):
             raise InputError("the prices for mean budgets are not calibrated yet; let the training finish")
-        self.features: dict[str, int] = network.feature_sizes if network is source else network.normaliser.sizes
+        self.features: dict[str, int] = (
+            network.feature_sizes if isinstance(network, NumpyController) else network.normaliser.sizes
+        )
         """The widths of the feature blocks that it reads, by name; empty if it sees the budget only."""
         self.knobs, self.configurations = knob_values(network), configurations_of(network)
         """The values of each knob, and the knob values of each configuration in the order of masks and `choose`."""
@@ -69,21 +74,13 @@ class KnobPolicy:
 
     def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """Blocks [n, d], budgets [n] in ms, mask bool [n, C] → configurations int64 [n], see `Policy.choose`."""
-        if not isinstance(self.agent, NumpyController):
-            return self.agent.choose(features, limits, mask)
-        agent: Any = self.agent  # takes tensors for arrays
         try:
-            return torch.from_numpy(agent.choose(features, limits, mask))
-        except ValueError as error:
+            return torch.as_tensor(self.agent.choose(features, limits, mask))
+        except ValueError as error:  # an exported controller knows no InputError
             raise InputError(str(error)) from error
 
     def decide(
-        self,
-        features: Mapping[str, ArrayLike | Tensor] | ArrayLike | Tensor | None,
-        budget_ms: ArrayLike | Tensor,
-        *,
-        mask: ArrayLike | Tensor | None = None,
-        explain: bool = False,
+        self, features: Blocks, budget_ms: Numbers, *, mask: Numbers | None = None, explain: bool = False
     ) -> Any:
         """Decide for one input, or for n.
 
@@ -104,31 +101,32 @@ class KnobPolicy:
         """
         blocks, budgets = self._blocks(features), _array("budget_ms", budget_ms)
         if budgets.ndim > 1 or not ((budgets > 0) & (budgets < np.inf)).all():
-            raise InputError(f"budget_ms={budget_ms}: a number or [n], all positive and finite, in ms")
-        allowed, count = np.ones(1) if mask is None else _array("mask", mask), len(self.configurations)
-        if mask is not None and (allowed.ndim not in (1, 2) or allowed.shape[-1] != count or not allowed.any(-1).all()):
+            raise InputError(f"budget_ms={budget_ms!r}: a number or [n], all positive and finite, in ms")
+        count = len(self.configurations)
+        allowed = np.ones(count, np.float32) if mask is None else _array("mask", mask)
+        if allowed.ndim not in (1, 2) or allowed.shape[-1] != count or not allowed.any(-1).all():
             raise InputError(f"mask: bool [{count}] or [n, {count}], a True for each input; got {list(allowed.shape)}")
         batches = [array for array in (*blocks.values(), allowed) if array.ndim == 2] + [budgets] * budgets.ndim
         sizes = {len(array) for array in batches} or {1}
         if len(sizes) > 1:
             raise InputError(f"decide: features, budgets and mask are for {sorted(sizes)} inputs")
         n = sizes.pop()
+        if n == 0:
+            return []
         tensors = {name: torch.from_numpy(block).expand(n, -1) for name, block in blocks.items()}
-        limits = torch.from_numpy(budgets).expand(n)
-        may = None if mask is None else torch.from_numpy(allowed).bool().expand(n, -1)
-        chosen = self.choose(tensors, limits, may).tolist() if n else []
+        limits, may = torch.from_numpy(budgets).expand(n), torch.from_numpy(allowed).bool().expand(n, -1)
+        chosen = self.choose(tensors, limits, None if mask is None else may).tolist()
         results: list[Any] = [dict(self.configurations[index]) for index in chosen]
-        if explain and n:
+        if explain:
             results = self._explained(results, tensors, limits, may)
         return results if batches else results[0]
 
     def save(self, path: str | Path) -> None:
         """Write a `.pt`, a checkpoint, or a `.npz`, which decides with NumPy alone; `knobwise.load` reads both. Raises
         InputError if the policy has no such form, or the path cannot be written."""
-        suffix = Path(path).suffix
-        if suffix == ".npz":
+        if Path(path).suffix == ".npz":
             write_arrays(self.agent.arrays if isinstance(self.agent, NumpyController) else arrays_of(self.agent), path)
-        elif suffix == ".pt" and isinstance(self.source, Loaded):
+        elif Path(path).suffix == ".pt" and isinstance(self.source, Loaded):
             self.source.save(path)
         else:
             raise InputError(f"{path}: save as .npz, or as .pt what was not exported before")
@@ -149,14 +147,13 @@ class KnobPolicy:
 
     @torch.no_grad()
     def _explained(
-        self, decisions: list[Any], blocks: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None
+        self, decisions: list[Any], blocks: Mapping[str, Tensor], limits: Tensor, mask: Tensor
     ) -> list[Explanation]:
         numbers = self._expected(blocks, limits, mask)
         *_, key = numbers
         rule = "highest expected utility" if key == "utility" else "most probable"
-        may = torch.ones(len(limits), len(self.configurations)) if mask is None else mask
         values, explained = torch.stack(list(numbers.values()), -1).tolist(), []
-        for decision, rows, allowed in zip(decisions, values, may.tolist(), strict=True):
+        for decision, rows, allowed in zip(decisions, values, mask.tolist(), strict=True):
             named = zip(self.configurations, (dict(zip(numbers, row, strict=True)) for row in rows), strict=True)
             expected = [{"configuration": dict(knobs), **row} for knobs, row in itertools.compress(named, allowed)]
             expected.sort(key=itemgetter(key), reverse=True)
@@ -164,18 +161,18 @@ class KnobPolicy:
             explained.append(Explanation(decision, reason, expected))
         return explained
 
-    def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    def _expected(self, blocks: Mapping[str, Tensor], limits: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """The numbers of `Explanation.expected` by name, [n, C] each, and last what they are sorted by."""
-        agent = self.agent
+        inner = agent = self.agent
         if isinstance(agent, NumpyController):
             raise InputError("explain: an exported file only decides; load the checkpoint that it was made from")
-        inner, network = agent.chooser if isinstance(agent, PricedChooser) else agent, network_of(agent)
         if isinstance(agent, PricedChooser):
-            limits = (1 / agent.prices[agent.groups(limits)]).float()
+            inner, limits = agent.chooser, (1 / agent.prices[agent.groups(limits)]).float()
+        network = network_of(agent)
         x = network.features(blocks, len(limits))
         if not isinstance(network.network, UtilityNetwork):
             return {"probability": network(x, limits, mask).exp()}
-        stack = inner if isinstance(inner, StackedController) else StackedController(inner, [], torch.ones(1))
+        stack = inner if isinstance(inner, StackedController) else StackedController(network, [], torch.ones(1))
         members = stack.predictions(x)
         accuracy, latency_ms = members.costs()
         numbers = {"accuracy": accuracy.clamp(0, 1), "latency_ms": latency_ms}

@@ -43,18 +43,18 @@ def read_features(path: str | Path) -> Features:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
-        arrays = _read_arrays(path)
+        content = _read_arrays(path)
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read as features ({error})") from error
-    return features_from(arrays, str(path))
+    return features_from(content, str(path))
 
 
-def features_from(arrays: Mapping[str, ArrayLike], source: str) -> Features:
+def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
     """Ids and named blocks as `read_features` reads them from a file, which `source` names in its errors."""
     try:
-        arrays = {key: np.asarray(values) for key, values in arrays.items()}
+        arrays = {key: np.asarray(values) for key, values in content.items()}
     except (TypeError, ValueError) as error:  # rows of different lengths
         raise InputError(f"{source}: cannot be read as features ({error})") from error
     ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}

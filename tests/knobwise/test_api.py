@@ -301,7 +301,7 @@ FITS: dict[str, tuple[dict[str, Any], type]] = {
     "additive": ({"policy": "additive", "reward": "shaped"}, api.KnobPolicy),
     "mean": ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, PricedChooser),
     "experts": ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, StackedController),
-    "no experts": ({"policy.members": 2, "experts": False, "budgets_ms": (10, 20)}, StackedController),
+    "no experts": ({"policy": "utility", "policy.members": 2, "budgets_ms": (10, 20)}, StackedController),
 }
 
 
