@@ -139,8 +139,8 @@ class KnobPolicy:
         fits = {name: a.ndim in (1, 2) and a.shape[-1] == self.features.get(name) for name, a in blocks.items()}
         if blocks.keys() != self.features.keys() or not all(fits.values()):
             wanted = ", ".join(f"{name} [{width}] or [n, {width}]" for name, width in self.features.items())
-            given = ", ".join(f"{name} {list(block.shape)}" for name, block in blocks.items())
-            raise InputError(f"features: this policy reads {wanted or 'none'}; got {given or 'none'}")
+            got = ", ".join(f"{name} {list(block.shape)}" for name, block in blocks.items())
+            raise InputError(f"features: this policy reads {wanted or 'none'}; got {got or 'none'}")
         if infinite := [name for name, block in blocks.items() if np.isinf(block).any()]:
             raise InputError(f"features: {', '.join(infinite)}: infinite values; write NaN for what is missing")
         return blocks
