@@ -49,9 +49,7 @@ class Loaded(NamedTuple):
     @property
     def network(self) -> Controller:
         """The network of a controller, without experts, guard and prices; an `InputError` when it is a selector."""
-        agent = self.controller
-        inner = agent.chooser if isinstance(agent, PricedChooser) else agent
-        return inner.network if isinstance(inner, StackedController) else inner
+        return network_of(self.controller)
 
     @property
     def selector(self) -> Selector:
@@ -60,18 +58,28 @@ class Loaded(NamedTuple):
             raise InputError(f"the checkpoint holds a controller, trained on {self.profile_name!r}, and no selector")
         return self.agent
 
+    def save(self, path: str | Path) -> None:
+        """Write the checkpoint; `load_checkpoint` reads it. Raises InputError if it cannot be written."""
+        content = {
+            "format": FORMAT,
+            "kind": type(self.agent).__name__,
+            "controller": self.agent.plain(),
+            "profile": {"name": self.profile_name, "digest": self.profile_digest},
+            "extra": self.extra,
+        }
+        with written_whole(path) as temporary:
+            torch.save(content, temporary)
+
+
+def network_of(agent: Controller | StackedController | PricedChooser) -> Controller:
+    """The network of a controller, without experts, guard and prices."""
+    inner = agent.chooser if isinstance(agent, PricedChooser) else agent
+    return inner.network if isinstance(inner, StackedController) else inner
+
 
 def save_checkpoint(path: str | Path, agent: Agent, table: ProfileTable | BeamTable, extra: dict[str, Any]) -> None:
     """Write an agent, everything that is needed to decide with it, and `extra` (tensors and plain values)."""
-    content = {
-        "format": FORMAT,
-        "kind": type(agent).__name__,
-        "controller": agent.plain(),
-        "profile": {"name": table.name, "digest": table.digest},
-        "extra": extra,
-    }
-    with written_whole(path) as temporary:
-        torch.save(content, temporary)
+    Loaded(agent, table.name, table.digest, extra).save(path)
 
 
 def load_checkpoint(path: str | Path) -> Loaded:

@@ -1,15 +1,24 @@
 """knobwise: learn which setting of a large model's knobs to use for each input under a latency budget.
 
 `import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` and, for selectors of demonstrations,
-`gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing more. The parts, in
-the order in which data passes through them: `knobwise.profiling` measures, `knobwise.envs` reads and replays,
-`knobwise.agents` decides and learns, `knobwise.losses` holds what is minimised, `knobwise.experiments` launches,
-tracks and reports.
+`gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing more. `knobwise.read`, `knobwise.fit`
+and `knobwise.load` (`knobwise.api`) read a profile, train a policy and load one. The parts, in the order in which data
+passes through them: `knobwise.profiling` measures, `knobwise.envs` reads and replays, `knobwise.agents` decides and
+learns, `knobwise.losses` holds what is minimised, `knobwise.experiments` launches, tracks and reports.
 """
+
+from typing import TYPE_CHECKING
 
 import gymnasium
 
 from knobwise._version import __version__
+from knobwise.common.lazy import lazy
+
+if TYPE_CHECKING:
+    from knobwise.api import KnobPolicy as KnobPolicy
+    from knobwise.api import fit as fit
+    from knobwise.api import load as load
+    from knobwise.api import read as read
 
 gymnasium.register(
     id="knobwise/ConfigBandit-v0",
@@ -22,4 +31,6 @@ gymnasium.register(
     entry_point="knobwise.envs.demonstrations.gymnasium_env:DemonstrationBanditEnv",
 )
 
-__all__ = ["__version__"]
+MODULES = dict.fromkeys(("KnobPolicy", "fit", "load", "read"), "api")
+__getattr__ = lazy(__name__, MODULES)
+__all__ = ["__version__", *MODULES]

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.judging.policy import Policy
-from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.export import configurations_of, to_numpy
+from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -79,8 +80,8 @@ class AdaptiveModel:
 
     Args:
         model: its knobs may have any names.
-        controller: a trained `Controller` or `StackedController` for deadlines, or the same in NumPy, which decides in
-            either case.
+        controller: a trained `Controller` or `StackedController` for deadlines, also in a `KnobPolicy`, or the same in
+            NumPy, which decides in any case.
         speed: latency here / latency in the controller's profile. Budgets are divided by it; `calibrate` measures it.
         cache: how many first stages are kept, with what the model keeps of them, by the content of image and question.
         clock: wall, or cpu for the CPU time of the thread, on a machine that others use too; then there are no arrivals
@@ -93,6 +94,7 @@ class AdaptiveModel:
     def __init__(
         self, model: AdaptiveVLM, controller: Any, *, speed: float = 1.0, cache: int = 0, clock: str = "wall"
     ) -> None:
+        controller = controller.agent if isinstance(controller, KnobPolicy) else controller
         exported = getattr(controller, "header", {})
         if isinstance(controller, PricedChooser) or getattr(controller, "priced", exported.get("priced", False)):
             raise InputError(
@@ -292,16 +294,6 @@ class AdaptiveModel:
                 tick(done, "")
             self.speed = statistics.median(ratios[warm_up:])
         return self.speed
-
-
-def configurations_of(controller: Any) -> list[dict[str, Any]]:
-    """The values that each of a controller's or a table's configurations gives the knobs, by name."""
-    knobs = controller.knobs
-    values = knobs if isinstance(knobs, Mapping) else {knob.name: knob.values for knob in knobs}
-    return [
-        {name: values[name][place] for name, place in zip(values, row, strict=True)}
-        for row in controller.configurations.tolist()
-    ]
 
 
 def content_key(content: Any) -> bytes:

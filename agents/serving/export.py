@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knobwise.agents.checkpoint import network_of
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.judging.baselines import BudgetAwareStatic
@@ -35,10 +36,16 @@ TOLERANCE = 1e-5
 """Configurations whose scores differ by at most this are equally good: rounding decides between them."""
 
 
-def network_of(agent: Agent) -> Controller:
-    """The network inside."""
-    inner = agent.chooser if isinstance(agent, PricedChooser) else agent
-    return inner.network if isinstance(inner, StackedController) else inner
+def knob_values(controller: Any) -> dict[str, tuple[Any, ...]]:
+    """The values of each knob of a controller or a table, by name."""
+    knobs = controller.knobs
+    return dict(knobs) if isinstance(knobs, Mapping) else {knob.name: knob.values for knob in knobs}
+
+
+def configurations_of(controller: Any) -> list[dict[str, Any]]:
+    """The values that each of a controller's or a table's configurations gives the knobs, by name."""
+    named = [(row, knob_values(controller).items()) for row in controller.configurations.tolist()]
+    return [{name: values[i] for i, (name, values) in zip(row, knobs, strict=True)} for row, knobs in named]
 
 
 # -- NumPy -------------------------------------------------------------------------------------------------------------
@@ -97,9 +104,14 @@ def to_numpy(agent: Agent) -> NumpyController:
 def export_numpy(agent: Agent, path: str | Path) -> NumpyController:
     """Write the `.npz` that `NumpyController.load` reads, and return the same controller."""
     arrays = arrays_of(agent)
+    write_arrays(arrays, path)
+    return NumpyController(arrays)
+
+
+def write_arrays(arrays: Mapping[str, NDArray[Any]], path: str | Path) -> None:
+    """Write the content of an exported file. Raises InputError if it cannot be written."""
     with written_whole(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    return NumpyController(arrays)
 
 
 def arrays_of_static(static: BudgetAwareStatic) -> Arrays:

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from knobwise.agents.serving.export import Agent, Decide, arrays_of_static, network_of
+from knobwise.agents.checkpoint import network_of
+from knobwise.agents.serving.export import Agent, Decide, arrays_of_static
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import HOPELESS, MemberPredictions, StackedController
 from knobwise.common.errors import InputError

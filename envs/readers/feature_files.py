@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -42,29 +43,38 @@ def read_features(path: str | Path) -> Features:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
-        arrays = {key: np.asarray(values) for key, values in _read_arrays(path).items()}
+        content = _read_arrays(path)
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read as features ({error})") from error
+    return features_from(content, str(path))
+
+
+def features_from(content: Mapping[str, ArrayLike | Tensor], source: str) -> Features:
+    """Ids and named blocks as `read_features` reads them from a file, which `source` names in its errors."""
+    try:
+        arrays = {key: np.asarray(values) for key, values in content.items()}
+    except (TypeError, ValueError) as error:  # rows of different lengths
+        raise InputError(f"{source}: cannot be read as features ({error})") from error
     ids = {key: arrays.pop(key) for key in ("dataset", "sample_id") if key in arrays}
     ids = {key: values.astype(str) if values.dtype.kind == "S" else values for key, values in ids.items()}
     if "sample_id" not in ids or not arrays:
-        raise InputError(f"{path}: features need sample_id [n] and at least one block [n, d]; it has {[*ids, *arrays]}")
-    names = {key: tuple(name_column(pl.Series(key, values), str(path))) for key, values in ids.items()}
+        raise InputError(f"{source}: features need sample_id [n] and at least one block [n, d]; has {[*ids, *arrays]}")
+    names = {key: tuple(name_column(pl.Series(key, values), source)) for key, values in ids.items()}
     n, blocks = len(names["sample_id"]), {}
     for key, values in arrays.items():
         if values.dtype.kind not in "biuf":
-            raise InputError(f"{path}: features {key!r} are not numbers")
+            raise InputError(f"{source}: features {key!r} are not numbers")
         if values.ndim not in (1, 2) or len(values) != n:
-            raise InputError(f"{path}: features {key!r} have shape {values.shape}, but there are {n} sample_id")
+            raise InputError(f"{source}: features {key!r} have shape {values.shape}, but there are {n} sample_id")
         with np.errstate(over="ignore"):
             block = values.reshape(n, -1).astype(np.float32)
         if np.isinf(block).any():
-            raise InputError(f"{path}: features {key!r} hold infinite values; write NaN for what is missing")
+            raise InputError(f"{source}: features {key!r} hold infinite values; write NaN for what is missing")
         blocks[key] = torch.from_numpy(block)
     if twice := n - len(set(zip(*names.values(), strict=True))):
-        raise InputError(f"{path}: {twice} ids occur more than once; a sample has one row of features")
+        raise InputError(f"{source}: {twice} ids occur more than once; a sample has one row of features")
     return Features(names["sample_id"], blocks, names.get("dataset", ()))
 
 

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, network_of
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, make_baselines
 from knobwise.agents.judging.policy import Baseline
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.serving.export import Agent, network_of
+from knobwise.agents.serving.export import Agent
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError

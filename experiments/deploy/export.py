@@ -19,11 +19,11 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, network_of
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.serving import export as forms
 from knobwise.agents.serving import numpy_controller
-from knobwise.agents.serving.export import Agent, network_of, parity
+from knobwise.agents.serving.export import Agent, parity
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.serving.onnx_graph import by_onnx, check_packages, export_onnx, onnx_session, quantise_onnx
 from knobwise.agents.stack.stacked_controller import StackedController
@@ -73,7 +73,7 @@ def run(config: ExportRun) -> Path:
             summary["forms"] = _make(config, agent, table, budgets_ms, made)
         shutil.copy(numpy_controller.__file__, made)
         if config.student:
-            save_checkpoint(made / "student.pt", agent, table, loaded.extra)
+            loaded._replace(agent=agent).save(made / "student.pt")
         summary["files"] = {}
         for path in sorted(made.iterdir()):
             summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}

@@ -102,8 +102,8 @@ SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
 
 
 def sign_of(ci95: Sequence[float]) -> int:
-    """1 or −1 where the interval is above or below 0, else 0."""
-    return int(ci95[0] > 0) - int(ci95[1] < 0)
+    """1 or −1 where the interval is above or below 0, by more than float32 rounds, else 0."""
+    return int(ci95[0] > 1e-6) - int(ci95[1] < -1e-6)
 
 
 def difference_words(difference: float, ci95: Sequence[float]) -> str:

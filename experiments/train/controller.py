@@ -10,7 +10,7 @@ import polars as pl
 import torch
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, StaticPerDataset, make_baselines
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines, price_controller, price_stack
@@ -21,7 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset
-from knobwise.envs.tables.profile_table import Split
+from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
 from knobwise.experiments.settings.options import TrainRun
@@ -31,11 +31,11 @@ from knobwise.experiments.train.run import Experiment, keep_best, tracker_of
 
 class ControllerExperiment(Experiment):
     """The trainings of all seeds, all set up before the first is run: what is wrong shows before anything is
-    written."""
+    written. `table` is what they are trained on; None to read it as `config.profile` says."""
 
-    def __init__(self, config: TrainRun) -> None:
+    def __init__(self, config: TrainRun, table: ProfileTable | None = None) -> None:
         super().__init__(config, config.threads)
-        self.table = table = read_profile(config.profile)
+        self.table = table = read_profile(config.profile) if table is None else table
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.split = self._split_of(config)
         self.fitted = torch.cat([self.split.train, self.split.validation])
@@ -76,49 +76,50 @@ class ControllerExperiment(Experiment):
                 step = trainer.iteration - 1
                 with tracker_of(self.config, folder, self.table, "train", trainer.seed, step) as trainer.log:
                     trainer.run()
-            with threadpool_limits(self.config.threads):
-                self._finish(trainer, trainer.folder / "best.pt")
+            network = load_checkpoint(best := trainer.folder / "best.pt").agent
+            if isinstance(network, Controller):  # else it was completed before a stop
+                self.completed(trainer, network).save(best)
 
-    def _finish(self, trainer: ControllerTrainer, path: Path) -> None:
-        """What comes after training, unless it is done: experts and a guard around an ensemble that predicts outcomes,
-        and under mean budgets the price of each."""
+    def completed(self, trainer: ControllerTrainer, network: Controller) -> Loaded:
+        """What a training ends in, from its best network: experts and a guard around an ensemble that predicts
+        outcomes, and under mean budgets the price of each. Any other network stays as it is."""
         table, fitted, policy, budgets_ms = self.table, self.fitted, self.config.policy, self.budgets_ms
-        network = load_checkpoint(path).agent
-        stacked = policy.structure == "utility" and policy.members > 1
-        if not isinstance(network, Controller) or not (stacked or trainer.priced):
-            return
-        limits, seed, extra = trainer.limits, trainer.fold_seed, trainer.provenance()
-        done: StackedController | PricedChooser
-        if not trainer.priced:
-            done = fit_stack(table, fitted, network, policy, limits, seed)
-        elif stacked:
-            done = price_stack(table, fitted, network, policy, limits, budgets_ms, seed)
-        else:
-            trainer.agent.load_state_dict(network.state_dict())
-            folds, mask = list(zip(*trainer.divide(), strict=True)), table.mask[trainer.judged_rows]
-            done = price_controller(
-                table, network, lambda worth: trainer.choose({}, worth.reshape(1), mask), folds, policy, budgets_ms
-            )
+        stacked, limits, seed = policy.structure == "utility" and policy.members > 1, trainer.limits, trainer.fold_seed
+        done: Controller | StackedController | PricedChooser = network
+        with threadpool_limits(self.config.threads):
+            if stacked and self.mean:
+                done = price_stack(table, fitted, network, policy, limits, budgets_ms, seed)
+            elif stacked:
+                done = fit_stack(table, fitted, network, policy, limits, seed)
+            elif self.mean:
+                trainer.agent.load_state_dict(network.state_dict())
+                folds, mask = list(zip(*trainer.divide(), strict=True)), table.mask[trainer.judged_rows]
+                done = price_controller(
+                    table, network, lambda worth: trainer.choose({}, worth.reshape(1), mask), folds, policy, budgets_ms
+                )
+        extra = trainer.provenance()
         if isinstance(stack := getattr(done, "chooser", done), StackedController):
             extra["validation_utility"] = stack.held_out_worth
-        save_checkpoint(path, done, table, extra)
+        return Loaded(done, table.name, table.digest, extra)
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
         """Every seed's best controller and the baselines on the test part."""
-        config, optimiser = self.config, self.config.optimiser
-        folders = [folder / "checkpoints" / f"seed{seed}" for seed in config.seeds]
+        folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         best = [load_checkpoint(each / "best.pt") for each in folders]
-        scores = [float(loaded.extra["validation_utility"]) for loaded in best]
-        keep_best(folder, dict(zip(folders, scores, strict=True)))
+        keep_best(folder, dict(zip(folders, map(_score, best), strict=True)))
+        return self.judged(best)
+
+    def judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
+        """The contents of `results.json` and of `decisions.parquet`: the controllers of all seeds, and baselines."""
+        config, scores = self.config, list(map(_score, best))
         with threadpool_limits(config.threads):
             results, decisions = self._judged([loaded.controller for loaded in best])
         results |= held_out_choices(best)
         results["validation_utility"], results["best_seed"] = scores, config.seeds[scores.index(max(scores))]
-        results["training"] = {name: getattr(optimiser, name) for name in ("warmup_iterations", "iterations")}
+        results["training"] = {n: getattr(config.optimiser, n) for n in ("warmup_iterations", "iterations")}
         return results, decisions
 
     def _judged(self, controllers: list[Any]) -> tuple[dict[str, Any], pl.DataFrame]:
-        """The contents of `results.json` and of `decisions.parquet`."""
         config, table, split, budgets_ms = self.config, self.table, self.split, self.budgets_ms
         fitted, test, seeds = self.fitted, split.test, config.seeds
         baselines: list[Any] = []
@@ -134,3 +135,7 @@ class ControllerExperiment(Experiment):
             baselines = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
         rewards = self.trainers[0].env.rewards
         return judge_deadlines(table, test, budgets_ms, rewards, controllers, seeds, baselines)
+
+
+def _score(loaded: Loaded) -> float:
+    return float(loaded.extra["validation_utility"])

@@ -16,10 +16,12 @@ import torch
 from helpers import small_table
 from PIL import Image
 
+from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.adaptive_model import AdaptiveModel, configurations_of, content_key
-from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.adaptive_model import AdaptiveModel, content_key
+from knobwise.agents.serving.export import configurations_of, to_numpy
+from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
@@ -319,7 +321,7 @@ def test_contents_are_told_apart() -> None:
             content_key(unknown)
 
 
-def test_a_trained_controller_and_its_exported_form_decide_alike(vlm: ElasticAdaptive) -> None:
+def test_a_trained_controller_decides_alike_in_every_form(vlm: ElasticAdaptive) -> None:
     stages = [vlm.first_stage(request) for request in REQUESTS]
     blocks = {name: torch.tensor(np.stack([stage.features[name] for stage in stages])) for name in stages[0].features}
     generator, n = torch.Generator().manual_seed(0), len(REQUESTS)
@@ -328,7 +330,13 @@ def test_a_trained_controller_and_its_exported_form_decide_alike(vlm: ElasticAda
     config = PolicyConfig(structure="utility", hidden=8, layers=1)
     controller = Controller.for_table(table, torch.arange(n), config).eval()
     budgets = latency.mean(1).tolist()
-    results = [AdaptiveModel(vlm, agent).generate(REQUESTS, budgets) for agent in (controller, to_numpy(controller))]
+    forms = (
+        controller,
+        to_numpy(controller),
+        KnobPolicy(to_numpy(controller)),
+        KnobPolicy(Loaded(controller, "t", "", {})),
+    )
+    results = [AdaptiveModel(vlm, agent).generate(REQUESTS, budgets) for agent in forms]
     for agent in results:
         limits = torch.tensor([result.limit_ms for result in agent])
         assert [result.choice for result in agent] == controller.choose(blocks, limits).tolist()

@@ -1,0 +1,147 @@
+"""Knobs from Python: `knobwise.read` a profile, `knobwise.fit` a policy, `knobwise.load` one.
+
+policy = knobwise.fit("measured.csv", "features.npz")
+policy.decide({"image_features": image, "language_features": question}, budget_ms=25.0)
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.serving.knob_policy import Blocks, Explanation, KnobPolicy
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.common.errors import InputError
+from knobwise.common.progress import say
+from knobwise.envs.readers.feature_files import attach_features, features_from
+from knobwise.envs.readers.long_table import table_from_frame
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.report.report import verdict
+from knobwise.experiments.report.words import sign_of
+from knobwise.experiments.results.run_folder import UNFINISHED
+from knobwise.experiments.settings.profiles import TableProfile, read_profile
+from knobwise.experiments.train.controller import ControllerExperiment
+
+__all__ = ["Explanation", "KnobPolicy", "fit", "load", "read"]
+Features = str | Path | Blocks
+
+
+def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
+    """Read a profile: a row for each sample and configuration.
+
+    Args:
+        data: the path of a CSV, Parquet or JSON lines file, of a `.safetensors` that `ProfileTable.save` wrote, or of a
+            folder that `knobwise profile` wrote, features included; or a data frame of polars or pandas.
+        features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; None for a policy that sees
+            the budget only.
+        options: the other options of `profile=table`: knobs, accuracy, latency, unit, name.
+
+    Raises:
+        InputError: no such file, or wrong content, see `table_from_frame` and `read_features`.
+
+    >>> frame = polars.DataFrame({"sample_id": 2 * ["q"], "crops": [1, 4], "accuracy": [0, 1], "latency_ms": [2, 9]})
+    >>> knobwise.read(frame, {"sample_id": ["q"], "image": [[0.1, 0.2]]}, name="two cells")
+    ProfileTable 'two cells': 1 samples × 2 configurations of crops; 100.0% profiled; features: image 2 wide
+    """
+    content = _content(features)
+    if not isinstance(data, (str, Path)):
+        frame = data if isinstance(data, pl.DataFrame) else pl.DataFrame(data.to_dict("list")).fill_nan(None)
+        return table_from_frame(frame, features=content, **{"name": "frame", **options})
+    path = Path(data)
+    if path.is_dir():
+        content = content or next(path.glob("features.*"), None)
+        path, options = path / "table.parquet", {"name": path.name, **options}
+    return read_profile(TableProfile(path=str(path), features=content, **options))
+
+
+def load(path: str | Path = "runs/latest", *, seed: int | None = None) -> KnobPolicy:
+    """Load a trained policy.
+
+    Args:
+        path: the folder of a run, a checkpoint (`.pt`), or an exported controller (`.npz`) or its folder.
+        seed: of a run the training with this seed; None for the one that was best on validation.
+
+    Raises:
+        InputError: no such run or file, a run that is not finished, the checkpoint of a selector.
+    """
+    path, part = Path(path), "" if seed is None else f"seed{seed}"
+    if (path / UNFINISHED).exists():
+        raise InputError(f"{path}: the run is not finished; repeat its command to resume it")
+    if path.is_dir() or part:
+        exported = path / "controller.npz"
+        path = exported if exported.exists() and not part else path / "checkpoints" / part / "best.pt"
+    if not path.exists():
+        raise InputError(f"{path}: does not exist; `knobwise train` makes runs, knobwise.fit(…).save(…) makes files")
+    if path.suffix != ".npz":
+        return KnobPolicy(load_checkpoint(path))
+    try:
+        return KnobPolicy(NumpyController.load(path))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int = 0, **options: Any) -> KnobPolicy:
+    """Train a policy as `knobwise train` does with one seed, and say how it did on test samples beside budget-aware
+    static. Writes no files.
+
+    Args:
+        data: a profile, or what `read` takes.
+        features: as in `read`; of a profile also blocks [N, d] in the order of its samples, without ids.
+        policy: auto; utility, the same without experts, which trains and decides several times faster; or additive,
+            autoregressive, independent or joint.
+        options: any other option of `knobwise train`, such as reward="shaped", budget="mean", budgets_ms=[20, 40] or
+            optimiser={"iterations": 100}.
+
+    Raises:
+        InputError: data or options that cannot be used.
+
+    >>> table, quick = simulate(SimulatedConfig(samples=120)), {"warmup_iterations": 20, "iterations": 0}
+    >>> policy = knobwise.fit(table, policy="utility", optimiser=quick)
+    >>> policy.decide([0.0] * 24, budget_ms=30.0).keys()
+    dict_keys(['model'])
+    """
+    table = data if isinstance(data, ProfileTable) else read(data, features)
+    if table is data and features is not None:
+        content = _content(features, sample_id=table.sample_ids, dataset=table.dataset_names)
+        table = attach_features(table, content)
+    options = {"tracking": "disabled", "baselines": False, "policy": policy, **options, "seeds": [seed]}
+    threads = torch.get_num_threads()
+    try:
+        experiment = ControllerExperiment(read_settings("train", list(_words(options))), table)
+        for note in experiment.notes:
+            say(note)
+        (trainer,) = experiment.trainers
+        loaded = experiment.completed(trainer, copy.deepcopy(trainer.run()).cpu())
+        loaded.extra["judged"] = judged = experiment.judged([loaded])[0]
+    finally:
+        torch.set_num_threads(threads)
+    say(" ".join(verdict(judged)))
+    mine = next(row for row in judged["rows"] if row["policy"] == "controller")
+    if sign_of(mine.get("over_static_mix_ci95", mine["gap_closed_ci95"])) <= 0:
+        say(f"{'The static mix' if experiment.mean else 'Budget-aware static'} is as good: use it.")
+    return KnobPolicy(loaded)
+
+
+def _words(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Options as the command line has them; a mapping holds those of a section."""
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _words(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={value if isinstance(value, (str, Path)) else json.dumps(value)}"
+
+
+def _content(features: Any, **ids: Any) -> Any:
+    """Features in memory with their ids, `ids` if they have none; a path as it is."""
+    if features is None or isinstance(features, (str, Path)):
+        return features
+    blocks = features if isinstance(features, Mapping) else {"features": features}
+    return features_from({**({} if "sample_id" in blocks else ids), **blocks}, "features")

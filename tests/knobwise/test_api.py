@@ -1,0 +1,469 @@
+"""A policy from Python in one call: read, fit, load, decide."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars
+import pytest
+import torch
+from commands import TABLE, write_table
+from helpers import driven_apart, small_beams, small_table, table_of, two_kinds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import knobwise
+from knobwise import api
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import Loaded, save_checkpoint
+from knobwise.agents.controller.settings import HEAD_NAMES, PolicyConfig
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.serving.export import to_numpy
+from knobwise.agents.serving.knob_policy import GUARD, KnobPolicy
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.prices import StaticMix
+from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.common.errors import InputError
+from knobwise.envs import SimulatedConfig, simulate
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
+from knobwise.envs.tables.profile_table import ProfileTable
+
+QUICK = {"warmup_iterations": 4, "iterations": 4, "contexts": 32, "minibatch": 32, "evaluate_every": 4}
+TINY = {"policy": "utility", "policy.hidden": 8, "policy.members": 2, "optimiser": QUICK}
+UTILITY = PolicyConfig(structure="utility", members=2, hidden=8)
+MEAN_MS, PRICE = 12.0, 0.02
+"""The budget that the policies for mean budgets are calibrated for, and its price."""
+
+
+def priced(table: ProfileTable, structure: str) -> PricedChooser:
+    network = driven_apart(table, replace(UTILITY, structure=structure), priced=True)
+    budgets = torch.tensor([MEAN_MS])
+    mix = StaticMix(table, torch.arange(table.num_samples), budgets)
+    return PricedChooser("controller", network, budgets, torch.tensor([PRICE]), mix, [{"deployed": True}])
+
+
+@functools.cache
+def case(kind: str) -> tuple[ProfileTable, Any]:
+    """A table and a controller of this kind for it."""
+    table = small_table(40, features=kind != "no features")
+    if kind in HEAD_NAMES:
+        return table, driven_apart(table, PolicyConfig(structure=kind, hidden=8))
+    if kind.startswith("priced"):
+        return table, priced(table, kind.split()[1])
+    network = driven_apart(table, UTILITY)
+    if kind == "network":
+        return table, network
+    config = replace(UTILITY, experts=("ridge", "knn"))
+    return table, fit_stack(table, torch.arange(40), network, config, default_budgets(table), seed=0)
+
+
+KINDS = (*HEAD_NAMES, "network", "stack", "no features", "priced utility", "priced joint")
+
+
+def policy_of(kind: str, exported: bool = False) -> KnobPolicy:
+    table, agent = case(kind)
+    return KnobPolicy(to_numpy(agent) if exported else Loaded(agent, table.name, table.digest, {}))
+
+
+def budgets_of(kind: str, n: int) -> torch.Tensor:
+    return torch.full((n,), MEAN_MS) if kind.startswith("priced") else torch.linspace(5, 25, n)
+
+
+# -- decide ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["checkpoint", "exported"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decide_is_choose_for_many_or_for_each_alone_in_lists_numpy_and_torch(kind: str, exported: bool) -> None:
+    table, agent = case(kind)
+    policy, limits = policy_of(kind, exported), budgets_of(kind, 40)
+    mask = torch.rand(40, 12, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[:, 3] = True
+    for may in (None, mask):
+        chosen = agent.choose(table.features, limits, may)
+        assert policy.choose(table.features, limits, may).tolist() == chosen.tolist()
+        wanted = [table.configuration(index) for index in chosen.tolist()]
+        for form in (torch.Tensor.tolist, torch.Tensor.numpy, torch.clone):
+            blocks = {name: form(block) for name, block in table.features.items()}
+            assert policy.decide(blocks, form(limits), mask=None if may is None else form(may)) == wanted
+            for i in (0, 17):
+                alone = {name: form(block[i]) for name, block in table.features.items()}
+                some = None if may is None else form(may[i])
+                assert policy.decide(alone, float(limits[i]), mask=some) == wanted[i]
+
+
+@settings(max_examples=40, deadline=None)
+@given(batched=st.tuples(*[st.booleans()] * 4), n=st.integers(1, 3))
+def test_what_is_for_one_input_is_for_all_of_them(batched: tuple[bool, ...], n: int) -> None:
+    (table, agent), policy = case("stack"), policy_of("stack")
+    image, language = table.features.values()
+    mask = torch.ones(n, 12, dtype=torch.bool)
+    mask[:, 1::2] = False
+    values = [image[:n], language[:n], budgets_of("stack", n), mask]
+    given_ = [v if many else v[0] for v, many in zip(values, batched, strict=True)]
+    whole = [v if many else v[:1].expand_as(v) for v, many in zip(values, batched, strict=True)]
+    decisions = policy.decide(dict(zip(table.features, given_, strict=False)), given_[2], mask=given_[3])
+    chosen = agent.choose(dict(zip(table.features, whole, strict=False)), *whole[2:]).tolist()
+    assert (decisions if any(batched) else [decisions] * n) == [table.configuration(index) for index in chosen]
+
+
+def test_a_lone_block_needs_no_name_and_no_features_are_none() -> None:
+    table = two_kinds(20, shown=True)
+    agent = driven_apart(table, UTILITY)
+    policy = KnobPolicy(Loaded(agent, "t", "", {}))
+    chosen = agent.choose(table.features, torch.full((20,), 15.0)).tolist()
+    assert policy.decide(table.features["x"].double().numpy(), 15) == [table.configuration(c) for c in chosen]
+    without = policy_of("no features")
+    assert without.decide(None, 9.0) == without.decide({}, 9.0) == without.decide({}, [9.0])[0]
+    assert policy.decide(np.zeros((0, 2)), 15.0) == policy.decide([0.0, 1.0], [], explain=True) == []
+
+
+def test_a_decision_is_the_callers_own() -> None:
+    policy = policy_of("network")
+    features = {name: torch.zeros(width) for name, width in policy.features.items()}
+    first = policy.decide(features, 10.0)
+    before = dict(first)
+    first.clear()
+    policy.decide(features, 10.0, explain=True).expected[0]["configuration"].clear()
+    assert policy.decide(features, 10.0) == before
+    assert policy.features == {"image_features": 4, "language_features": 4}
+    assert policy.knobs == {"max_crops": (2, 6, 10), "top_k": (4, 8), "num_active_blocks": (12, 16)}
+    assert repr(policy) == (
+        "<KnobPolicy: Controller, image_features [4], language_features [4] and a budget → "
+        "12 configurations of max_crops, top_k, num_active_blocks>"
+    )
+
+
+GOOD = {"image_features": [0.0] * 4, "language_features": [0.0] * 4}
+READS = r"reads image_features \[4\] or \[n, 4\], language_features \[4\] or \[n, 4\]; got "
+MISTAKES: list[tuple[str, Any, Any, dict[str, Any]]] = [
+    (READS + r"image_features \[3\], language_features \[4\]", GOOD | {"image_features": [0.0] * 3}, 9.0, {}),
+    (READS + r"image_features \[4\]$", {"image_features": [0.0] * 4}, 9.0, {}),
+    (READS + r".*other \[4\]", GOOD | {"other": [0.0] * 4}, 9.0, {}),
+    (READS + r"without a name \[4\]", [0.0] * 4, 9.0, {}),
+    (READS + "none", None, 9.0, {}),
+    (READS + r"image_features \[\]", GOOD | {"image_features": 1.0}, 9.0, {}),
+    ("image_features: not an array of numbers", GOOD | {"image_features": ["a"] * 4}, 9.0, {}),
+    ("image_features: not an array of numbers", GOOD | {"image_features": [[0.0] * 4, [0.0]]}, 9.0, {}),
+    ("image_features: infinite values", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}, 9.0, {}),
+    *((r"budget_ms=.*: a number or \[n\], all positive", GOOD, b, {}) for b in (float("nan"), 0, -1.0, [9, np.inf])),
+    (r"budget_ms=.*: a number or \[n\]", GOOD, [[9.0]], {}),
+    ("budget_ms: not an array of numbers", GOOD, "soon", {}),
+    (r"for \[2, 3\] inputs", GOOD | {"image_features": np.zeros((3, 4))}, [9.0, 9.0], {}),
+    (r"mask: bool \[12\] or \[n, 12\], a True for each input; got \[11\]", GOOD, 9.0, {"mask": [True] * 11}),
+    (r"mask: .* got \[2, 12\]", GOOD, 9.0, {"mask": [[True] * 12, [False] * 12]}),
+]
+
+
+@pytest.mark.parametrize(("message", "features", "budget_ms", "more"), MISTAKES)
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_mistake_is_told_with_what_is_expected(
+    message: str, features: Any, budget_ms: Any, more: dict[str, Any], exported: bool
+) -> None:
+    with pytest.raises(InputError, match=message):
+        policy_of("stack", exported).decide(features, budget_ms, **more)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_mean_budget_that_is_not_calibrated_is_refused(exported: bool) -> None:
+    with pytest.raises(InputError, match=r"7.*calibrated for 12 only"):
+        policy_of("priced utility", exported).decide(GOOD, 7.0)
+
+
+# -- explain -----------------------------------------------------------------------------------------------------------
+
+
+def column(explanation: api.Explanation, name: str, table: ProfileTable) -> list[float]:
+    """A number of each configuration, in the table's order."""
+    place = {str(row["configuration"]): row[name] for row in explanation.expected}
+    return [place[str(table.configuration(c))] for c in range(table.num_configurations)]
+
+
+def test_a_stack_explains_by_what_its_members_predict_together() -> None:
+    (table, stack), limits = case("stack"), budgets_of("stack", 40)
+    explanations = policy_of("stack").decide(table.features, limits, explain=True)
+    predictions = stack.predictions(stack.features(table.features, 40))
+    score, meets, _ = predictions.view(limits)
+    accuracy, latency_ms = predictions.costs()
+    for i, explanation in enumerate(explanations):
+        for name, values in (("utility", score), ("on_time", meets), ("latency_ms", latency_ms)):
+            assert column(explanation, name, table) == pytest.approx(values[i].tolist(), rel=1e-5)
+        assert column(explanation, "accuracy", table) == pytest.approx(accuracy[i].clamp(0, 1).tolist(), rel=1e-5)
+        utilities = [row["utility"] for row in explanation.expected]
+        assert utilities == sorted(utilities, reverse=True)
+        followed = explanation.decision == explanation.expected[0]["configuration"]
+        assert explanation.reason == ("highest expected utility" if followed else GUARD)
+    decided = [explanation.decision for explanation in explanations]
+    assert decided == policy_of("stack").decide(table.features, limits)
+
+
+def test_a_network_alone_takes_the_first_and_what_is_masked_is_left_out() -> None:
+    table, network = case("network")
+    features = {name: block[0] for name, block in table.features.items()}
+    mask = [True, False] * 6
+    explanation = policy_of("network").decide(features, 11.0, mask=mask, explain=True)
+    assert explanation.decision == explanation.expected[0]["configuration"]
+    assert explanation.reason == "highest expected utility"
+    allowed = [table.configuration(c) for c in range(0, 12, 2)]
+    assert sorted(map(str, allowed)) == sorted(str(row["configuration"]) for row in explanation.expected)
+    outcomes = network.network.outcomes(network.features(features).expand(2, 1, -1))
+    scores = network.network.scores(outcomes, torch.full((2, 1), 11.0)).mean(0)[0, ::2]
+    assert [row["utility"] for row in explanation.expected] == pytest.approx(sorted(scores.tolist(), reverse=True))
+
+
+def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
+    table, stack = case("stack")
+    other = StackedController.restored(stack.plain())
+    assert other.guard is not None
+    other.guard.deploy.fill_(False)
+    limits = default_budgets(table)[2].expand(40)
+    explanations = KnobPolicy(Loaded(other, "t", "", {})).decide(table.features, limits, explain=True)
+    assert len({str(explanation.decision) for explanation in explanations}) == 1
+    assert GUARD in {explanation.reason for explanation in explanations}
+
+
+def test_a_head_explains_by_its_probabilities_and_a_price_by_accuracy_and_cost() -> None:
+    for kind in ("joint", "priced joint"):
+        (table, _), policy = case(kind), policy_of(kind)
+        features = {name: block[1] for name, block in table.features.items()}
+        explanation = policy.decide(features, MEAN_MS, mask=[True] * 5 + [False] * 7, explain=True)
+        assert [set(row) for row in explanation.expected] == [{"configuration", "probability"}] * 5
+        assert sum(row["probability"] for row in explanation.expected) == pytest.approx(1)
+        assert explanation.decision == explanation.expected[0]["configuration"]
+        assert explanation.reason == "most probable"
+    (explanation,) = policy_of("priced utility").decide(
+        {name: [block] for name, block in GOOD.items()}, 12, explain=True
+    )
+    for row in explanation.expected:
+        assert set(row) == {"configuration", "accuracy", "latency_ms", "utility"}
+        assert row["utility"] == pytest.approx(row["accuracy"] - PRICE * row["latency_ms"], rel=1e-5, abs=1e-5)
+    with pytest.raises(InputError, match="an exported file only decides"):
+        policy_of("stack", exported=True).decide(GOOD, 9.0, explain=True)
+
+
+# -- fit ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def decisions(policy: KnobPolicy, table: ProfileTable) -> list[Any]:
+    return policy.decide(table.features, budgets_of("stack", table.num_samples))
+
+
+def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(60)
+    before, threads = sorted(home.iterdir()), torch.get_num_threads()
+    torch.set_num_threads(2)
+    policy = knobwise.fit("t.parquet", "f.npz", seed=3, **TINY)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+    assert sorted(home.iterdir()) == before
+    assert "budget-aware static" in capsys.readouterr().err
+    words = [f"optimiser.{name}={value}" for name, value in QUICK.items()]
+    words += ["policy=utility", "policy.hidden=8", "policy.members=2", "seeds=[3]", "tracking=disabled"]
+    assert main(["train", *TABLE, *words, "baselines=false"]) == 0
+    table = knobwise.read("t.parquet", "f.npz")
+    wanted = decisions(policy, table)
+    judged = policy.judged
+    assert judged is not None
+    assert [row["policy"] for row in judged["rows"][::6]] == ["controller", "budget_aware_static", "oracle"]
+    policy.save("p.pt")
+    policy.save("p.npz")
+    for path in ("p.pt", "p.npz", "runs/latest"):
+        assert decisions(knobwise.load(path), table) == wanted
+    run, again = (knobwise.load(path) for path in ("runs/latest", "p.pt"))
+    states = [p.agent.network.state_dict() for p in (policy, run, again)]
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*(s.values() for s in states), strict=True))
+    assert (again.judged, run.judged) == (judged, None)
+    knobwise.load("p.npz").save("q.npz")
+    assert decisions(knobwise.load("q.npz"), table) == wanted
+    for refused in ("p.onnx", "p.pt"):
+        with pytest.raises(InputError, match=r"save as \.npz, or as \.pt"):
+            knobwise.load("p.npz").save(refused)
+
+
+FITS: dict[str, tuple[dict[str, Any], type]] = {
+    "additive": ({"policy": "additive", "reward": "shaped"}, api.KnobPolicy),
+    "mean": ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, PricedChooser),
+    "experts": ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, StackedController),
+    "no experts": ({"policy": "utility", "policy.members": 2, "budgets_ms": (10, 20)}, StackedController),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_fit_takes_the_options_of_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = small_table(60)
+    options, kind = FITS[name]
+    policy = knobwise.fit(table, optimiser=QUICK, **options)
+    if isinstance(policy.agent, StackedController):
+        assert [expert.name for expert in policy.agent.experts] == options.get("policy.experts", [])
+    assert isinstance(policy.agent, kind) or kind is KnobPolicy
+    budget = 14.0
+    assert len(policy.decide(table.features, budget, explain=True)) == 60
+    assert policy.judged is not None
+    if "budgets_ms" in options:
+        assert policy.judged["budgets_ms"] == list(options["budgets_ms"])
+    assert "the static mix" if name == "mean" else "budget-aware static" in capsys.readouterr().err
+
+
+def test_where_choosing_does_not_pay_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    table = table_of([[0.2, 0.9]] * 40, [[1.0, 2.0]] * 40, torch.zeros(40, 1))
+    knobwise.fit(table, **TINY)
+    assert "Budget-aware static is as good: use it." in capsys.readouterr().err
+    knobwise.fit(table, **TINY, budget="mean")
+    assert "The static mix is as good: use it." in capsys.readouterr().err
+
+
+class Frame:
+    """As much of a pandas data frame as is used: columns as lists, holes as NaN."""
+
+    def __init__(self, frame: polars.DataFrame) -> None:
+        self.frame = frame
+
+    def to_dict(self, orient: str) -> dict[str, list[Any]]:
+        assert orient == "list"
+        columns = self.frame.with_columns(polars.col("accuracy", "latency_ms").fill_null(float("nan")))
+        return columns.to_dict(as_series=False)
+
+
+@pytest.mark.parametrize("form", [lambda frame: frame, Frame], ids=["polars", "pandas"])
+def test_a_data_frame_is_read_as_the_file_is(form: Callable[[polars.DataFrame], Any], home: Path) -> None:
+    table = small_table(12)
+    frame = long_frame(table).sample(fraction=1.0, shuffle=True, seed=1)
+    hole = polars.DataFrame({**frame.row(0, named=True), "accuracy": None})
+    frame = polars.concat([frame[1:], hole.select(frame.columns).cast(dict(frame.schema))])
+    frame.write_parquet("small.parquet")
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    blocks = {name: block[order] for name, block in table.features.items()}
+    features = {"sample_id": [table.sample_ids[i] for i in order.tolist()], **blocks}
+    write_features(table, "f.npz")
+    wanted = knobwise.read("small.parquet", "f.npz")
+    assert int((~wanted.mask).sum()) == 1
+    assert wanted.features["image_features"].equal(table.features["image_features"])
+    assert knobwise.read(form(frame), features).digest == wanted.digest
+    assert (
+        knobwise.read(form(frame), features, name="mine", knobs=["top_k", "max_crops", "num_active_blocks"]).name
+        == "mine"
+    )
+
+
+def test_read_takes_saved_profiles_and_folders(home: Path) -> None:
+    table = small_table(12)
+    table.save("t.safetensors")
+    assert knobwise.read("t.safetensors").digest == table.digest
+    Path("measured").mkdir()
+    write_long_table(table, "measured/table.parquet")
+    write_features(table, "measured/features.npz")
+    folder = knobwise.read(Path("measured"))
+    assert (folder.name, folder.digest) == ("measured", table.digest)
+    lone = {"sample_id": list(table.sample_ids), "x": np.ones(12)}
+    assert set(knobwise.read("measured", lone).features) == {"x"}
+    with pytest.raises(InputError, match=r"nothing\.csv: no such file"):
+        knobwise.read("nothing.csv")
+    with pytest.raises(InputError, match="need sample_id"):
+        knobwise.read("measured", np.ones((12, 2)))
+    with pytest.raises(InputError, match="features: cannot be read"):
+        knobwise.read("measured", {"sample_id": table.sample_ids, "x": [[1.0], [1.0, 2.0]]})
+    with pytest.raises(InputError, match="features: no features for 1 of 12 samples"):
+        knobwise.read("measured", {"sample_id": table.sample_ids[1:], "x": np.ones(11)})
+
+
+def test_features_of_a_profile_are_in_its_order() -> None:
+    bare = small_table(60, features=False)
+    block = torch.arange(120.0).reshape(60, 2)
+    for features in (block, block.tolist(), {"features": block.numpy()}):
+        policy = knobwise.fit(bare, features, **TINY)
+        assert policy.features == {"features": 2}
+        median = policy.agent.network.normaliser.mean
+        rows = torch.cat(list(bare.split()[:2]))
+        assert median.tolist() == pytest.approx(block[rows].mean(0).tolist())
+    with pytest.raises(InputError, match="have shape"):
+        knobwise.fit(bare, block[1:], **TINY)
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    table = small_table(20)
+    for message, options in (
+        ("policy=huge: must be one of auto, utility", {"policy": "huge"}),
+        (
+            "optimiser.iteration=3: there is no such option; did you mean optimiser.iterations=3",
+            {"optimiser": {"iteration": 3}},
+        ),
+        ("seeds", {"seed": -1}),
+        ("leave a part of its 20 samples", {"split": {"train": 0.9, "validation": 0.1}}),
+    ):
+        with pytest.raises(InputError, match=message):
+            knobwise.fit(table, **options)
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+def test_load_takes_a_run_one_of_its_seeds_or_what_was_exported(home: Path) -> None:
+    run = home / "runs" / "a" / "default"
+    tables = {seed: driven_apart(small_table(20), UTILITY, by=0.1 * seed) for seed in (1, 2)}
+    for name, seed in (("seed1/", 1), ("seed2/", 2), ("", 2)):
+        save_checkpoint(run / "checkpoints" / f"{name}best.pt", tables[seed], small_table(20), {})
+    (home / "runs" / "latest").symlink_to(run)
+    for seed, wanted in ((None, 2), (1, 1), (2, 2)):
+        loaded = knobwise.load(seed=seed).agent
+        assert torch.equal(loaded.network.outcome_head.weight, tables[wanted].network.outcome_head.weight)
+    with pytest.raises(InputError, match=r"seed3/best\.pt: does not exist"):
+        knobwise.load(run, seed=3)
+    (run / ".unfinished").touch()
+    with pytest.raises(InputError, match="default: the run is not finished; repeat its command"):
+        knobwise.load(run)
+    knobwise.load(run / "checkpoints" / "best.pt").save(home / "exported" / "controller.npz")
+    assert isinstance(knobwise.load("exported").agent, NumpyController)
+
+
+def test_what_holds_no_policy_is_refused(home: Path) -> None:
+    table, _ = small_beams()
+    selector = Selector(SelectorConfig(width=8, heads=2), 4)
+    save_checkpoint("s.pt", selector, table, {})
+    save_checkpoint("half.pt", driven_apart(small_table(20), UTILITY, priced=True), small_table(20), {})
+    Path("bad.npz").write_bytes(b"no")
+    Path("empty").mkdir()
+    for message, path in (
+        (r"runs/latest: does not exist; `knobwise train` makes runs", "runs/latest"),
+        (r"empty/checkpoints/best\.pt: does not exist", "empty"),
+        ("holds a selector, trained on 'small beams', and no controller", "s.pt"),
+        ("prices for mean budgets are not calibrated yet", "half.pt"),
+        (r"bad\.npz: ", "bad.npz"),
+    ):
+        with pytest.raises(InputError, match=message):
+            knobwise.load(path)
+    with pytest.raises(InputError, match=r"s\.pt/checkpoints/seed0/best\.pt: does not exist"):
+        knobwise.load("s.pt", seed=0)
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def test_importing_knobwise_stays_light() -> None:
+    script = "import knobwise, sys; assert not {'torch', 'polars', 'hydra'} & set(sys.modules); print(knobwise.fit)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("<function fit")
+    with pytest.raises(AttributeError, match="no attribute 'fits'"):
+        _ = knobwise.fits  # type: ignore[attr-defined]
+
+
+def test_the_examples_run() -> None:
+    names = {"knobwise": knobwise, "polars": polars, "simulate": simulate, "SimulatedConfig": SimulatedConfig}
+    result = doctest.testmod(api, extraglobs=names)
+    assert (result.failed, result.attempted) == (0, 5)
