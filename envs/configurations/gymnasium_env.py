@@ -117,8 +117,9 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     def render(self) -> Any:
         """The last reset or step: its words, its picture, or None after showing it in the window."""
         if self.render_mode is None:
-            gymnasium.logger.warn("render() needs a render_mode; give one where the environment is made")
             return None
+        if self._last is None and self.render_mode == "ansi":
+            return "Nothing yet: call reset()."
         if self._last is None:
             raise gymnasium.error.ResetNeeded("call reset() before render()")
         if isinstance(self._inputs, str):

@@ -27,10 +27,8 @@ def chosen_context(
     allowed = ("row", "sample_id", "dataset", limit_key)
     if unknown := [name for name in options if name not in allowed]:
         raise InputError(f"reset options: {unknown[0]!r} is not among them; allowed are {', '.join(allowed)}")
-    if "row" in options and "sample_id" in options:
-        raise InputError("reset options: row and sample_id both name the sample; give one of the two")
-    if "dataset" in options and "sample_id" not in options:
-        raise InputError("reset options: dataset says which sample_id is meant; give both")
+    if ("sample_id" in options and "row" in options) or ("dataset" in options and "sample_id" not in options):
+        raise InputError("reset options: name the sample by row, or by sample_id (with dataset where ids repeat)")
     values = {name: _for_each(name, value, count) for name, value in options.items()}
     rows = limits = None
     if "row" in values:
@@ -45,11 +43,9 @@ def chosen_context(
 
 def _for_each(name: str, value: Any, count: int) -> NDArray[np.object_]:
     array = np.asarray(value, dtype=object)
-    if array.shape not in ((), (1,), (count,)):
-        raise InputError(
-            f"reset options: {name} has shape {array.shape}; expected a single value or one for each of "
-            f"{count} environments"
-        )
+    if array.shape not in ((), (count,)):
+        expected = f"expected a single value or {count}, one for each environment"
+        raise InputError(f"reset options: {name} has shape {array.shape}; {expected}")
     return np.broadcast_to(array, count)
 
 
@@ -60,16 +56,13 @@ def _row(value: Any, table: ProfileTable) -> int:
 
 
 def _row_of_id(sample_id: Any, dataset: str | None, table: ProfileTable) -> int:
-    names = table.dataset_names
-    rows = [row for row, known in enumerate(table.sample_ids) if known == str(sample_id)]
-    matching = [row for row in rows if dataset in (None, names[row])]
-    if len(matching) == 1:
-        return matching[0]
-    what = f"reset options: sample_id={str(sample_id)!r}"
-    if matching:
-        raise InputError(f"{what} occurs in the data sets {', '.join(names[row] for row in rows)}; add dataset=…")
+    places = zip(table.sample_ids, table.dataset_names, strict=True)
+    rows = [row for row, (known, name) in enumerate(places) if known == str(sample_id) and dataset in (None, name)]
+    if len(rows) == 1:
+        return rows[0]
+    what = f"reset options: sample_id={str(sample_id)!r}" + (f" of data set {dataset!r}" if dataset else "")
     if rows:
-        raise InputError(f"{what} is not in data set {dataset!r}, but in {', '.join(names[row] for row in rows)}")
+        raise InputError(f"{what} occurs in {', '.join(table.datasets[row] for row in rows)}; add dataset=…")
     raise InputError(f"{what} is not in {table.name!r}; its {table.num_samples} ids begin with {table.sample_ids[:3]}")
 
 
@@ -78,6 +71,6 @@ def _limit(name: str, value: Any) -> float:
         limit = float(value)
     except (TypeError, ValueError):
         limit = 0.0
-    if not np.finfo(np.float32).tiny <= limit <= np.finfo(np.float32).max:
+    if not torch.finfo(torch.float32).tiny <= limit <= torch.finfo(torch.float32).max:
         raise InputError(f"reset options: {name}={value!r}; it must be a positive, finite number")
     return limit

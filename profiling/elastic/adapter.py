@@ -13,18 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
+from knobwise.profiling.elastic import scenes
 from knobwise.profiling.elastic.model import STRIDE, TILE, ElasticVLM, shipped_model
-from knobwise.profiling.elastic.scenes import (
-    CELL,
-    END,
-    FILLER,
-    MAX_SIDE,
-    PROMPT_TOKENS,
-    TOKEN,
-    WORDS,
-    Scenes,
-    draw_sample,
-)
+from knobwise.profiling.elastic.scenes import CELL, END, FILLER, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS, Scenes
 from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
@@ -208,5 +199,5 @@ def question_of(scene: Scenes) -> str:
 def builtin_input(sample_id: str) -> tuple[str, NDArray[np.float32]]:
     """The question and the picture, float32 [h, w, 3] in 0–1, of a sample of the built-in profile: drawn again from the
     seed that the profile was made with."""
-    scene = draw_sample(int(sample_id), ElasticProfileConfig().seed)
+    scene = scenes.draw_sample(int(sample_id), ElasticProfileConfig().seed)
     return question_of(scene), scene.images[0].transpose(1, 2, 0)
