@@ -171,6 +171,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     Spaces and rewards are those of `ConfigBanditEnv` with a leading axis `num_envs`. All infos are numbers, because
     TorchRL reads them all: `row` in place of `sample_id`; `configuration` as value indices, int64 [num_envs, K];
     `action_mask`, int8 [num_envs, C], under `action="configuration"` only; what the observation holds is not in them.
+    Nothing is rendered; `gymnasium.make_vec(…, vectorization_mode="sync")` renders each environment.
 
     Every episode is one decision, so that all of them end together. `autoreset_mode` is gymnasium's:
 
@@ -249,7 +250,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         observations, infos = self.draw()
         final_obs = np.empty(self.num_envs, dtype=object)
         # arrays of shape (), not numbers, are what is in a Box of this shape
-        parts = (np.nditer(v, op_flags=[["readwrite"]]) if v.ndim == 1 else v for v in last.values())
+        parts = (np.nditer(v, op_flags=["readwrite"]) if v.ndim == 1 else v for v in last.values())
         rows = zip(*parts, strict=True)
         final_obs[:] = list(map(dict, map(zip, itertools.repeat(tuple(last)), rows)))  # one dict for each, in C
         # TorchRL looks for the parts of a Dict observation in final_info

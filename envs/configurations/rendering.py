@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import textwrap
 import unicodedata
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
+from PIL.ImageDraw import ImageDraw as Draw
 
 from knobwise.envs.tables.profile_table import Knob
 
@@ -73,8 +75,8 @@ class View:
         else:
             fitted = _fitted(self.picture, 512, 432)
             canvas.paste(fitted, (344 - fitted.width // 2, 384 - fitted.height // 2))
-        for number, line in enumerate(wrap(self.question, 32, 560, 3)):
-            _text(draw, (64, 660 + 40 * number), line, 32)
+        for number, line in enumerate(textwrap.wrap(self.question, 36, max_lines=3, placeholder="…")):
+            _text(draw, (64, 660 + 40 * number), line, 32, width=560)
         self._draw_knobs(draw)
         draw.rounded_rectangle((64, 784, 1736, 992), 16, _PANEL)
         if self.reward is None:
@@ -83,7 +85,7 @@ class View:
             self._draw_outcomes(draw, self.reward)
         return np.array(canvas.resize(SIZE, Image.Resampling.LANCZOS))
 
-    def _draw_knobs(self, draw: ImageDraw.ImageDraw) -> None:
+    def _draw_knobs(self, draw: Draw) -> None:
         """A row for each knob, its values beside its name; of more than eleven knobs the first ten."""
         drawn = self.knobs if len(self.knobs) <= 11 else self.knobs[:10]
         step = min(104, 612 // min(len(self.knobs), 11))
@@ -104,7 +106,7 @@ class View:
         if drawn != self.knobs:
             _text(draw, (688, 144 + step * 21 // 2), f"and {len(self.knobs) - 10} more knobs", size, _GREY)
 
-    def _draw_outcomes(self, draw: ImageDraw.ImageDraw, reward: float) -> None:
+    def _draw_outcomes(self, draw: Draw, reward: float) -> None:
         """The choice above the best configuration, their latencies as bars, the budget as a line across them."""
         _text(draw, (336, 816), "accuracy", 28, _GREY)
         _text(draw, (504, 816), "latency", 28, _GREY)
@@ -128,7 +130,7 @@ class View:
             _text(draw, (place, 976), label, 26, _GREY, "mm")
 
 
-def _chip(draw: ImageDraw.ImageDraw, box: tuple[float, float, float, float], is_chosen: bool, is_best: bool) -> None:
+def _chip(draw: Draw, box: tuple[float, float, float, float], is_chosen: bool, is_best: bool) -> None:
     """The background of a value: filled if chosen, ringed if best."""
     if is_best:
         ring = box[0] - 6, box[1] - 6, box[2] + 6, box[3] + 6
@@ -137,15 +139,9 @@ def _chip(draw: ImageDraw.ImageDraw, box: tuple[float, float, float, float], is_
 
 
 def _text(
-    draw: ImageDraw.ImageDraw,
-    place: tuple[float, float],
-    text: str,
-    size: int,
-    colour: str = _INK,
-    anchor: str = "lm",
-    width: float = 2 * SIZE[0],
+    draw: Draw, at: tuple[float, float], text: str, size: int, colour: str = _INK, anchor: str = "lm", width: int = 1800
 ) -> None:
-    draw.text(place, cut(text, size, width), colour, _font(size), anchor)
+    draw.text(at, cut(text, size, width), colour, _font(size), anchor)
 
 
 @functools.cache
@@ -163,18 +159,6 @@ def cut(text: str, size: int, width: float) -> str:
     return f"{text[:count].rstrip()}…"
 
 
-def wrap(text: str, size: int, width: float, most: int) -> list[str]:
-    """The text in lines of a width, at most so many; the last is cut off where the text goes on."""
-    words, lines = text.split(), list[str]()
-    while words:
-        count = len(words)
-        while len(lines) < most - 1 and count > 1 and _font(size).getlength(" ".join(words[:count])) > width:
-            count -= 1
-        lines.append(cut(" ".join(words[:count]), size, width))
-        words = words[count:]
-    return lines
-
-
 def _label(value: Any, size: int) -> str:
     return "…" if value is None else cut(str(value), size, 200)
 
@@ -186,7 +170,7 @@ def _chip_width(value: Any, size: int) -> float:
 def _row_of_values(knob: Knob, size: int, marked: set[Any]) -> list[Any]:
     """The values of a knob. Where they do not fit, the last ones that are not marked are left out; None stands for any
     that are missing in a place."""
-    kept = list(knob.values)
+    kept: list[Any] = list(knob.values)
     for value in reversed(knob.values):
         if sum(_chip_width(v, size) + 14 for v in kept) <= 742:
             break

@@ -495,12 +495,12 @@ def test_make_vec_takes_every_reset_mode(mode: AutoresetMode, vectorization: str
 
 
 def test_make_vec_in_processes() -> None:
-    env = gymnasium.make_vec(ID, num_envs=2, vectorization_mode="async", table=small_table(8))
+    env = gymnasium.make_vec(ID, num_envs=1, vectorization_mode="async", table=small_table(8))
     observations, _ = env.reset(seed=0, options={"row": 3})
     assert env.observation_space.contains(observations)
     _, _, ended, _, infos = env.step(env.action_space.sample())
     assert ended.all()
-    assert infos["row"].tolist() == [3, 3]
+    assert infos["row"].tolist() == [3]
     env.close()
 
 

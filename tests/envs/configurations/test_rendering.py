@@ -98,12 +98,9 @@ values = st.one_of(st.integers(0, 10**9), st.floats(0, 1e6), st.text(max_size=60
 @given(
     knobs=st.lists(st.lists(values, min_size=1, max_size=20, unique=True), min_size=1, max_size=14),
     name=st.text(max_size=60),
-    question=st.text(max_size=400),
-    number=st.floats(0, 1e9, width=32),
+    text=st.text(max_size=400),
 )
-def test_whatever_the_names_and_values_are_nothing_runs_over(
-    knobs: list[list], name: str, question: str, number: float
-) -> None:
+def test_whatever_the_names_and_values_are_nothing_runs_over(knobs: list[list], name: str, text: str) -> None:
     made = tuple(Knob(f"{i} {name}", tuple(row)) for i, row in enumerate(knobs))
     for knob in made:
         marked = {knob.values[0], knob.values[-1]}
@@ -111,22 +108,26 @@ def test_whatever_the_names_and_values_are_nothing_runs_over(
         assert sum(rendering._chip_width(value, 32) + 14 for value in kept) <= 742
         assert marked <= set(kept)
         assert len(kept) == len(knob.values) or None in kept
-    lines = rendering.wrap(question, 32, 560, 3)
-    assert len(lines) <= 3
-    assert all(rendering._font(32).getlength(line) <= 560 for line in lines)
+    assert rendering._font(32).getlength(rendering.cut(text, 32, 560)) <= 560
 
 
 @settings(max_examples=12, deadline=None)
-@given(number=st.floats(0, 1e9, width=32), budget=st.floats(2**-20, 1e9, width=32), knobs=st.integers(1, 14))
-def test_every_outcome_can_be_drawn(number: float, budget: float, knobs: int) -> None:
+@given(
+    number=st.floats(0, 1e9, width=32),
+    budget=st.floats(2**-20, 1e9, width=32),
+    knobs=st.integers(1, 14),
+    question=st.one_of(st.text(max_size=400), st.just("W" * 50 + " WWWW" * 40)),
+)
+def test_every_outcome_can_be_drawn(number: float, budget: float, knobs: int, question: str) -> None:
     made = tuple(Knob(f"knob {i}", tuple("abc")) for i in range(knobs))
     choice = {knob.name: "b" for knob in made}
     outcome = {"accuracy": 0.5, "latency_ms": number, "violation": number > budget, "configuration": choice}
     info = {"sample_id": "x" * 99, "budget_ms": budget, **outcome, **{f"oracle_{k}": v for k, v in outcome.items()}}
-    view = rendering.View(made, "ms", info, reward=-0.2)
+    view = rendering.View(made, "ms", info, reward=-0.2, question=question)
     picture = view.image()
     assert (picture[:, :30] == 255).all()  # the margins stay empty
     assert (picture[:, 870:] == 255).all()
+    assert (picture[320:390, 314:342] == 255).all()  # nor does a question reach the knobs
     assert "Oracle" in view.words()
 
 
