@@ -24,6 +24,7 @@ gymnasium.register(
     id="knobwise/ConfigBandit-v0",
     entry_point="knobwise.envs.configurations.gymnasium_env:ConfigBanditEnv",
     vector_entry_point="knobwise.envs.configurations.gymnasium_env:ConfigBanditVectorEnv",
+    kwargs={"inputs": "knobwise.profiling.elastic.adapter:builtin_input"},
 )
 
 gymnasium.register(

@@ -90,8 +90,9 @@ class ContextSampler:
         self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
-    def __call__(self, count: int) -> tuple[Tensor, Tensor]:
-        """`count` contexts: rows int64 [count], budgets float32 [count] in ms."""
+    def __call__(self, count: int, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`count` contexts: rows int64 [count], budgets float32 [count] in ms. Rows that are `chosen`, int64 [count],
+        take the place of those drawn; their budgets are drawn as ever."""
         self.before, turn = self.generator.get_state(), torch.arange(count) % len(self.counts)
         if self.cumulative is not None:
             drawn = turn + torch.rand(count, generator=self.generator, dtype=torch.float64)
@@ -101,6 +102,7 @@ class ContextSampler:
         else:
             place = torch.randint(1 << 62, (count,), generator=self.generator) % self.counts[turn]
             rows = self.rows[turn, place]
+        rows = rows if chosen is None else chosen
         return rows, self.budgets(rows, self.generator)
 
     def set_back(self, before: Tensor) -> None:

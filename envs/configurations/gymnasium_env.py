@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -13,8 +16,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.envs.configurations.budgets import BudgetEncoding, worths_range
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
+from knobwise.envs.configurations.options import chosen_context
+from knobwise.envs.configurations.rendering import View, Window
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.reward import utility
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
@@ -22,9 +28,11 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 Observation = dict[str, NDArray[Any]]
 Info = dict[str, NDArray[Any]]
+Inputs = Callable[[str], tuple[str, Any]]
+"""Sample id → its question, and its picture as a PIL image or an array (None if there is none)."""
 
 
-class ConfigBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
+class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     """Choose the knobs of a measured model for one input under a latency budget, and see the outcome.
 
     Description:
@@ -32,31 +40,38 @@ class ConfigBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         budget (`BudgetConfig(sense="mean")`) no request has a budget of its own; it is limited by the worth of a right
         answer, in ms, and the reward is accuracy − latency/worth.
     Action space:
-        `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its value.
+        `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its value; under
+        `action="configuration"` `Discrete(C)`, a configuration of `env.unwrapped.table.configurations`.
     Observation space:
         `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing value is the
-        column's median) and `budget`, the budget or worth as `BudgetEncoding` gives it.
+        column's median), `budget_ms`, a `Box` of shape (), and `mask`, `MultiBinary(C)`: the configurations that were
+        profiled for the sample. Under a mean budget there is `worth_ms` instead of `budget_ms`.
     Rewards:
-        `knobwise.envs.configurations.reward.reward`; by default `shaped`, under a mean budget `priced`.
+        `knobwise.envs.configurations.reward.reward`; by default the one that training uses, see `Replay`.
     Starting state:
-        A random sample and a random budget or worth.
+        A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row` or `sample_id`
+        (with `dataset`, where data sets share ids), `budget_ms` or `worth_ms`.
     Episode end:
         After one step, always.
     Info:
-        After reset: `sample_id`, `budget_ms`, `mask` (bool [C]: the configurations profiled for the sample; their
-        actions are `env.unwrapped.table.configurations[mask]`). After a step also `accuracy`, `latency_ms`,
-        `violation`, `configuration` (knob values by name), and the same four with the prefix `oracle_` for the best
-        configuration. Under a mean budget there is `worth_ms` instead of `budget_ms` and no `violation`.
+        After reset: `row` of the table, `sample_id`, `budget_ms` or `worth_ms`, `mask` (bool [C]), and `action_mask`,
+        for `env.action_space.sample(info["action_mask"])` to draw a profiled action: int8 [C] under
+        `action="configuration"`, else a tuple of int8, one for each knob, or None if no such tuple describes the mask.
+        After a step also `accuracy`, `latency_ms`, `violation` (not under a mean budget), `configuration` (the
+        knob values that were replayed, by name), and the same four with the prefix `oracle_` for the best
+        configuration.
     Arguments:
-        table: the profile; None for the built-in one. budget, reward: `BudgetConfig`, `RewardConfig`. rows: int64 [n],
-        the samples to draw from; None for all. render_mode: None or "ansi".
+        table: the profile; None for the built-in one. budget, reward, unprofiled, action: as `Replay` takes them.
+        rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words), "rgb_array" (uint8
+        [520, 900, 3]) or "human" (a window). inputs: sample id → question and picture, for rendering; a text
+        `module:function` names such a function for the built-in profile alone.
 
     Raises:
-        InputError: if the reward does not go with the sense of the budget, or an action was never profiled for the
-            sample.
+        InputError: if the reward does not go with the sense of the budget, by `reset` for options that it does not
+            know, by `step` for an action of another shape or outside its range.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array", "human"], "render_fps": 4}
 
     def __init__(
         self,
@@ -65,58 +80,106 @@ class ConfigBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         reward: RewardConfig | str | None = None,
         rows: Tensor | None = None,
         render_mode: str | None = None,
+        unprofiled: str = "nearest",
+        action: str = "knobs",
+        inputs: Inputs | str | None = None,
     ) -> None:
-        self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows)
+        if render_mode is not None:
+            one_of("render_mode", render_mode, self.metadata["render_modes"])
+        self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, unprofiled=unprofiled, action=action)
         self.table, self.render_mode = self._batch.table, render_mode
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
-        self._words = "Nothing yet: call reset()."
+        self._inputs = inputs if self.table.name == "builtin" or callable(inputs) else None
+        self._last: tuple[dict[str, Any], float | None] | None = None
+        self._window: Window | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw a sample and its budget or worth."""
+        """Draw a sample and its budget or worth, as far as the options do not choose them."""
         super().reset(seed=seed)
-        observation, info = map(self._first, self._batch.draw(seed))
-        words = "a right answer is worth" if self._batch.priced else "budget"
-        limit = f"{words} {info[self._batch.limit_key]:.2f} ms"
-        self._request = f"Sample {info['sample_id']}, {limit}"
-        self._words = f"{self._request}: what will you set?"
+        observations, infos = self._batch.draw(seed, options)
+        observation, info = self._first(observations, infos)
+        self._remember(info, None)
         return observation, info
 
-    def step(self, action: NDArray[Any]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Set the knobs; the episode ends."""
-        observations, rewards, infos = self._batch.decide(action)
-        info = self._first(infos)
+        observations, rewards, infos = self._batch.decide(as_action(action, self.action_space)[None])
+        observation, info = self._first(observations, infos)
         for key in ("configuration", "oracle_configuration"):
             values = zip(self.table.knobs, info[key].tolist(), strict=True)
             info[key] = {knob.name: knob.values[value] for knob, value in values}
-        reward, chosen, best = float(rewards[0]), self._summary(info, ""), self._summary(info, "oracle_")
-        self._words = f"{self._request}.\nChosen: {chosen}; reward {reward:+.3f}.\nOracle: {best}."
-        return self._first(observations), reward, True, False, info
+        self._remember(info, float(rewards[0]))
+        return observation, float(rewards[0]), True, False, info
 
-    def render(self) -> str | None:
-        """The last reset or step in words (`render_mode="ansi"`)."""
-        return self._words if self.render_mode == "ansi" else None
+    def render(self) -> Any:
+        """The last reset or step: its words, its picture, or None after showing it in the window."""
+        if self.render_mode is None:
+            return None
+        if self._last is None and self.render_mode == "ansi":
+            return "Nothing yet: call reset()."
+        if self._last is None:
+            raise gymnasium.error.ResetNeeded("call reset() before render()")
+        if isinstance(self._inputs, str):
+            self._inputs = pkgutil.resolve_name(self._inputs)
+        info, reward = self._last
+        question, picture = self._inputs(info["sample_id"]) if callable(self._inputs) else ("", None)
+        view = View(self.table.knobs, self.table.unit, info, reward, question, picture)
+        if self.render_mode == "ansi":
+            return view.words()
+        if self.render_mode == "rgb_array":
+            return view.image()
+        self._window = self._window or Window(self.table.name)
+        self._window.show(view.image(), self.metadata["render_fps"])
+        return None
 
-    @staticmethod
-    def _first(batch: Info) -> dict[str, Any]:
+    def close(self) -> None:
+        """Close the window."""
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+
+    def _remember(self, info: dict[str, Any], reward: float | None) -> None:
+        self._last = dict(info), reward  # a copy, because the caller may change theirs
+        if self.render_mode == "human":
+            self.render()
+
+    def _first(self, observations: Observation, infos: Info) -> tuple[Observation, dict[str, Any]]:
         # copies, because an observation must not share memory with the next one
-        return {k: v[0].copy() if isinstance(v[0], np.ndarray) else v[0] for k, v in batch.items()}
+        observation = {name: np.array(block[0]) for name, block in observations.items()}
+        info = {name: np.array(value[0]) if value.ndim > 1 else value[0].item() for name, value in infos.items()}
+        key, mask = self._batch.limit_key, observation["mask"].astype(bool)
+        info |= {"sample_id": self.table.sample_ids[info["row"]], key: observation[key].item(), "mask": mask}
+        if "action_mask" not in info:
+            info["action_mask"] = self._knob_masks(mask)
+        return observation, info
 
-    @staticmethod
-    def _summary(info: dict[str, Any], prefix: str) -> str:
-        knobs = ", ".join(f"{k} = {v}" for k, v in info[f"{prefix}configuration"].items())
-        late = {None: "", True: ", over budget", False: ", within budget"}[info.get(f"{prefix}violation")]
-        return f"{knobs}: accuracy {info[f'{prefix}accuracy']:.2f}, {info[f'{prefix}latency_ms']:.2f} ms{late}"
+    def _knob_masks(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.int8], ...] | None:
+        """For each knob which of its values were profiled, if all their combinations were: their product."""
+        profiled = self.table.configurations.numpy()[mask].T
+        masks = tuple(np.zeros(size, dtype=np.int8) for size in self.table.knob_sizes)
+        for values, knob in zip(profiled, masks, strict=True):
+            knob[values] = 1
+        return masks if math.prod(int(knob.sum()) for knob in masks) == mask.sum() else None
 
 
 class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
-    """Many contexts at once, as a gymnasium vector environment that resets in the same step.
+    """Many contexts at once, as a gymnasium vector environment.
 
-    Spaces, rewards and infos are those of `ConfigBanditEnv` with a leading axis `num_envs`; `configuration` in the
-    infos holds value indices, int64 [num_envs, K]. `step` returns the observations of the next contexts; those of the
-    decisions are in `infos["final_obs"]`, an array of num_envs of them, and their outcomes in `infos["final_info"]`.
+    Spaces and rewards are those of `ConfigBanditEnv` with a leading axis `num_envs`. All infos are numbers, because
+    TorchRL reads them all: `row` in place of `sample_id`; `configuration` as value indices, int64 [num_envs, K];
+    `action_mask`, int8 [num_envs, C], under `action="configuration"` only; what the observation holds is not in them.
+    Nothing is rendered; `gymnasium.make_vec(…, vectorization_mode="sync")` renders each environment.
+
+    Every episode is one decision, so that all of them end together. `autoreset_mode` is gymnasium's:
+
+    - `SAME_STEP` (the default): `step` returns the observations of the next contexts; those of the decisions are in
+      `infos["final_obs"]`, an array of num_envs of them, and their outcomes in `infos["final_info"]`.
+    - `NEXT_STEP`: `step` returns the decisions; the next `step` ignores its actions, draws new contexts and returns
+      reward 0, not terminated.
+    - `DISABLED`: `reset` draws new contexts, those where `options["reset_mask"]`, bool [num_envs], is True.
     """
 
     def __init__(
@@ -127,94 +190,156 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         reward: RewardConfig | str | None = None,
         rows: Tensor | None = None,
         render_mode: str | None = None,
+        unprofiled: str = "nearest",
+        action: str = "knobs",
+        inputs: Inputs | str | None = None,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
     ) -> None:
         if table is None:
             from knobwise.envs.readers.builtin import builtin_profile
 
             table = builtin_profile()
         self.table, self.num_envs, self.render_mode = table, num_envs, render_mode
-        self.autoreset_mode = AutoresetMode.SAME_STEP  # TorchRL's GymWrapper asks for it here
+        self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.limit_key = limit_key(budget)
         self.priced = self.limit_key == "worth_ms"
-        self._sample_ids = np.array(table.sample_ids, dtype=object)
-        self._replay = Replay(table, budget, reward)
+        self._replay = Replay(table, budget, reward, unprofiled, action)
         self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
-        latencies = table.latency_ms[table.mask]
-        self._encoding = BudgetEncoding(worths_range(latencies) if self.priced else latencies)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
         self._features = {
             name: torch.where(block.isnan(), block.nanmedian(0).values.nan_to_num(), block)
             for name, block in table.features.items()
         }
-        boxes = {k: spaces.Box(block.amin(0).numpy(), block.amax(0).numpy()) for k, block in self._features.items()}
-        budget_box = spaces.Box(-4.0, 4.0, (self._encoding.width,))
-        self.single_observation_space: Any = spaces.Dict({**boxes, "budget": budget_box})
-        self.single_action_space: Any = spaces.MultiDiscrete(table.knob_sizes)
+        self.single_observation_space: Any = spaces.Dict(
+            {name: _box(block) for name, block in self._features.items()}
+            | {self.limit_key: spaces.Box(0.0, float(np.finfo(np.float32).max), ())}
+            | {"mask": spaces.MultiBinary(table.num_configurations)}
+        )
+        by_knobs = action == "knobs"
+        discrete = spaces.MultiDiscrete(table.knob_sizes) if by_knobs else spaces.Discrete(table.num_configurations)
+        self.single_action_space: Any = discrete
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self._context: tuple[Tensor, Tensor] | None = None
+        self._over = np.ones(num_envs, dtype=bool)  # whose episode has ended
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw contexts. One seed serves all of them; of a list the first counts."""
+        """Draw contexts. One seed serves all of them; of a list the first counts. An option is a single value for all
+        of them, or one for each."""
         seed = seed[0] if isinstance(seed, list) else seed
         super().reset(seed=seed)
-        observations, infos = self.draw(seed)
-        return observations, self._with_masks(infos)
+        options = dict(options or {})
+        mask = options.pop("reset_mask", None)
+        observations, infos = self.draw(seed, options, mask)
+        return observations, self._with_masks(infos, mask)
 
     def step(
         self, actions: NDArray[Any]
     ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Decide for every context, and go on to new ones."""
-        last, rewards, outcomes = self.decide(actions)
+        """Decide for every context, and go on as `autoreset_mode` says."""
+        ended = np.ones(self.num_envs, dtype=bool)
+        if self.autoreset_mode == AutoresetMode.NEXT_STEP and self._context is not None and self._over.all():
+            observations, infos = self.draw()
+            return observations, np.zeros(self.num_envs, np.float32), ~ended, ~ended, self._with_masks(infos)
+        last, rewards, outcomes = self.decide(as_action(actions, self.action_space))
+        if self.autoreset_mode != AutoresetMode.SAME_STEP:
+            return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
         final_obs = np.empty(self.num_envs, dtype=object)
-        rows = zip(*last.values(), strict=True)
+        # arrays of shape (), not numbers, are what is in a Box of this shape
+        parts = (np.nditer(v, op_flags=["readwrite"]) if v.ndim == 1 else v for v in last.values())
+        rows = zip(*parts, strict=True)
         final_obs[:] = list(map(dict, map(zip, itertools.repeat(tuple(last)), rows)))  # one dict for each, in C
-        final = {"final_obs": final_obs, "final_info": self._with_masks(outcomes)}
-        ended = np.ones(self.num_envs, dtype=bool)
+        # TorchRL looks for the parts of a Dict observation in final_info
+        final = {"final_obs": final_obs, "final_info": self._with_masks({**outcomes, **last})}
         return observations, rewards, ended, ~ended, self._with_masks({**infos, **final})
 
-    def _with_masks(self, infos: dict[str, Any]) -> dict[str, Any]:
-        # gymnasium pairs every info with the mask of the environments that gave it, here always all
-        everyone = np.ones(self.num_envs, dtype=bool)
-        return {**infos, **{f"_{name}": everyone for name in infos}}
+    def _with_masks(self, infos: dict[str, Any], renewed: NDArray[np.bool_] | None = None) -> dict[str, Any]:
+        # gymnasium pairs every info with the mask of the environments that gave it
+        mask = np.ones(self.num_envs, dtype=bool) if renewed is None else renewed
+        return {**infos, **{f"_{name}": mask for name in infos}}
 
-    def draw(self, seed: int | None = None) -> tuple[Observation, Info]:
-        """Draw contexts: their observations, and what is known of them before a decision."""
+    def draw(
+        self,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
+        renewed: NDArray[np.bool_] | None = None,
+    ) -> tuple[Observation, Info]:
+        """Draw contexts, all or the `renewed` ones: their observations, and what else is known before a decision."""
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
-        self._context = self._contexts(self.num_envs)
-        return self._observe(*self._context), self._describe(*self._context)
+        chosen, chosen_limits = chosen_context(options or {}, self.table, self.limit_key, self.num_envs)
+        rows, limits = self._contexts(self.num_envs, chosen)
+        limits = limits if chosen_limits is None else chosen_limits
+        if renewed is not None:
+            kept_rows, kept_limits = self._kept(renewed)
+            new = torch.from_numpy(renewed)
+            rows, limits = torch.where(new, rows, kept_rows), torch.where(new, limits, kept_limits)
+        self._context = rows, limits
+        self._over[... if renewed is None else renewed] = False
+        return self._observe(rows, limits), self._describe(rows)
 
-    def decide(self, actions: NDArray[Any]) -> tuple[Observation, NDArray[Any], Info]:
-        """Decide by actions [num_envs, K]: the same observations again, rewards float32 [num_envs], and infos."""
-        if self._context is None:
+    def _kept(self, renewed: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+        """The contexts that a partial reset keeps."""
+        valid = isinstance(renewed, np.ndarray) and renewed.dtype == bool and renewed.shape == (self.num_envs,)
+        if self.autoreset_mode != AutoresetMode.DISABLED or not valid or not renewed.any():
+            raise InputError(
+                f"reset options: reset_mask goes with autoreset_mode=DISABLED; it is an array of {self.num_envs} bool, "
+                "True where a context is drawn"
+            )
+        if self._context is None and not renewed.all():
+            raise gymnasium.error.ResetNeeded("the first reset() draws every context; leave reset_mask out")
+        return self._context or (torch.zeros(self.num_envs, dtype=torch.int64), torch.zeros(self.num_envs))
+
+    def decide(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], Info]:
+        """Decide by actions as in the action space: the same observations again, rewards float32 [num_envs], infos."""
+        if self._context is None or self._over.any():
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         rows, limits = self._context
-        knobs = torch.as_tensor(np.asarray(actions), dtype=torch.int64).reshape(len(rows), len(self.table.knobs))
-        replayed = self._replay(rows, knobs[:, None], limits)
-        chosen = replayed.configuration[:, 0]
-        info = self._describe(rows, limits)
-        for prefix, choice in (("", chosen), ("oracle_", oracle(self.table, rows, limits, self.priced))):
-            accuracy, latency = self._replay.rewards.outcome(rows, choice.unsqueeze(1))
-            info[f"{prefix}accuracy"] = accuracy.squeeze(1).numpy()
-            info[f"{prefix}latency_ms"] = latency.squeeze(1).numpy()
+        replayed = self._replay(rows, torch.from_numpy(actions).unsqueeze(1), limits)
+        best = oracle(self.table, rows, limits, self.priced).unsqueeze(1)
+        info, budgets = self._describe(rows), limits.numpy()
+        for prefix, choice, outcome in (
+            ("", replayed.configuration, self._replay.outcome(rows, replayed)),
+            ("oracle_", best, self._replay.rewards.outcome(rows, best)),
+        ):
+            info[f"{prefix}accuracy"], info[f"{prefix}latency_ms"] = (cells.squeeze(1).numpy() for cells in outcome)
             if not self.priced:
-                info[f"{prefix}violation"] = info[f"{prefix}latency_ms"] > info["budget_ms"]
-            info[f"{prefix}configuration"] = self.table.configurations.index_select(0, choice).numpy()
-        self._context = None
+                info[f"{prefix}violation"] = info[f"{prefix}latency_ms"] > budgets
+            info[f"{prefix}configuration"] = self.table.configurations.index_select(0, choice.squeeze(1)).numpy()
+        self._over[:] = True
         return self._observe(rows, limits), replayed.reward[:, 0].numpy(), info
 
     def _observe(self, rows: Tensor, limits: Tensor) -> Observation:
         blocks = {name: block.index_select(0, rows).numpy() for name, block in self._features.items()}
-        return {**blocks, "budget": self._encoding(limits).numpy()}
+        mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
+        return {**blocks, self.limit_key: limits.numpy().copy(), "mask": mask}
 
-    def _describe(self, rows: Tensor, limits: Tensor) -> Info:
-        mask = self.table.mask.index_select(0, rows).numpy()
-        return {"sample_id": self._sample_ids[rows.numpy()], self.limit_key: limits.numpy(), "mask": mask}
+    def _describe(self, rows: Tensor) -> Info:
+        info = {"row": rows.numpy().copy()}
+        if self._replay.action == "configuration":
+            info["action_mask"] = self.table.mask.index_select(0, rows).numpy().view(np.int8)
+        return info
+
+
+def as_action(action: Any, space: spaces.Space[Any]) -> NDArray[np.int64]:
+    """An action in the shape of its space; axes of length 1 may be missing or added. Raises InputError for another
+    shape, or for what is not whole numbers."""
+    array, shape = np.asarray(action), space.shape or ()
+    if [side for side in array.shape if side != 1] != [side for side in shape if side != 1]:
+        raise InputError(f"action: has shape {array.shape}, expected {shape}, as in {space}")
+    if array.dtype.kind not in "iu":
+        raise InputError(f"action: has type {array.dtype}, expected whole numbers, as in {space}")
+    return array.astype(np.int64).reshape(shape)
+
+
+def _box(block: Tensor) -> spaces.Box:
+    """The space of a feature block. It includes 0, because TorchRL fills in zeros where there is nothing to observe."""
+    low, high = torch.cat([block.flatten(), torch.zeros(1)]).aminmax()
+    return spaces.Box(float(low), float(high) or 1.0, block.shape[1:])
 
 
 def oracle(table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False) -> Tensor:

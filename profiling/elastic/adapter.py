@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
+from knobwise.profiling.elastic import scenes
 from knobwise.profiling.elastic.model import STRIDE, TILE, ElasticVLM, shipped_model
 from knobwise.profiling.elastic.scenes import CELL, END, FILLER, MAX_SIDE, PROMPT_TOKENS, TOKEN, WORDS, Scenes
-from knobwise.profiling.elastic.settings import Configuration
+from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     FirstStage,
@@ -193,3 +194,10 @@ def request_of(scene: Scenes) -> Request:
 def question_of(scene: Scenes) -> str:
     """The question of a scene in words: what `as_prompt` reads."""
     return " ".join(word for word in (WORDS[token] for token in scene.prompts[0]) if word[0] not in "·<")
+
+
+def builtin_input(sample_id: str) -> tuple[str, NDArray[np.float32]]:
+    """The question and the picture, float32 [h, w, 3] in 0–1, of a sample of the built-in profile: drawn again from the
+    seed that the profile was made with."""
+    scene = scenes.draw_sample(int(sample_id), ElasticProfileConfig().seed)
+    return question_of(scene), scene.images[0].transpose(1, 2, 0)

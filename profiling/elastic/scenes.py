@@ -100,14 +100,15 @@ def draw_scenes(
 
 
 def draw_samples(count: int, seed: int, held_out: bool = True) -> list[Scenes]:
-    """Draw ``count`` single-scene samples, sides and question types uniform; sample i depends on (seed, i) alone."""
-    digits = load_digits(held_out)
-    samples = []
-    for i in range(count):
-        rng = np.random.default_rng((seed, i))
-        rows, columns = (int(n) for n in rng.integers(2, MAX_SIDE + 1, size=2))
-        samples.append(draw_scenes(rng, digits, rows, columns, (str(rng.choice(QUESTIONS)),)))
-    return samples
+    """Draw the single-scene samples 0 to ``count`` − 1."""
+    return [draw_sample(number, seed, held_out) for number in range(count)]
+
+
+def draw_sample(number: int, seed: int, held_out: bool = True) -> Scenes:
+    """Draw one single-scene sample, sides and question type uniform; it depends on (seed, number) alone."""
+    rng = np.random.default_rng((seed, number))
+    rows, columns = (int(n) for n in rng.integers(2, MAX_SIDE + 1, size=2))
+    return draw_scenes(rng, load_digits(held_out), rows, columns, (str(rng.choice(QUESTIONS)),))
 
 
 def soft_score(predicted: NDArray[np.integer], answer: NDArray[np.integer]) -> float:

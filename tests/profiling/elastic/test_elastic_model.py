@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from importlib import resources
 
 import numpy as np
 import polars as pl
@@ -14,7 +15,14 @@ from knobwise.common.errors import InputError
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.readers.exp_files import read_exp5_exp6
 from knobwise.profiling.elastic import scenes
-from knobwise.profiling.elastic.adapter import ElasticAdaptive, as_image, as_prompt, question_of, request_of
+from knobwise.profiling.elastic.adapter import (
+    ElasticAdaptive,
+    as_image,
+    as_prompt,
+    builtin_input,
+    question_of,
+    request_of,
+)
 from knobwise.profiling.elastic.model import ElasticVLM, cut_windows, tile_grid, window_coordinates
 from knobwise.profiling.elastic.settings import Configuration, ElasticSize
 from knobwise.profiling.measuring.adaptive_model import KNOBS, Request
@@ -265,6 +273,26 @@ def test_features_and_accuracy_are_those_of_the_built_in_profile(shipped):
             text = shipped.answer([stage], table.configuration(c))[0].text
             agree.append((text.split() == scenes.to_words(scene.answers[0])) == bool(table.accuracy[i, c]))
     assert np.mean(agree) > 0.95
+
+
+def test_a_sample_of_the_built_in_profile_is_drawn_again(shipped):
+    table = builtin_profile()
+    about = pl.read_parquet(resources.files("knobwise.envs") / "data" / "builtin" / "samples.parquet")
+    agree = []
+    for row in range(0, table.num_samples, 100):
+        question, picture = builtin_input(table.sample_ids[row])
+        sample = about.row(row, named=True)
+        assert table.sample_ids[row] == str(sample["sample_id"])
+        assert question == sample["question"]
+        assert picture.shape == (sample["rows"] * scenes.CELL, sample["columns"] * scenes.CELL, 3)
+        stage = shipped.first_stage(Request(picture.transpose(2, 0, 1), question))
+        for name, block in stage.features.items():
+            assert np.allclose(block, table.features[name][row], atol=2e-3, rtol=2e-3)
+        best = int(table.accuracy.mean(0).argmax())
+        text = shipped.answer([stage], table.configuration(best))[0].text
+        agree.append((text == sample["answer"]) == bool(table.accuracy[row, best]))
+    assert len(agree) == 20
+    assert np.mean(agree) > 0.9
 
 
 def test_an_answer_says_what_it_cost(tiny):

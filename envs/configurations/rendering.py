@@ -1,0 +1,218 @@
+"""What a person sees of one decision: in words, as a picture, in a window."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import textwrap
+import unicodedata
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from PIL.ImageDraw import ImageDraw as Draw
+
+from knobwise.envs.tables.profile_table import Knob
+
+SIZE = (900, 520)
+"""Width and height of pictures. They are drawn twice as large and scaled down, so that edges are smooth."""
+_INK, _GREY, _PANEL, _WHITE = "#1f2933", "#66727f", "#f1f4f6", "#ffffff"
+_CHOSEN, _ON_TIME, _LATE = "#2563a8", "#2e7d4f", "#b93a32"
+_VERDICTS = {None: ("", _GREY), True: (", late", _LATE), False: (", on time", _ON_TIME)}
+
+
+@dataclass(frozen=True)
+class View:
+    """One decision, before the step or after it."""
+
+    knobs: tuple[Knob, ...]
+    unit: str
+    info: dict[str, Any]
+    """What `reset` or `step` gave."""
+    reward: float | None
+    """None before the step."""
+    question: str = ""
+    picture: Any = None
+    """A PIL image, or an array [h, w] or [h, w, 3], uint8 or floats in 0–1."""
+
+    def words(self) -> str:
+        """The decision as text."""
+        question = f"\nQuestion: {self.question}" if self.question else ""
+        request = f"Sample {self.info['sample_id']}, {self._limit()}"
+        if self.reward is None:
+            knobs = "".join(f"\n  {knob.name}: {', '.join(map(str, knob.values))}" for knob in self.knobs)
+            return f"{request}: what will you set?{question}{knobs}"
+        chosen, best = self._outcome(""), self._outcome("oracle_")
+        return f"{request}.{question}\nChosen: {chosen}; reward {self.reward:+.3f}.\nOracle: {best}."
+
+    def _limit(self) -> str:
+        if "worth_ms" in self.info:
+            return f"a right answer is worth {self._amount('worth_ms')}"
+        return f"budget {self._amount('budget_ms')}"
+
+    def _amount(self, key: str) -> str:
+        value = float(self.info[key])
+        return f"{value:.2f} {self.unit}" if value >= 0.1 or value == 0 else f"{value:.3g} {self.unit}"
+
+    def _outcome(self, who: str) -> str:
+        knobs = ", ".join(f"{k} = {v}" for k, v in self.info[f"{who}configuration"].items())
+        late = {None: "", True: ", over budget", False: ", within budget"}[self.info.get(f"{who}violation")]
+        return f"{knobs}: accuracy {self.info[f'{who}accuracy']:.2f}, {self._amount(f'{who}latency_ms')}{late}"
+
+    def image(self) -> NDArray[np.uint8]:
+        """The decision as a picture, uint8 [520, 900, 3]."""
+        canvas = Image.new("RGB", (2 * SIZE[0], 2 * SIZE[1]), _WHITE)
+        draw = ImageDraw.Draw(canvas)
+        limit = self._limit()
+        _text(draw, (64, 76), f"Sample {self.info['sample_id']}", 48, width=840)
+        _text(draw, (1736, 76), limit[0].upper() + limit[1:], 48, anchor="rm", width=800)
+        draw.rounded_rectangle((64, 144, 624, 624), 16, _PANEL)
+        if self.picture is None:
+            _text(draw, (344, 384), "no picture", 30, _GREY, "mm")
+        else:
+            fitted = _fitted(self.picture, 512, 432)
+            canvas.paste(fitted, (344 - fitted.width // 2, 384 - fitted.height // 2))
+        for number, line in enumerate(textwrap.wrap(self.question, 36, max_lines=3, placeholder="…")):
+            _text(draw, (64, 660 + 40 * number), line, 32, width=560)
+        self._draw_knobs(draw)
+        draw.rounded_rectangle((64, 784, 1736, 992), 16, _PANEL)
+        if self.reward is None:
+            _text(draw, (900, 888), "Set one value of each knob to see the outcome.", 34, _GREY, "mm")
+        else:
+            self._draw_outcomes(draw, self.reward)
+        return np.array(canvas.resize(SIZE, Image.Resampling.LANCZOS))
+
+    def _draw_knobs(self, draw: Draw) -> None:
+        """A row for each knob, its values beside its name; of more than eleven knobs the first ten."""
+        drawn = self.knobs if len(self.knobs) <= 11 else self.knobs[:10]
+        step = min(104, 612 // min(len(self.knobs), 11))
+        half, size = min(32, step // 2 - 8), 32 if step > 60 else 26
+        for number, knob in enumerate(drawn):
+            middle = 144 + step * number + step // 2
+            _text(draw, (688, middle), knob.name, size, width=300)
+            chosen, best = (self.info.get(f"{who}configuration", {}).get(knob.name) for who in ("", "oracle_"))
+            left = 1008.0
+            for value in _row_of_values(knob, size, {chosen, best}):
+                right = left + _chip_width(value, size)
+                is_chosen = value is not None and value == chosen
+                if value is not None:
+                    _chip(draw, (left, middle - half, right, middle + half), is_chosen, value == best)
+                colour = _WHITE if is_chosen else _INK
+                _text(draw, ((left + right) / 2, middle), _label(value, size), size, colour, "mm")
+                left = right + 14
+        if drawn != self.knobs:
+            _text(draw, (688, 144 + step * 21 // 2), f"and {len(self.knobs) - 10} more knobs", size, _GREY)
+
+    def _draw_outcomes(self, draw: Draw, reward: float) -> None:
+        """The choice above the best configuration, their latencies as bars, the budget as a line across them."""
+        _text(draw, (336, 816), "accuracy", 28, _GREY)
+        _text(draw, (504, 816), "latency", 28, _GREY)
+        _text(draw, (1704, 816), f"reward {reward:+.3f}", 32, anchor="rm")
+        longest = float(max(self.info["latency_ms"], self.info["oracle_latency_ms"])) or 1.0
+        budget = float(self.info.get("budget_ms", 0.0))
+        scale = 760 / max(longest, min(budget, 3 * longest))
+        for middle, title, who in (868, "Chosen", ""), (928, "Best", "oracle_"):
+            verdict, colour = _VERDICTS[self.info.get(f"{who}violation")]
+            _chip(draw, (100, middle - 11, 122, middle + 11), title == "Chosen", title == "Best")
+            _text(draw, (144, middle), title, 32)
+            _text(draw, (336, middle), f"{self.info[f'{who}accuracy']:.2f}", 32)
+            end = 504 + max(6.0, float(self.info[f"{who}latency_ms"]) * scale)
+            draw.rounded_rectangle((504, middle - 16, end, middle + 16), 6, colour)
+            amount = self._amount(f"{who}latency_ms")
+            _text(draw, (1704, middle), amount + verdict, 32, colour, "rm", width=380)
+        if budget:
+            place = 504 + min(budget * scale, 800)
+            draw.rectangle((place - 2, 836, place + 1, 960), _INK)
+            label = "budget" if budget <= 3 * longest else "budget, off the scale"
+            _text(draw, (place, 976), label, 26, _GREY, "mm")
+
+
+def _chip(draw: Draw, box: tuple[float, float, float, float], is_chosen: bool, is_best: bool) -> None:
+    """The background of a value: filled if chosen, ringed if best."""
+    if is_best:
+        ring = box[0] - 6, box[1] - 6, box[2] + 6, box[3] + 6
+        draw.rounded_rectangle(ring, 14, _WHITE, _ON_TIME, 4)
+    draw.rounded_rectangle(box, 10, _CHOSEN if is_chosen else _PANEL)
+
+
+def _text(
+    draw: Draw, at: tuple[float, float], text: str, size: int, colour: str = _INK, anchor: str = "lm", width: int = 1800
+) -> None:
+    draw.text(at, cut(text, size, width), colour, _font(size), anchor)
+
+
+@functools.cache
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size)
+
+
+def cut(text: str, size: int, width: float) -> str:
+    """The text in letters that Pillow's font has (no accents, others as ?), cut off with … at a width."""
+    letters = (c for c in unicodedata.normalize("NFKD", " ".join(text.split())) if not unicodedata.combining(c))
+    text = "".join(c if c == "…" or (c.isascii() and c.isprintable()) else "?" for c in letters)
+    if _font(size).getlength(text) <= width:
+        return text
+    count = bisect.bisect(range(1, len(text)), width, key=lambda n: _font(size).getlength(f"{text[:n]}…"))
+    return f"{text[:count].rstrip()}…"
+
+
+def _label(value: Any, size: int) -> str:
+    return "…" if value is None else cut(str(value), size, 200)
+
+
+def _chip_width(value: Any, size: int) -> float:
+    return float(_font(size).getlength(_label(value, size))) + (8 if value is None else 40)
+
+
+def _row_of_values(knob: Knob, size: int, marked: set[Any]) -> list[Any]:
+    """The values of a knob. Where they do not fit, the last ones that are not marked are left out; None stands for any
+    that are missing in a place."""
+    kept: list[Any] = list(knob.values)
+    for value in reversed(knob.values):
+        if sum(_chip_width(v, size) + 14 for v in kept) <= 742:
+            break
+        if value not in marked:
+            place = kept.index(value)
+            kept[place : place + 1 + (kept[place + 1 : place + 2] == [None])] = [None]
+    return kept
+
+
+def _fitted(picture: Any, width: int, height: int) -> Image.Image:
+    """A picture in RGB, as large as fits. A small one keeps its pixels."""
+    if not isinstance(picture, Image.Image):
+        array = np.asarray(picture)
+        if array.dtype.kind == "f":
+            array = (array.clip(0, 1) * 255).round()
+        picture = Image.fromarray(array.astype(np.uint8))
+    ratio = min(width / picture.width, height / picture.height)
+    size = max(1, round(picture.width * ratio)), max(1, round(picture.height * ratio))
+    how = Image.Resampling.NEAREST if ratio > 4 else Image.Resampling.LANCZOS
+    return picture.convert("RGB").resize(size, how)
+
+
+class Window:
+    """A window on the screen. Raises gymnasium's DependencyNotInstalled if there is no pygame."""
+
+    def __init__(self, title: str) -> None:
+        try:
+            import pygame
+        except ImportError as error:
+            what = 'render_mode="human" shows a window with pygame; run `pip install pygame-ce`'
+            raise gymnasium.error.DependencyNotInstalled(what) from error
+        self._pygame = pygame
+        pygame.display.init()
+        pygame.display.set_caption(title)
+        self._screen, self._clock = pygame.display.set_mode(SIZE), pygame.time.Clock()
+
+    def show(self, image: NDArray[np.uint8], frames_per_second: float) -> None:
+        """Show a picture, no sooner than the rate allows."""
+        self._screen.blit(self._pygame.surfarray.make_surface(image.swapaxes(0, 1)), (0, 0))
+        self._pygame.event.pump()
+        self._clock.tick(frames_per_second)
+        self._pygame.display.flip()
+
+    def close(self) -> None:
+        self._pygame.display.quit()

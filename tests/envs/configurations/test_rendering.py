@@ -1,0 +1,198 @@
+"""What a person sees: in words, as a picture, in a window."""
+
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from helpers import small_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import knobwise  # noqa: F401  (registers the environment)
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations import rendering
+from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv
+from knobwise.envs.configurations.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import Knob
+
+ID = "knobwise/ConfigBandit-v0"
+TABLE = small_table()
+RED = np.zeros((4, 4, 3), np.uint8) + np.array([255, 0, 0], np.uint8)
+
+
+def pixels(picture: np.ndarray, colour: str) -> int:
+    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    return int((np.abs(picture.astype(int) - wanted).max(-1) <= 3).sum())
+
+
+@pytest.mark.parametrize("sense", ["deadline", "mean"])
+def test_words_say_what_can_be_set_and_what_happened(sense: str) -> None:
+    budget = BudgetConfig(strategy="fixed", values_ms=(12.0,), sense=sense)
+    env = ConfigBanditEnv(TABLE, budget, render_mode="ansi", inputs=lambda sample_id: (f"Is it {sample_id}?", None))
+    assert env.render() == "Nothing yet: call reset()."
+    _, info = env.reset(seed=0)
+    limit = f"a right answer is worth {info['worth_ms']:.2f} ms" if sense == "mean" else "budget 12.00 ms"
+    request, question = f"Sample {info['sample_id']}, {limit}", f"Question: Is it {info['sample_id']}?"
+    assert env.render().splitlines() == [
+        f"{request}: what will you set?",
+        question,
+        "  max_crops: 2, 6, 10",
+        "  top_k: 4, 8",
+        "  num_active_blocks: 12, 16",
+    ]
+    _, reward, _, _, info = env.step(np.array([2, 1, 0]))
+    *first, chosen, best = env.render().splitlines()
+    assert first == [f"{request}.", question]
+    kept = {None: "", True: ", over budget", False: ", within budget"}[info.get("violation")]
+    assert chosen == (
+        f"Chosen: max_crops = 10, top_k = 8, num_active_blocks = 12: accuracy {info['accuracy']:.2f}, "
+        f"{info['latency_ms']:.2f} ms{kept}; reward {reward:+.3f}."
+    )
+    assert best.startswith("Oracle: max_crops = ")
+
+
+def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
+    env = ConfigBanditEnv(TABLE, render_mode="rgb_array", inputs=lambda _: ("What colour is it?", RED))
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.render()
+    env.reset(seed=0, options={"row": 3, "budget_ms": 1000.0})
+    before = env.render()
+    assert (before.shape, before.dtype) == ((520, 900, 3), np.uint8)
+    assert pixels(before, "#ff0000") > 200**2  # the input
+    assert not any(pixels(before, colour) for colour in (rendering._CHOSEN, rendering._ON_TIME, rendering._LATE))
+    env.step([2, 1, 0])
+    on_time = env.render()
+    assert pixels(on_time, rendering._CHOSEN) > 3 * 500  # a value of each knob
+    assert pixels(on_time, rendering._ON_TIME) > 2000
+    assert not pixels(on_time, rendering._LATE)
+    env.reset(seed=0, options={"row": 3, "budget_ms": 0.1})
+    env.step([2, 1, 0])
+    late = env.render()
+    assert pixels(late, rendering._LATE) > 2000
+    assert np.array_equal(late, env.render())
+    late[:] = 0
+    assert env.render().any()  # a picture is the caller's to change
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [RED, RED / 255, RED[..., 0], Image.fromarray(RED), Image.fromarray(RED).convert("P"), RED.repeat(300, 0), None],
+    ids=["uint8", "float", "grey", "PIL", "palette", "tall", "none"],
+)
+def test_pictures_of_every_kind_are_drawn(picture: object) -> None:
+    env = ConfigBanditEnv(TABLE, BudgetConfig(sense="mean"), render_mode="rgb_array", inputs=lambda _: ("", picture))
+    env.reset(seed=0)
+    env.step([0, 0, 0])
+    assert env.render().shape == (520, 900, 3)
+
+
+values = st.one_of(st.integers(0, 10**9), st.floats(0, 1e6), st.text(max_size=60))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    knobs=st.lists(st.lists(values, min_size=1, max_size=20, unique=True), min_size=1, max_size=14),
+    name=st.text(max_size=60),
+    text=st.text(max_size=400),
+)
+def test_whatever_the_names_and_values_are_nothing_runs_over(knobs: list[list], name: str, text: str) -> None:
+    made = tuple(Knob(f"{i} {name}", tuple(row)) for i, row in enumerate(knobs))
+    for knob in made:
+        marked = {knob.values[0], knob.values[-1]}
+        kept = rendering._row_of_values(knob, 32, marked)
+        assert sum(rendering._chip_width(value, 32) + 14 for value in kept) <= 742
+        assert marked <= set(kept)
+        assert len(kept) == len(knob.values) or None in kept
+    assert rendering._font(32).getlength(rendering.cut(text, 32, 560)) <= 560
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    number=st.floats(0, 1e9, width=32),
+    budget=st.floats(2**-20, 1e9, width=32),
+    knobs=st.integers(1, 14),
+    question=st.one_of(st.text(max_size=400), st.just("W" * 50 + " WWWW" * 40)),
+)
+def test_every_outcome_can_be_drawn(number: float, budget: float, knobs: int, question: str) -> None:
+    made = tuple(Knob(f"knob {i}", tuple("abc")) for i in range(knobs))
+    choice = {knob.name: "b" for knob in made}
+    outcome = {"accuracy": 0.5, "latency_ms": number, "violation": number > budget, "configuration": choice}
+    info = {"sample_id": "x" * 99, "budget_ms": budget, **outcome, **{f"oracle_{k}": v for k, v in outcome.items()}}
+    view = rendering.View(made, "ms", info, reward=-0.2, question=question)
+    picture = view.image()
+    assert (picture[:, :30] == 255).all()  # the margins stay empty
+    assert (picture[:, 870:] == 255).all()
+    assert (picture[320:390, 314:342] == 255).all()  # nor does a question reach the knobs
+    assert "Oracle" in view.words()
+
+
+def test_the_built_in_profile_comes_with_its_questions_and_pictures() -> None:
+    env = gymnasium.make(ID, render_mode="ansi")
+    env.reset(options={"sample_id": "17", "budget_ms": 2.0})
+    request, question, *_ = env.render().splitlines()
+    assert request == "Sample 17, budget 2.00 ms: what will you set?"
+    assert question == "Question: match? r6 c4 r3 c5"
+    other = gymnasium.make(ID, render_mode="ansi", table=TABLE)  # its sample 17 is another
+    other.reset(options={"sample_id": "17"})
+    assert "Question" not in other.render()
+    with_picture = gymnasium.make(ID, render_mode="rgb_array")
+    with_picture.reset(options={"sample_id": "17"})
+    colours = with_picture.render()[100:280, 100:240].reshape(-1, 3)
+    assert (colours == [38, 38, 255]).all(1).sum() > 100  # blue digits, 0.15 of red and green
+
+
+def test_without_a_mode_there_is_nothing_to_see() -> None:
+    env = ConfigBanditEnv(TABLE)
+    env.reset(seed=0)
+    assert env.render() is None
+    with pytest.raises(InputError, match="render_mode='video': must be one of ansi, rgb_array, human"):
+        ConfigBanditEnv(TABLE, render_mode="video")
+
+
+def test_a_window_opens_by_itself_and_closes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    pygame = pytest.importorskip("pygame")
+    env = ConfigBanditEnv(TABLE, render_mode="human")
+    env.metadata = {**env.metadata, "render_fps": 1000}
+    env.reset(seed=0)
+    assert pygame.display.get_init()
+    before = pygame.surfarray.array3d(pygame.display.get_surface())
+    assert before.shape == (900, 520, 3)
+    env.step([0, 0, 0])
+    assert (pygame.surfarray.array3d(pygame.display.get_surface()) != before).any()
+    assert env.render() is None
+    env.close()
+    assert not pygame.display.get_init()
+    env.close()
+    env.reset(seed=0)  # it opens again
+    assert pygame.display.get_init()
+    env.close()
+
+
+def test_without_pygame_the_window_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    env = ConfigBanditEnv(TABLE, render_mode="human")
+    with pytest.raises(gymnasium.error.DependencyNotInstalled, match="pip install pygame-ce"):
+        env.reset(seed=0)
+
+
+def test_gymnasium_checks_every_render_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    pytest.importorskip("pygame")
+    monkeypatch.setitem(ConfigBanditEnv.metadata, "render_fps", 1000)
+    check_env(gymnasium.make(ID, table=TABLE, render_mode="rgb_array").unwrapped)
+
+
+def test_rendering_leaves_the_infos_alone() -> None:
+    env = ConfigBanditEnv(TABLE, render_mode="ansi", rows=torch.arange(5))
+    _, info = env.reset(seed=0)
+    words = env.render()
+    info.clear()
+    assert env.render() == words
