@@ -124,7 +124,7 @@ class DemonstrationBandit(SingleStepEnv):
         rows = torch.arange(table.num_queries) if rows is None else rows
         if not len(rows):
             raise InputError("the environment got no queries to draw from")
-        self.scorer, self.reward_config = scorer, reward or DemonstrationRewardConfig()
+        self.scorer, self.reward_config = scorer, (reward or DemonstrationRewardConfig()).resolved(table.fields)
         if scorer is None:
             table = recorded_groups(table, groups or GroupConfig(), shots)
             group_size = table.num_beams

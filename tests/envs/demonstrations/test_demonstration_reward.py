@@ -193,14 +193,14 @@ def test_every_permutation_is_as_likely() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mode": "hard"}, "reward.mode='hard': must be one of legacy, hard_plus_soft"),
+        ({"mode": "hard"}, "reward.mode='hard': must be one of auto, legacy, hard_plus_soft"),
         ({"correctness": "yes"}, "reward.correctness='yes': must be one of 01, pm1"),
         ({"information": "vqa_gt_prob"}, "reward.information='vqa_gt_prob': must be one of beam_score, logprob_score"),
         ({"information_scale": 0.0}, "reward.information_scale=0.0: must be a number > 0"),
         ({"hard_weight": -1.0}, "reward.hard_weight=-1.0: must be a number ≥ 0"),
         ({"hard_weight": NAN}, "reward.hard_weight=nan: must be a number ≥ 0"),
         ({"hard_weight": "2"}, "reward.hard_weight='2': must be a number ≥ 0"),
-        ({"alpha": 0.5}, "reward.alpha: mode hard_plus_soft_v2 has no such weight, it has hard_weight, soft_weight"),
+        ({"alpha": 0.5}, "reward.alpha: mode auto has no such weight, it has hard_weight, soft_weight"),
         ({"mode": "legacy", "hard_weight": 1.0}, "reward.hard_weight: mode legacy has no such weight"),
         ({"mode": "legacy", "alpha": 0.0}, "reward: all weights of mode legacy are 0"),
         ({"mode": "multi_level", "beam_weight": 0, "task_weight": 0, "sequence_weight": 0}, "all weights of mode mul"),
@@ -209,7 +209,7 @@ def test_every_permutation_is_as_likely() -> None:
         ({"by_shots": {0: {}}}, "reward.by_shots.0: a sequence has at least one"),
         ({"by_shots": {"two": {}}}, "reward.by_shots={'two': {}}: must give weights by name"),
         ({"by_shots": {2: 3.0}}, "reward.by_shots={2: 3.0}: must give weights by name"),
-        ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode hard_plus_soft_v2 has no such weight"),
+        ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode auto has no such weight"),
         ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
     ],
 )
