@@ -1,4 +1,4 @@
-"""Reading and writing exp5 (accuracy) with exp6 (latency) folders, and reading core_exp folders."""
+"""Reading and writing exp5 (accuracy) with exp6 (latency) files, and reading core_exp folders."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def read_exp5_exp6(
     question types come from the accuracy files.
 
     Args:
-        exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or the files.
+        exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or `<data set>/`, or
+            the files; or are themselves a file with all configurations, as `exp5_accuracy_results.json`.
         latency: which time the budget limits, in ms.
         accuracy: which value of the exp5 rows is the accuracy, such as `soft_score`.
         exp6_accuracy: take the accuracy recorded in the latency files, and read no others.
