@@ -19,13 +19,28 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
     """A policy's `COLUMNS` sorted by `KEYS`; None if the run has none, or not for every seed, sample and place."""
     if run.decisions is None:
         return None
-    part = run.decisions.filter(pl.col("policy") == policy)
-    # only together are data set and sample unique
-    sample = pl.concat_str("dataset", "sample_id", separator="\t", ignore_nulls=True).alias("sample")
-    place = pl.col("place").replace_strict({place: place_of(place) for place in part["place"].unique()})
-    part = part.select("seed", sample, place, *COLUMNS).unique(KEYS, keep="first").sort(KEYS)
+    part = _with_keys(run.decisions.filter(pl.col("policy") == policy))
+    part = part.select(*KEYS, *COLUMNS).unique(KEYS, keep="first").sort(KEYS)
     complete = part.height == math.prod(part.select(pl.col(KEYS).n_unique()).row(0))
     return part if part.height and complete else None
+
+
+def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
+    """The decisions with `KEYS`."""
+    # only together are data set and sample unique
+    sample = pl.concat_str("dataset", "sample_id", separator="\t", ignore_nulls=True).alias("sample")
+    places = {place: place_of(place) for place in decisions["place"].unique()}
+    return decisions.with_columns(sample, pl.col("place").replace_strict(places))
+
+
+def judged_on(run: ComparedRun, places: Sequence[float]) -> pl.DataFrame | None:
+    """The samples that a run's numbers at these places are means over: `place` and `sample`, sorted; those of which
+    something is known for every policy. None without decisions."""
+    if run.decisions is None:
+        return None
+    known = pl.col("accuracy").fill_nan(None).is_not_null().all()
+    cells = _with_keys(run.decisions).filter(pl.col("place").is_in(list(places)))
+    return cells.group_by("place", "sample").agg(known).filter("accuracy").drop("accuracy").sort("place", "sample")
 
 
 def differences(
