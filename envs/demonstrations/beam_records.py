@@ -74,7 +74,8 @@ def by_query(path: str | Path, content: Any, trailing_query: TrailingQuery, coun
     abouts = [record["query"] if isinstance(record.get("query"), dict) else {} for record in content]
     keys = [record.get("query_id", about.get("question_id")) for record, about in zip(content, abouts, strict=True)]
     if all(key is None for key in keys):
-        last = [_last_ids(record.get("id_list")) for record in content]
+        lists = [rows if isinstance(rows := record.get("id_list"), list) else [] for record in content]
+        last = [[str(row[-1]) for row in rows if isinstance(row, list) and row] for rows in lists]
         if trailing_query == "auto" and max(map(len, last)) > 1 and all(len(set(ids)) < 2 for ids in last):
             keys = [ids[0] if ids else None for ids in last]
         else:
@@ -86,11 +87,6 @@ def by_query(path: str | Path, content: Any, trailing_query: TrailingQuery, coun
     if count > 1:
         raise InputError(f"{path}: {count} records of the list are of query {key}; keep only one")
     return dict(zip(map(str, keys), content, strict=True))
-
-
-def _last_ids(rows: Any) -> list[str]:
-    """The ids that end the rows of a legacy record."""
-    return [str(row[-1]) for row in rows if isinstance(row, list) and row] if isinstance(rows, list) else []
 
 
 def records(path: str | Path, content: Any) -> Iterator[tuple[str, Any]]:

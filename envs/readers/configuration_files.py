@@ -157,8 +157,7 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
 def _by_configuration(
     path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str], notes: list[str]
 ) -> list[tuple[Record, list[Record], list[Record]]]:
-    """Knobs, summary and rows of every configuration of a whole run. Where no row names a knob, the rows are those of
-    one summary after the other. Raises InputError if it cannot be told which configuration a row is of."""
+    """Knobs, summary and rows of every configuration of a whole run. Raises InputError if some are not known."""
     if rows and not any(knob in row for row in rows for knob in knobs):
         rows = _in_order(path, summary, rows, knobs)
         notes.append(f"{path}: its rows name no knobs; they were taken in the order of its {len(summary)} summaries")
@@ -175,24 +174,21 @@ def _by_configuration(
 
 def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str]) -> list[Record]:
     """The rows with the knobs of their summaries: the first `num_samples` are of the first one, and so on."""
-    advice = "Give a folder with a file for each configuration, or add the knobs to every row"
-    counts = [record.get("num_samples") for record in summary]
-    if not {*map(type, counts)} <= {int} or sum(counts) != len(rows):
-        raise InputError(
-            f"{path}: its {len(rows)} rows do not say {', '.join(knobs)}, and num_samples of its {len(summary)} "
-            f"summaries does not add up to them. {advice}"
-        )
+    counts = [n if type(n := record.get("num_samples")) is int else 0 for record in summary]
+    why = "" if sum(counts) == len(rows) else f"num_samples of its {len(counts)} summaries does not add up to them"
     named: list[Record] = []
-    for record, count in zip(summary, counts, strict=True):
+    for number, (record, count) in enumerate(zip(summary, counts, strict=True)):
         part = rows[len(named) : len(named) + count]
         named += [row | {knob: record.get(knob) for knob in knobs} for row in part]
-        numbers = [x for x in (record.get("accuracy"), *(row.get("score") for row in part)) if type(x) in (int, float)]
-        if len(numbers) == count + 1 > 1 and abs(sum(numbers[1:]) / count - numbers[0]) > 1e-3:
-            where = ", ".join(f"{knob} {record.get(knob)}" for knob in knobs)
-            raise InputError(
-                f"{path}: its rows do not say {', '.join(knobs)}, and those in the place of {where} have mean score "
-                f"{sum(numbers[1:]) / count:.4f}, its summary has accuracy {numbers[0]:.4f}. {advice}"
-            )
+        numbers: list[Any] = [record.get("accuracy"), *(row.get("score") for row in part)]
+        if part and {*map(type, numbers)} <= {int, float} and abs(sum(numbers[1:]) / len(part) - numbers[0]) > 1e-3:
+            mean = sum(numbers[1:]) / len(part)
+            why = why or f"those of summary {number} have a mean score of {mean:.4f}, its accuracy is {numbers[0]}"
+    if why:
+        raise InputError(
+            f"{path}: its {len(rows)} rows do not say {', '.join(knobs)}, and {why}. Give a folder with a file for "
+            "each configuration, or add the knobs to every row"
+        )
     return named
 
 

@@ -11,7 +11,7 @@ import polars as pl
 import polars.selectors as cs
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.paired import differences, judged_on, other_measurements
+from knobwise.experiments.compare.paired import differences, judged_alike
 from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, place_of, read_runs
 from knobwise.experiments.report.words import kept_before_grpo, unit_of, value_of
 from knobwise.experiments.results.problem import Problem
@@ -38,8 +38,7 @@ class Comparison:
     by_policy: list[Difference]
     """At `main`, for every other policy that both runs trained (selectors)."""
     comparable: list[int]
-    """The indices of the runs that were judged on the same samples, with the same measurements, at the same places as
-    the first one, which is among them: only these have a highest."""
+    """The indices of the first run and of those judged like it (see `judged_alike`): only these have a highest."""
     notes: list[str]
     """What was left out or restricted, in sentences."""
 
@@ -86,6 +85,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     runs, notes = _read(folders)
     reference, places = runs[0], _places(runs[0], budgets_ms)
     main = place_of(reference.problem.main_place(reference.results))
+    judged = places if main is None else [main]
     rows = [row_over(run, run.policy, places, main) for run in runs]
     every: list[Difference] = []
     by_policy: list[Difference] = []
@@ -112,7 +112,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         differences=holm([difference for difference in every if difference.place == main]),
         by_place=holm([difference for difference in every if difference.place is not None]),
         by_policy=holm(by_policy),
-        comparable=_comparable(runs, places if main is None else [main]),
+        comparable=[i for i, run in enumerate(runs) if i == 0 or judged_alike(reference, run, judged)],
         notes=notes + _before_grpo(runs),
     )
 
@@ -146,18 +146,6 @@ def _places(reference: ComparedRun, budgets_ms: Sequence[float] | None) -> list[
         absent, judged = (", ".join(f"{budget:g}" for budget in budgets) for budgets in (missing, reference.places))
         raise InputError(f"budgets_ms: {reference.folder} was not judged at {absent}, only at {judged}")
     return wanted
-
-
-def _comparable(runs: Sequence[ComparedRun], places: Sequence[float]) -> list[int]:
-    """See `Comparison.comparable`. A run whose decisions are not known is no more than comparable with itself."""
-    judged, alike = judged_on(runs[0], places), [0]
-    for i, run in enumerate(runs[1:], 1):
-        if judged is None or not set(places) <= set(run.places) or other_measurements(runs[0], run):
-            continue
-        other = judged_on(run, places)
-        if other is not None and other.equals(judged):
-            alike.append(i)
-    return alike
 
 
 def _restriction(words: str, labels: Sequence[str]) -> str:

@@ -33,14 +33,16 @@ def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
     return decisions.with_columns(sample, pl.col("place").replace_strict(places))
 
 
-def judged_on(run: ComparedRun, places: Sequence[float]) -> pl.DataFrame | None:
-    """The samples that a run's numbers at these places are means over: `place` and `sample`, sorted; those of which
-    something is known for every policy. None without decisions."""
-    if run.decisions is None:
-        return None
-    known = pl.col("accuracy").fill_nan(None).is_not_null().all()
-    cells = _with_keys(run.decisions).filter(pl.col("place").is_in(list(places)))
-    return cells.group_by("place", "sample").agg(known).filter("accuracy").drop("accuracy").sort("place", "sample")
+def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[float]) -> bool:
+    """Whether the numbers of two runs at these places are means over the same samples, with the same measurements; not
+    if that is unknown. A mean is over the samples of which every policy's accuracy is known."""
+    sides = [side.decisions for side in (reference, run)]
+    if not set(places) <= set(run.places) or other_measurements(reference, run):
+        return False
+    known, by = pl.col("accuracy").fill_nan(None).is_not_null().all(), ("place", "sample")
+    cells = [_with_keys(side).filter(pl.col("place").is_in(list(places))) for side in sides if side is not None]
+    samples = [side.group_by(by).agg(known).filter("accuracy").sort(by) for side in cells]
+    return len(samples) == 2 and samples[0].equals(samples[1])
 
 
 def differences(

@@ -232,7 +232,7 @@ WHOLE = {"summary": [{**named(SMALL), "num_samples": 1}, {**named(LARGE), "num_s
                 "summary": [{**named(SMALL), "num_samples": 2, "accuracy": 0.9}],
                 "all_samples": [{"sample_id": 0, "score": 1}, {"sample_id": 1, "score": 0}],
             },
-            "place of max_crops 2, top_k 4, num_active_blocks 12 have mean score 0.5000, its summary has accuracy 0.9",
+            "those of summary 0 have a mean score of 0.5000, its accuracy is 0.9. Give a folder with a file for each",
         ),
         (
             {**WHOLE, "all_samples": [{"sample_id": 0, "score": 1, **named(SMALL)}, {"sample_id": 0, "score": 1}]},
