@@ -165,10 +165,12 @@ def _by_configuration(
     for place, records in enumerate((summary, rows)):
         for record in records:
             values = tuple(record.get(knob) for knob in knobs)
-            if not {*map(type, values)} <= {int}:
+            if not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
                 wrong = ", ".join(f"{knob}={value!r}" for knob, value in zip(knobs, values, strict=True))
-                raise InputError(f"{path}: a row or summary says {wrong}; each needs a whole number for every knob")
+                raise InputError(f"{path}: a row or summary says {wrong}; each needs a whole number ≥ 0 for every knob")
             parts.setdefault(values, ([], []))[place].append(record)
+    if not parts:
+        raise InputError(f"{path}: holds no configuration: neither summaries nor rows")
     return [(dict(zip(knobs, values, strict=True)), *lists) for values, lists in parts.items()]
 
 

@@ -98,7 +98,7 @@ def _read_exp6(
         spellings = [record.get(f"latency_{stage}_ms"), record.get("latency_mean" if stage == "total" else "")]
         values = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
         mean = next((float(m) for m in values if isinstance(m, int | float)), None)
-        weight = n if isinstance(n := record.get("num_samples"), int) and n > 0 else 1
+        weight = n if isinstance(n := record.get("num_samples"), int) and 0 < n < 1 << 62 else 1
         means.append({k: record[k] for k in (*KNOBS, "file")} | {"mean": mean, "weight": weight})
     schema = dict.fromkeys(KNOBS, pl.Int64) | {"mean": pl.Float64, "weight": pl.Int64, "file": pl.String}
     return times, pl.DataFrame(means, schema=schema).drop_nulls("mean")

@@ -238,7 +238,12 @@ WHOLE = {"summary": [{**named(SMALL), "num_samples": 1}, {**named(LARGE), "num_s
             {**WHOLE, "all_samples": [{"sample_id": 0, "score": 1, **named(SMALL)}, {"sample_id": 0, "score": 1}]},
             "a row or summary says max_crops=None, top_k=None, num_active_blocks=None; each needs a whole number",
         ),
+        ({"all_samples": []}, "holds no configuration: neither summaries nor rows"),
         ({"summary": [{**named(SMALL), "top_k": "many"}]}, "a row or summary says max_crops=2, top_k='many'"),
+        (
+            {"summary": [{**named(SMALL), "top_k": 10**19}]},
+            "top_k=10000000000000000000, num_active_blocks=12",
+        ),
         ({**WHOLE, "all_samples": {"0": 1}}, "all_samples must hold objects"),
         ([WHOLE], "must hold a JSON object with all_samples, holds a list"),
         ({"rows": []}, "has none of all_samples"),
