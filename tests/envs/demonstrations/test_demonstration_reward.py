@@ -1,9 +1,11 @@
 """Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and the control."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers import small_beams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.nn.functional import cosine_similarity
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
 from knobwise.envs.demonstrations.settings import FIELDS, MODES, DemonstrationRewardConfig
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
 
 NAN = float("nan")
 RECORDED = {
@@ -216,3 +219,33 @@ def test_every_permutation_is_as_likely() -> None:
 def test_settings_that_make_no_sense(config: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         DemonstrationRewardConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "mode"),
+    [
+        (("vqa_correct", "vqa_acc_score", "beam_score"), "hard_plus_soft_v2"),
+        (("vqa_correct", "beam_score"), "hard_plus_soft_v2"),
+        (("vqa_acc_score", "beam_score"), "hard_plus_soft_v2"),
+        (("beam_score",), "legacy"),
+        (("beam_score", "vqa_gt_prob"), "legacy"),
+        (("logprob_score",), "hard_plus_soft_v2"),
+        ((), "hard_plus_soft_v2"),
+    ],
+)
+def test_without_a_mode_the_recorded_fields_decide(recorded: tuple[str, ...], mode: str) -> None:
+    config = DemonstrationRewardConfig(adaptive=True)
+    assert config.mode == "auto"
+    assert config.resolved(recorded) == DemonstrationRewardConfig(mode, adaptive=True)
+    chosen = DemonstrationRewardConfig("soft_only")
+    assert chosen.resolved(recorded) is chosen
+
+
+def test_scores_alone_are_the_reward_of_an_environment_too() -> None:
+    table, _ = small_beams(20)
+    scores = replace(table, fields={"beam_score": table.fields["beam_score"]})
+    env = DemonstrationBandit(scores, batch_size=20)
+    assert env.reward_config.mode == "legacy"
+    assert torch.equal(env.rewards[scores.beam_mask], scores.fields["beam_score"][scores.beam_mask])
+    with pytest.raises(InputError, match="reward.mode=hard_plus_soft_v2 needs vqa_correct, which"):
+        DemonstrationBandit(scores, reward=DemonstrationRewardConfig("hard_plus_soft_v2"))
