@@ -247,5 +247,5 @@ def test_scores_alone_are_the_reward_of_an_environment_too() -> None:
     env = DemonstrationBandit(scores, batch_size=20)
     assert env.reward_config.mode == "legacy"
     assert torch.equal(env.rewards[scores.beam_mask], scores.fields["beam_score"][scores.beam_mask])
-    with pytest.raises(InputError, match="reward.mode=hard_plus_soft_v2 needs vqa_correct, which"):
+    with pytest.raises(InputError, match=r"reward\.mode=hard_plus_soft_v2 needs vqa_correct, which"):
         DemonstrationBandit(scores, reward=DemonstrationRewardConfig("hard_plus_soft_v2"))
