@@ -111,9 +111,10 @@ def write_selector_run(
     queries: int = 60,
     digest: str = "sha256:t",
     unknown: int = 0,
+    first: int = 0,
 ) -> Path:
     """A run of a selector that gets the share `wrong` of the queries wrong, the same ones at any number of shots; of
-    the first `unknown` queries nothing is known at the last number of shots."""
+    the first `unknown` queries nothing is known at the last number of shots. Queries are counted from `first`."""
     order = np.random.default_rng(1).random(queries)
     policies = {"sft": 0.8, form: wrong, "random": 0.9}
     rows, frames = [], []
@@ -123,7 +124,7 @@ def write_selector_run(
             known = [None if i < unknown and count == shots[-1] else one for i, one in enumerate(right.tolist())]
             row = {"policy": policy, "shots": count, "accuracy": float(right.mean()), "queries": queries}
             rows.append(row | {"accuracy_ci95": [float(right.mean()) - 0.1, float(right.mean()) + 0.1]})
-            columns = {"sample_id": [f"q{i}" for i in range(queries)], "accuracy": known, "score": known}
+            columns = {"sample_id": [f"q{first + i}" for i in range(queries)], "accuracy": known, "score": known}
             columns |= {"policy": policy, "seed": None if policy == "random" else 0, "place": float(count)}
             frames.append(pl.DataFrame(columns))
     results: dict[str, Any] = {"system": "selector", "test_digest": digest, "test_queries": queries, "seeds": [0]}

@@ -7,6 +7,7 @@ are rows of the matrix of candidate embeddings. The table's notes count what a r
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_records import (
@@ -23,6 +25,8 @@ from knobwise.envs.demonstrations.beam_records import (
     Records,
     TrailingQuery,
     as_rl_data,
+    beam_file,
+    by_query,
     collect,
     outcomes,
     read_json,
@@ -51,7 +55,8 @@ def read_beam_data(
     candidate_images: Images | None = None,
     name: str | None = None,
 ) -> BeamTable:
-    """Read recorded beams. The content decides which of the two formats it is.
+    """Read recorded beams from a file, or from a folder with one JSON file. The content decides which of the two
+    formats it is; instead of an object by query it may be a list of records (see `beam_records.by_query`).
 
     Legacy: `{query: {"id_list": [[id, …], …], "score_list": [score, …]}}`. A query's pool is the ids in its beams,
     scores become `beam_score`, and the method of every beam is `beam`.
@@ -76,10 +81,13 @@ def read_beam_data(
             finite, ids are beyond the embeddings or occur twice in a sequence or a pool, lists differ in length, a
             pointer is outside the pool or contradicts `pointer_global`, a `gen_method` is unknown, or no beam is left.
     """
-    content = read_json(path)
+    one_of("trailing_query", trailing_query, ("auto", "never"))
+    path, counts = beam_file(path), Counter[str]()
+    content = by_query(path, read_json(path), trailing_query, counts)
     if any(isinstance(record, dict) and "id_list" in record for _, record in records(path, content)):
         content = as_rl_data(path, content, trailing_query)
     kept = collect(path, content, keep_fallback)
+    kept.counts.update(counts)
     candidates = _matrix(embeddings, "embeddings")
     queries = candidates if query_embeddings is None else _matrix(query_embeddings, "query embeddings")
     return _table(path, content, kept, candidates, queries, candidate_images, name)

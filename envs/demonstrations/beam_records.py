@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import POLICY
 from knobwise.envs.demonstrations.settings import METHODS
@@ -51,6 +50,45 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"{path}: not JSON, or cut off ({error}); write the file again") from error
 
 
+def beam_file(path: str | Path) -> Path:
+    """The file, or the only JSON file in a folder. Raises InputError if the folder does not hold exactly one."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    files = sorted(path.glob("*.json"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files[:5]) or "none"
+        raise InputError(f"{path}: is a folder with {len(files)} JSON files ({names}); give the path of one file")
+    return files[0]
+
+
+def by_query(path: str | Path, content: Any, trailing_query: TrailingQuery, counts: Counter[str]) -> Any:
+    """A list of records as an object by query; any other content as it is. A record names its query as `query_id`, or
+    as `question_id` in `query`. If none does, it is the id that ends all rows of a record, as beam generators write
+    it, or else the place in the list, which is counted. Raises InputError if it is no list of records, some of them
+    name no query, or two the same."""
+    if not isinstance(content, list):
+        return content
+    if not content or not all(isinstance(record, dict) for record in content):
+        raise InputError(f"{path}: holds no queries; expected a list of objects with query_id, or {{query id: {{…}}}}")
+    abouts = [record["query"] if isinstance(record.get("query"), dict) else {} for record in content]
+    keys = [record.get("query_id", about.get("question_id")) for record, about in zip(content, abouts, strict=True)]
+    if all(key is None for key in keys):
+        lists = [rows if isinstance(rows := record.get("id_list"), list) else [] for record in content]
+        last = [[str(row[-1]) for row in rows if isinstance(row, list) and row] for rows in lists]
+        if trailing_query == "auto" and max(map(len, last)) > 1 and all(len(set(ids)) < 2 for ids in last):
+            keys = [ids[0] if ids else None for ids in last]
+        else:
+            keys = [*range(len(keys))]
+            counts["records name no query: their places in the list, from 0, are taken for its rows"] += len(keys)
+    if None in keys:
+        raise InputError(f"{path}: record {keys.index(None)} of the list names no query, as others do; add query_id")
+    key, count = Counter(map(str, keys)).most_common(1)[0]
+    if count > 1:
+        raise InputError(f"{path}: {count} records of the list are of query {key}; keep only one")
+    return dict(zip(map(str, keys), content, strict=True))
+
+
 def records(path: str | Path, content: Any) -> Iterator[tuple[str, Any]]:
     """The records by query key, `_meta` left out. Raises InputError if there are none."""
     if not isinstance(content, dict) or not content.keys() - {"_meta"}:
@@ -73,7 +111,6 @@ def whole_numbers(where: str, what: str, values: Any) -> list[int]:
 def as_rl_data(path: str | Path, content: Any, trailing_query: TrailingQuery) -> Record:
     """Legacy beams in the form of RL data without pools. Raises InputError if a list is missing, lengths differ, an id
     is not valid, or a score is null."""
-    one_of("trailing_query", trailing_query, ("auto", "never"))
     converted: Record = {}
     dropped = 0
     for key, record in records(path, content):

@@ -30,6 +30,7 @@ def demonstration_reward(
 
     Returns: float32 [*, G], 0 where masked. Raises InputError if a field that the mode needs is missing.
     """
+    config = config.resolved(fields)
     for name in config.needs:
         if name not in fields:
             raise InputError(f"reward.mode={config.mode} needs {name}, which is not recorded; choose another mode")

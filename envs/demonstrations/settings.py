@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from knobwise.common.checks import one_of
@@ -54,6 +54,10 @@ MODES = {
     ),
 }
 """The modes by name."""
+AUTO = "auto"
+"""The default: the mode follows from what was recorded, see `DemonstrationRewardConfig.resolved`."""
+USUAL = "hard_plus_soft_v2"
+"""The mode of `auto`, unless only scores were recorded."""
 
 
 @dataclass
@@ -64,10 +68,11 @@ class DemonstrationRewardConfig:
     A weight of None takes the mode's default in `MODES`; a weight that the mode does not have is refused.
     """
 
-    mode: str = "hard_plus_soft_v2"
-    """`legacy`: α·i + β·c · `hard_plus_soft`: h·c + s·a · `hard_plus_soft_v2`: the same with h = 2, so that every right
-    answer is above every wrong one · `separated`: 2h·c + s·a · `hard_only`: h·c · `soft_only`: s·a · `gtprob`: h·c +
-    s·g · `gtprob_separated`: 2h·c + s·g · `gtprob_rel`: h·c + s·g + ρ·(1 − c)·r · `hybrid`: α·min(1, scale·i) +
+    mode: str = AUTO
+    """`auto`: `hard_plus_soft_v2`, or `legacy` if only scores were recorded, no right answers · `legacy`: α·i + β·c ·
+    `hard_plus_soft`: h·c + s·a · `hard_plus_soft_v2`: the same with h = 2, so that every right answer is above every
+    wrong one · `separated`: 2h·c + s·a · `hard_only`: h·c · `soft_only`: s·a · `gtprob`: h·c + s·g ·
+    `gtprob_separated`: 2h·c + s·g · `gtprob_rel`: h·c + s·g + ρ·(1 − c)·r · `hybrid`: α·min(1, scale·i) +
     (1 − α)(h·c + s·a) · `multi_level`: beam·i + sequence·(coherence + diversity, weighted) + task·a."""
     hard_weight: float | None = None
     """h, weight of a right answer."""
@@ -105,7 +110,7 @@ class DemonstrationRewardConfig:
     """A control: rewards are permuted inside each group, so that there is nothing to learn."""
 
     def __post_init__(self) -> None:
-        one_of("reward.mode", self.mode, MODES)
+        one_of("reward.mode", self.mode, (AUTO, *MODES))
         one_of("reward.correctness", self.correctness, ("01", "pm1"))
         one_of("reward.information", self.information, ("beam_score", "logprob_score"))
         if not _finite(self.information_scale) or self.information_scale <= 0:
@@ -117,7 +122,7 @@ class DemonstrationRewardConfig:
                 f"reward.by_shots={self.by_shots!r}: must give weights by name for each number of demonstrations, as "
                 "in {2: {hard_weight: 1.0}}"
             ) from None
-        mode, names = MODES[self.mode], {f.name for f in fields(self) if f.name.endswith("_weight")} | {"alpha", "beta"}
+        mode, names = self._mode, {f.name for f in fields(self) if f.name.endswith("_weight")} | {"alpha", "beta"}
         every = {name: value for name in names if (value := getattr(self, name)) is not None}
         for shots, weights in ((None, every), *self.by_shots.items()):
             key = "reward" if shots is None else f"reward.by_shots.{shots}"
@@ -135,14 +140,26 @@ class DemonstrationRewardConfig:
             if not any(self.weights(shots).values()):
                 raise InputError(f"{key}: all weights of mode {self.mode} are 0, so every sequence has reward 0")
 
+    def resolved(self, recorded: Collection[str]) -> DemonstrationRewardConfig:
+        """The same, with `auto` replaced by the mode for beams that have these fields. Raises InputError: a weight that
+        this mode does not have."""
+        if self.mode != AUTO:
+            return self
+        scores_only = self.information in recorded and {"vqa_correct", "vqa_acc_score"}.isdisjoint(recorded)
+        return replace(self, mode="legacy" if scores_only else USUAL)
+
+    @property
+    def _mode(self) -> Mode:
+        return MODES[USUAL if self.mode == AUTO else self.mode]
+
     def _setting(self, name: str, shots: int | None) -> float:
         value: float | None = getattr(self, name)
         replaced = {} if shots is None else self.by_shots.get(shots, {})
-        return replaced.get(name, MODES[self.mode].weights[name] if value is None else value)
+        return replaced.get(name, self._mode.weights[name] if value is None else value)
 
     def weights(self, shots: int | None = None) -> dict[str, float]:
         """The weight of each signal of the mode, for sequences of this many demonstrations."""
-        mode = MODES[self.mode]
+        mode = self._mode
         weights = {name: self._setting(name, shots) for name in mode.weights}
         weights["1-alpha"] = 1 - weights.get("alpha", 0.0)
         return {signal: math.prod(weights[name] for name in names.split()) for signal, names in mode.signals.items()}

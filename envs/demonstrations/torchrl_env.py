@@ -157,7 +157,7 @@ class DemonstrationBandit(SingleStepEnv):
         one_of("action", action, ("places", "sequence"))
         if scorer is not None and (action == "sequence" or group_size == "all"):
             raise InputError("action=sequence and group_size=all are for recorded sequences; leave out the scorer")
-        self.scorer, self.reward_config = scorer, reward or DemonstrationRewardConfig()
+        self.scorer, self.reward_config = scorer, (reward or DemonstrationRewardConfig()).resolved(table.fields)
         self.unprofiled, self.by_index, self.lean = unprofiled, action == "sequence", lean
         if scorer is None:
             table = recorded_groups(table, groups or GroupConfig(), shots)

@@ -1,5 +1,5 @@
-"""Folders with one JSON file per configuration, read strictly: ids that restart on every rank, knobs that disagree with
-the file name, and merges that lost samples are refused, not repaired."""
+"""Folders with one JSON file per configuration, or one of a whole run, read strictly: ids that restart on every rank,
+knobs that disagree with the file name, and merges that lost samples are refused, not repaired."""
 
 from __future__ import annotations
 
@@ -37,42 +37,41 @@ def read_configurations(
     """The cells of one data set: `WORDS`, columns, knobs, file; and the summaries, with knobs and file.
 
     Rows are under the first of `keys` that a file has. A column is the sum of some values of a row, each under the
-    first of its spellings. If there is a merge of `_rankN` files, the rank files only serve to check it.
+    first of its spellings. If there is a merge of `_rankN` files, the rank files only serve to check it. `directory`
+    may also be a single file; one of a whole run is read where there are none of single configurations.
     """
     root, dashed = Path(directory), dataset.replace("_", "-")
-    folder, matches = _find_folder(root, kind, pattern, dataset)
-    ranks: dict[Path, list[Path]] = {}
-    for path, match in matches.items():
-        merge = path.with_name(path.name.replace(match["rank"] or "", ""))
-        ranks.setdefault(merge if merge in matches else path, []).extend([path] if merge != path else [])
+    folder, matches = _find_files(root, kind, pattern, dataset)
+    ranks, knobs = _by_merge(matches), [knob for knob in pattern.groupindex if knob != "rank"]
     foreign, short = [], 0
     frames: list[pl.DataFrame] = []
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
         for done, (path, parts) in enumerate(ranks.items()):
             tick(done, "")
-            setting = {k: v if k == "tier" else int(v) for k, v in matches[path].groupdict().items() if k != "rank"}
+            match = matches[path]
+            setting = {knob: match[knob] if knob == "tier" else int(match[knob]) for knob in knobs} if match else {}
             content, rows = _load(path, setting, keys)
             named = content["config"].get("dataset_name")
             if isinstance(named, str) and named.replace("_", "-") != dashed:
                 foreign.append(named)
                 if folder == root:
                     continue
-            whole = sum(len(_load(part, setting, keys)[1]) for part in parts if part != path)
-            if whole - len(rows) > len(parts):  # a distributed sampler repeats up to one sample on each rank
-                raise InputError(
-                    f"{path}: holds {len(rows)} of the {whole} rows of its {len(parts)} rank files: ids that restart "
-                    "on every rank were merged into one. Merge again under unique ids"
-                )
+            _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts if part != path])
             counts = [record.get("num_samples") for record in (*content["summary"], content)]
             short += sum(count for count in counts if isinstance(count, int)) > len(rows) > 0
-            summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
-            frames.append(_rows_frame(path, setting, rows, columns))
+            configurations = [(setting, content["summary"], rows)]
+            if not match:
+                configurations = _by_configuration(path, content["summary"], rows, knobs, notes)
+            for setting, summary, rows in configurations:
+                summaries += [record | setting | {"file": str(path)} for record in summary]
+                frames.append(_rows_frame(path, setting, rows, columns))
         tick(len(ranks), "")
     names = ", ".join(sorted(set(foreign)))
     if len(foreign) == len(ranks) and folder == root:
         raise InputError(f"{root}: no files of {dataset!r}; all {len(foreign)} name the data set {names}")
-    unread = sum(p not in matches and not p.stem.endswith("_results") for p in folder.glob("*.json"))
+    others = [path for path in folder.glob("*.json") if path not in matches and not path.stem.endswith("_results")]
+    unread = sum(path.name.startswith(kind) or not path.name.startswith(("exp5_", "exp6_")) for path in others)
     skipped = {
         "rank files not read, since their merges are there": len(matches) - len(ranks),
         "JSON files not read, since their names do not fit": unread,
@@ -86,22 +85,47 @@ def read_configurations(
     return frame, summaries
 
 
-def _find_folder(
+def _by_merge(matches: Mapping[Path, re.Match[str] | None]) -> dict[Path, list[Path]]:
+    """The rank files of each merge; a rank file without a merge stands for itself."""
+    ranks: dict[Path, list[Path]] = {}
+    for path, match in matches.items():
+        rank = match["rank"] if match else None
+        merge = path.with_name(path.name.replace(rank or "", ""))
+        ranks.setdefault(merge if merge in matches else path, []).extend([path] if merge != path else [])
+    return ranks
+
+
+def _check_merge(path: Path, rows: int, of_ranks: list[int]) -> None:
+    whole = sum(of_ranks)
+    if whole - rows > len(of_ranks):  # a distributed sampler repeats up to one sample on each rank
+        raise InputError(
+            f"{path}: holds {rows} of the {whole} rows of its {len(of_ranks)} rank files: ids that restart on every "
+            "rank were merged into one. Merge again under unique ids"
+        )
+
+
+def _find_files(
     root: Path, kind: str, pattern: re.Pattern[str], dataset: str
-) -> tuple[Path, dict[Path, re.Match[str]]]:
-    """The folder that holds the files of a data set, and those files with the matches of their names."""
+) -> tuple[Path, Mapping[Path, re.Match[str] | None]]:
+    """The folder that holds the files of a data set, and those files with the matches of their names, None for that of
+    a whole run; `root` itself if it is the file."""
+    if kind and root.is_file():
+        return root, {root: pattern.fullmatch(root.name)}
     if not root.is_dir():
         raise InputError(f"{root}: no such directory")
-    folders = [root / "_".join(filter(None, (kind, name))) for name in (dataset.replace("_", "-"), dataset)]
+    names = (dataset.replace("_", "-"), dataset)
+    folders = [root / f"{prefix}{name}" for prefix in dict.fromkeys((f"{kind}_" if kind else "", "")) for name in names]
     for folder in (*folders, root):
         paths = sorted(folder.glob("*.json"))
         if matches := {path: match for path in paths if (match := pattern.fullmatch(path.name))}:
             return folder, matches
+        if kind and (whole := folder / f"{kind}_results.json") in paths:
+            return folder, {whole: None}
     content = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
     example = f"{kind or f'{dataset}_imgsizetier-high'}_crops12_topk8_blocks16.json"
     raise InputError(
-        f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder {folders[0].name} nor in the "
-        f"directory itself. File names look like {example}; the directory holds: {content}"
+        f"{root}: no {kind or 'core_exp'} files of {dataset!r}, neither in a folder {folders[0].name} or {dataset} nor "
+        f"in the directory itself. File names look like {example}; the directory holds: {content}"
     )
 
 
@@ -128,6 +152,46 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
                     f"{path}: {what} says {knob}={wrong[0]}, the file name says {value}. Rename or remove it"
                 )
     return content, rows
+
+
+def _by_configuration(
+    path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str], notes: list[str]
+) -> list[tuple[Record, list[Record], list[Record]]]:
+    """Knobs, summary and rows of every configuration of a whole run. Raises InputError if some are not known."""
+    if rows and not any(knob in row for row in rows for knob in knobs):
+        rows = _in_order(path, summary, rows, knobs)
+        notes.append(f"{path}: its rows name no knobs; they were taken in the order of its {len(summary)} summaries")
+    parts: dict[tuple[Any, ...], tuple[list[Record], list[Record]]] = {}
+    for place, records in enumerate((summary, rows)):
+        for record in records:
+            values = tuple(record.get(knob) for knob in knobs)
+            if not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
+                wrong = ", ".join(f"{knob}={value!r}" for knob, value in zip(knobs, values, strict=True))
+                raise InputError(f"{path}: a row or summary says {wrong}; each needs a whole number ≥ 0 for every knob")
+            parts.setdefault(values, ([], []))[place].append(record)
+    if not parts:
+        raise InputError(f"{path}: holds no configuration: neither summaries nor rows")
+    return [(dict(zip(knobs, values, strict=True)), *lists) for values, lists in parts.items()]
+
+
+def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str]) -> list[Record]:
+    """The rows with the knobs of their summaries: the first `num_samples` are of the first one, and so on."""
+    counts = [n if type(n := record.get("num_samples")) is int else 0 for record in summary]
+    why = "" if sum(counts) == len(rows) else f"num_samples of its {len(counts)} summaries does not add up to them"
+    named: list[Record] = []
+    for number, (record, count) in enumerate(zip(summary, counts, strict=True)):
+        part = rows[len(named) : len(named) + count]
+        named += [row | {knob: record.get(knob) for knob in knobs} for row in part]
+        numbers: list[Any] = [record.get("accuracy"), *(row.get("score") for row in part)]
+        if part and {*map(type, numbers)} <= {int, float} and abs(sum(numbers[1:]) / len(part) - numbers[0]) > 1e-3:
+            mean = sum(numbers[1:]) / len(part)
+            why = why or f"those of summary {number} have a mean score of {mean:.4f}, its accuracy is {numbers[0]}"
+    if why:
+        raise InputError(
+            f"{path}: its {len(rows)} rows do not say {', '.join(knobs)}, and {why}. Give a folder with a file for "
+            "each configuration, or add the knobs to every row"
+        )
+    return named
 
 
 def _decoded(text: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Reading and writing exp5 (accuracy) with exp6 (latency) folders, and reading core_exp folders."""
+"""Reading and writing exp5 (accuracy) with exp6 (latency) files, and reading core_exp folders."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def read_exp5_exp6(
     question types come from the accuracy files.
 
     Args:
-        exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or the files.
+        exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or `<data set>/`, or
+            the files; or are themselves a file with all configurations, as `exp5_accuracy_results.json`.
         latency: which time the budget limits, in ms.
         accuracy: which value of the exp5 rows is the accuracy, such as `soft_score`.
         exp6_accuracy: take the accuracy recorded in the latency files, and read no others.
@@ -97,7 +98,7 @@ def _read_exp6(
         spellings = [record.get(f"latency_{stage}_ms"), record.get("latency_mean" if stage == "total" else "")]
         values = [s.get("mean") if isinstance(s, dict) else s for s in spellings]
         mean = next((float(m) for m in values if isinstance(m, int | float)), None)
-        weight = n if isinstance(n := record.get("num_samples"), int) and n > 0 else 1
+        weight = n if isinstance(n := record.get("num_samples"), int) and 0 < n < 1 << 62 else 1
         means.append({k: record[k] for k in (*KNOBS, "file")} | {"mean": mean, "weight": weight})
     schema = dict.fromkeys(KNOBS, pl.Int64) | {"mean": pl.Float64, "weight": pl.Int64, "file": pl.String}
     return times, pl.DataFrame(means, schema=schema).drop_nulls("mean")

@@ -19,7 +19,7 @@ from knobwise.experiments.report.words import SIGN_WORDS, grpo_begins, policy_na
 from knobwise.experiments.results.problem import FEASIBLE
 
 COLOURED = 4
-"""So many runs have a colour: the first one, and those with the best scores."""
+"""So many runs have a colour: the first one, and the best of those that are comparable with it."""
 CURVES = ("Utility", "Reward_Mean", "Accuracy_Mean", "Latency_Mean", "Budget_Violation_Rate")
 """The training curves, in this order; the reward only where there is no utility, since runs may differ in it."""
 POINTS = 400

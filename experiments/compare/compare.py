@@ -81,6 +81,7 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
             for run, row in zip(comparison.runs, comparison.rows, strict=True)
         ],
         "settings": comparison.settings,
+        "comparable": [comparison.runs[i].label for i in comparison.comparable],
         "differences": _plain(comparison.differences),
         "differences_per_place": _plain(comparison.by_place),
         "differences_of_policies": _plain(comparison.by_policy),

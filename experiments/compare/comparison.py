@@ -11,7 +11,7 @@ import polars as pl
 import polars.selectors as cs
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.paired import differences, other_measurements
+from knobwise.experiments.compare.paired import differences, judged_alike
 from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, place_of, read_runs
 from knobwise.experiments.report.words import kept_before_grpo, unit_of, value_of
 from knobwise.experiments.results.problem import Problem
@@ -37,6 +37,8 @@ class Comparison:
     """At every place."""
     by_policy: list[Difference]
     """At `main`, for every other policy that both runs trained (selectors)."""
+    comparable: list[int]
+    """The indices of the first run and of those judged like it (see `judged_alike`): only these have a highest."""
     notes: list[str]
     """What was left out or restricted, in sentences."""
 
@@ -57,11 +59,8 @@ class Comparison:
         return unit_of(self.reference.results)
 
     def ranking(self) -> list[int]:
-        """The indices of the runs that were judged on the same data as the first one, the highest score first."""
-        wanted = set(self.places if self.main is None else [self.main])
-        complete = [i for i, run in enumerate(self.runs) if wanted <= set(run.places)]
-        same_data = [i for i in complete if not other_measurements(self.reference, self.runs[i])]
-        return sorted(same_data, key=lambda i: -value_of(self.rows[i], self.problem.ranked_by))
+        """The indices of the comparable runs, the highest score first."""
+        return sorted(self.comparable, key=lambda i: -value_of(self.rows[i], self.problem.ranked_by))
 
     def reference_rows(self) -> list[Mapping[str, Any]]:
         """The rows of the policies that controllers are judged against, from the first run."""
@@ -86,6 +85,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
     runs, notes = _read(folders)
     reference, places = runs[0], _places(runs[0], budgets_ms)
     main = place_of(reference.problem.main_place(reference.results))
+    judged = places if main is None else [main]
     rows = [row_over(run, run.policy, places, main) for run in runs]
     every: list[Difference] = []
     by_policy: list[Difference] = []
@@ -112,6 +112,7 @@ def comparison_of(folders: Sequence[str], budgets_ms: Sequence[float] | None = N
         differences=holm([difference for difference in every if difference.place == main]),
         by_place=holm([difference for difference in every if difference.place is not None]),
         by_policy=holm(by_policy),
+        comparable=[i for i, run in enumerate(runs) if i == 0 or judged_alike(reference, run, judged)],
         notes=notes + _before_grpo(runs),
     )
 

@@ -47,7 +47,7 @@ def where(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """Which run has the highest score, and which runs differ from the first one."""
+    """Which of the comparable runs has the highest score, and which runs differ from the first one."""
     ranking, metric = comparison.ranking(), _metrics(comparison)[0]
     tested, counted = comparison.differences, len(comparison.runs) - 1 > MOST_SENTENCES
     if counted:  # the best one has a sentence

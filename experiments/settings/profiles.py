@@ -31,9 +31,9 @@ class Exp5Exp6Profile:
     format: str = "exp5_exp6"
     """The reader."""
     exp5_dir: str = MISSING
-    """Folder of the accuracy files."""
+    """Folder of the accuracy files, or the file of a whole run."""
     exp6_dir: str = MISSING
-    """Folder of the latency files."""
+    """Folder of the latency files, or the file of a whole run."""
     dataset_name: Any = MISSING
     """Name of the data set, such as text_vqa; or a list of names."""
     features: str | None = None

@@ -25,7 +25,7 @@ from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.processes import in_processes
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.demonstrations.settings import GroupConfig
+from knobwise.envs.demonstrations.settings import AUTO, USUAL, GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
@@ -56,9 +56,12 @@ class SelectorExperiment(Experiment):
 
     def __init__(self, config: SelectorRun) -> None:
         super().__init__(config)
+        wanted = config.reward.mode
         self.data = _checked(config)
         self.table = self.data.table
         self.notes = [f"{self.table.name}: {n}" for n in dict.fromkeys([*self.table.notes, *self.data.test.notes])]
+        if wanted == AUTO and (mode := config.reward.mode) != USUAL:
+            self.notes.append(f"reward.mode={mode}: {self.table.name} has beam scores, but no right answers")
 
     def train(self, folder: Path) -> None:
         """Train every stage of every seed that is not finished, several seeds at the same time."""
@@ -81,6 +84,7 @@ class SelectorExperiment(Experiment):
             scores[seed / name] = float(load_checkpoint(seed / name / "best.pt").extra["validation"])
         best = keep_best(folder, scores)
         results, decisions = judge_run(config, self.data, folder)
+        results["reward_mode"] = config.reward.mode
         results["variants"], results["best_policy"] = list(config.variants), best.name
         results["best_seed"] = int(best.parent.name.removeprefix("seed"))
         return results, decisions
@@ -94,6 +98,7 @@ def _checked(config: SelectorRun) -> SelectorData:
     if config.selector.version == "v0" and max([config.shots, *config.judged_shots]) > LONGEST:
         raise InputError(f"shots, judged_shots: selector.version=v0 has positions for {LONGEST} demonstrations")
     data = read_data(config.beams)
+    config.reward = config.reward.resolved(data.table.fields)  # so that config.yaml says what is trained on
     check_judged(data, config.judged_shots)
     lengths = sorted(set(data.table.lengths[data.table.beam_mask].tolist()))
     if data.scorer is None and config.shots not in lengths:

@@ -259,7 +259,18 @@ def test_what_is_left_is_what_a_slow_reading_leaves(tmp_path, data: Any, shared:
         ("", "is empty"),
         ('{"3": {"id_list": [[1, 2', r"not JSON, or cut off \(.*write the file again"),
         ("[" * 100_000, "not JSON, or cut off"),
-        ("[]", "holds no queries"),
+        ("[]", "holds no queries; expected a list of objects with query_id"),
+        ("[[1, 2]]", "holds no queries; expected a list of objects with query_id"),
+        ([PAIR | {"query_id": 3}, PAIR], "record 1 of the list names no query, as others do; add query_id"),
+        ([PAIR | {"query_id": 3}, PAIR | {"query_id": "3"}], "2 records of the list are of query 3; keep only one"),
+        ([PAIR | {"query_id": 2.5}], "query 2.5: its key holds '2.5', expected a list of ids"),
+        ([PAIR | {"query_id": 3, "score_list": []}], "query 3: expected id_list and score_list, two lists"),
+        ([{"id_list": 7, "score_list": [1]}], "query 0: expected id_list and score_list, two lists"),
+        (
+            [{"id_list": [[7, 9, 3], [5, 7, 3]], "score_list": [2, 1]}, {"id_list": [], "score_list": []}],
+            "record 1 of the list names no query",
+        ),
+        ([*rl(row([7])).values(), *rl(row([8])).values()], "query 1, row 0: id 8 is not in candidate_pool_ids"),
         ({"_meta": {}}, "holds no queries"),
         ('{"3": {}, "3": {}}', "the key '3' occurs twice"),
         ({"3": PAIR, "03": PAIR}, "query 3 occurs 2 times"),
@@ -315,6 +326,52 @@ def test_what_is_left_is_what_a_slow_reading_leaves(tmp_path, data: Any, shared:
 def test_broken_files(tmp_path, content: Any, message: str) -> None:
     with pytest.raises(InputError, match=rf"beams\.json: (query 3[:,] )?{message}"):
         read(tmp_path, content)
+
+
+LEGACY = {
+    "3": {"id_list": [[7, 9, 3], [5, 7, 3]], "score_list": [0.5, 0.25]},
+    "1": {"id_list": [[8, 2, 1], [4, 8, 1]], "score_list": [0.25, 0.125]},
+}
+
+
+@pytest.mark.parametrize("names", ["query_id", "question_id", "trailing"])
+def test_a_list_of_records_is_read_as_the_object_by_query(tmp_path, names: str) -> None:
+    records: list[Any] = list(LEGACY.values())
+    if names == "query_id":
+        records = [{"query_id": key, **record} for key, record in LEGACY.items()]
+    elif names == "question_id":
+        records = [{"query": {"question_id": int(key)}, **record} for key, record in LEGACY.items()]
+    table, same = read(tmp_path, records), read(tmp_path, LEGACY)
+    assert (table.digest, table.notes) == (same.digest, same.notes)
+    assert table.query_ids == ("3", "1")
+
+
+def test_records_that_name_no_query_are_taken_in_order_which_is_noted(tmp_path) -> None:
+    """Also where each has one row, whose last id then proves nothing."""
+    plain = [{"id_list": [[7, 9], [5, 7]], "score_list": [2, 1]}, {"id_list": [[8, 2], [4, 8]], "score_list": [2, 1]}]
+    for records in (plain, [{"id_list": r["id_list"][:1], "score_list": [1]} for r in plain]):
+        table = read(tmp_path, records)
+        assert table.query_ids == ("0", "1")
+        assert table.pool[1].tolist()[:2] == [8, 2]
+        assert "2 records name no query: their places in the list, from 0, are taken for its rows" in table.notes
+    rl_records = [{"candidate_pool_ids": [7, 9], "pointer_candidates": [row([7]), row([9])]}] * 2
+    assert read(tmp_path, rl_records).query_ids == ("0", "1")
+    never = read(tmp_path, [*LEGACY.values()], trailing_query="never")
+    assert (never.query_ids, never.pool[0].tolist()) == (("0", "1"), [7, 9, 3, 5])
+
+
+def test_a_folder_stands_for_its_only_json_file(tmp_path) -> None:
+    path = written(tmp_path, LEGACY)
+    (tmp_path / "readme.txt").touch()
+    assert read_beam_data(tmp_path, BANK, ASKED).digest == read_beam_data(path, BANK, ASKED).digest
+    assert read_beam_data(tmp_path, BANK, ASKED).name == "beams"
+    written(tmp_path, LEGACY, "more.json")
+    message = r"is a folder with 2 JSON files \(beams\.json, more\.json\); give the path of one file"
+    with pytest.raises(InputError, match=message):
+        read_beam_data(tmp_path, BANK, ASKED)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"empty: is a folder with 0 JSON files \(none\)"):
+        read_beam_data(tmp_path / "empty", BANK, ASKED)
 
 
 def test_what_is_around_the_json(tmp_path) -> None:

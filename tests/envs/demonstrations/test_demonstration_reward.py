@@ -1,9 +1,11 @@
 """Rewards of demonstration sequences: every mode by hand, weights by length, adaptive weights, and the control."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers import small_beams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.nn.functional import cosine_similarity
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
 from knobwise.envs.demonstrations.settings import FIELDS, MODES, DemonstrationRewardConfig
+from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
 
 NAN = float("nan")
 RECORDED = {
@@ -193,14 +196,14 @@ def test_every_permutation_is_as_likely() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mode": "hard"}, "reward.mode='hard': must be one of legacy, hard_plus_soft"),
+        ({"mode": "hard"}, "reward.mode='hard': must be one of auto, legacy, hard_plus_soft"),
         ({"correctness": "yes"}, "reward.correctness='yes': must be one of 01, pm1"),
         ({"information": "vqa_gt_prob"}, "reward.information='vqa_gt_prob': must be one of beam_score, logprob_score"),
         ({"information_scale": 0.0}, "reward.information_scale=0.0: must be a number > 0"),
         ({"hard_weight": -1.0}, "reward.hard_weight=-1.0: must be a number ≥ 0"),
         ({"hard_weight": NAN}, "reward.hard_weight=nan: must be a number ≥ 0"),
         ({"hard_weight": "2"}, "reward.hard_weight='2': must be a number ≥ 0"),
-        ({"alpha": 0.5}, "reward.alpha: mode hard_plus_soft_v2 has no such weight, it has hard_weight, soft_weight"),
+        ({"alpha": 0.5}, "reward.alpha: mode auto has no such weight, it has hard_weight, soft_weight"),
         ({"mode": "legacy", "hard_weight": 1.0}, "reward.hard_weight: mode legacy has no such weight"),
         ({"mode": "legacy", "alpha": 0.0}, "reward: all weights of mode legacy are 0"),
         ({"mode": "multi_level", "beam_weight": 0, "task_weight": 0, "sequence_weight": 0}, "all weights of mode mul"),
@@ -209,10 +212,40 @@ def test_every_permutation_is_as_likely() -> None:
         ({"by_shots": {0: {}}}, "reward.by_shots.0: a sequence has at least one"),
         ({"by_shots": {"two": {}}}, "reward.by_shots={'two': {}}: must give weights by name"),
         ({"by_shots": {2: 3.0}}, "reward.by_shots={2: 3.0}: must give weights by name"),
-        ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode hard_plus_soft_v2 has no such weight"),
+        ({"by_shots": {2: {"luck": 3.0}}}, "reward.by_shots.2.luck: mode auto has no such weight"),
         ({"by_shots": {2: {"hard_weight": 0, "soft_weight": 0}}}, "reward.by_shots.2: all weights"),
     ],
 )
 def test_settings_that_make_no_sense(config: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         DemonstrationRewardConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "mode"),
+    [
+        (("vqa_correct", "vqa_acc_score", "beam_score"), "hard_plus_soft_v2"),
+        (("vqa_correct", "beam_score"), "hard_plus_soft_v2"),
+        (("vqa_acc_score", "beam_score"), "hard_plus_soft_v2"),
+        (("beam_score",), "legacy"),
+        (("beam_score", "vqa_gt_prob"), "legacy"),
+        (("logprob_score",), "hard_plus_soft_v2"),
+        ((), "hard_plus_soft_v2"),
+    ],
+)
+def test_without_a_mode_the_recorded_fields_decide(recorded: tuple[str, ...], mode: str) -> None:
+    config = DemonstrationRewardConfig(adaptive=True)
+    assert config.mode == "auto"
+    assert config.resolved(recorded) == DemonstrationRewardConfig(mode, adaptive=True)
+    chosen = DemonstrationRewardConfig("soft_only")
+    assert chosen.resolved(recorded) is chosen
+
+
+def test_scores_alone_are_the_reward_of_an_environment_too() -> None:
+    table, _ = small_beams(20)
+    scores = replace(table, fields={"beam_score": table.fields["beam_score"]})
+    env = DemonstrationBandit(scores, batch_size=20)
+    assert env.reward_config.mode == "legacy"
+    assert torch.equal(env.rewards[scores.beam_mask], scores.fields["beam_score"][scores.beam_mask])
+    with pytest.raises(InputError, match=r"reward\.mode=hard_plus_soft_v2 needs vqa_correct, which"):
+        DemonstrationBandit(scores, reward=DemonstrationRewardConfig("hard_plus_soft_v2"))

@@ -149,6 +149,113 @@ def test_summaries_of_the_whole_run_are_no_configuration(pair):
     assert "1 JSON files not read" in read(pair).notes[0]
 
 
+@pytest.mark.parametrize("name", ["text_vqa", "text-vqa"])
+def test_a_folder_may_have_the_name_of_the_data_set(pair, name):
+    """Also one for both kinds of files."""
+    same = read(pair)
+    for kind, long in (("exp5", "exp5_accuracy"), ("exp6", "exp6_latency")):
+        (pair / kind / f"{long}_text-vqa").rename(pair / kind / name)
+    assert (read(pair).digest, read(pair).notes) == (same.digest, ())
+    for path in (pair / "exp6" / name).iterdir():
+        path.rename(pair / "exp5" / name / path.name)
+    both = read_exp5_exp6(pair / "exp5", pair / "exp5", "text_vqa")
+    assert (both.digest, both.notes) == (same.digest, ())
+
+
+def put_whole_run(root, knobs_in_rows=(False, True), **changes):
+    """The files that the profilers write at the end of a run: accuracies without knobs, latencies with them."""
+    folders = (root / "exp5" / "exp5_accuracy_text-vqa", root / "exp6" / "exp6_latency_text-vqa")
+    paths = []
+    for folder, named_rows in zip(folders, knobs_in_rows, strict=True):
+        parts = [json.loads(path.read_text()) for path in sorted(folder.glob("*_crops*"), reverse=True)]
+        rows = []
+        for part in parts:
+            (summary,) = part["summary"]
+            knobs = {knob: summary[knob] for knob in named(SMALL)}
+            for row in part.get("all_samples", part.get("per_sample_latencies")):
+                rows.append({k: v for k, v in row.items() if k not in knobs} | (knobs if named_rows else {}))
+        content = {"summary": [part["summary"][0] for part in parts], "all_samples": rows}
+        content |= {"config": {"dataset_name": "text_vqa"}} | changes
+        shutil.rmtree(folder)
+        paths.append(put(folder / f"{folder.name.removesuffix('_text-vqa')}_results.json", content))
+    return paths
+
+
+@pytest.mark.parametrize("knobs_in_rows", [(False, True), (True, True), (False, False)])
+def test_one_file_of_a_whole_run_is_read_as_its_configurations_are(pair, knobs_in_rows):
+    for setting, scores in ((SMALL, {0: 0.5, 1: 0.0}), (LARGE, {0: 1.0, 1: 0.0})):
+        summary = {**named(setting), "num_samples": 2, "accuracy": sum(scores.values()) / 2}
+        put_exp5(pair, setting, scores, summary=[summary])
+    same = read(pair)
+    paths = put_whole_run(pair, knobs_in_rows)
+    notes = tuple(
+        f"{path}: its rows name no knobs; they were taken in the order of its 2 summaries"
+        for path, known in sorted(zip(paths, knobs_in_rows, strict=True), reverse=True)
+        if not known
+    )
+    for table in (read(pair), read_exp5_exp6(*paths, "text_vqa")):
+        assert (table.digest, table.notes) == (same.digest, notes)
+    with pytest.raises(InputError, match=r"results\.json: no files of 'ok_vqa'; all 1 name the data set text_vqa"):
+        read_exp5_exp6(*paths, "ok_vqa")
+    # files of single configurations come first
+    put_exp6(pair, LARGE, {0: 7.0})
+    assert read(pair).latency_ms.tolist() == [[7.0]]
+
+
+def test_mean_latencies_of_a_whole_run_can_be_given_to_all_samples(pair):
+    _, path = put_whole_run(pair, summary=[
+        {**named(s), "num_samples": 2, "latency_total_ms": {"mean": t}} for s, t in ((SMALL, 40.0), (LARGE, 80.0))
+    ])  # fmt: skip
+    content = json.loads(path.read_text())
+    put(path, content | {"all_samples": []})
+    table = read(pair, broadcast_latency=True)
+    assert table.latency_ms.tolist() == [[40.0, 80.0]] * 2
+
+
+WHOLE = {"summary": [{**named(SMALL), "num_samples": 1}, {**named(LARGE), "num_samples": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"all_samples": [{"sample_id": 0, "score": 1}]},
+            "its 1 rows do not say max_crops, top_k, num_active_blocks, and num_samples of its 0 summaries does",
+        ),
+        ({**WHOLE, "all_samples": [{"sample_id": 0, "score": 1}]}, "num_samples of its 2 summaries does not add up"),
+        (
+            {"summary": [named(SMALL)], "all_samples": [{"sample_id": 0, "score": 1}]},
+            "num_samples of its 1 summaries does not add up to them. Give a folder with a file for each configuration",
+        ),
+        (
+            {
+                "summary": [{**named(SMALL), "num_samples": 2, "accuracy": 0.9}],
+                "all_samples": [{"sample_id": 0, "score": 1}, {"sample_id": 1, "score": 0}],
+            },
+            "those of summary 0 have a mean score of 0.5000, its accuracy is 0.9. Give a folder with a file for each",
+        ),
+        (
+            {**WHOLE, "all_samples": [{"sample_id": 0, "score": 1, **named(SMALL)}, {"sample_id": 0, "score": 1}]},
+            "a row or summary says max_crops=None, top_k=None, num_active_blocks=None; each needs a whole number",
+        ),
+        ({"all_samples": []}, "holds no configuration: neither summaries nor rows"),
+        ({"summary": [{**named(SMALL), "top_k": "many"}]}, "a row or summary says max_crops=2, top_k='many'"),
+        (
+            {"summary": [{**named(SMALL), "top_k": 10**19}]},
+            "top_k=10000000000000000000, num_active_blocks=12",
+        ),
+        ({**WHOLE, "all_samples": {"0": 1}}, "all_samples must hold objects"),
+        ([WHOLE], "must hold a JSON object with all_samples, holds a list"),
+        ({"rows": []}, "has none of all_samples"),
+    ],
+)
+def test_bad_files_of_a_whole_run_are_named(pair, content, message):
+    path, _ = put_whole_run(pair)
+    put(path, content)
+    with pytest.raises(InputError, match=rf"exp5_accuracy_results\.json: .*{re.escape(message)}"):
+        read(pair)
+
+
 def test_a_merge_replaces_its_rank_files(pair):
     digest = read(pair).digest
     for rank in (0, 1):

@@ -109,7 +109,7 @@ def test_several_experiments_each_with_its_own_sweep() -> None:
         (["seeds=[0],[1]", "loss=exact"], [["seeds=[0]", "loss=exact"], ["seeds=[1]", "loss=exact"]]),
         (["profile.path='a,b.csv','c d.csv'"], [["profile.path='a,b.csv'"], ["profile.path='c d.csv'"]]),
         (["+hydra.sweeper.params.seeds='[0],[1]'"], [["seeds=[0]"], ["seeds=[1]"]]),
-        (["experiment=glob([lean*,see*])"], [["experiment=lean"], ["experiment=seeds"]]),
+        (["experiment=glob([lean*,seeds*])"], [[f"experiment={name}"] for name in ("lean", "seeds", "seeds_small")]),
     ],
 )
 def test_hydras_ways_to_list_values(words: list[str], wanted: list[list[str]]) -> None:

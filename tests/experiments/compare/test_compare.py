@@ -15,13 +15,18 @@ from run_folders import write_run, write_selector_run
 
 from knobwise.__main__ import main
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.compare import write_comparison
+from knobwise.experiments.compare.charts import order
+from knobwise.experiments.compare.compare import numbers, write_comparison
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.compare.words import method, print_comparison, results_cells, settings_cells, verdict
+from knobwise.experiments.report import charts
 from knobwise.experiments.results.run_folder import UNFINISHED
 
 PAIR: dict[str, dict[str, Any]] = {"a": {}, "b": {"gain": 0.3}}
 """Two runs of which the second has more."""
+
+
+ALONE = "No run is called the highest: no other run is known to have been judged on the same test {} as a."
 
 
 def sweep(folder: Path, count: int) -> Path:
@@ -130,7 +135,9 @@ def test_older_runs_are_shown_and_not_tested(tmp_path: Path) -> None:
     ]
     assert rows_of(comparison)[1]["shown"] == "not tested"
     assert method(comparison) == ""
-    assert "Nothing could be tested against a." in printed(print_comparison, comparison)
+    text = " ".join(printed(print_comparison, comparison).split())
+    assert "Nothing could be tested against a." in text
+    assert "No run is called the highest: no other run is known to have been judged on the same test samples" in text
 
 
 def test_some_of_the_budgets(tmp_path: Path) -> None:
@@ -284,7 +291,10 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
     b, c = (run.label for run in comparison.runs[1:])
     utility = {line["run"]: line["utility"] for line in rows_of(comparison)}
     assert float(utility[c].split()[0]) > float(utility[b].split()[0])
-    assert verdict(comparison)[0].startswith(f"The highest is {b}:")
+    a = comparison.runs[0].label
+    assert verdict(comparison)[0].startswith(
+        f"Of the 2 runs judged on the same test samples at the same budgets as {a}, the highest is {b}:"
+    )
     assert f"{b}: without config.yaml the settings are unknown." in comparison.notes
     assert f"{c}: means are over budgets that {comparison.runs[0].label} was not judged at." in comparison.notes
     assert any(note.startswith(f"{c} was judged on other measurements") for note in comparison.notes)
@@ -294,9 +304,56 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
 def test_a_run_under_other_budgets_is_not_the_highest(tmp_path: Path, budgets: tuple[float, ...]) -> None:
     comparison = compared(tmp_path, {"a": {}, "b": {"gain": 0.9, "budgets": budgets}})
     assert comparison.ranking() == [0]
-    assert verdict(comparison)[0].startswith("The highest is a:")
+    assert verdict(comparison)[0].startswith(ALONE.format("samples at the same budgets"))
     alone = comparison_of([str(tmp_path)], [10.0])
     assert alone.ranking() == ([1, 0] if 10.0 in budgets else [0])
+
+
+@pytest.mark.parametrize(
+    ("write", "first", "second", "data"),
+    [
+        (write_selector_run, {}, {"first": 30}, "queries at the same numbers of shots"),
+        (write_selector_run, {}, {"first": 100}, "queries at the same numbers of shots"),
+        (write_selector_run, {}, {"queries": 40}, "queries at the same numbers of shots"),
+        (write_selector_run, {}, {"unknown": 5}, "queries at the same numbers of shots"),
+        (write_selector_run, {}, {"digest": "sha256:z"}, "queries at the same numbers of shots"),
+        (write_run, {"samples": range(60)}, {"samples": range(30, 90)}, "samples at the same budgets"),
+        (write_run, {"samples": range(60)}, {"samples": range(60, 120)}, "samples at the same budgets"),
+        (write_run, {"sense": "mean"}, {"sense": "mean", "samples": range(30, 90)}, "samples at the same mean budgets"),
+        (write_run, {}, {"budgets": (10.0,)}, "samples at the same budgets"),
+    ],
+)
+def test_of_runs_judged_on_different_data_none_is_called_the_highest(
+    tmp_path: Path, write: Any, first: dict[str, Any], second: dict[str, Any], data: str
+) -> None:
+    """Neither in the sentences nor on the page, whichever run comes first and whatever they got. Runs like the first
+    one are still ranked among themselves."""
+    better = {"wrong": 0.1} if write is write_selector_run else {"gain": 0.5}
+    pair = [str(write(tmp_path / name, **values)) for name, values in (("a", first), ("b", second | better))]
+    comparison = comparison_of(pair)
+    assert (comparison.comparable, comparison.ranking()) == ([0], [0])
+    for text in (" ".join(printed(print_comparison, comparison).split()), " ".join(verdict(comparison))):
+        assert ALONE.format(data) in text
+        assert "highest is" not in text
+    page = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert ALONE.format(data) in page
+    assert "highest is" not in page
+    assert "which not every run was" in page
+    # at the budgets of the first run alone the other one may be judged alike
+    assert comparison_of(pair[::-1]).comparable == ([0, 1] if "budgets" in second else [0])
+    three = comparison_of([*pair, str(write(tmp_path / "c", **first | better))])
+    assert three.ranking() == [2, 0]
+    assert verdict(three)[0].startswith(f"Of the 2 runs judged on the same test {data} as a, the highest is c: ")
+    assert numbers(three)["comparable"] == ["a", "c"]
+
+
+def test_colours_are_for_runs_judged_alike(tmp_path: Path) -> None:
+    for name in "abcde":
+        write_run(tmp_path / name, gain=0.5 * (name != "a"), samples=range(60 if name in "ab" else 50))
+    comparison = comparison_of([str(tmp_path)])
+    assert order(comparison) == ["a", "b", charts.OTHER]
+    page = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert "In colour: the first run and the best other judged on the same samples; grey: 3 more." in page
 
 
 def test_what_is_best_on_validation_stands_for_a_selector(tmp_path: Path) -> None:

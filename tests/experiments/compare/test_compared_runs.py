@@ -268,7 +268,7 @@ def test_of_many_runs_a_few_have_colours_and_all_are_in_the_tables(tmp_path: Pat
     assert {row["policy"] for row in points_of(specs["Which settings are used"])} == set(named) - {charts.OTHER}
     text = write_comparison(comparison, tmp_path / "page.html").read_text()
     assert "<h1>lean: 12 runs</h1>" in text
-    assert "the first run and the 3 best others; grey: 8 more" in text
+    assert "the first run and the 3 best others judged on the same samples; grey: 8 more" in text
     assert all(f"{run.label}</td>" in text for run in comparison.runs)
     assert "<details><summary>Per budget" in text
     (forest,) = (spec for spec in charts_of(text) if "shown" in str(spec))

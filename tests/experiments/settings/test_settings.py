@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import small_beams, small_table
 
+from knobwise.agents.controller.controller import Controller
 from knobwise.experiments.command_line.compose import GROUPS, field_docs, read_settings
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.beams import hide, read_data
@@ -49,6 +50,25 @@ def test_the_settings_of_the_original_system() -> None:
     assert settings.loss.objective == "sampled"
 
 
+def test_the_small_original_has_half_a_million_parameters_and_nothing_else_is_different() -> None:
+    wide = ["profile=calibrated", "profile.datasets=[text_vqa]", "profile.samples=8", "profile.grid='240'"]
+    small, large = (read_settings("train", [f"experiment={name}", *wide]) for name in ("seeds_small", "seeds"))
+    same = {"experiment": large.experiment, "policy": replace(small.policy, hidden=large.policy.hidden)}
+    assert replace(small, **same) == large
+    table = read_profile(small.profile)
+    assert {name: block.shape[1] for name, block in table.features.items()} == {
+        "image_features": 768, "language_features": 2048
+    }  # fmt: skip
+    assert table.num_configurations == 240
+    counts = {}
+    for budget_width in (small.policy.budget_width, 33):  # 33 makes 2,848 inputs and the budget itself
+        config = replace(small.policy, budget_width=budget_width)
+        controller = Controller.for_table(table, torch.arange(8), config)
+        counts[budget_width] = sum(parameter.numel() for parameter in controller.parameters())
+    assert counts == {9: 500_011, 33: 503_995}
+    assert all(abs(count / 500_000 - 1) < 0.03 for count in counts.values())
+
+
 def test_the_settings_of_the_original_selector() -> None:
     settings = read_settings("train_selector", ["experiment=selector_seeds"])
     network = settings.selector
@@ -65,7 +85,7 @@ def test_the_settings_of_the_original_selector() -> None:
     (name,) = settings.variants
     variant = settings.plan(name).variant
     assert (variant.live, variant.groups, variant.own_draws, variant.warmup) == (False, "all", 0, True)
-    assert settings.reward.mode == "hard_plus_soft_v2"
+    assert settings.reward.mode == "auto"
 
 
 def test_defaults_and_overrides() -> None:

@@ -105,6 +105,7 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, whole: Path, 
         assert metrics[f"Train/{stage}/Loss"].is_not_null().any()
 
     results = results_of(run)
+    assert results["reward_mode"] == OmegaConf.load(run / "config.yaml").reward.mode == "hard_plus_soft_v2"
     assert numbers(results) == numbers(results_of(whole)), "RL data and a saved table are the same beams"
     assert results["profile"]["samples"] == 60
     assert (results["split"], results["seeds"], results["judged_by"]) == ("test", [0], "recorded")
@@ -118,7 +119,9 @@ def test_recorded_beams_leave_what_the_contract_says(folder: Path, whole: Path, 
     for row in results["differences"]:
         assert row["ci95"][0] - 1e-9 <= row["difference"] <= row["ci95"][1] + 1e-9
     assert "No scorer was available" in (run / "report.html").read_text()
-    assert "report.html" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "report.html" in printed.out
+    assert "reward.mode" not in printed.err
     words = [word for word in words if word.startswith("beams.")]
     assert main(["evaluate", "beams=files", *words, "json=again.json"]) == 0
     again = named(json.loads(Path("again.json").read_text())["rows"])
@@ -171,12 +174,22 @@ def test_every_network_through_the_command_line(folder: Path, network: list[str]
         assert str(getattr(config, key)) == value
 
 
-def test_legacy_beams_train_and_are_judged_by_their_scores(folder: Path) -> None:
-    """Format E knows neither right answers nor sequences that were found without looking at the answer."""
+def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder: Path, capsys: Capture) -> None:
+    """Format E knows neither right answers nor sequences that were found without looking at the answer. A folder with
+    such a file picks the reward by itself and says so."""
     groups = [f"variants.{name}.groups=all" for name in ("grpo_recorded", "shuffled_recorded")]
-    assert main([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy", *groups]) == 0
+    Path("recorded").mkdir()
+    Path("e.json").rename("recorded/e.json")
+    words = [*REPLAY, *EMBEDDINGS, "beams.path=recorded", *groups]
+    assert main(words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("reward.mode=legacy: e has beam scores, but no right answers") == 1
+    assert OmegaConf.load("runs/latest/config.yaml").reward.mode == "legacy"
     results = results_of()
-    assert results["judged_by"] == "best_beam"
+    assert (results["judged_by"], results["reward_mode"]) == ("best_beam", "legacy")
+    assert main([*words, "reward.mode=legacy"]) == 0
+    assert "reward.mode=legacy:" not in capsys.readouterr().err
+    assert numbers(results_of()) == numbers(results)
     assert {"sft", "rce", "grpo_recorded"} <= {row["policy"] for row in results["rows"]}
     best = next(row for row in results["rows"] if row["policy"] == "best_recorded" and row["shots"] == 2)
     assert best["accuracy"] == 1
@@ -251,8 +264,12 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "beams.path=none.json", *EMBEDDINGS], "none.json"),
         ([*REPLAY, "beams.path=f.json"], "beams.embeddings"),
         ([*REPLAY, "beams.path=f.json", "beams.embeddings=none.npz"], "none.npz"),
-        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json"], "vqa_correct"),
-        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=legacy"], "variants.grpo_recorded.groups=all"),
+        (
+            [*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.mode=hard_plus_soft_v2"],
+            "reward.mode=hard_plus_soft_v2 needs vqa_correct",
+        ),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json"], "variants.grpo_recorded.groups=all"),
+        ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.hard_weight=3"], "mode legacy has no such weight"),
         ([*REPLAY, "selector.version=v0", "judged_shots=[2,40]"], "32"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "beams.trailing_query=often"], "auto, never"),
         (["train", "experiment=selector_replay"], "beams.path"),
