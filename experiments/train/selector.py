@@ -75,7 +75,7 @@ class SelectorExperiment(Experiment):
         compete."""
         config, seeds = self.config, [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         plans = {name: config.plan(name) for name in config.variants}
-        competing = [name for name, plan in plans.items() if not plan.variant.hidden and plan.stage.keep == "best"]
+        competing = [name for name, plan in plans.items() if not plan.variant.hidden and plan.stage.keep != "last"]
         scores = {}
         for name, seed in itertools.product(competing or ["rce"], seeds):
             scores[seed / name] = float(load_checkpoint(seed / name / "best.pt").extra["validation"])
