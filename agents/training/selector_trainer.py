@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -92,8 +93,8 @@ class SelectorTrainer(Trainer):
         self.judged_by = "beam score" if scorer is None and "vqa_correct" not in table.fields else "accuracy"
         reference, embeddings = reference or start, embeddings or StoredEmbeddings(table.queries, table.candidates)
         networks = ((start, embeddings), (reference, reference_embeddings or embeddings))
-        weights = (*start.state_dict().values(), *reference.state_dict().values())
-        sums = [float(values.double().sum()) for values in weights]
+        weights = [module.state_dict().values() for module in (start, reference, embeddings)]
+        sums = [float(values.double().sum()) for values in itertools.chain(*weights)]
         self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
         settings, group = self.config.optimiser(len(split.train)), self.loss.group_size
         with seeded(seed, device):

@@ -108,6 +108,8 @@ class SelectorRun(Training):
     experiment: str = "selector"
     beams: Any = MISSING
     """Group: builtin, files."""
+    encoder: Any = MISSING
+    """Group: stored, clip. What embeds queries and candidates."""
     selector: SelectorConfig = field(default_factory=lambda: SelectorConfig(dropout=0.2))
     """The network."""
     reward: DemonstrationRewardConfig = field(default_factory=DemonstrationRewardConfig)

@@ -195,7 +195,9 @@ def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
         assert all(torch.equal(p, before[name]) for name, p in start_encoder.named_parameters())
         moved = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
         last = load_checkpoint(tmp_path / stage / "last.pt").extra["training"]["agent"]
-        changed = {n for n, p in before.items() if not torch.equal(last[f"embeddings.{n}"], p)}
+        kept = {n for n in before if f"embeddings.{n}" in last}
+        assert kept == {f"model.{name}" for name in made.lora_state()}, "CLIP itself stays out of checkpoints"
+        changed = {n for n in kept if not torch.equal(last[f"embeddings.{n}"], before[n])}
         assert moved <= changed
         assert changed
         assert all("lora" in name for name in changed)
