@@ -25,7 +25,7 @@ from knobwise.agents.selector.clip_encoder import ClipEncoder, Embeddings
 from knobwise.agents.selector.evaluation import LOWEST, choose, judge
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.loop import Stage, Trainer, seeded
-from knobwise.agents.training.settings import NO_KL_IN_SFT, OptimiserConfig, StageConfig
+from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, GroupConfig
@@ -86,7 +86,7 @@ class SelectorTrainer(Trainer):
             raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
         self.config, self.loss = config or StageConfig(), loss or SelectorLossConfig()
         if stage == "sft" and self.config.keep == "best_kl":
-            raise InputError(NO_KL_IN_SFT)
+            raise InputError("sft.keep=best_kl: the KL is to the policy that this stage makes; keep the best or last")
         if not len(split.train) or not len(split.validation):
             raise InputError(f"{table.name}: training needs queries to fit on and others to choose the epoch on")
         self.table, self.split, self.shots, self.scorer = table, split, shots, scorer

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from knobwise.common.checks import at_least, one_of, positive
 
 KEPT = ("best", "last", "best_kl")
-NO_KL_IN_SFT = "sft.keep=best_kl: the KL is to the policy that supervised fine-tuning makes; keep the best or last"
 
 
 @dataclass

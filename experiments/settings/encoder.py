@@ -85,14 +85,14 @@ def _items(config: ClipLora, table: BeamTable, by_id: bool) -> tuple[list[VQAIte
         names = "the ids of items" if by_id else "row numbers, from 0"
         raise InputError(f"{config.data}: has no item for query {missing[0]!r} of {table.name!r}; queries are {names}")
     queries = [known[query] for query in table.query_ids]
-    for items, images in ((queries, table.query_images), (data.bank, table.candidate_images)):
-        for item, image in zip(items, images, strict=bool(images)):
-            named = not isinstance(item.image, Path) or item.image_id != str(item.image.resolve())
-            if named and image not in ("", item.image_id):
-                raise InputError(
-                    f"{config.data}: item {item.id!r} shows image {item.image_id}, and in {table.name!r} {image}; "
-                    "items must be those of the beams, in the same order"
-                )
+    images = [*(table.query_images or [""] * len(queries)), *(table.candidate_images or [""] * len(data.bank))]
+    for item, image in zip([*queries, *data.bank], images, strict=True):
+        unnamed = str(item.image.resolve()) if isinstance(item.image, Path) else ""
+        if image and item.image_id not in (image, unnamed):
+            raise InputError(
+                f"{config.data}: item {item.id!r} shows image {item.image_id}, and in {table.name!r} {image}; items "
+                "must be those of the beams, in the same order"
+            )
     return queries, data.bank
 
 

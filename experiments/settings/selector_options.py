@@ -9,7 +9,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.settings import NO_KL_IN_SFT, StageConfig
+from knobwise.agents.training.settings import StageConfig
 from knobwise.common.checks import a_seed
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import GROUPS, DemonstrationRewardConfig
@@ -141,8 +141,6 @@ class SelectorRun(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.variants = {name: values for name, values in self.variants.items() if values is not None}
-        if self.sft.keep == "best_kl":
-            raise InputError(NO_KL_IN_SFT)
 
     def plan(self, name: str) -> Plan:
         """How the variant of this name is trained: as the run's GRPO, except for what it sets. Raises InputError: an

@@ -111,17 +111,17 @@ def _checked(config: SelectorRun) -> SelectorData:
                 f"by variants.{name}=null, or train with experiment=selector_replay"
             )
     stages = SelectorStages(config, data, config.seeds[0], None)
-    stages.check(config.reward)
+    stages.check("rce", config.reward)
     stages.encoder = read_encoder(config.encoder, config.beams, data.table, check=True)
     if stages.encoder is not None and any(policies(config).values()):
         raise InputError("encoder=clip: no block of CLIP's embeddings can be hidden; leave out variants with `hidden`")
     if config.init_from is not None:
         stages.init_from(config.init_from)
-    recorded_groups(data.table, GroupConfig("beams"))
+    stages.check("sft", config.reward, GroupConfig("beams"))
     for name in config.variants:
         variant, _, reward, _ = config.plan(name)
         hide(data.table, variant.hidden)
-        stages.check(reward)
+        stages.check("rce", reward)
         if not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
@@ -155,11 +155,12 @@ class SelectorStages:
         self.lora: dict[Selector, dict[str, Tensor]] = {}  # of each selector that was trained with CLIP
         self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
 
-    def check(self, reward: Any) -> None:
-        """Refuse a reward that what was recorded does not hold. Raises InputError: naming what is missing."""
-        table, config = self.data.table, self.config
-        start = Selector.fitted(config.selector, table.queries, table.candidates)
-        SelectorTrainer("rce", table, self.data.split, start, shots=config.shots, config=config.rce, reward=reward)
+    def check(self, stage: str, reward: Any, groups: GroupConfig | None = None) -> None:
+        """Refuse what a stage cannot be trained on, such as a reward that what was recorded does not hold. Raises
+        InputError: naming what is missing."""
+        table, settings = self.data.table, {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
+        start = Selector.fitted(self.config.selector, table.queries, table.candidates)
+        SelectorTrainer(stage, table, self.data.split, start, shots=self.config.shots, **settings)
 
     def all(self) -> None:
         """Train everything that the settings name."""
