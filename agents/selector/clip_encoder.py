@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from knobwise.agents.selector.selector import StoredEmbeddings
 from knobwise.common.errors import InputError
-from knobwise.profiling.measuring.questions import VQAItem
+
+if TYPE_CHECKING:
+    from knobwise.profiling.measuring.questions import VQAItem
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The layers of CLIP's attention that get LoRA weights."""
@@ -41,10 +43,11 @@ class ClipItems(NamedTuple):
             from transformers import AutoProcessor
 
             processor = AutoProcessor.from_pretrained(folder)
-        pixels = [processor.image_processor(item.picture(), return_tensors="pt")["pixel_values"] for item in items]
+        pictures = (processor.image_processor(item.picture(), return_tensors="pt") for item in items)
+        pixels = torch.cat([picture["pixel_values"].half() for picture in pictures])
         texts = [item.question for item in items]
         words = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-        return cls(torch.cat([each.half() for each in pixels]), words["input_ids"], words["attention_mask"])
+        return cls(pixels, words["input_ids"], words["attention_mask"])
 
 
 @contextmanager

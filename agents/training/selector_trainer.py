@@ -58,6 +58,7 @@ class SelectorTrainer(Trainer):
     """
 
     agent: SelectorActor
+    reference: SelectorActor
     table: BeamTable
     trained_on = "on other beams or with other settings"
 
@@ -230,7 +231,7 @@ class SelectorTrainer(Trainer):
             log_prob = torch.zeros_like(reward) if live else self.agent.get_dist(batch).log_prob(batch["action"])
             weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
             metrics["Loss"] = -expectation(reward, weight).mean()
-            how = {"std_floor": config.advantage_std_floor, "clip": config.advantage_clip}
+            how: dict[str, Any] = {"std_floor": config.advantage_std_floor, "clip": config.advantage_clip}
             advantage = group_advantage(reward, config.advantage, mask=present, **how)[present]
             metrics |= {"Advantage_Mean": advantage.mean(), "Advantage_Std": advantage.std(correction=0)}
         else:

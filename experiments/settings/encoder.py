@@ -99,11 +99,11 @@ def _items(config: ClipLora, table: BeamTable, by_id: bool) -> tuple[list[VQAIte
 def load_lora(encoder: ClipEncoder | None, loaded: Loaded) -> None:
     """Take over the LoRA weights of a checkpoint. Raises InputError: it was trained with the other kind of encoder."""
     lora = loaded.extra.get("lora")
-    if (encoder is None) != (lora is None):
+    if encoder is not None and lora is not None:
+        encoder.load_lora_state(lora)
+    elif encoder is not None or lora is not None:
         known = "encoder=stored" if lora is None else "encoder=clip, with encoder.folder and encoder.data"
         raise InputError(f"the selector was trained with {known}; give the same")
-    if encoder is not None:
-        encoder.load_lora_state(lora)
 
 
 def stored_embeddings(table: BeamTable, encoder: ClipEncoder | None, loaded: Loaded | None = None) -> StoredEmbeddings:
