@@ -192,9 +192,9 @@ class SelectorTrainer(Trainer):
             chosen = choose(self.selector, self.agent.embeddings, self.table, rows, self.shots)
             score = float(judge(self.table, self.scorer, chosen, rows).mean())
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
-        return score, metrics | (
-            self._validation_metrics() if self.log is not None or self.config.keep == "best_kl" else {}
-        )
+        if self.log is not None or self.config.keep == "best_kl":
+            metrics |= self._validation_metrics()
+        return score, metrics
 
     def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
         if self.config.keep == "best_kl":  # any trained epoch replaces the start, which is SFT itself without RCE

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -126,6 +127,7 @@ def test_lora_weights_are_saved_and_loaded_alone(tmp_path: Path) -> None:
     save_file(made.lora_state(), tmp_path / "lora.safetensors")
     state = load_file(tmp_path / "lora.safetensors")
     assert sum(value.numel() for value in state.values()) == 16 * 2 * 16 * 16
+    assert copy.deepcopy(made).items is made.items, "pictures are too large to be copied"
     other = encoder()
     assert (other.both(torch.arange(3), POOL)[0] - made.both(torch.arange(3), POOL)[0]).abs().max() > 1e-2
     other.load_lora_state(state)
