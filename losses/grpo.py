@@ -49,7 +49,8 @@ class GRPOLoss(ActorLoss):
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's log-probs are not
     there), whose sum is minimised; and as diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour
-    policy), `clip_fraction`, `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing).
+    policy), `clip_fraction`, `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing),
+    `advantage_mean` and `advantage_std` (over all groups of the batch, whole).
 
     Examples:
         >>> import torch
@@ -99,7 +100,7 @@ class GRPOLoss(ActorLoss):
     default_keys = _AcceptedKeys
     out_keys = [
         *("loss_objective", "loss_entropy", "loss_kl_to_ref", "entropy", "kl_to_ref", "kl_approx"),
-        *("clip_fraction", "ESS", "ratio_mean", "zero_advantage_fraction"),
+        *("clip_fraction", "ESS", "ratio_mean", "zero_advantage_fraction", "advantage_mean", "advantage_std"),
     ]
     _schedulable_buffers = frozenset({"clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"})
     clip_epsilon: Tensor
@@ -192,6 +193,7 @@ class GRPOLoss(ActorLoss):
             with torch.no_grad():
                 log_ratio = log_prob - old
                 used = advantage if taught is None else advantage * (taught > 0)
+                mean, square = (expectation(power, weight).mean() for power in (advantage, advantage.square()))
                 out |= {
                     "entropy": dist.entropy().mean(),
                     "kl_to_ref": expected_k3(log_prob, reference, behaviour, weight).mean(),
@@ -200,6 +202,8 @@ class GRPOLoss(ActorLoss):
                     "ESS": effective_sample_size(log_ratio, weight),
                     "ratio_mean": expectation(log_ratio.exp(), weight).mean(),
                     "zero_advantage_fraction": (used.abs() < 1e-6).all(-1).to(log_prob.dtype).mean(),
+                    "advantage_mean": mean,
+                    "advantage_std": (square - mean.square()).clamp_min(0).sqrt(),
                 }
         return TensorDict(out, batch_size=[])
 

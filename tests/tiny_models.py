@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 FAMILIES = (
     "llama4", "aria", "llava_next", "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "gemma4", "smolvlm", "idefics3",
@@ -106,6 +106,22 @@ def tiny_model(family, **text):
     special = [number for number, token in processor.tokenizer.added_tokens_decoder.items() if token.special]
     model.generation_config.suppress_tokens = [number for number in special if number != TEXT["eos_token_id"]]
     return model, processor
+
+
+def tiny_clip(folder):
+    """Save a new CLIP model of 9 k weights and its processor into a folder, and return it."""
+    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer, ends = word_tokenizer(), [("<s>", 2), ("</s>", 3)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    tokenizer.model_max_length = 12
+    words = {"vocab_size": len(tokenizer), "max_position_embeddings": 12, "bos_token_id": 2, "eos_token_id": 3}
+    images = {"image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=layers | words, vision_config=layers | images, projection_dim=12)
+    pixels = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.CLIPModel(config).eval()
+    return saved(folder, model, transformers.CLIPProcessor(pixels, tokenizer))
 
 
 def blocks_of(model):

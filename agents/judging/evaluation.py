@@ -17,6 +17,8 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 LOGGED = {
     "loss": "Loss",
+    "loss_objective": "Policy_Loss",
+    "loss_kl_to_ref": "KL_Loss",
     "grad_norm": "Grad_Norm",
     "entropy": "Entropy",
     "kl_to_ref": "KL",
@@ -24,6 +26,8 @@ LOGGED = {
     "ESS": "ESS",
     "ratio_mean": "Ratio_Mean",
     "zero_advantage_fraction": "Zero_Advantage_Fraction",
+    "advantage_mean": "Advantage_Mean",
+    "advantage_std": "Advantage_Std",
 }
 """Diagnostics of the loss modules, and the names that they are logged under."""
 

@@ -3,9 +3,10 @@ weights alone. transformers and peft are needed here and nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from torch.nn import functional as F
 
 from knobwise.agents.selector.selector import StoredEmbeddings
 from knobwise.common.errors import InputError
+
+if TYPE_CHECKING:
+    from knobwise.profiling.measuring.questions import VQAItem
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The layers of CLIP's attention that get LoRA weights."""
@@ -27,6 +31,34 @@ class ClipItems(NamedTuple):
     pixel_values: Tensor
     input_ids: Tensor
     attention_mask: Tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClipItems:
+        return self  # large, and never written to: copies of an encoder share them
+
+    @classmethod
+    def read(cls, folder: str | Path, items: Sequence[VQAItem]) -> ClipItems:
+        """Image, in float16, and question of each item, by the processor in a folder; long questions are cut. Raises
+        InputError: there is no such processor, transformers is missing, an image cannot be read."""
+        with _loading(folder):
+            from transformers import AutoProcessor
+
+            processor = AutoProcessor.from_pretrained(folder)
+        pictures = (processor.image_processor(item.picture(), return_tensors="pt") for item in items)
+        pixels = torch.cat([picture["pixel_values"].half() for picture in pictures])
+        texts = [item.question for item in items]
+        words = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        return cls(pixels, words["input_ids"], words["attention_mask"])
+
+
+@contextmanager
+def _loading(source: str | Path) -> Iterator[None]:
+    """A block that loads something of CLIP; its errors become an InputError."""
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(f"CLIP needs transformers and peft ({error}): pip install knobwise[models]") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{source}: not a CLIP model that can be loaded ({error})") from error
 
 
 class ClipEncoder(nn.Module):
@@ -61,10 +93,8 @@ class ClipEncoder(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        try:
+        with _loading("peft"):
             from peft import LoraConfig, inject_adapter_in_model
-        except ImportError as error:
-            raise InputError(f"LoRA on CLIP needs peft ({error}): pip install knobwise[models]") from error
         sizes = {len(part) for part in items}
         if len(sizes) > 1:
             raise InputError(f"items: as many images as texts are needed, got {sorted(sizes)}")
@@ -76,6 +106,9 @@ class ClipEncoder(nn.Module):
             self.model: Any = inject_adapter_in_model(config, model)
         except ValueError as error:
             raise InputError(f"LoRA on CLIP: this model has none of the layers {', '.join(ADAPTED)}") from error
+        self.frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        self.register_state_dict_post_hook(_without_frozen)
+        self.register_load_state_dict_post_hook(_expect_no_frozen)
         self.items = items
         self.width: int = model.config.projection_dim
         self.register_buffer("query_items", query_items, persistent=False)
@@ -87,14 +120,10 @@ class ClipEncoder(nn.Module):
     ) -> ClipEncoder:
         """With the weights of a folder, or of a model on the Hugging Face hub, in float32. Without such a model, or
         without transformers, an `InputError`."""
-        try:
+        with _loading(source):
             from transformers import CLIPModel
-        except ImportError as error:
-            raise InputError(f"CLIP needs transformers ({error}): pip install knobwise[models]") from error
-        try:
+
             model = CLIPModel.from_pretrained(source, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{source}: not a CLIP model that can be loaded ({error})") from error
         return cls(model, items, query_items, candidate_items)
 
     def both(self, rows: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,6 +177,16 @@ class ClipEncoder(nn.Module):
         images, texts, mask = (part[items.to(part.device)].to(items.device) for part in self.items)
         out = self.model(pixel_values=images.to(self.model.dtype), input_ids=texts, attention_mask=mask)
         return (out.image_embeds + out.text_embeds).float() / 2  # CLIP has brought both to length 1
+
+
+def _without_frozen(encoder: ClipEncoder, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """The weights of CLIP itself never change: they stay out of checkpoints."""
+    for name in encoder.frozen:
+        state.pop(f"{prefix}model.{name}", None)
+
+
+def _expect_no_frozen(encoder: ClipEncoder, keys: Any) -> None:
+    keys.missing_keys[:] = [key for key in keys.missing_keys if key.partition("model.")[2] not in encoder.frozen]
 
 
 def _items_of(items: Tensor, rows: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Decided(NamedTuple):
 
 def decide_selectors(
     selectors: Sequence[Selector],
-    embeddings: Embeddings,
+    embeddings: Embeddings | Sequence[Embeddings],
     table: BeamTable,
     scorer: Scorer | None,
     shots: int,
@@ -56,14 +56,16 @@ def decide_selectors(
 ) -> Decided:
     """The choices of S selectors of T shots for held-out queries `rows`, int64 [n], None for all, and whether the
     answers were right. Without a scorer of this table they are judged on recorded sequences, NaN where there are none,
-    which need no `decoding`, `greedy` or `beam`.
+    which need no `decoding`, `greedy` or `beam`. The embeddings are those of all selectors, or of each.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
+    each = embeddings if isinstance(embeddings, Sequence) else [embeddings] * len(selectors)
     if scorer is None:
-        actors = [SelectorActor(s, embeddings, table.pool.to(s.mean.device), shots) for s in selectors]
+        pairs = zip(selectors, each, strict=True)
+        actors = [SelectorActor(s, read, table.pool.to(s.mean.device), shots) for s, read in pairs]
         preferences = [actor.recorded_log_probs(table, rows) for actor in actors]
         return recorded_choices(table.select(rows), shots, preferences)
-    choices = [choose(selector, embeddings, table, rows, shots, decoding) for selector in selectors]
+    choices = [choose(s, read, table, rows, shots, decoding) for s, read in zip(selectors, each, strict=True)]
     return judged_choices(table, scorer, choices, rows)
 
 

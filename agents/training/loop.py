@@ -99,7 +99,6 @@ class Trainer(ABC):
         reference: what the KL is taken to.
         behaviour: the policy that collects.
         stored: which of the collected keys go into the buffer, in batches of contexts of this `shape`.
-        keep: `best` keeps the weights with the best score, `last` those that were judged last.
         seed: of initialisation, contexts, draws.
         folder, log: where `best.pt` and `last.pt` go, and metrics; None for nowhere.
         device: `cpu` or `cuda`.
@@ -124,7 +123,6 @@ class Trainer(ABC):
         *,
         stored: Collection[Any],
         shape: tuple[int, ...],
-        keep: str = "best",
         seed: int = 0,
         folder: Path | None = None,
         log: Log | None = None,
@@ -138,7 +136,7 @@ class Trainer(ABC):
         self.iteration, self.finished = 0, False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.saved: int | None = None  # the iteration that `last.pt` holds
-        self._keep_last, self._held = keep == "last", Held()
+        self._held = Held()
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
             sampler=SamplerWithoutReplacement(),
@@ -163,6 +161,10 @@ class Trainer(ABC):
     @abstractmethod
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """How good the agent is on held-out data, higher is better, and what is logged of it."""
+
+    def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
+        """Whether the present weights replace the kept ones, by what `_judge` gives."""
+        return score > self.best["score"]
 
     @abstractmethod
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
@@ -310,9 +312,9 @@ class Trainer(ABC):
     def _evaluate(self) -> None:
         """Judge on held-out data, keep the best, see whether to stop early, save."""
         score, metrics = self._judge()
-        if self._keep_last or score > self.best["score"]:
+        if self._is_better(score, metrics):
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
-            self.best = {"score": score, "iteration": self.iteration, "state": state}
+            self.best = {"score": score, "iteration": self.iteration, "state": state, "metrics": metrics}
         stage, start = self._stage_and_start()
         since = self.iteration - max(self.best["iteration"], start)
         self.finished |= 0 < stage.patience * self.settings.evaluate_every <= since

@@ -8,6 +8,8 @@ same. GRPO replays recorded sequences, or with a scorer draws its own and has th
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +22,7 @@ from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
 from knobwise.agents.selector.clip_encoder import ClipEncoder, Embeddings
-from knobwise.agents.selector.evaluation import choose, judge
+from knobwise.agents.selector.evaluation import LOWEST, choose, judge
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.loop import Stage, Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
@@ -30,6 +32,7 @@ from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, Gro
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses.functional import expectation, group_advantage, k3
 from knobwise.losses.settings import SelectorLossConfig
 
 STORED = (
@@ -55,6 +58,7 @@ class SelectorTrainer(Trainer):
     """
 
     agent: SelectorActor
+    reference: SelectorActor
     table: BeamTable
     trained_on = "on other beams or with other settings"
 
@@ -81,15 +85,17 @@ class SelectorTrainer(Trainer):
     ) -> None:
         if live and scorer is None:
             raise InputError("live draws need a scorer; without one GRPO replays what was recorded")
+        self.config, self.loss = config or StageConfig(), loss or SelectorLossConfig()
+        if stage == "sft" and self.config.keep == "best_kl":
+            raise InputError("sft.keep=best_kl: the KL is to the policy that this stage makes; keep the best or last")
         if not len(split.train) or not len(split.validation):
             raise InputError(f"{table.name}: training needs queries to fit on and others to choose the epoch on")
         self.table, self.split, self.shots, self.scorer = table, split, shots, scorer
-        self.config, self.loss = config or StageConfig(), loss or SelectorLossConfig()
         self.judged_by = "beam score" if scorer is None and "vqa_correct" not in table.fields else "accuracy"
         reference, embeddings = reference or start, embeddings or StoredEmbeddings(table.queries, table.candidates)
         networks = ((start, embeddings), (reference, reference_embeddings or embeddings))
-        weights = (*start.state_dict().values(), *reference.state_dict().values())
-        sums = [float(values.double().sum()) for values in weights]
+        weights = [module.state_dict().values() for module in (start, reference, embeddings)]
+        sums = [float(values.double().sum()) for values in itertools.chain(*weights)]
         self._resumable = repr((stage, live, shots, self.config, self.loss, reward, groups, sums))
         settings, group = self.config.optimiser(len(split.train)), self.loss.group_size
         with seeded(seed, device):
@@ -97,13 +103,12 @@ class SelectorTrainer(Trainer):
                 SelectorActor(*copy.deepcopy(each), table.pool, shots, group).to(device).eval() for each in networks
             )
             agent.selector.stage = stage
-            env = DemonstrationBandit(
+            self._env = functools.partial(
+                DemonstrationBandit,
                 table,
-                batch_size=settings.contexts,
                 group_size=group if live else "all",
                 shots=shots if live else None,
                 reward=reward,
-                rows=split.train,
                 seed=seed,
                 scorer=scorer if live else None,
                 groups=groups or GroupConfig(),
@@ -111,8 +116,9 @@ class SelectorTrainer(Trainer):
                 lean=True,
                 device=torch.device(device),
             )
+            env = self._env(batch_size=settings.contexts, rows=split.train)
             behaviour = SequenceBehaviour(agent, frozen.requires_grad_(False), with_log_probs=stage == "grpo")
-            options |= {"stored": STORED, "shape": (settings.contexts,), "keep": self.config.keep}
+            options |= {"stored": STORED, "shape": (settings.contexts,)}
             stages = [self._stage(stage, agent, settings)]
             super().__init__(agent, frozen, env, behaviour, stages, settings, seed=seed, device=device, **options)
 
@@ -187,7 +193,53 @@ class SelectorTrainer(Trainer):
         else:
             chosen = choose(self.selector, self.agent.embeddings, self.table, rows, self.shots)
             score = float(judge(self.table, self.scorer, chosen, rows).mean())
-        return score, {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
+        metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
+        if self.log is not None or self.config.keep == "best_kl":
+            metrics |= self._validation_metrics()
+        return score, metrics
+
+    def _is_better(self, score: float, metrics: Mapping[str, float]) -> bool:
+        if self.config.keep == "best_kl":  # any trained epoch replaces the start, which is SFT itself without RCE
+            return self.best["iteration"] < 1 or metrics["KL"] < self.best["metrics"]["KL"]
+        return self.config.keep == "last" or score > self.best["score"]
+
+    @functools.cached_property
+    def _validation(self) -> DemonstrationBandit:
+        """The environment of all validation queries at once."""
+        return self._env(batch_size=len(self.split.validation), rows=self.split.validation)
+
+    @torch.no_grad()
+    def _validation_metrics(self) -> dict[str, float]:
+        """The loss on the groups of the validation queries, which nothing is learned from.
+
+        SFT and RCE: their cross-entropy, RCE's at its last temperature. GRPO: −E_π[reward], what is minimised without
+        baseline, clip and KL: the mean over draws, or over recorded sequences by their probability inside the group;
+        beside it the advantages of the group. After SFT also the k3 KL to the SFT policy, over draws of the policy.
+        """
+        name, config, metrics = self.stages[0].name, self.loss, {}
+        live = self._validation.scorer is not None
+        self._validation.contexts.set_back(0)
+        with seeded(self.seed, self.device):  # so that evaluations differ by the policy, not by luck
+            batch = self._validation.reset()
+            drawn = self.agent(batch.select("row"))
+            batch["action"] = drawn["action"] if live else batch["sequences"]
+            batch = self._validation.step(batch)
+        if name != "sft":
+            reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
+            metrics["KL"] = k3(drawn["action_log_prob"], reference).mean()
+        batch = _taught(batch, _present(batch))
+        present, reward = batch["group_mask"], batch["next", "reward"]
+        if name == "grpo":
+            log_prob = torch.zeros_like(reward) if live else self.agent.get_dist(batch).log_prob(batch["action"])
+            weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
+            metrics["Loss"] = -expectation(reward, weight).mean()
+            how: dict[str, Any] = {"std_floor": config.advantage_std_floor, "clip": config.advantage_clip}
+            advantage = group_advantage(reward, config.advantage, mask=present, **how)[present]
+            metrics |= {"Advantage_Mean": advantage.mean(), "Advantage_Std": advantage.std(correction=0)}
+        else:
+            self.imitation.temperature.fill_(math.inf if name == "sft" else config.temperature_end)
+            metrics["Loss"] = self.imitation(batch)["loss_rce"]
+        return {key: float(value) for key, value in metrics.items()}
 
     def _recorded_first(self, rows: Tensor) -> float:
         """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group, over queries

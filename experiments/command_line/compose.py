@@ -35,6 +35,7 @@ from knobwise.agents.controller.settings import EXPERTS, HEAD_NAMES, PolicyConfi
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
+from knobwise.experiments.settings.encoder import ENCODERS
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 from knobwise.experiments.settings.profiles import PROFILES
 from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams
@@ -53,6 +54,7 @@ _OPTIMISER |= {"warmup_lr": 3e-3, "lr": 2e-4, "weight_decay": 0.05, "clip_grad":
 GROUPS: dict[str, dict[str, Any]] = {
     "profile": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
+    "encoder": ENCODERS,
     "budget": {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
         "mean": BudgetConfig(sense="mean"),
@@ -72,12 +74,12 @@ GROUPS: dict[str, dict[str, Any]] = {
     "tracking": {name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")},
 }
 _DEFAULTS = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
-_DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin"}
+_DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin", "encoder": "stored"}
 GROUPS_OF = {
     "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
-    "train_selector": ("beams", "tracking"),
+    "train_selector": ("beams", "encoder", "tracking"),
     "inspect": ("profile",),
-    "evaluate": ("profile", "reward", "beams"),
+    "evaluate": ("profile", "reward", "beams", "encoder"),
     "profile": (),
     "export": ("profile",),
     "compare": (),
@@ -212,7 +214,7 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
     docs = field_docs(type(settings))
     for f in fields(settings):
         value, key = getattr(settings, f.name), f"{prefix}{f.name}"
-        if f.name in groups and f.name in ("profile", "beams"):  # each choice has options of its own
+        if f.name in groups and f.name in ("profile", "beams", "encoder"):  # each choice has options of its own
             yield Option(key, _DEFAULTS[f.name], docs[f.name])
             for name, node in GROUPS[f.name].items():
                 for option in options_in(node(), prefix=f"{key}."):

@@ -88,10 +88,10 @@ def _profile_beams(config: ProfileRun) -> None:
 def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], Any]:
     """A function that draws sequences from the selector in a checkpoint."""
     from knobwise.agents.checkpoint import load_checkpoint
-    from knobwise.agents.selector.selector import StoredEmbeddings
+    from knobwise.experiments.settings.encoder import stored_embeddings
 
-    selector = load_checkpoint(checkpoint).selector
-    embeddings = StoredEmbeddings(table.queries, table.candidates)
+    loaded = load_checkpoint(checkpoint)
+    selector, embeddings = loaded.selector, stored_embeddings(table, None, loaded)
 
     def draw(rows: Any, count: int) -> Any:
         query, pool = embeddings.both(rows, table.pool[rows])

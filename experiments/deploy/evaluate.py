@@ -15,7 +15,7 @@ from knobwise.agents.checkpoint import Loaded, load_checkpoint, network_of
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, make_baselines
 from knobwise.agents.judging.policy import Baseline
 from knobwise.agents.selector.evaluation import Decided, decide_selectors, decide_simple
-from knobwise.agents.selector.selector import Selector, StoredEmbeddings
+from knobwise.agents.selector.selector import Selector
 from knobwise.agents.serving.export import Agent
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines
 from knobwise.common.checks import at_least
@@ -30,6 +30,7 @@ from knobwise.experiments.report.report import on_decisions, print_results
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data
+from knobwise.experiments.settings.encoder import read_encoder, stored_embeddings
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
 from knobwise.experiments.settings.profiles import read_profile
 
@@ -132,8 +133,9 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
 def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     """A selector beside the simple ways, at every number of shots; queries that it was trained on are left out."""
     data, selector = read_data(config.beams), loaded.selector
-    embeddings, rows = StoredEmbeddings(data.test.queries, data.test.candidates), data.test_rows
+    rows = data.test_rows
     check_judged(data, config.judged_shots)
+    embeddings = stored_embeddings(data.test, read_encoder(config.encoder, config.beams, data.test), loaded)
     if data.table.digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
             raise InputError(f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt")

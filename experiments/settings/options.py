@@ -146,6 +146,8 @@ class EvaluateRun:
     """The controller or selector."""
     beams: Any = MISSING
     """Group: builtin, files. The beams to judge a selector on."""
+    encoder: Any = MISSING
+    """Group: stored, clip. What embeds their queries and candidates, as in the selector's training."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence, for a selector."""
     profile: Any = MISSING

@@ -82,7 +82,7 @@ class Variant:
     lr: float | None = None
     """Learning rate."""
     keep: str | None = None
-    """The epoch that is judged: best (on validation) or last. Controls take the last."""
+    """The epoch that is judged: best (on validation), best_kl (closest to SFT) or last. Controls take the last."""
     collected: int | None = None
     """Queries whose old log-probs are computed at once."""
     reward: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +108,8 @@ class SelectorRun(Training):
     experiment: str = "selector"
     beams: Any = MISSING
     """Group: builtin, files."""
+    encoder: Any = MISSING
+    """Group: stored, clip. What embeds queries and candidates."""
     selector: SelectorConfig = field(default_factory=lambda: SelectorConfig(dropout=0.2))
     """The network."""
     reward: DemonstrationRewardConfig = field(default_factory=DemonstrationRewardConfig)

@@ -4,6 +4,7 @@ on queries and candidates never seen beside every simple way."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,9 +15,10 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.checkpoint import load_checkpoint, selector_start
+from knobwise.agents.checkpoint import Loaded, load_checkpoint, selector_start
 from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
+from knobwise.agents.selector.clip_encoder import ClipEncoder
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.networks import LONGEST
 from knobwise.agents.selector.selector import DECODINGS, Selector, StoredEmbeddings
@@ -30,6 +32,7 @@ from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.results.problem import UPPER
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import SelectorData, check_judged, hide, read_data
+from knobwise.experiments.settings.encoder import load_lora, read_encoder, stored_embeddings
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker
 from knobwise.experiments.train.run import Experiment, keep_best, set_up_torch, tracker_of
@@ -78,7 +81,7 @@ class SelectorExperiment(Experiment):
         compete."""
         config, seeds = self.config, [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         plans = {name: config.plan(name) for name in config.variants}
-        competing = [name for name, plan in plans.items() if not plan.variant.hidden and plan.stage.keep == "best"]
+        competing = [name for name, plan in plans.items() if not plan.variant.hidden and plan.stage.keep != "last"]
         scores = {}
         for name, seed in itertools.product(competing or ["rce"], seeds):
             scores[seed / name] = float(load_checkpoint(seed / name / "best.pt").extra["validation"])
@@ -113,14 +116,17 @@ def _checked(config: SelectorRun) -> SelectorData:
                 f"by variants.{name}=null, or train with experiment=selector_replay"
             )
     stages = SelectorStages(config, data, config.seeds[0], None)
-    stages.check(config.reward)
+    stages.check("rce", config.reward)
+    stages.encoder = read_encoder(config.encoder, config.beams, data.table, check=True)
+    if stages.encoder is not None and any(policies(config).values()):
+        raise InputError("encoder=clip: no block of CLIP's embeddings can be hidden; leave out variants with `hidden`")
     if config.init_from is not None:
         stages.init_from(config.init_from)
-    recorded_groups(data.table, GroupConfig("beams"))
+    stages.check("sft", config.reward, GroupConfig("beams"))
     for name in config.variants:
         variant, _, reward, _ = config.plan(name)
         hide(data.table, variant.hidden)
-        stages.check(reward)
+        stages.check("rce", reward)
         if not (variant.live or (variant.own_draws and data.scorer is not None)):
             try:
                 recorded_groups(data.table, GroupConfig(variant.groups, rounds=1))
@@ -150,16 +156,21 @@ class SelectorStages:
         self.step, self.after = 0, contextlib.ExitStack()
         self.tracker: Tracker | None = None
         self.rows = torch.arange(data.table.num_queries)
+        self.encoder: ClipEncoder | None = None
+        self.lora: dict[Selector, dict[str, Tensor]] = {}  # of each selector that was trained with CLIP
         self.zero_shot = None if data.scorer is None else probability(data.scorer, self.rows)
 
-    def check(self, reward: Any) -> None:
-        """Refuse a reward that what was recorded does not hold. Raises InputError: naming what is missing."""
-        table, config = self.data.table, self.config
-        start = Selector.fitted(config.selector, table.queries, table.candidates)
-        SelectorTrainer("rce", table, self.data.split, start, shots=config.shots, config=config.rce, reward=reward)
+    def check(self, stage: str, reward: Any, groups: GroupConfig | None = None) -> None:
+        """Refuse what a stage cannot be trained on, such as a reward that what was recorded does not hold. Raises
+        InputError: naming what is missing."""
+        table, settings = self.data.table, {"config": getattr(self.config, stage), "reward": reward, "groups": groups}
+        start = Selector.fitted(self.config.selector, table.queries, table.candidates)
+        SelectorTrainer(stage, table, self.data.split, start, shots=self.config.shots, **settings)
 
     def all(self) -> None:
         """Train everything that the settings name."""
+        config = self.config
+        self.encoder = read_encoder(config.encoder, config.beams, self.data.table, self.seed, config.device)
         with self.after:
             base = {"": self._base("", self.data.table)}
             for name in self.config.variants:
@@ -174,7 +185,9 @@ class SelectorStages:
         if prefix or self.config.init_from is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
-                start = Selector.fitted(self.config.selector, table.queries[self.data.split.train], table.candidates)
+                stored = stored_embeddings(table, self.encoder)
+                queries, candidates = stored.query_table[self.data.split.train], stored.candidate_table
+                start = Selector.fitted(self.config.selector, queries, candidates)
         else:
             start = self.init_from(self.config.init_from)
         sft = self.stage(f"{prefix}sft", "sft", table, start, groups=GroupConfig("beams"))
@@ -184,7 +197,10 @@ class SelectorStages:
         """The selector of a checkpoint. Raises InputError: another network, or it was trained on queries of these beams
         that are not trained on here."""
         table, split = self.data.table, self.data.split
-        selector, loaded = selector_start(path, self.config.selector, table.queries.shape[-1])
+        width = self.encoder.width if self.encoder else table.queries.shape[-1]
+        selector, loaded = selector_start(path, self.config.selector, width)
+        load_lora(self.encoder, loaded)
+        self.lora[selector] = loaded.extra.get("lora", {})
         fitted = {table.query_ids[row] for part in split[:2] for row in part.tolist()}
         # beams with draws of a policy added have another digest, and the same name
         known = table.digest == loaded.profile_digest or table.name == loaded.profile_name
@@ -244,6 +260,8 @@ class SelectorStages:
             seed=self.seed,
             folder=folder,
             device=self.config.device,
+            embeddings=self._reads(start),
+            reference_embeddings=self._reads(settings.get("reference", start)),
             **(usual | settings),
         )
         trainer.title = f"seed {self.seed} · {name}"
@@ -257,7 +275,16 @@ class SelectorStages:
             trainer.log = _StageLog(self.tracker, name, self.step)
             trainer.run()
         self.step += trainer.total + 1
-        return load_checkpoint(folder / "best.pt").selector
+        best = load_checkpoint(folder / "best.pt")
+        self.lora[best.selector] = best.extra.get("lora", {})
+        return best.selector
+
+    def _reads(self, selector: Selector) -> ClipEncoder | None:
+        """The CLIP model that was trained with a selector; None for stored embeddings."""
+        encoder = copy.deepcopy(self.encoder)
+        if encoder is not None and selector in self.lora:
+            encoder.load_lora_state(self.lora[selector])
+        return encoder
 
 
 def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
@@ -290,11 +317,12 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
         for name, outcome in simple.items():
             decided.setdefault(name, {})[shots] = outcome
     facts: dict[str, dict[str, list[Any]]] = {"epochs": {}, "validation": {}}
+    encoder = read_encoder(config.encoder, config.beams, data.test, device=config.device)
     for name, blocks in policies(config).items():
         loaded = [load_checkpoint(folder / "checkpoints" / f"seed{seed}" / name / "best.pt") for seed in config.seeds]
         facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
-        decided[name] = _decided(config, data, blocks, [checkpoint.selector for checkpoint in loaded])
+        decided[name] = _decided(config, data, blocks, loaded, encoder)
     decisions = selector_decisions(decided, data.test, data.test_rows, config.seeds)
     results = selector_results(
         decisions,
@@ -309,11 +337,12 @@ def judge_run(config: SelectorRun, data: SelectorData, folder: Path) -> tuple[di
 
 
 def _decided(
-    config: SelectorRun, data: SelectorData, blocks: list[str], selectors: list[Selector]
+    config: SelectorRun, data: SelectorData, blocks: list[str], loaded: list[Loaded], encoder: ClipEncoder | None
 ) -> dict[int, Decided]:
     """The choices of a policy that does not see `blocks`, with every seed, by the number of shots."""
     test, rows, scorer = hide(data.test, blocks), data.test_rows, data.test_scorer
-    embeddings = StoredEmbeddings(test.queries, test.candidates)
+    selectors = [checkpoint.selector for checkpoint in loaded]
+    embeddings = [stored_embeddings(test, encoder, checkpoint) for checkpoint in loaded]
     if scorer is None:
         ways = (selectors, embeddings, test, None)
         return {
@@ -321,9 +350,8 @@ def _decided(
         }
     whole: list[Tensor] = []
     if config.decoding == "greedy":  # such a choice begins as a shorter one does, one of a beam need not
-        whole = [
-            evaluation.choose(selector, embeddings, test, rows, max(config.judged_shots)) for selector in selectors
-        ]
+        pairs = zip(selectors, embeddings, strict=True)
+        whole = [evaluation.choose(*pair, test, rows, max(config.judged_shots)) for pair in pairs]
     decided = {}
     for shots in config.judged_shots:
         if whole:
@@ -332,6 +360,6 @@ def _decided(
             outcome = evaluation.decide_selectors(selectors, embeddings, test, scorer, shots, rows, config.decoding)
         assert outcome.demonstrations is not None
         votes = torch.stack([scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations])
-        times = evaluation.decision_us(selectors[0], embeddings, test, rows, shots)
+        times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)
         decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
     return decided

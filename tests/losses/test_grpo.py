@@ -75,6 +75,7 @@ def test_sampled_by_hand() -> None:
     wanted = {"loss_objective": -0.05, "loss_entropy": -0.01 * entropy, "loss_kl_to_ref": 0.5 * k3, "entropy": entropy}
     wanted |= {"kl_to_ref": k3, "kl_approx": -(math.log(1.2) + math.log(0.8)) / 2, "clip_fraction": 1.0}
     wanted |= {"ESS": 1 / 1.04, "ratio_mean": 1.0, "zero_advantage_fraction": 0.0}
+    wanted |= {"advantage_mean": 0.0, "advantage_std": 0.5}
     assert set(loss(data).keys()) == set(wanted) == set(loss.out_keys)
     check(loss(data), **wanted)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -126,6 +127,7 @@ def test_lora_weights_are_saved_and_loaded_alone(tmp_path: Path) -> None:
     save_file(made.lora_state(), tmp_path / "lora.safetensors")
     state = load_file(tmp_path / "lora.safetensors")
     assert sum(value.numel() for value in state.values()) == 16 * 2 * 16 * 16
+    assert copy.deepcopy(made).items is made.items, "pictures are too large to be copied"
     other = encoder()
     assert (other.both(torch.arange(3), POOL)[0] - made.both(torch.arange(3), POOL)[0]).abs().max() > 1e-2
     other.load_lora_state(state)
@@ -195,7 +197,9 @@ def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
         assert all(torch.equal(p, before[name]) for name, p in start_encoder.named_parameters())
         moved = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
         last = load_checkpoint(tmp_path / stage / "last.pt").extra["training"]["agent"]
-        changed = {n for n, p in before.items() if not torch.equal(last[f"embeddings.{n}"], p)}
+        kept = {n for n in before if f"embeddings.{n}" in last}
+        assert kept == {f"model.{name}" for name in made.lora_state()}, "CLIP itself stays out of checkpoints"
+        changed = {n for n in kept if not torch.equal(last[f"embeddings.{n}"], before[n])}
         assert moved <= changed
         assert changed
         assert all("lora" in name for name in changed)

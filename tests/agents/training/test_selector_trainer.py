@@ -212,14 +212,23 @@ def test_sft_is_the_mean_cross_entropy_of_the_beams() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "live", "stop"), [("sft", False, 3), ("rce", False, 5), ("grpo", False, 4), ("grpo", True, 7)]
+    ("stage", "live", "stop", "keep"),
+    [
+        ("sft", False, 3, "best"),
+        ("rce", False, 5, "best"),
+        ("rce", False, 9, "best_kl"),
+        ("grpo", False, 4, "best"),
+        ("grpo", True, 7, "best_kl"),
+    ],
 )
-def test_a_stopped_stage_ends_bit_for_bit_like_any(tmp_path: Path, stage: str, live: bool, stop: int) -> None:
+def test_a_stopped_stage_ends_bit_for_bit_like_any(
+    tmp_path: Path, stage: str, live: bool, stop: int, keep: str
+) -> None:
     data = small_beams()
     loss = SelectorLossConfig(kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001))
 
     def make(folder: Path) -> SelectorTrainer:
-        return trainer(stage, data, live=live, folder=folder, loss=loss, config=replace(SHORT, epochs=3))
+        return trainer(stage, data, live=live, folder=folder, loss=loss, config=replace(SHORT, epochs=3, keep=keep))
 
     whole = make(tmp_path / "whole")
     whole.run()
@@ -342,3 +351,124 @@ def test_with_old_log_probs_of_many_steps_the_ratio_moves_and_the_clip_acts() ->
     assert student.settings.minibatch == 8
     student.run()
     assert max(log.values("Train/Clip_Fraction")) > 0
+
+
+# -- what is logged ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_policy_loss_kl_loss_and_advantages_are_logged_apart(live: bool) -> None:
+    data, log = small_beams(), Lines()
+    loss = SelectorLossConfig(kl_to_ref_coeff=0.5)
+    student = trainer("grpo", data, live=live, log=log, loss=loss, config=replace(SHORT, collected=32))
+    student.run()
+    for _, line in log:
+        if "Train/Loss" in line:
+            assert line["Train/Policy_Loss"] + line["Train/KL_Loss"] == pytest.approx(line["Train/Loss"], abs=1e-6)
+            assert line["Train/KL_Loss"] == pytest.approx(0.5 * line["Train/KL"], abs=1e-6)
+            assert line["Train/Advantage_Mean"] == pytest.approx(0, abs=1e-5)
+            assert 0 < line["Train/Advantage_Std"] <= 1 + 1e-5
+    assert log.values("Train/KL_Loss")[-1] > 0
+
+
+PAIRS = torch.tensor(list(itertools.permutations(range(8), 2)))
+"""Every sequence of two from a pool of eight."""
+
+
+@torch.no_grad()
+def exact_kl(policy: Selector, reference: Selector, table: BeamTable, rows: torch.Tensor) -> float:
+    every = PAIRS.expand(len(rows), -1, -1)
+    ours, theirs = (distribution_of(selector, table, rows).log_prob(every) for selector in (policy, reference))
+    return float((ours.exp() * (ours - theirs)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(("stage", "temperature"), [("sft", torch.inf), ("rce", 0.5)])
+def test_validation_loss_of_imitation_is_its_cross_entropy_on_held_out_queries(stage: str, temperature: float) -> None:
+    data, log = small_beams(), Lines()
+    table, _ = data
+    start, sft = fresh(table).eval(), trainer("sft", data).run()
+    student = trainer(stage, data, start, reference=sft, log=log, loss=SelectorLossConfig(group_size=400))
+    student.run()
+    rows = student.split.validation
+    sequences, rewards = student.env.sequences[rows], student.env.rewards[rows]
+    log_probs = distribution_of(start, table, rows).log_prob(sequences).detach()
+    weight = torch.softmax(rewards / temperature, -1)
+    first = next(line for step, line in log if "Val/Loss" in line)
+    assert first["Val/Loss"] == pytest.approx(float(-(weight * log_probs).sum(-1).mean()), abs=1e-5)
+    if stage == "sft":
+        assert "Val/KL" not in first
+    else:
+        assert first["Val/KL"] == pytest.approx(exact_kl(start, sft, table, rows), rel=0.2)
+    assert len(log.values("Val/Loss")) == 1 + SHORT.epochs
+
+
+def test_validation_loss_of_grpo_is_minus_the_reward_that_the_policy_expects() -> None:
+    data = table, scorer = small_beams()
+    start = fresh(table).eval()
+    log, live = Lines(), Lines()
+    student = trainer("grpo", data, start, log=log)
+    student.run()
+    rows = student.split.validation
+    weight = distribution_of(start, table, rows).log_prob(student.env.sequences[rows]).softmax(-1).detach()
+    wanted = -float((weight * student.env.rewards[rows]).sum(-1).mean())
+    assert log.values("Val/Loss")[0] == pytest.approx(wanted, abs=1e-5)
+    assert log.values("Val/KL")[0] == pytest.approx(0, abs=1e-6)
+    assert log.values("Val/KL")[-1] > 0
+    assert log.values("Val/Advantage_Mean") == pytest.approx([0] * 3, abs=1e-5)
+
+    many = SelectorLossConfig(group_size=400)  # draws of the policy: their mean reward is near the exact one
+    student = trainer("grpo", data, start, live=True, log=live, loss=many, config=replace(SHORT, epochs=0))
+    student.run()
+    every = PAIRS.expand(len(rows), -1, -1)
+    pairs = table.pool[rows].gather(1, every.flatten(1)).view(-1, 2)
+    fields = scorer(rows.repeat_interleave(every.shape[1]), pairs)
+    reward = (2 * fields["vqa_correct"] + fields["vqa_acc_score"]).view(len(rows), -1)
+    wanted = -float((distribution_of(start, table, rows).log_prob(every).detach().exp() * reward).sum(-1).mean())
+    assert live.values("Val/Loss") == pytest.approx([wanted], abs=0.1)
+    assert live.values("Val/KL") == pytest.approx([0], abs=1e-6)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_logging_changes_nothing(live: bool) -> None:
+    data = small_beams()
+    for stage in ("rce", "grpo") if not live else ("grpo",):
+        silent, logged = (trainer(stage, data, live=live, log=log) for log in (None, Lines()))
+        assert equal_states(silent.run(), logged.run())
+
+
+# -- which epoch is kept -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", [None, Lines()])
+def test_the_trained_epoch_closest_to_sft_is_kept_where_that_is_asked_for(log: Lines | None, tmp_path: Path) -> None:
+    data = small_beams()
+    sft = trainer("sft", data, config=replace(SHORT, epochs=4)).run()
+    away = trainer("sft", data, sft, config=replace(SHORT, epochs=1, lr=3e-2, keep="last")).run()
+    # it starts far from SFT and is pulled back, so that neither the first nor any epoch is the closest by itself
+    options = {"reference": sft, "loss": SelectorLossConfig(kl_to_ref_coeff=5.0), "folder": tmp_path, "log": log}
+    student = trainer("grpo", data, away, config=replace(SHORT, epochs=5, keep="best_kl"), **options)
+    kls: list[float] = []
+    judge = student._judge
+
+    def judged() -> tuple[float, Mapping[str, float]]:
+        score, metrics = judge()
+        kls.append(metrics["KL"])
+        return score, metrics
+
+    student._judge = judged
+    student.run()
+    assert len(kls) == 6
+    closest = 1 + kls[1:].index(min(kls[1:]))
+    assert closest > 1
+    best = load_checkpoint(tmp_path / "best.pt")
+    assert best.extra["epoch"] == closest
+    assert equal_states(best.selector, load_checkpoint(tmp_path / f"epoch{closest}.pt").selector)
+    assert equal_states(best.selector, student.selector)
+
+
+def test_the_start_is_not_closest_to_itself() -> None:
+    student = trainer("grpo", small_beams(), config=replace(SHORT, keep="best_kl"))
+    student.run()
+    assert student.best["iteration"] > 0
+    with pytest.raises(InputError, match=r"sft\.keep=best_kl"):
+        trainer("sft", small_beams(), config=replace(SHORT, keep="best_kl"))

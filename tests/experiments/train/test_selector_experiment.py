@@ -174,6 +174,19 @@ def test_every_network_through_the_command_line(folder: Path, network: list[str]
         assert str(getattr(config, key)) == value
 
 
+def test_the_epoch_that_is_closest_to_sft_goes_on(folder: Path) -> None:
+    words = ["variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=4", "grpo.keep=best_kl"]
+    assert main([*REPLAY, *words, "rce.epochs=2", "rce.keep=best_kl"]) == 0
+    metrics, results = pl.read_csv("runs/latest/metrics.csv"), results_of()
+    for stage, epochs in (("rce", 2), ("grpo_recorded", 4)):
+        kl = metrics[f"Val/{stage}/KL"].drop_nulls().to_list()
+        assert len(kl) == epochs + 1
+        assert results["epochs"][stage] == [1 + kl[1:].index(min(kl[1:]))]
+        best = load_checkpoint(f"runs/latest/checkpoints/seed0/{stage}/best.pt")
+        assert best.extra["epoch"] == results["epochs"][stage][0]
+    assert results["best_policy"] == "grpo_recorded"  # no control
+
+
 def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder: Path, capsys: Capture) -> None:
     """Format E knows neither right answers nor sequences that were found without looking at the answer. A folder with
     such a file picks the reward by itself and says so."""
@@ -215,6 +228,7 @@ def test_a_sweep_over_rewards(folder: Path, monkeypatch: Patch) -> None:
 def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
     assert main(["train", "experiment=selector", "--help"]) == 0
     keys = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"encoder", "encoder.folder", "encoder.data"} <= keys
     assert {"beams", "beams.path", "variants", "reward.mode", "sft.epochs", "judged_shots", "jobs", "seeds"} <= keys
     assert not keys & {"profile", "budget", "policy"}
 
@@ -254,6 +268,8 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "judged_shots=[3,4]"], "[2] shots only"),
         ([*REPLAY, "shots=3"], "[2] demonstrations"),
         ([*REPLAY, "jobs=0"], "jobs"),
+        ([*REPLAY, "grpo.keep=kl"], "best, last, best_kl"),
+        ([*REPLAY, "sft.keep=best_kl"], "sft.keep=best_kl"),
         ([*REPLAY, "decoding=sampled"], "greedy, beam"),
         ([*REPLAY, "device=tpu"], "device"),
         ([*REPLAY, "selector.version=v9"], "v0, v1, v2"),
