@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -15,7 +15,7 @@ from torchrl.objectives import LossModule
 
 from knobwise.losses.functional import entropy
 
-Keys = NestedKey | list[NestedKey]
+Keys: TypeAlias = NestedKey | list[NestedKey]
 """A key, or a list of one for each knob."""
 
 
@@ -23,13 +23,13 @@ class ActorLoss(LossModule):
     """A loss of one actor.
 
     The actor may draw each knob under its own key, by a `CompositeDistribution` of categoricals. As in TorchRL's own
-    losses, its keys are then lists, read from the actor or set by `set_keys(action=["max_crops", "top_k"],
-    sample_log_prob=[…])`. Keys may be nested, and one key of the summed log-prob may stand for the list.
+    losses the keys of draws and log-probs are then lists, read from the actor or set by `set_keys(action=[…],
+    sample_log_prob=[…])`; one key of the summed log-prob may stand for its list.
 
     Args:
         actor_network: a module with `get_dist(tensordict)`.
-        configurations: int64 [C, K], the knobs in the order of the action keys; for losses over all configurations of
-            a `CompositeDistribution`.
+        configurations: int64 [C, K], columns in the order of the action keys; for a loss over all configurations of a
+            `CompositeDistribution`.
         reduction: `mean`, `sum` or `none` over contexts; None for `mean`.
         functional: keep the parameters apart from the module, as TorchRL does (needed under vmap); off is faster.
 
@@ -92,10 +92,8 @@ class ActorLoss(LossModule):
             return dist
         names = [unravel_key(key) for key in _listed(self.tensor_keys.action)]
         if set(names) != set(dist):
-            raise ValueError(
-                f"the actor draws {', '.join(map(str, dist))}, and the loss reads {', '.join(map(str, names))}; name "
-                "all that it draws by loss.set_keys(action=[…])"
-            )
+            drawn, read = (", ".join(map(str, keys)) for keys in (dist, names))
+            raise ValueError(f"the actor draws {drawn}, and the loss reads {read}; loss.set_keys(action=[…]) names all")
         return KnobProduct([dist[name] for name in names], contexts, self.configurations)
 
     @staticmethod
@@ -103,7 +101,7 @@ class ActorLoss(LossModule):
         return [tensordict.get(key) for key in keys] if isinstance(keys, list) else tensordict.get(keys)
 
     @staticmethod
-    def _log_prob(tensordict: TensorDictBase, keys: Keys) -> Tensor | None:
+    def _log_prob(tensordict: TensorDictBase, keys: Keys) -> Any:
         """Of whole actions, the sum over the keys; None if any is missing."""
         each = [tensordict.get(key, None) for key in _listed(keys)]
         return None if any(part is None for part in each) else sum(each[1:], each[0])
@@ -113,47 +111,34 @@ class KnobProduct:
     """Independent categoricals, one for each of K knobs, as a distribution over configurations: ln p = Σ_k ln p_k.
 
     Args:
-        parts: K `Categorical`s over the values of a knob. Their batch is [P], or [P, G] where each of the G draws of a
-            context has its own; the mean of their log-probs then stands for the context.
+        parts: K `Categorical`s with the batch [P], or [P, G] where the G draws of a context have equal ones.
         contexts: the number of axes of P.
         configurations: int64 [C, K], which value of each knob; may be None if only draws are asked about.
     """
 
     def __init__(self, parts: Sequence[Any], contexts: int, configurations: Tensor | None = None) -> None:
-        self._each = [part.logits.log_softmax(-1) for part in parts]
-        self._of_context = [x if x.ndim == contexts + 1 else x.mean(-2) for x in self._each]
+        each = [part.logits.log_softmax(-1) for part in parts]
+        self._each = [x if x.ndim == contexts + 1 else x[..., 0, :] for x in each]
         self._configurations = configurations
 
-    def log_prob(self, action: Tensor | Sequence[Tensor]) -> Tensor:
+    def log_prob(self, action: Tensor | list[Tensor]) -> Any:
         """Of draws, int64 [P, G] of each knob → [P, G]."""
-        total = 0
-        for each, value in zip(self._each, [action] if isinstance(action, Tensor) else action, strict=True):
-            grouped = each.ndim == value.ndim
-            total = total + (each.gather(-1, value) if grouped else each.gather(-1, value[..., None]).squeeze(-1))
-        return total
-
-    def log_prob_of_index(self, index: Tensor) -> Tensor:
-        """Of configuration indices, int64 [P, G] → [P, G]."""
-        return self.log_probs.gather(-1, index)
+        return sum(x.gather(-1, value) for x, value in zip(self._each, _listed(action), strict=True))
 
     @property
-    def log_probs(self) -> Tensor:
+    def log_probs(self) -> Any:
         """Of all configurations, [P, C]. Raises ValueError if it is not known which these are."""
         if self._configurations is None:
-            raise ValueError(
-                "configurations: a CompositeDistribution does not say which configurations there are; give the loss "
-                "configurations=table.configurations, int64 [C, K]"
-            )
-        columns = self._configurations.unbind(1)
-        return sum(x[..., column] for x, column in zip(self._of_context, columns, strict=True))
+            raise ValueError("a CompositeDistribution needs configurations=table.configurations, int64 [C, K]")
+        return sum(x[..., value] for x, value in zip(self._each, self._configurations.unbind(1), strict=True))
 
-    def entropy(self) -> Tensor:
+    def entropy(self) -> Any:
         """[P], in nats."""
-        return sum(entropy(each) for each in self._of_context)
+        return sum(map(entropy, self._each))
 
 
-def _listed(keys: Keys) -> list[NestedKey]:
-    return keys if isinstance(keys, list) else [keys]
+def _listed(each: Any) -> list[Any]:
+    return each if isinstance(each, list) else [each]
 
 
 def is_zero(coefficient: Tensor) -> bool:

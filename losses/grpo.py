@@ -75,7 +75,7 @@ class GRPOLoss(ActorLoss):
 
         Attributes:
             action: int64 [P, G, K], or for a composite a list of keys, int64 [P, G] each.
-            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read, and
+            configuration: int64 [P, G], which configuration each draw was: where it is there, one `action` is not read, and
                 the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
             group_mask: bool [P, G], for `masked`: which draws there are. A group of one or of none teaches nothing.
@@ -151,15 +151,13 @@ class GRPOLoss(ActorLoss):
         reward = tensordict.get(keys.reward if sampled else keys.reward_per_configuration)
         dist = self._distribution(tensordict, reward.ndim - 1)
         if sampled:
-            chosen = tensordict.get(keys.configuration, None)
+            old, reference = (self._log_prob(tensordict, k) for k in (keys.sample_log_prob, keys.reference_log_prob))
+            if old.shape != reward.shape:
+                shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
+                raise ValueError(f"{shapes}; both must be [contexts, group]: give env and policy the same group_size")
+            chosen = None if isinstance(keys.action, list) else tensordict.get(keys.configuration, None)
             action = self._action(tensordict, keys.action) if chosen is None else None
             log_prob = dist.log_prob(action) if chosen is None else dist.log_prob_of_index(chosen)
-            if log_prob.shape != reward.shape:
-                raise ValueError(
-                    f"rewards are {tuple(reward.shape)} and the log-probs of the draws {tuple(log_prob.shape)}: both "
-                    "must be [contexts, group], from an environment and a policy with the same group_size"
-                )
-            old, reference = (self._log_prob(tensordict, k) for k in (keys.sample_log_prob, keys.reference_log_prob))
             weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
             return dist, log_prob, old, reference, reward, weight
         log_prob, old = dist.log_probs, tensordict.get(keys.behaviour_log_probs)
@@ -192,12 +190,12 @@ class GRPOLoss(ActorLoss):
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         if not is_zero(self.entropy_coeff):
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * dist.entropy(), tensordict)
-        policy, free = log_prob.detach(), self.kl_to_ref_coeff == 0
-        behaviour = old.detach() if self.objective == "exact" else None
+        behaviour, policy = old.detach() if self.objective == "exact" else None, log_prob.detach()
         if reference is None:
-            reference = torch.where(free, policy, torch.nan)
+            reference = torch.where(self.kl_to_ref_coeff == 0, policy, torch.nan) if penalised else policy
         if penalised:  # also where it is not known whether β is 0: then no ∞ of a far reference may meet the 0
-            kl = expected_k3(log_prob, torch.where(free, policy, reference.detach()), behaviour, weight)
+            towards = torch.where(self.kl_to_ref_coeff == 0, policy, reference.detach())
+            kl = expected_k3(log_prob, towards, behaviour, weight)
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
             with torch.no_grad():

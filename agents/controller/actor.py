@@ -34,9 +34,6 @@ from knobwise.losses.functional import entropy
 if TYPE_CHECKING:
     from knobwise.agents.stack.priced_policy import PricedChooser
     from knobwise.agents.stack.stacked_controller import StackedController
-
-SEPARATE = ("independent", "additive")
-"""The structures whose knobs are independent of one another on a full grid."""
 OUTCOMES = "outcomes"
 """Where a tensordict may hold the `Outcomes` that were predicted for its rows, as a non-tensor."""
 
@@ -117,61 +114,47 @@ class ConfigurationCategorical(Distribution):
     deterministic_sample = mode
 
 
-class KnobCategoricals(CompositeDistribution):
-    """A `Categorical` for each knob, under the knob's name: the marginals of a distribution over configurations, whose
-    log-probs sum to those of the configurations where its knobs are independent.
-
-    Args:
-        log_probs: [*, C], normalised, −inf where a configuration must not be chosen.
-        names: of the K knobs.
-        places: for each knob int64 [V, C / V], the configurations with each of its V values.
-        group_size: G draws belong to one context: a sample is [*, G] for each knob. None for no group axis.
-    """
-
-    def __init__(
-        self, log_probs: Tensor, names: Sequence[str], places: Sequence[Tensor], group_size: int | None = None
-    ) -> None:
-        batch, params = log_probs.shape[:-1] + (() if group_size is None else (group_size,)), {}
-        for name, index in zip(names, places, strict=True):
-            logits = log_probs[..., index].logsumexp(-1)
-            params[name] = {"logits": logits if group_size is None else logits.unsqueeze(-2).expand(*batch, -1)}
-        kwargs = {name: {"validate_args": False} for name in names}
-        super().__init__(TensorDict(params, batch), dict.fromkeys(names, Categorical), extra_kwargs=kwargs)
+def knob_categoricals(
+    log_probs: Tensor, names: Sequence[str], places: Sequence[Tensor], group_size: int | None
+) -> CompositeDistribution:
+    """The marginals of log-probs [*, C] under which K knobs are independent: a `Categorical` [*, (G)] under the name of
+    each. `places` are for each knob the configurations with each of its V values, int64 [V, C / V]."""
+    batch, params = log_probs.shape[:-1] + (() if group_size is None else (group_size,)), {}
+    for name, index in zip(names, places, strict=True):
+        logits = log_probs[..., index].logsumexp(-1)
+        params[name] = {"logits": logits if group_size is None else logits.unsqueeze(-2).expand(*batch, -1)}
+    unchecked = {name: {"validate_args": False} for name in names}
+    return CompositeDistribution(TensorDict(params, batch), dict.fromkeys(names, Categorical), extra_kwargs=unchecked)
 
 
 class _FromBlocks(nn.Module):
-    """Requests as they come: the limit [*] or [*, 1], feature blocks [*, d], and where it is known what was profiled,
-    the mask [*, C], bool or int8; or for a stack with a table rows of it and the limit."""
+    """Requests as they come: limits [*] or [*, 1], feature blocks [*, d], and where it is known what was profiled a
+    mask [*, C], bool or int8. For a stack with a table: rows of it and limits."""
 
     def __init__(self, policy: Controller | StackedController, table: ProfileTable | None = None) -> None:
         super().__init__()
         self.policy, self.table = policy, table
 
-    def forward(self, *inputs: Tensor | None) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         """Log-probs [*, C]; of a stack 0 for its decision and −inf for the others."""
         limit, blocks, mask = self._read(*inputs)
         if isinstance(self.policy, Controller):
             return self.policy(self.policy.features(blocks, *limit.shape), limit, mask)
-        flat, n = limit.reshape(-1), limit.numel()
-        blocks = {name: block.reshape(n, -1) for name, block in blocks.items()}
-        chosen = self.policy.choose(blocks, flat, None if mask is None else mask.reshape(n, -1))
-        chosen = chosen.to(limit.device).reshape(*limit.shape, 1)
-        none = torch.full((*limit.shape, len(self.policy.configurations)), -torch.inf, device=limit.device)
-        return none.scatter(-1, chosen, 0.0)
+        flat = {name: block.reshape(limit.numel(), -1) for name, block in blocks.items()}
+        mask = None if mask is None else mask.reshape(limit.numel(), -1)
+        chosen = self.policy.choose(flat, limit.reshape(-1), mask).to(limit.device).reshape(*limit.shape, 1)
+        impossible = torch.full((*limit.shape, len(self.policy.configurations)), -torch.inf, device=limit.device)
+        return impossible.scatter(-1, chosen, 0.0)
 
-    def _read(self, first: Tensor | None, *others: Tensor | None) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    def _read(self, first: Any, *others: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         if self.table is not None:
-            row, limit = first.cpu(), others[0]
-            blocks = {name: block[row] for name, block in self.table.features.items()}
-            return limit.reshape(row.shape).float(), blocks, self.table.mask[row]
-        limit, key, (*features, mask) = first, self.policy.limit_key, others
+            row, limit = first.cpu(), others[0].reshape(first.shape)
+            return limit.float(), {name: x[row] for name, x in self.table.features.items()}, self.table.mask[row]
+        limit, (*features, mask) = first, others
         if limit is None:
-            raise InputError(
-                f"the policy reads {key!r}, the limit of each request in ms, and the tensordict has no such key"
-            )
+            raise InputError(f"the policy reads {self.policy.limit_key!r}, each request's limit in ms; there is none")
         blocks = {name: x for name, x in zip(self.policy.normaliser.sizes, features, strict=True) if x is not None}
-        wide = next((x for x in (*blocks.values(), mask) if x is not None), None)
-        if wide is not None and limit.ndim == wide.ndim:
+        if any(x is not None and x.ndim == limit.ndim for x in (*blocks.values(), mask)):
             limit = limit.squeeze(-1)
         return limit.float(), blocks, None if mask is None else mask.bool()
 
@@ -238,7 +221,7 @@ class Actor(ProbabilisticTensorDictSequential):
 
     def get_dist(
         self, tensordict: TensorDictBase, *args: Any, **kwargs: Any
-    ) -> ConfigurationCategorical | KnobCategoricals:
+    ) -> ConfigurationCategorical | CompositeDistribution:
         encode, draw = self.module
         inputs = [tensordict.get(key, None) for key in encode.in_keys]
         if OUTCOMES in tensordict:
@@ -250,21 +233,19 @@ class _KnobDraw(ProbabilisticTensorDictModule):
     """Draws each knob under its own key, and writes `action` too: the knobs side by side, or the configuration."""
 
     def __init__(self, controller: Controller, group_size: int | None, by_knobs: bool) -> None:
-        configurations, knobs, structure = controller.configurations, controller.knobs, controller.config.structure
-        names, sizes = [knob.name for knob in knobs], [len(knob.values) for knob in knobs]
-        if structure not in SEPARATE or len(configurations) < math.prod(sizes):
+        knobs, values, structure = controller.knobs, controller.configurations, controller.config.structure
+        every = math.prod(len(knob.values) for knob in knobs)
+        if structure not in ("independent", "additive") or len(values) < every:
             raise InputError(
                 "separate=True: drawing each knob by itself needs a policy.structure of independent or additive and "
-                f"all combinations of knob values; this policy is {structure}, with {len(configurations)} of "
-                f"{math.prod(sizes)} combinations"
+                f"a full grid; this policy is {structure}, with {len(values)} of {every} combinations"
             )
-        columns = zip(configurations.unbind(1), sizes, strict=True)
-        places = [torch.stack([(c == v).nonzero().squeeze(1) for v in range(size)]) for c, size in columns]
+        places = [torch.stack([(v == i).nonzero().squeeze(1) for i in range(int(v.max()) + 1)]) for v in values.T]
         super().__init__(
             in_keys=["log_probs"],
-            out_keys=names,
-            distribution_class=KnobCategoricals,
-            distribution_kwargs={"names": names, "places": places, "group_size": group_size},
+            out_keys=[knob.name for knob in knobs],
+            distribution_class=knob_categoricals,
+            distribution_kwargs={"names": [knob.name for knob in knobs], "places": places, "group_size": group_size},
             return_log_prob=True,
             log_prob_key="action_log_prob" if composite_lp_aggregate() else None,
         )
@@ -328,27 +309,26 @@ def make_actor(
     """A controller, also `load_checkpoint(path).controller`, as a TensorDict policy that writes `log_probs`, `action`
     and `action_log_prob`.
 
-    As any TorchRL policy it draws under `ExplorationType.RANDOM`; otherwise it takes the most probable configuration.
-    A `StackedController` decides without a distribution: its policy is deterministic and writes no log-prob of the
-    action. Of a `PricedChooser` it is the policy inside, which decides at the worth of each request; calibrated prices
-    and the guard are for mean budgets.
+    It draws under `ExplorationType.RANDOM`, and otherwise takes the most probable. A `StackedController` decides
+    without a distribution: its policy is deterministic and writes no log-prob of the action. Of a `PricedChooser` it is
+    the policy inside, at the worth of each request; calibrated prices and the guard are for mean budgets.
 
     Args:
         table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`), looks features up in
-            this table, and chooses what was profiled there; contexts belong to the members of an ensemble in turn, as
-            in training. When None it reads the limit, the feature blocks by name and `mask`, outside which it chooses
-            nothing (without `mask` in the tensordict it chooses among all), and all members decide together.
+            this table, and keeps to what was profiled there; contexts belong to the members of an ensemble in turn, as
+            in training. When None it reads the limit, the feature blocks by name and, where there is a `mask`, keeps to
+            it; all members decide together (stepping by hand, deployment).
         group_size: G, number of draws for each context; None for one without a group axis.
         action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the environment.
-        separate: draw each knob under its own key (`max_crops`, …) by a `CompositeDistribution`; `action` is there too.
-            Log-probs are `max_crops_log_prob`, …, or under `set_composite_lp_aggregate(True)` only `action_log_prob`.
+        separate: draw each knob under its own key (`max_crops`, …) too, by a `CompositeDistribution`; log-probs are
+            `max_crops_log_prob`, …, or under `set_composite_lp_aggregate(True)` their sum, `action_log_prob`.
 
     Raises:
-        InputError: `separate` where knobs depend on one another: another structure, or not all combinations exist; in
-            a call, if not all combinations of a sample's profiled values were profiled.
+        InputError: `separate` where knobs are not independent, because of the structure or of combinations that do not
+            exist; when called, because of combinations of profiled values that were not profiled.
     """
     one_of("action", action, ACTIONS)
-    policy: Controller | StackedController = getattr(agent, "chooser", agent)
+    policy: Any = getattr(agent, "chooser", agent)
     drawn, by_knobs, limit = isinstance(policy, Controller), action == "knobs", policy.limit_key
     encoder = _FromRows(policy, table) if drawn and table is not None else _FromBlocks(policy, table)
     keys = [limit, *policy.normaliser.sizes, "mask"] if table is None else ["row", limit]
