@@ -75,8 +75,8 @@ class GRPOLoss(ActorLoss):
 
         Attributes:
             action: int64 [P, G, K], or for a composite a list of keys, int64 [P, G] each.
-            configuration: int64 [P, G], which configuration each draw was: where it is there, one `action` is not read, and
-                the distribution is asked for `log_prob_of_index`.
+            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read
+                unless it is a list, and the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
             group_mask: bool [P, G], for `masked`: which draws there are. A group of one or of none teaches nothing.
             sample_log_prob: float [P, G], of the draws under the behaviour policy; of a list of keys the sum.
