@@ -219,9 +219,7 @@ class Actor(ProbabilisticTensorDictSequential):
     """Encodes and draws. Asked for a distribution alone, as in training, it writes nothing down on the way; and where
     the tensordict holds `OUTCOMES`, the network does not predict them again."""
 
-    def get_dist(
-        self, tensordict: TensorDictBase, *args: Any, **kwargs: Any
-    ) -> ConfigurationCategorical | CompositeDistribution:
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         encode, draw = self.module
         inputs = [tensordict.get(key, None) for key in encode.in_keys]
         if OUTCOMES in tensordict:
@@ -310,8 +308,9 @@ def make_actor(
     and `action_log_prob`.
 
     It draws under `ExplorationType.RANDOM`, and otherwise takes the most probable. A `StackedController` decides
-    without a distribution: its policy is deterministic and writes no log-prob of the action. Of a `PricedChooser` it is
-    the policy inside, at the worth of each request; calibrated prices and the guard are for mean budgets.
+    without a distribution, by `choose`: its policy is deterministic (`log_probs` are 0 and −inf) and writes no log-prob
+    of the action. Of a `PricedChooser` it is the policy inside, at the worth of each request; calibrated prices and the
+    guard are for mean budgets.
 
     Args:
         table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`), looks features up in
