@@ -11,7 +11,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from knobwise.losses.actor_loss import ActorLoss, is_zero
+from knobwise.losses.actor_loss import ActorLoss, Keys, is_zero
 from knobwise.losses.functional import (
     clipped_surrogate,
     effective_sample_size,
@@ -34,7 +34,8 @@ class GRPOLoss(ActorLoss):
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_prob(action)` [P, G] for
-            actions [P, G, K], `entropy()` [P], and, for `exact`, `log_probs` [P, C] (−inf where masked).
+            actions [P, G, K], `entropy()` [P], and, for `exact`, `log_probs` [P, C] (−inf where masked); or a
+            `CompositeDistribution` of one categorical for each knob.
         objective: `sampled` or `exact`.
         clip_epsilon: ε.
         entropy_coeff: η.
@@ -45,7 +46,7 @@ class GRPOLoss(ActorLoss):
         top: under `sampled`, how many of a group, those of the highest reward, take part after the advantages were
             taken in the whole group; None for all. May be changed between steps (a curriculum).
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there are.
-        reduction, functional: see `ActorLoss`.
+        configurations, reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref` (NaN when β > 0 and the reference's log-probs are not
     there), whose sum is minimised; and as diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour
@@ -74,24 +75,24 @@ class GRPOLoss(ActorLoss):
         """Keys of the tensordict.
 
         Attributes:
-            action: int64 [P, G, K].
-            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read, and
-                the distribution is asked for `log_prob_of_index`.
+            action: int64 [P, G, K], or for a composite a list of keys, int64 [P, G] each.
+            configuration: int64 [P, G], which configuration each draw was: when it is there, `action` is not read
+                unless it is a list, and the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
             group_mask: bool [P, G], for `masked`: which draws there are. A group of one or of none teaches nothing.
-            sample_log_prob: float [P, G], of the draws under the behaviour policy.
-            reference_log_prob: float [P, G], of the draws under the reference policy; may be missing when β = 0.
+            sample_log_prob: float [P, G], of the draws under the behaviour policy; of a list of keys the sum.
+            reference_log_prob: the same under the reference policy; may be missing when β = 0.
             reward_per_configuration: float [P, C], for `exact`; anything where not profiled.
             behaviour_log_probs: float [P, C], for `exact`: the behaviour policy's, −inf where masked.
             reference_log_probs: float [P, C], for `exact`; may be missing when β = 0.
         """
 
-        action: NestedKey = "action"
+        action: Keys = "action"
         configuration: NestedKey = "configuration"
         reward: NestedKey = ("next", "reward")
         group_mask: NestedKey = "group_mask"
-        sample_log_prob: NestedKey = "action_log_prob"
-        reference_log_prob: NestedKey = "reference_log_prob"
+        sample_log_prob: Keys = "action_log_prob"
+        reference_log_prob: Keys = "reference_log_prob"
         reward_per_configuration: NestedKey = "reward_per_configuration"
         behaviour_log_probs: NestedKey = "behaviour_log_probs"
         reference_log_probs: NestedKey = "reference_log_probs"
@@ -120,10 +121,11 @@ class GRPOLoss(ActorLoss):
         advantage_clip: float = 5.0,
         top: int | None = None,
         masked: bool = False,
-        reduction: str = "mean",
+        configurations: Tensor | None = None,
+        reduction: str | None = None,
         functional: bool = True,
     ) -> None:
-        super().__init__(actor_network, reduction=reduction, functional=functional)
+        super().__init__(actor_network, configurations=configurations, reduction=reduction, functional=functional)
         if objective not in ("sampled", "exact"):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
         if advantage not in ADVANTAGES:
@@ -135,7 +137,7 @@ class GRPOLoss(ActorLoss):
         self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
         self._forward_value_estimator_keys()
 
-    def _loss_keys(self) -> list[NestedKey]:
+    def _loss_keys(self) -> list[Keys]:
         keys = self.tensor_keys
         if self.objective == "exact":
             return [keys.reward_per_configuration, keys.behaviour_log_probs, keys.reference_log_probs]
@@ -146,14 +148,19 @@ class GRPOLoss(ActorLoss):
         self, tensordict: TensorDictBase, finite: bool
     ) -> tuple[Any, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
         """The distribution, log π, log π_old, log π_ref, rewards, all [P, J], and weights [P, J] or None."""
-        keys = self.tensor_keys
-        dist = self._distribution(tensordict)
-        if self.objective == "sampled":
-            chosen = tensordict.get(keys.configuration, None)
-            log_prob = dist.log_prob(tensordict.get(keys.action)) if chosen is None else dist.log_prob_of_index(chosen)
-            old, reference = tensordict.get(keys.sample_log_prob), tensordict.get(keys.reference_log_prob, None)
+        keys, sampled = self.tensor_keys, self.objective == "sampled"
+        reward = tensordict.get(keys.reward if sampled else keys.reward_per_configuration)
+        dist = self._distribution(tensordict, reward.ndim - 1)
+        if sampled:
+            old, reference = (self._log_prob(tensordict, k) for k in (keys.sample_log_prob, keys.reference_log_prob))
+            if old.shape != reward.shape:
+                shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
+                raise ValueError(f"{shapes}; both must be [contexts, group]: give env and policy the same group_size")
+            chosen = None if isinstance(keys.action, list) else tensordict.get(keys.configuration, None)
+            action = self._action(tensordict, keys.action) if chosen is None else None
+            log_prob = dist.log_prob(action) if chosen is None else dist.log_prob_of_index(chosen)
             weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
-            return dist, log_prob, old, reference, tensordict.get(keys.reward), weight
+            return dist, log_prob, old, reference, reward, weight
         log_prob, old = dist.log_probs, tensordict.get(keys.behaviour_log_probs)
         reference = tensordict.get(keys.reference_log_probs, None)
         # what is masked has weight 0; finite numbers in its place keep 0 · ∞ out of values and gradients
@@ -161,8 +168,8 @@ class GRPOLoss(ActorLoss):
         if finite:  # the objective alone can do with log π = −∞
             log_prob = log_prob.masked_fill(impossible, 0.0)
             reference = None if reference is None else reference.masked_fill(impossible, torch.finfo(old.dtype).min)
-        reward = tensordict.get(keys.reward_per_configuration).masked_fill(impossible, 0.0)
-        return dist, log_prob, old.masked_fill(impossible, 0.0), reference, reward, weight
+        old, reward = old.masked_fill(impossible, 0.0), reward.masked_fill(impossible, 0.0)
+        return dist, log_prob, old, reference, reward, weight
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -184,10 +191,12 @@ class GRPOLoss(ActorLoss):
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         if not is_zero(self.entropy_coeff):
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * dist.entropy(), tensordict)
-        reference = log_prob.detach() + (torch.nan if penalised else 0) if reference is None else reference.detach()
-        behaviour = old.detach() if self.objective == "exact" else None
-        if penalised:
-            kl = expected_k3(log_prob, reference, behaviour, weight)
+        behaviour, policy = old.detach() if self.objective == "exact" else None, log_prob.detach()
+        if reference is None:
+            reference = torch.where(self.kl_to_ref_coeff == 0, policy, torch.nan) if penalised else policy
+        if penalised:  # also where it is not known whether β is 0: then no ∞ of a far reference may meet the 0
+            towards = torch.where(self.kl_to_ref_coeff == 0, policy, reference.detach())
+            kl = expected_k3(log_prob, towards, behaviour, weight)
             out["loss_kl_to_ref"] = self._reduce_loss(self.kl_to_ref_coeff * kl, tensordict)
         if self.diagnostics:
             with torch.no_grad():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchrl.objectives import LossModule
 
-from knobwise.losses.actor_loss import ActorLoss
+from knobwise.losses.actor_loss import ActorLoss, Keys
 from knobwise.losses.functional import gaussian_nll, group_advantage, reward_weighted_cross_entropy
 from knobwise.losses.settings import ADVANTAGES
 
@@ -26,13 +26,13 @@ class RCELoss(ActorLoss):
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs` [P, C], or with
-            `recorded` with `log_prob(action)` [P, G].
+            `recorded` with `log_prob(action)` [P, G]; or a `CompositeDistribution` of one categorical for each knob.
         recorded: imitate `action` instead of every configuration.
         scores: `raw`, the rewards as they are, or one of `ADVANTAGES`, with which they are compared inside the group
             first. `rank` gives every context the same weights.
         temperature: τ, in units of the scores; may be changed between steps (it falls during the warm-up); infinite for
             a plain mean, supervised fine-tuning.
-        reduction, functional: see `ActorLoss`.
+        configurations, reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_rce`; and as a diagnostic the `entropy` of the policy.
     """
@@ -43,13 +43,13 @@ class RCELoss(ActorLoss):
 
         Attributes:
             reward_per_configuration: float [P, C], NaN where not profiled.
-            action: with `recorded`, the actions of the group, [P, G, …].
+            action: with `recorded`, the actions of the group, [P, G, …], or for a composite a list of keys.
             reward: with `recorded`, float [P, G].
             group_mask: with `recorded`, bool [P, G], which of them exist.
         """
 
         reward_per_configuration: NestedKey = "reward_per_configuration"
-        action: NestedKey = "action"
+        action: Keys = "action"
         reward: NestedKey = ("next", "reward")
         group_mask: NestedKey = "group_mask"
 
@@ -66,30 +66,31 @@ class RCELoss(ActorLoss):
         recorded: bool = False,
         scores: str = "raw",
         temperature: float = 1.0,
-        reduction: str = "mean",
+        configurations: Tensor | None = None,
+        reduction: str | None = None,
         functional: bool = True,
     ) -> None:
-        super().__init__(actor_network, reduction=reduction, functional=functional)
+        super().__init__(actor_network, configurations=configurations, reduction=reduction, functional=functional)
         if scores not in ("raw", *ADVANTAGES):
             raise ValueError(f"scores {scores!r}: must be one of raw, {', '.join(ADVANTAGES)}")
         self.recorded, self.scores = recorded, scores
         self.register_buffer("temperature", torch.tensor(float(temperature)))
         self._forward_value_estimator_keys()
 
-    def _loss_keys(self) -> list[NestedKey]:
+    def _loss_keys(self) -> list[Keys]:
         keys = self.tensor_keys
         return [keys.action, keys.reward, keys.group_mask] if self.recorded else [keys.reward_per_configuration]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The loss of a batch of contexts, [P], with the keys above and those that the actor reads."""
-        keys, dist = self.tensor_keys, self._distribution(tensordict)
+        keys = self.tensor_keys
+        rewards = tensordict.get(keys.reward if self.recorded else keys.reward_per_configuration)
+        dist = self._distribution(tensordict, rewards.ndim - 1)
         if self.recorded:
-            rewards, log_probs = tensordict.get(keys.reward), dist.log_prob(tensordict.get(keys.action))
-            mask = tensordict.get(keys.group_mask)
+            log_probs, mask = dist.log_prob(self._action(tensordict, keys.action)), tensordict.get(keys.group_mask)
         else:
-            rewards, log_probs = tensordict.get(keys.reward_per_configuration), dist.log_probs
-            mask = ~rewards.isnan()
+            log_probs, mask = dist.log_probs, ~rewards.isnan()
         if self.scores != "raw":
             rewards = group_advantage(rewards.masked_fill(~mask, 0.0), self.scores, mask=mask)
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)
@@ -106,7 +107,8 @@ class RegressionLoss(LossModule):
     Args:
         predictor: a module that writes `accuracy_logits`, `log_latency` and `spread`, [*, C] each; it is not called
             where the tensordict holds them already.
-        reduction: `mean`, `sum` or `none` over contexts; each is the mean over its profiled configurations.
+        reduction: `mean`, `sum` or `none` over contexts, None for `mean`; the loss of a context is the mean over its
+            profiled configurations.
 
     Outputs: `loss_accuracy`, `loss_latency`.
     """
@@ -127,10 +129,10 @@ class RegressionLoss(LossModule):
     default_keys = _AcceptedKeys
     out_keys = ["loss_accuracy", "loss_latency"]
 
-    def __init__(self, predictor: TensorDictModuleBase, *, reduction: str = "mean") -> None:
+    def __init__(self, predictor: TensorDictModuleBase, *, reduction: str | None = None) -> None:
         super().__init__()
         self.predictor = predictor
-        self.reduction = reduction
+        self.reduction = reduction or "mean"
         self._forward_value_estimator_keys()
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:

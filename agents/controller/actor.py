@@ -5,25 +5,35 @@ In training contexts are row numbers of a table; stepping by hand and in deploym
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictModuleBase,
+    composite_lp_aggregate,
 )
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torch.distributions import Distribution, constraints
+from torch.distributions import Categorical, Distribution, constraints
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.replay import ACTIONS
 from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
 from knobwise.losses.functional import entropy
 
+if TYPE_CHECKING:
+    from knobwise.agents.stack.priced_policy import PricedChooser
+    from knobwise.agents.stack.stacked_controller import StackedController
 OUTCOMES = "outcomes"
 """Where a tensordict may hold the `Outcomes` that were predicted for its rows, as a non-tensor."""
 
@@ -33,7 +43,8 @@ class ConfigurationCategorical(Distribution):
 
     Args:
         log_probs: [*, C], −inf where a configuration must not be chosen; `normalised` if they are known to sum to 1.
-        configurations: int64 [C, K], the action of each configuration; `index` finds them by action.
+        configurations: int64 [C, K], the action of each configuration; `index` finds them by action. Or int64 [C],
+            where an action is a single number; values then lack the axis K.
         group_size: G draws belong to one context: `sample` gives [*, G, K] and `log_prob` of it [*, G]. None for no
             group axis: [*, K] and [*].
     """
@@ -51,18 +62,23 @@ class ConfigurationCategorical(Distribution):
     ) -> None:
         self.log_probs = log_probs if normalised else log_probs.log_softmax(-1)
         self.configurations, self.group_size = configurations, group_size
-        self.index = index or ActionIndex(configurations)
-        group = () if group_size is None else (group_size,)
-        super().__init__(log_probs.shape[:-1], torch.Size([*group, configurations.shape[1]]), validate_args=False)
+        self.index = index or self._match
+        self._group = torch.Size(() if group_size is None else (group_size,))
+        super().__init__(log_probs.shape[:-1], self._group + configurations.shape[1:], validate_args=False)
+
+    def _match(self, value: Tensor) -> Tensor:
+        """Actions → configuration indices, −1 for actions that do not exist; slower than an `ActionIndex`."""
+        actions = self.configurations.reshape(len(self.configurations), -1)
+        same = (value.reshape(*value.shape[: value.ndim + 1 - self.configurations.ndim], 1, -1) == actions).all(-1)
+        return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
     def sample_index(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Draw configuration indices, int64 [*sample_shape, *batch, (G)]."""
         count = torch.Size(sample_shape).numel()
         flat = self.log_probs.reshape(-1, self.log_probs.shape[-1]).exp()
-        group = self.event_shape[:-1]
-        drawn = torch.multinomial(flat, count * group.numel(), replacement=True)
-        drawn = drawn.reshape(*self.batch_shape, count, *group)
-        return drawn.movedim(len(self.batch_shape), 0).reshape((*sample_shape, *self.batch_shape, *group))
+        drawn = torch.multinomial(flat, count * self._group.numel(), replacement=True)
+        drawn = drawn.reshape(*self.batch_shape, count, *self._group)
+        return drawn.movedim(len(self.batch_shape), 0).reshape((*sample_shape, *self.batch_shape, *self._group))
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         with torch.no_grad():
@@ -91,21 +107,56 @@ class ConfigurationCategorical(Distribution):
     def mode(self) -> Tensor:
         """The most probable action: [*batch, K], or repeated along the group axis."""
         best = self.configurations[self.log_probs.argmax(-1)]
-        return best if self.group_size is None else best.unsqueeze(-2).expand(*self.batch_shape, *self.event_shape)
+        if self.group_size is None:
+            return best
+        return best.unsqueeze(len(self.batch_shape)).expand(*self.batch_shape, *self.event_shape)
 
     deterministic_sample = mode
 
 
+def knob_categoricals(
+    log_probs: Tensor, names: Sequence[str], places: Sequence[Tensor], group_size: int | None
+) -> CompositeDistribution:
+    """The marginals of log-probs [*, C] under which K knobs are independent: a `Categorical` [*, (G)] under the name of
+    each. `places` are for each knob the configurations with each of its V values, int64 [V, C / V]."""
+    batch, params = log_probs.shape[:-1] + (() if group_size is None else (group_size,)), {}
+    for name, index in zip(names, places, strict=True):
+        logits = log_probs[..., index].logsumexp(-1)
+        params[name] = {"logits": logits if group_size is None else logits.unsqueeze(-2).expand(*batch, -1)}
+    unchecked = {name: {"validate_args": False} for name in names}
+    return CompositeDistribution(TensorDict(params, batch), dict.fromkeys(names, Categorical), extra_kwargs=unchecked)
+
+
 class _FromBlocks(nn.Module):
-    """Feature blocks and a limit as they come with a request."""
+    """Requests as they come: limits [*] or [*, 1], feature blocks [*, d], and where it is known what was profiled a
+    mask [*, C], bool or int8. For a stack with a table: rows of it and limits."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, policy: Controller | StackedController, table: ProfileTable | None = None) -> None:
         super().__init__()
-        self.controller = controller
+        self.policy, self.table = policy, table
 
-    def forward(self, limit: Tensor, *blocks: Tensor) -> Tensor:
-        named = dict(zip(self.controller.normaliser.sizes, blocks, strict=True))
-        return self.controller(self.controller.features(named, *limit.shape), limit)
+    def forward(self, *inputs: Any) -> Tensor:
+        """Log-probs [*, C]; of a stack 0 for its decision and −inf for the others."""
+        limit, blocks, mask = self._read(*inputs)
+        if isinstance(self.policy, Controller):
+            return self.policy(self.policy.features(blocks, *limit.shape), limit, mask)
+        flat = {name: block.reshape(limit.numel(), -1) for name, block in blocks.items()}
+        mask = None if mask is None else mask.reshape(limit.numel(), -1)
+        chosen = self.policy.choose(flat, limit.reshape(-1), mask).to(limit.device).reshape(*limit.shape, 1)
+        impossible = torch.full((*limit.shape, len(self.policy.configurations)), -torch.inf, device=limit.device)
+        return impossible.scatter(-1, chosen, 0.0)
+
+    def _read(self, first: Any, *others: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        if self.table is not None:
+            row, limit = first.cpu(), others[0].reshape(first.shape)
+            return limit.float(), {name: x[row] for name, x in self.table.features.items()}, self.table.mask[row]
+        limit, (*features, mask) = first, others
+        if limit is None:
+            raise InputError(f"the policy reads {self.policy.limit_key!r}, each request's limit in ms; there is none")
+        blocks = {name: x for name, x in zip(self.policy.normaliser.sizes, features, strict=True) if x is not None}
+        if any(x is not None and x.ndim == limit.ndim for x in (*blocks.values(), mask)):
+            limit = limit.squeeze(-1)
+        return limit.float(), blocks, None if mask is None else mask.bool()
 
 
 class _FromRows(nn.Module):
@@ -135,7 +186,7 @@ class _FromRows(nn.Module):
     def forward(self, row: Tensor, limit: Tensor, outcomes: Outcomes | None = None) -> Tensor:
         """Log-probs [*, C]; from the outcomes of these rows where they are predicted already."""
         mask = None if self.complete else self.mask[self.by_member(row)]
-        limits, network = self.by_member(limit), self.controller.network
+        limits, network = self.by_member(limit.float()), self.controller.network
         if outcomes is not None and isinstance(network, UtilityNetwork):
             log_probs = network.log_probs(outcomes, limits, mask)
         else:
@@ -168,12 +219,51 @@ class Actor(ProbabilisticTensorDictSequential):
     """Encodes and draws. Asked for a distribution alone, as in training, it writes nothing down on the way; and where
     the tensordict holds `OUTCOMES`, the network does not predict them again."""
 
-    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> ConfigurationCategorical:
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         encode, draw = self.module
-        inputs = [tensordict.get(key) for key in encode.in_keys]
+        inputs = [tensordict.get(key, None) for key in encode.in_keys]
         if OUTCOMES in tensordict:
             inputs.append(tensordict.get_non_tensor(OUTCOMES))
-        return ConfigurationCategorical(encode.module(*inputs), **draw.distribution_kwargs)
+        return draw.distribution_class(encode.module(*inputs), **draw.distribution_kwargs)
+
+
+class _KnobDraw(ProbabilisticTensorDictModule):
+    """Draws each knob under its own key, and writes `action` too: the knobs side by side, or the configuration."""
+
+    def __init__(self, controller: Controller, group_size: int | None, by_knobs: bool) -> None:
+        knobs, values, structure = controller.knobs, controller.configurations, controller.config.structure
+        every = math.prod(len(knob.values) for knob in knobs)
+        if structure not in ("independent", "additive") or len(values) < every:
+            raise InputError(
+                "separate=True: drawing each knob by itself needs a policy.structure of independent or additive and "
+                f"a full grid; this policy is {structure}, with {len(values)} of {every} combinations"
+            )
+        places = [torch.stack([(v == i).nonzero().squeeze(1) for i in range(int(v.max()) + 1)]) for v in values.T]
+        super().__init__(
+            in_keys=["log_probs"],
+            out_keys=[knob.name for knob in knobs],
+            distribution_class=knob_categoricals,
+            distribution_kwargs={"names": [knob.name for knob in knobs], "places": places, "group_size": group_size},
+            return_log_prob=True,
+            log_prob_key="action_log_prob" if composite_lp_aggregate() else None,
+        )
+        self.index = None if by_knobs else controller.index
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        return [*super().out_keys, "action"]
+
+    def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
+        possible = tensordict["log_probs"] > -torch.inf
+        values = [possible[..., index].any(-1).sum(-1) for index in self.distribution_kwargs["places"]]
+        if (torch.stack(values).prod(0) != possible.sum(-1)).any():
+            raise InputError(
+                "separate=True: for some samples only some combinations of the profiled values of the knobs were "
+                "profiled, and knobs drawn one by one would leave them; separate=False keeps to what was profiled"
+            )
+        out = super().forward(tensordict, *args, **kwargs)
+        action = torch.stack([out[name] for name in self.dist_sample_keys], -1)
+        return out.set("action", action if self.index is None else self.index(action))
 
 
 class Behaviour(TensorDictModuleBase):
@@ -206,30 +296,56 @@ class Behaviour(TensorDictModuleBase):
         return tensordict
 
 
-def make_actor(controller: Controller, table: ProfileTable | None = None, group_size: int | None = None) -> Actor:
-    """The controller as a TensorDict policy that writes `log_probs`, `action` and `action_log_prob`.
+def make_actor(
+    agent: Controller | StackedController | PricedChooser,
+    table: ProfileTable | None = None,
+    group_size: int | None = None,
+    *,
+    action: str = "knobs",
+    separate: bool = False,
+) -> Actor:
+    """A controller, also `load_checkpoint(path).controller`, as a TensorDict policy that writes `log_probs`, `action`
+    and `action_log_prob`.
+
+    It draws under `ExplorationType.RANDOM`, and otherwise takes the most probable. A `StackedController` decides
+    without a distribution, by `choose`: its policy is deterministic (`log_probs` are 0 and −inf) and writes no log-prob
+    of the action. Of a `PricedChooser` it is the policy inside, at the worth of each request; calibrated prices and the
+    guard are for mean budgets.
 
     Args:
-        table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`) and looks features up in
-            this table; contexts belong to the members of an ensemble in turn, as in training. When None it reads the
-            feature blocks by name and the limit, and all members decide together (stepping by hand, deployment).
+        table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`), looks features up in
+            this table, and keeps to what was profiled there; contexts belong to the members of an ensemble in turn, as
+            in training. When None it reads the limit, the feature blocks by name and, where there is a `mask`, keeps to
+            it; all members decide together (stepping by hand, deployment).
         group_size: G, number of draws for each context; None for one without a group axis.
+        action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the environment.
+        separate: draw each knob under its own key (`max_crops`, …) too, by a `CompositeDistribution`; log-probs are
+            `max_crops_log_prob`, …, or under `set_composite_lp_aggregate(True)` their sum, `action_log_prob`.
+
+    Raises:
+        InputError: `separate` where knobs are not independent, because of the structure or of combinations that do not
+            exist; when called, because of combinations of profiled values that were not profiled.
     """
-    encoder = _FromBlocks(controller) if table is None else _FromRows(controller, table)
-    limit = controller.limit_key
-    keys = [limit, *controller.normaliser.sizes] if table is None else ["row", limit]
+    one_of("action", action, ACTIONS)
+    policy: Any = getattr(agent, "chooser", agent)
+    drawn, by_knobs, limit = isinstance(policy, Controller), action == "knobs", policy.limit_key
+    encoder = _FromRows(policy, table) if drawn and table is not None else _FromBlocks(policy, table)
+    keys = [limit, *policy.normaliser.sizes, "mask"] if table is None else ["row", limit]
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
+    if separate:
+        return Actor(encode, _KnobDraw(policy, group_size, by_knobs))
+    configurations = policy.configurations
     draw = ProbabilisticTensorDictModule(
         in_keys=["log_probs"],
         out_keys=["action"],
         distribution_class=ConfigurationCategorical,
         distribution_kwargs={
-            "configurations": controller.configurations,
+            "configurations": configurations if by_knobs else torch.arange(len(configurations)).to(configurations),
             "group_size": group_size,
-            "index": controller.index,
+            "index": policy.index if by_knobs else None,
             "normalised": True,
         },
-        return_log_prob=True,
+        return_log_prob=drawn,
         log_prob_key="action_log_prob",
     )
     return Actor(encode, draw)

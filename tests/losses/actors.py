@@ -43,5 +43,6 @@ def real_actor(
     table = small_table(holes=holes)
     torch.manual_seed(0)
     controller = Controller.for_table(table, torch.arange(60), PolicyConfig(structure=head, hidden=16, dropout=0.0))
-    env = ConfigBandit(table, batch_size=32, group_size=group_size or 1, lean=True, full_information=True)
+    settings = {"batch_size": 32, "lean": True, "full_information": True, "reward": "shaped", "seed": 0}
+    env = ConfigBandit(table, group_size=group_size or 1, **settings)
     return make_actor(controller, table, group_size), env

@@ -15,7 +15,7 @@ from torch import nn, vmap
 from torchrl.objectives import LossModule
 
 from knobwise.agents.controller.actor import ConfigurationCategorical
-from knobwise.losses import GRPOLoss, RCELoss
+from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(3))
 SAMPLED = {"objective": "sampled", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}
@@ -30,6 +30,8 @@ KINDS: dict[str, tuple[Callable[..., LossModule], dict[str, Any], set[Any]]] = {
     "recorded": (RCELoss, {"recorded": True}, DRAWN | {"group_mask"}),
 }
 every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
+# tensordict asks for a setting that this torch no longer has
+library_warning = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules:FutureWarning")
 either_way = pytest.mark.parametrize("functional", [True, False])
 
 
@@ -149,6 +151,8 @@ def test_reductions_agree(kind: str) -> None:
             torch.testing.assert_close(none[name].sum(), added[name])
         else:
             assert torch.equal(none[name], value)
+    assert_same(make_loss(kind, reduction=None)(make_data()), mean)
+    assert make_loss(kind).reduction == make_loss(kind, reduction=None).reduction == "mean"
 
 
 @every_kind
@@ -214,3 +218,67 @@ def test_many_parameters_at_once_under_vmap(kind: str) -> None:
     wanted = torch.stack([total(loss(data.clone())).detach() for loss in losses])
     torch.testing.assert_close(result, wanted)
     assert len(result.unique()) == 3
+
+
+# -- torch.compile, as TorchRL's own losses allow it -------------------------------------------------------------------
+
+
+def gradients(loss: LossModule, out: TensorDict) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(total(out), [p for p in loss.parameters() if p.requires_grad]))
+
+
+def in_one_graph(loss: LossModule) -> Callable[[TensorDict], TensorDict]:
+    torch.compiler.reset()
+    return torch.compile(loss, fullgraph=True, backend="eager")
+
+
+def assert_same_under_compile(compiled: Callable[[TensorDict], TensorDict], loss: LossModule, data: TensorDict) -> None:
+    wanted, result = loss(data.clone()), compiled(data.clone())
+    assert set(result.keys()) == set(wanted.keys())
+    for name, value in wanted.items():
+        torch.testing.assert_close(result[name], value, equal_nan=True)
+    torch.testing.assert_close(gradients(loss, result), gradients(loss, wanted), equal_nan=True)
+
+
+@library_warning
+@pytest.mark.parametrize(("kind", "functional"), [*((kind, False) for kind in sorted(KINDS)), ("sampled", True)])
+def test_it_compiles(kind: str, functional: bool) -> None:
+    loss = make_loss(kind, functional=functional)
+    assert_same_under_compile(in_one_graph(loss), loss, make_data())
+
+
+@library_warning
+@pytest.mark.parametrize("objective", ["sampled", "exact"])
+def test_terms_that_are_switched_off_are_off_under_compile_too(objective: str) -> None:
+    loss, data = GRPOLoss(make_actor(), objective=objective, top=2, functional=False), make_data()
+    compiled = in_one_graph(loss)
+    far = data.clone()
+    far["reference_log_prob"][0], far["reference_log_probs"][0] = 500.0, 500.0  # e⁵⁰⁰ is infinite
+    assert_same_under_compile(compiled, loss, far)
+    loss.kl_to_ref_coeff, loss.entropy_coeff = 0.1, 0.01  # and on again
+    assert_same_under_compile(compiled, loss, data)
+    del data["reference_log_prob"], data["reference_log_probs"]
+    assert compiled(data)["loss_kl_to_ref"].isnan()
+    loss.kl_to_ref_coeff = 0.0
+    assert_same_under_compile(compiled, loss, data)
+
+
+@library_warning
+def test_the_regression_compiles() -> None:
+    class Predictor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 12)
+
+        def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits, log_latency, log_spread = self.linear(observation).chunk(3, -1)
+            return logits, log_latency, log_spread.exp()
+
+    outputs = ["accuracy_logits", "log_latency", "spread"]
+    torch.manual_seed(0)
+    loss = RegressionLoss(TensorDictModule(Predictor(), ["observation"], outputs), reduction=None)
+    assert loss.reduction == "mean"
+    accuracy = torch.rand(5, 4).masked_fill(torch.rand(5, 4) < 0.3, torch.nan)
+    data = {"observation": torch.randn(5, 3), "accuracy_per_configuration": accuracy}
+    data["log_latency_per_configuration"] = accuracy.exp()
+    assert_same_under_compile(in_one_graph(loss), loss, TensorDict(data, [5]))

@@ -56,7 +56,7 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str, featur
     controller, data = small_controller(table, structure).eval(), contexts(table)
     by_row, by_blocks = make_actor(controller, table, 3), make_actor(controller, group_size=3)
     assert by_row.in_keys == ["row", "budget_ms"]
-    assert by_blocks.in_keys == ["budget_ms", *table.features]
+    assert by_blocks.in_keys == ["budget_ms", *table.features, "mask"]
     torch.testing.assert_close(by_row(data.clone())["log_probs"], by_blocks(data.clone())["log_probs"])
     assert torch.equal(by_row(data.clone())["action"], by_blocks(data.clone())["action"])
     if not features:  # a policy that sees the budget alone
@@ -181,7 +181,7 @@ def test_under_a_price_the_limit_has_another_name(structure: str) -> None:
     config = PolicyConfig(structure=structure, hidden=16)
     controller = Controller.for_table(table, torch.arange(60), config, priced=True).eval()
     assert make_actor(controller, table).in_keys == ["row", "worth_ms"]
-    assert make_actor(controller).in_keys == ["worth_ms", "image_features", "language_features"]
+    assert make_actor(controller).in_keys == ["worth_ms", "image_features", "language_features", "mask"]
     assert Controller.restored(controller.plain()).limit_key == "worth_ms"
 
 

@@ -1,0 +1,312 @@
+"""`make_actor`: any controller as a TensorDict policy, in whatever form the requests come."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import driven_apart, small_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tensordict.nn import CompositeDistribution, set_composite_lp_aggregate
+from torch import Tensor
+from torchrl.collectors import Collector
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from knobwise.agents.checkpoint import Agent, load_checkpoint, save_checkpoint
+from knobwise.agents.controller.actor import make_actor
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.stack.priced_policy import PricedChooser
+from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.settings import BudgetConfig
+from knobwise.envs.configurations.torchrl_env import ConfigBandit
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.losses import GRPOLoss, RCELoss
+
+ALL = torch.arange(60)
+KNOBS = ["max_crops", "top_k", "num_active_blocks"]
+both_ways = pytest.mark.parametrize("how", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
+
+
+def network(table: ProfileTable, structure: str = "additive", members: int = 1, priced: bool = False) -> Controller:
+    return driven_apart(table, PolicyConfig(structure=structure, hidden=8, members=members), priced=priced)
+
+
+@functools.cache
+def agent_of(kind: str, holes: float = 0.6) -> tuple[ProfileTable, Agent]:
+    """As `load_checkpoint(path).controller` gives it."""
+    table = small_table(holes=holes)
+    if kind == "controller":
+        return table, network(table)
+    if kind == "ensemble":
+        return table, network(table, "utility", 3)
+    config = PolicyConfig(structure="utility", members=3, hidden=8, experts=("ridge",))
+    if kind == "stack":
+        return table, fit_stack(table, ALL, driven_apart(table, config), config, default_budgets(table), seed=0)
+    prices, budgets = torch.tensor([0.1, 0.2]), torch.tensor([9.0, 6.0])
+    inner = network(table, priced=True)
+    if kind == "priced stack":
+        inner = StackedController(network(table, "utility", priced=True), [], torch.ones(1))
+    return table, PricedChooser("controller", inner, budgets, prices)
+
+
+KINDS = ["controller", "ensemble", "stack", "priced", "priced stack"]
+
+
+def requests(table: ProfileTable, agent: Agent, rows: Tensor = ALL) -> TensorDict:
+    limit = getattr(agent, "chooser", agent).limit_key
+    limits = torch.linspace(4, 40, len(rows))
+    blocks = {name: block[rows] for name, block in table.features.items()}
+    return TensorDict({"row": rows, limit: limits, "mask": table.mask[rows], **blocks}, [len(rows)])
+
+
+def configuration_of(agent: Agent, action: Tensor) -> Tensor:
+    return getattr(agent, "chooser", agent).index(action)
+
+
+# -- from a checkpoint -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@both_ways
+def test_any_controller_of_a_checkpoint_becomes_a_policy(kind: str, how: ExplorationType, tmp_path: Path) -> None:
+    table, agent = agent_of(kind)
+    save_checkpoint(tmp_path / "c.pt", agent, table, {})
+    policy = make_actor(load_checkpoint(tmp_path / "c.pt").controller, group_size=3)
+    data = requests(table, agent)
+    with set_exploration_type(how):
+        out = policy(data.clone())
+    assert set(policy.out_keys) <= set(out.keys())
+    chosen = configuration_of(agent, out["action"])
+    assert table.mask.gather(1, chosen).all()
+    drawn = "stack" not in kind
+    assert ("action_log_prob" in out) == drawn
+    if how == ExplorationType.DETERMINISTIC or not drawn:
+        limits = data[getattr(agent, "chooser", agent).limit_key]
+        greedy = getattr(agent, "chooser", agent).choose(table.features, limits, table.mask)
+        assert torch.equal(chosen, greedy.unsqueeze(1).expand(-1, 3))
+    else:
+        assert len(chosen.unique(dim=1)[0]) > 1
+
+
+@pytest.mark.parametrize("kind", ["controller", "stack"])
+@pytest.mark.parametrize("group_size", [None, 1, 3])
+@pytest.mark.parametrize("action", ["knobs", "configuration"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_shapes_whatever_the_batch(kind: str, group_size: int | None, action: str, by_row: bool) -> None:
+    table, agent = agent_of(kind)
+    policy = make_actor(agent, table if by_row else None, group_size, action=action)
+    data, group = requests(table, agent), () if group_size is None else (group_size,)
+    for batch in ((), (1,), (5,), (4, 3)):
+        part = data[0] if batch == () else data[: math.prod(batch)].reshape(batch)
+        for how in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC):
+            with set_exploration_type(how):
+                out = policy(part.clone())
+            assert out["action"].shape == (*batch, *group, *((3,) if action == "knobs" else ()))
+            assert out["action"].dtype == torch.int64
+            if kind == "controller":
+                assert out["action_log_prob"].shape == (*batch, *group)
+
+
+def test_an_action_may_be_the_index_of_a_configuration() -> None:
+    table, agent = agent_of("controller")
+    by_knobs, by_index = make_actor(agent, group_size=4), make_actor(agent, group_size=4, action="configuration")
+    data = requests(table, agent)
+    with set_exploration_type(ExplorationType.RANDOM):
+        out = by_index(data.clone())
+    assert table.mask.gather(1, out["action"]).all()
+    wanted = by_knobs.get_dist(data).log_prob(table.configurations[out["action"]])
+    assert torch.equal(out["action_log_prob"], wanted)
+    assert torch.equal(by_index.get_dist(data).log_prob(out["action"]), wanted)
+    assert torch.equal(table.configurations[by_index(data.clone())["action"]], by_knobs(data.clone())["action"])
+    assert by_index.get_dist(data).log_prob(torch.full((60, 4), 12)).isneginf().all()  # there are 12: 0 to 11
+    with pytest.raises(InputError, match="action"):
+        make_actor(agent, action="index")
+
+
+# -- however the requests come -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["controller", "ensemble", "stack", "priced"])
+@pytest.mark.parametrize("features", [True, False])
+@settings(max_examples=15, deadline=None)
+@given(
+    limit=st.sampled_from([torch.float32, torch.float64]),
+    blocks=st.sampled_from([torch.float32, torch.float64]),
+    mask=st.sampled_from([torch.bool, torch.int8]),
+    batch=st.sampled_from([(), (1,), (4,), (2, 3)]),
+    trailing=st.booleans(),
+)
+def test_other_types_and_a_trailing_axis_change_nothing(
+    kind: str, features: bool, limit: torch.dtype, blocks: torch.dtype, mask: torch.dtype, batch: Any, trailing: bool
+) -> None:
+    table, agent = agent_of(kind)
+    if not features:
+        table = small_table(holes=0.6, features=False)
+        agent = network(table, priced=kind == "priced")
+    data, policy = requests(table, agent), make_actor(agent)
+    data = data[0] if batch == () else data[: math.prod(batch)].reshape(batch)
+    wanted = policy(data.clone())
+    other = data.clone()
+    key = policy.in_keys[0]
+    other[key] = other[key].to(limit).unsqueeze(-1) if trailing else other[key].to(limit)
+    other["mask"] = other["mask"].to(mask)
+    for name in table.features:
+        other[name] = other[name].to(blocks)
+    out = policy(other)
+    assert torch.equal(out["action"], wanted["action"])
+    torch.testing.assert_close(out["log_probs"], wanted["log_probs"])
+
+
+def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lose_it() -> None:
+    table, agent = agent_of("controller")
+    policy, data = make_actor(agent), requests(table, agent)
+    assert policy(data.clone().exclude("mask"))["log_probs"].isfinite().all()
+    out = policy(data.select(*policy.in_keys))
+    assert torch.equal(out["log_probs"] > -torch.inf, table.mask)
+    drawn = policy(**{key: data[key] for key in policy.in_keys if key != "mask"})
+    assert drawn[0].isfinite().all()
+    with pytest.raises(InputError, match="reads 'budget_ms'"):
+        policy(data.clone().exclude("budget_ms"))
+    with pytest.raises(InputError, match="'image_features' must be 4 wide, got nothing"):
+        policy(data.clone().exclude("image_features"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_in_the_environment_it_never_draws_what_was_not_profiled(kind: str, group_size: int, by_row: bool) -> None:
+    table, agent = agent_of(kind)
+    budget = BudgetConfig(sense="mean") if kind.startswith("priced") else None
+    env = ConfigBandit(table, batch_size=30, group_size=group_size, budget=budget, unprofiled="error", seed=0)
+    policy = make_actor(agent, table if by_row else None, group_size)
+    collector = Collector(env, policy, frames_per_batch=60, total_frames=120, auto_register_policy_transforms=False)
+    collected = torch.cat([data.reshape(-1) for data in collector])
+    collector.shutdown()
+    assert collected["action"].shape == (120, group_size, 3)
+    assert collected["next", "reward"].isfinite().all()
+
+
+# -- each knob under its own key ---------------------------------------------------------------------------------------
+
+aggregated_or_not = pytest.mark.parametrize("aggregate", [False, True])
+
+
+def product_masks(table: ProfileTable, count: int = 20) -> Tensor:
+    """Of each sample all combinations of some values: for every third the first knob is held, for every third the
+    others are free."""
+    number = torch.arange(count).unsqueeze(1)
+    first, second = table.configurations[:, 0], table.configurations[:, 1]
+    return ((number % 3 != 0) | (first == 1)) & ((number % 3 != 1) | (second == 0))
+
+
+@aggregated_or_not
+@pytest.mark.parametrize("structure", ["independent", "additive"])
+@pytest.mark.parametrize("group_size", [None, 1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_knobs_drawn_one_by_one_are_the_joint_distribution(
+    aggregate: bool, structure: str, group_size: int | None, masked: bool
+) -> None:
+    table = small_table()
+    agent, group = network(table, structure), () if group_size is None else (group_size,)
+    data = requests(table, agent, torch.arange(20))
+    data["mask"] = product_masks(table) if masked else data["mask"]
+    joint = make_actor(agent, group_size=group_size).get_dist(data)
+    with set_composite_lp_aggregate(aggregate):
+        policy = make_actor(agent, group_size=group_size, separate=True)
+        for how in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC):
+            with set_exploration_type(how):
+                out = policy(data.clone())
+            assert set(policy.out_keys) <= set(out.keys())
+            assert all(out[name].shape == (20, *group) for name in KNOBS)
+            assert torch.equal(out["action"], torch.stack([out[name] for name in KNOBS], -1))
+            each = ["action_log_prob"] if aggregate else [f"{name}_log_prob" for name in KNOBS]
+            log_prob = sum(out[key] for key in each)
+            assert log_prob.isfinite().all()
+            torch.testing.assert_close(log_prob, joint.log_prob(out["action"]))
+        assert torch.equal(out["action"], joint.mode)
+        dist = policy.get_dist(data)
+        assert isinstance(dist, CompositeDistribution)
+        if aggregate and group_size is None:
+            torch.testing.assert_close(dist.entropy(), joint.entropy())
+    index = make_actor(agent, group_size=group_size, action="configuration", separate=True)(data.clone())["action"]
+    assert torch.equal(table.configurations[index], out["action"])
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_three_keys_play_in_the_environment_and_teach(by_row: bool) -> None:
+    table = small_table()
+    agent = network(table, "independent")
+    env = ConfigBandit(table, batch_size=64, group_size=4, full_information=True, unprofiled="error", seed=0)
+    policy = make_actor(agent, table if by_row else None, 4, separate=True)
+    loss = GRPOLoss(policy, functional=False)
+    optimiser = torch.optim.Adam(loss.parameters(), lr=0.02)
+    torch.manual_seed(0)
+    rewards = []
+    for _ in range(30):
+        with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
+            data = env.rollout(1, policy).squeeze(1)
+        rewards.append(data["next", "reward"].mean().item())
+        loss(data)["loss_objective"].backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["sampled", "exact", "rce"])
+def test_losses_and_gradients_are_those_of_the_independent_head(masked: bool, kind: str) -> None:
+    table = small_table()
+    agent = network(table, "independent")
+    joint, separate = make_actor(agent, group_size=4), make_actor(agent, group_size=4, separate=True)
+    data = requests(table, agent, torch.arange(20))
+    data["mask"] = product_masks(table) if masked else data["mask"]
+    with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
+        data = separate(data)
+        data["action_log_prob"] = joint.get_dist(data).log_prob(data["action"])
+    generator = torch.Generator().manual_seed(0)
+    reward = torch.rand(20, 12, generator=generator).masked_fill(~data["mask"], torch.nan)
+    data["reward_per_configuration"], data["next", "reward"] = reward, reward.gather(1, agent.index(data["action"]))
+    data["behaviour_log_probs"] = data["reference_log_probs"] = data.pop("log_probs")
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    results = []
+    for policy in (joint, separate):
+        settings: dict[str, Any] = {"configurations": table.configurations, "functional": False}
+        if kind != "rce":
+            settings |= {"objective": kind, "entropy_coeff": 0.1, "kl_to_ref_coeff": 0.1 * (kind == "exact")}
+        loss = (RCELoss if kind == "rce" else GRPOLoss)(policy, **settings)
+        out = loss(data)
+        total = sum(value for name, value in out.items() if name.startswith("loss_"))
+        results.append((out.detach(), torch.autograd.grad(total, list(agent.parameters()))))
+    for name, value in results[0][0].items():
+        torch.testing.assert_close(results[1][0][name], value)
+    torch.testing.assert_close(*(gradients for _, gradients in results))
+    assert all(gradient.isfinite().all() for gradient in results[1][1])
+
+
+def test_knobs_that_depend_on_one_another_are_not_drawn_one_by_one() -> None:
+    table = small_table()
+    for kind in ("joint", "autoregressive", "utility"):
+        with pytest.raises(InputError, match=f"independent or additive.*this policy is {kind}"):
+            make_actor(network(table, kind), separate=True)
+    with pytest.raises(InputError, match="this policy is utility"):
+        make_actor(agent_of("stack")[1], separate=True)
+    agent, rows = network(table, "independent"), torch.arange(12) != 5
+    sparse = Controller(agent.knobs, table.configurations[rows], agent.normaliser, agent.network.encoding, agent.config)
+    with pytest.raises(InputError, match="11 of 12 combinations"):
+        make_actor(sparse, separate=True)
+    data = requests(table, agent, torch.arange(20))
+    data["mask"][3, 5] = False
+    with pytest.raises(InputError, match=r"only some combinations .* separate=False"):
+        make_actor(agent, separate=True)(data)
+    assert make_actor(agent)(data)["log_probs"][3, 5].isneginf()
