@@ -33,7 +33,7 @@ def simulated_files(folder: Path) -> tuple[Path, Path]:
     ]
     pl.DataFrame(rows).write_csv(folder / "measured.csv")
     features = {name: block.numpy() for name, block in table.features.items()}
-    np.savez(folder / "features.npz", sample_ids=np.array(table.sample_ids), **features)
+    np.savez(folder / "features.npz", sample_id=np.array(table.sample_ids), **features)
     return folder / "measured.csv", folder / "features.npz"
 
 

@@ -80,7 +80,8 @@ class GRPOLoss(ActorLoss):
                 unless it is a list, and the distribution is asked for `log_prob_of_index`.
             reward: float [P, G], of each draw.
             group_mask: bool [P, G], for `masked`: which draws there are. A group of one or of none teaches nothing.
-            sample_log_prob: float [P, G], of the draws under the behaviour policy; of a list of keys the sum.
+            sample_log_prob: float [P, G], of the draws under the behaviour policy; of a list of keys the sum. Draws
+                without a group axis, [P] with rewards [P, 1], are groups of one, which teach only under `unnormalised`.
             reference_log_prob: the same under the reference policy; may be missing when β = 0.
             reward_per_configuration: float [P, C], for `exact`; anything where not profiled.
             behaviour_log_probs: float [P, C], for `exact`: the behaviour policy's, −inf where masked.
@@ -153,12 +154,16 @@ class GRPOLoss(ActorLoss):
         dist = self._distribution(tensordict, reward.ndim - 1)
         if sampled:
             old, reference = (self._log_prob(tensordict, k) for k in (keys.sample_log_prob, keys.reference_log_prob))
-            if old.shape != reward.shape:
+            single = (*old.shape, 1) == reward.shape  # draws without a group axis: groups of one
+            if old.shape != reward.shape and not single:
                 shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
                 raise ValueError(f"{shapes}; both must be [contexts, group]: give env and policy the same group_size")
             chosen = None if isinstance(keys.action, list) else tensordict.get(keys.configuration, None)
             action = self._action(tensordict, keys.action) if chosen is None else None
             log_prob = dist.log_prob(action) if chosen is None else dist.log_prob_of_index(chosen)
+            if single:
+                log_prob, old = log_prob.unsqueeze(-1), old.unsqueeze(-1)
+                reference = None if reference is None else reference.unsqueeze(-1)
             weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
             return dist, log_prob, old, reference, reward, weight
         log_prob, old = dist.log_probs, tensordict.get(keys.behaviour_log_probs)

@@ -6,8 +6,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers import small_table
 from PIL import Image
+
+import knobwise
+from knobwise.envs import builtin_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -53,11 +55,17 @@ def test_torchrls_trainer_learns() -> None:
 
 
 def test_own_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module = example("own_table")
-    decisions = module.main(*module.simulated_files(tmp_path), policy="utility", iterations=5)
+    module, quick = example("own_table"), {"warmup_iterations": 5, "iterations": 5}
+    decisions = module.main(*module.simulated_files(tmp_path), policy="utility", optimiser=quick)
+    printed = capsys.readouterr().out
     assert len(decisions) == 3
-    assert all(f"ms: {decision}" in capsys.readouterr().out for decision in decisions[:1])
+    assert all(f"ms: {decision}" in printed for decision in decisions)
 
 
-def test_deploy(tmp_path: Path) -> None:
-    raise NotImplementedError
+def test_deploy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = {"warmup_iterations": 5, "iterations": 0}
+    knobwise.fit(builtin_profile(), policy="utility", optimiser=quick).save(tmp_path / "policy.pt")
+    on_time = example("deploy").main(str(tmp_path / "policy.pt"), requests=3)
+    printed = capsys.readouterr().out
+    assert len(on_time) == printed.count(" ms (") == 3
+    assert printed.count("(late)") == 3 - sum(on_time)

@@ -254,13 +254,6 @@ class _KnobDraw(ProbabilisticTensorDictModule):
         return [*super().out_keys, "action"]
 
     def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
-        possible = tensordict["log_probs"] > -torch.inf
-        values = [possible[..., index].any(-1).sum(-1) for index in self.distribution_kwargs["places"]]
-        if (torch.stack(values).prod(0) != possible.sum(-1)).any():
-            raise InputError(
-                "separate=True: for some samples only some combinations of the profiled values of the knobs were "
-                "profiled, and knobs drawn one by one would leave them; separate=False keeps to what was profiled"
-            )
         out = super().forward(tensordict, *args, **kwargs)
         action = torch.stack([out[name] for name in self.dist_sample_keys], -1)
         return out.set("action", action if self.index is None else self.index(action))
@@ -320,11 +313,13 @@ def make_actor(
         group_size: G, number of draws for each context; None for one without a group axis.
         action: `knobs`, int64 [*, (G), K], or `configuration`, int64 [*, (G)], as in the environment.
         separate: draw each knob under its own key (`max_crops`, …) too, by a `CompositeDistribution`; log-probs are
-            `max_crops_log_prob`, …, or under `set_composite_lp_aggregate(True)` their sum, `action_log_prob`.
+            `max_crops_log_prob`, …, or under `set_composite_lp_aggregate(True)` their sum, `action_log_prob`. Every
+            value that is drawn was profiled for its sample, but not always the combination: the environment's
+            `unprofiled` says what that gets.
 
     Raises:
         InputError: `separate` where knobs are not independent, because of the structure or of combinations that do not
-            exist; when called, because of combinations of profiled values that were not profiled.
+            exist.
     """
     one_of("action", action, ACTIONS)
     policy: Any = getattr(agent, "chooser", agent)

@@ -305,8 +305,17 @@ def test_knobs_that_depend_on_one_another_are_not_drawn_one_by_one() -> None:
     sparse = Controller(agent.knobs, table.configurations[rows], agent.normaliser, agent.network.encoding, agent.config)
     with pytest.raises(InputError, match="11 of 12 combinations"):
         make_actor(sparse, separate=True)
+
+
+def test_knobs_drawn_one_by_one_keep_to_the_values_that_were_profiled() -> None:
+    """Each knob is drawn from its marginal over the profiled configurations."""
+    table = small_table()
+    agent = network(table, "independent")
     data = requests(table, agent, torch.arange(20))
-    data["mask"][3, 5] = False
-    with pytest.raises(InputError, match=r"only some combinations .* separate=False"):
-        make_actor(agent, separate=True)(data)
-    assert make_actor(agent)(data)["log_probs"][3, 5].isneginf()
+    data["mask"][3] = (table.configurations == table.configurations[5]).all(1)
+    data["mask"][4] = table.configurations[:, 0] == 1
+    with set_exploration_type(ExplorationType.RANDOM):
+        actions = torch.stack([make_actor(agent, separate=True)(data.clone())["action"] for _ in range(20)])
+    assert (actions[:, 3] == table.configurations[5]).all()
+    assert (actions[:, 4, 0] == 1).all()
+    assert len(actions[:, 4].unique(dim=0)) > 1
