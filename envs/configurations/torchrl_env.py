@@ -33,9 +33,9 @@ class ConfigBandit(SingleStepEnv):
     index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis G, and
     the reward is [P, 1]. Where a context has one decision, actions may have that axis or lack it.
 
-    `step` and `step_and_maybe_reset` decide for the contexts in the tensordict. Where it lacks rows or limits, those of
-    the last reset hold. Inside TorchRL's wrappers (`TransformedEnv`, `SerialEnv`, …) those of the last reset always
-    hold, because a transform may have changed what the tensordict says. Without any reset, contexts are drawn.
+    A step decides for the contexts in the tensordict; where rows or limits are missing, for those of the last reset,
+    or before any reset for new ones. Inside TorchRL's wrappers (`TransformedEnv`, `SerialEnv`, …) the rows of the last
+    reset always keep its limits, because a transform may have changed those in the tensordict.
 
     Args:
         batch_size, group_size: P, G.
@@ -48,7 +48,8 @@ class ConfigBandit(SingleStepEnv):
 
     Raises:
         InputError: by `step`, if an action is outside its range or of another shape, or under `unprofiled="error"`
-            was never profiled for its sample; inside a wrapper, if the tensordict has other rows than the last reset.
+            was never profiled for its sample; also if the tensordict has other rows than the last reset, and a
+            transform changes or removes the limits.
 
     Examples:
         >>> from knobwise.envs import ConfigBandit, builtin_profile
@@ -81,6 +82,7 @@ class ConfigBandit(SingleStepEnv):
         self.rewards = self.replay.rewards
         self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
         self.last: dict[str, Tensor] = {}  # the observation of the contexts to decide for, before the step
+        self.limits_change = False  # whether a transform was seen to change or remove limits
         p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
         self.group = (p,) if group_size is None else (p, group_size)
         knobs = (len(sizes),) if action == "knobs" else ()
@@ -111,17 +113,17 @@ class ConfigBandit(SingleStepEnv):
         self.observation_spec = Composite(observation, shape=(p,), device=device)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._decide_for(tensordict)
+        self._take_contexts(tensordict)
         return super().step(tensordict)
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        self._decide_for(tensordict)
-        return super().step_and_maybe_reset(tensordict)
+        self._take_contexts(tensordict)
+        return tensordict.set("next", self._decide(tensordict)), self._reset()
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
         out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
-        rows = out["row"] if "row" in out else self._last()["row"]
+        rows = out["row"].long() if "row" in out else self._last()["row"]
         # configuration n + 1 of those profiled for the sample, n drawn evenly: much faster than torch.multinomial
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         drawn = torch.searchsorted(counts, (torch.rand(self.grouped[:2]) * counts[:, -1:]).int() + 1)
@@ -146,19 +148,17 @@ class ConfigBandit(SingleStepEnv):
         return self._emitted(self._context(self.last))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        last = self._last()
-        rows, stated = last["row"], tensordict.get("row", None)
-        if stated is not None and stated is not rows and stated.shape == rows.shape and (stated != rows).any():
-            raise InputError(
-                "row: the tensordict has other rows than the last reset; inside TorchRL's wrappers an environment "
-                "decides for the contexts of its last reset, so give others to `step` of the ConfigBandit itself"
-            )
-        replayed = self.replay(rows, self._grouped(tensordict["action"]), last[self.limit_key])
+        self._take_contexts(tensordict, wrapped=True)
+        return self._decide(tensordict)
+
+    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows, limits = self.last["row"], self.last[self.limit_key]
+        replayed = self.replay(rows, self._grouped(tensordict["action"]), limits)
         changed = {}
         if not self.lean:
             accuracy, latency_ms = self.replay.outcome(rows, replayed)
             changed = {"accuracy": accuracy.view(self.group), "latency_ms": latency_ms.view(self.group)}
-        return self._emitted(self._outcome(last, replayed.reward, changed))
+        return self._emitted(self._outcome(self.last, replayed.reward, changed))
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
@@ -186,15 +186,23 @@ class ConfigBandit(SingleStepEnv):
             self._reset()
         return self.last
 
-    def _decide_for(self, tensordict: TensorDictBase) -> None:
-        """Contexts in the tensordict take the place of those of the last reset."""
+    def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
+        """Note which contexts to decide for. `wrapped`: a transform may have changed the tensordict."""
         rows, limits = tensordict.get("row", None), tensordict.get(self.limit_key, None)
         last = self.last if rows is not None and limits is not None else self._last()
         rows = last["row"] if rows is None else rows.long()
-        limits = last[self.limit_key] if limits is None else limits.float()
-        pairs = ((rows, last.get("row")), (limits, last.get(self.limit_key)))
-        if not all(new is kept or (kept is not None and torch.equal(new, kept)) for new, kept in pairs):
-            self.last = self._observed(rows, limits)
+        same_rows = _same(rows, last.get("row"))
+        same_limits = limits is not None and _same(limits := limits.float(), last.get(self.limit_key))
+        if wrapped and same_rows:
+            self.limits_change = not same_limits
+        elif wrapped and (self.limits_change or limits is None):
+            raise InputError(
+                "row: the tensordict has other rows than the last reset, and their limits are unknown, because a "
+                f"transform changes or removes {self.limit_key}; reset before each step, and let no two loops share an "
+                "environment"
+            )
+        elif not (same_rows and same_limits):
+            self.last = self._observed(rows, last[self.limit_key] if limits is None else limits)
 
     def _grouped(self, action: Tensor) -> Tensor:
         """Actions with the group axis, int64 [P, G, K] or [P, G]."""
@@ -202,3 +210,7 @@ class ConfigBandit(SingleStepEnv):
         if action.shape not in shapes or action.is_floating_point():
             raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*self.action_spec.shape]}")
         return action.long().view(self.grouped)
+
+
+def _same(first: Tensor, second: Tensor | None) -> bool:
+    return first is second or (second is not None and torch.equal(first, second))
