@@ -39,8 +39,9 @@ class ConfigBandit(SingleStepEnv):
 
     Args:
         batch_size, group_size: P, G.
-        budget, reward, unprofiled, action: see `Replay`. A random policy lives under `nearest`, the default;
-            with `action="configuration"` TorchRL's `ActionMask(mask_key="mask")` keeps it to profiled configurations.
+        budget, reward, unprofiled, action: see `Replay`. Under `nearest`, the default, any policy may play; with
+            `action="configuration"` and without an axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones
+            draw profiled configurations only.
         rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
             drawn in turn, context i from list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
@@ -81,23 +82,23 @@ class ConfigBandit(SingleStepEnv):
         self.replay = Replay(table, budget, reward, unprofiled, action, device)
         self.rewards = self.replay.rewards
         self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
-        self.last: dict[str, Tensor] = {}  # the observation of the contexts to decide for, before the step
+        self.current: dict[str, Tensor] = {}  # the contexts to decide for
         self.limits_change = False  # whether a transform was seen to change or remove limits
         p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
-        self.group = (p,) if group_size is None else (p, group_size)
+        self.outcome_shape = (p,) if group_size is None else (p, group_size)
         knobs = (len(sizes),) if action == "knobs" else ()
-        self.grouped = torch.Size((p, group_size or 1, *knobs))
-        self._set_outcome_specs(*self.grouped[:2])
+        self.grouped_shape = torch.Size((p, group_size or 1, *knobs))
+        self._set_outcome_specs(*self.grouped_shape[:2])
         if action == "knobs":
             self.action_spec = MultiCategorical(
                 torch.tensor(sizes),
-                shape=(*self.group, *knobs),
+                shape=(*self.outcome_shape, *knobs),
                 dtype=torch.int64,
                 remove_singleton=False,
                 device=device,
             )
         else:
-            self.action_spec = Categorical(c, shape=self.group, dtype=torch.int64, device=device)
+            self.action_spec = Categorical(c, shape=self.outcome_shape, dtype=torch.int64, device=device)
         observation: dict[str, Unbounded | Binary | Categorical] = {
             "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
             self.limit_key: Unbounded(shape=(p,), device=device),
@@ -108,8 +109,8 @@ class ConfigBandit(SingleStepEnv):
             for name, block in table.features.items():
                 observation[name] = Unbounded(shape=(p, block.shape[1]), device=device)
             observation["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=device)
-            observation["accuracy"] = Unbounded(shape=self.group, device=device)
-            observation["latency_ms"] = Unbounded(shape=self.group, device=device)
+            observation["accuracy"] = Unbounded(shape=self.outcome_shape, device=device)
+            observation["latency_ms"] = Unbounded(shape=self.outcome_shape, device=device)
         self.observation_spec = Composite(observation, shape=(p,), device=device)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -123,10 +124,10 @@ class ConfigBandit(SingleStepEnv):
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
         out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
-        rows = out["row"].long() if "row" in out else self._last()["row"]
+        rows = out["row"].long() if "row" in out else self._some_contexts()["row"]
         # configuration n + 1 of those profiled for the sample, n drawn evenly: much faster than torch.multinomial
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
-        drawn = torch.searchsorted(counts, (torch.rand(self.grouped[:2]) * counts[:, -1:]).int() + 1)
+        drawn = torch.searchsorted(counts, (torch.rand(self.grouped_shape[:2]) * counts[:, -1:]).int() + 1)
         action = self.table.configurations[drawn] if self.replay.action == "knobs" else drawn
         return out.set("action", action.view(self.action_spec.shape).to(rows.device))
 
@@ -141,58 +142,61 @@ class ConfigBandit(SingleStepEnv):
         # contexts are drawn where the table is, so that a seed gives the same ones on every device
         rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
         wanted = None if tensordict is None else tensordict.get("_reset", None)
-        if wanted is not None and self.last:  # the others go on
-            rows = rows.where(wanted.view(-1), self.last["row"])
-            limits = limits.where(wanted.view(-1), self.last[self.limit_key])
-        self.last = self._observed(rows, limits)
-        return self._emitted(self._context(self.last))
+        if wanted is not None and self.current:  # the others go on
+            rows = rows.where(wanted.reshape(-1), self.current["row"])
+            limits = limits.where(wanted.reshape(-1), self.current[self.limit_key])
+        self.current = self._contexts(rows, limits)
+        return self._context(self.current | self._described())
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._take_contexts(tensordict, wrapped=True)
         return self._decide(tensordict)
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows, limits = self.last["row"], self.last[self.limit_key]
+        rows, limits = self.current["row"], self.current[self.limit_key]
         replayed = self.replay(rows, self._grouped(tensordict["action"]), limits)
-        changed = {}
+        changed = self._described()
         if not self.lean:
-            accuracy, latency_ms = self.replay.outcome(rows, replayed)
-            changed = {"accuracy": accuracy.view(self.group), "latency_ms": latency_ms.view(self.group)}
-        return self._emitted(self._outcome(self.last, replayed.reward, changed))
+            outcome = zip(("accuracy", "latency_ms"), self.replay.outcome(rows, replayed), strict=True)
+            changed |= {name: values.view(self.outcome_shape) for name, values in outcome}
+        return self._outcome(self.current, replayed.reward, changed)
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
             self.contexts.generator.manual_seed(seed)
 
-    def _observed(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
-        """The observation of these contexts before the step."""
+    def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
+        """What every observation of these contexts holds."""
         out = {"row": rows, self.limit_key: limits}
         if self.full_information:
             out["reward_per_configuration"] = self.rewards.all(rows, limits)
-        if not self.lean:
-            blocks, at = {**self.table.features, "mask": self.table.mask}, rows.cpu()
-            out |= {name: block[at].to(self.device) for name, block in blocks.items()}
-            out |= {name: self.observation_spec[name].zero() for name in ("accuracy", "latency_ms")}
-            if self.replay.action == "configuration":  # where TorchRL's ActionMask looks whether its mask is ours
-                self.action_spec.update_mask(out["mask"].view(-1, *[1] * (len(self.group) - 1), out["mask"].shape[1]))
         return out
 
-    def _emitted(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """A copy, because whoever gets it may change it in place; not in training, where nobody does."""
-        return tensordict if self.lean else tensordict.clone()
+    def _described(self) -> dict[str, Tensor]:
+        """What is observed of the current contexts besides, if not `lean`; new tensors, because transforms and policies
+        may change in place what they get."""
+        if self.lean:
+            return {}
+        blocks, rows = {**self.table.features, "mask": self.table.mask}, self.current["row"].cpu()
+        out = {name: block[rows].to(self.device) for name, block in blocks.items()}
+        if self.replay.action == "configuration":
+            # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
+            self.action_spec.update_mask(out["mask"] if self.action_spec.ndim == 1 else out["mask"].unsqueeze(1))
+        return out | {name: self.observation_spec[name].zero() for name in ("accuracy", "latency_ms")}
 
-    def _last(self) -> dict[str, Tensor]:
-        if not self.last:
+    def _some_contexts(self) -> dict[str, Tensor]:
+        """The current ones, or before any reset new ones."""
+        if not self.current:
             self._reset()
-        return self.last
+        return self.current
 
     def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
         """Note which contexts to decide for. `wrapped`: a transform may have changed the tensordict."""
         rows, limits = tensordict.get("row", None), tensordict.get(self.limit_key, None)
-        last = self.last if rows is not None and limits is not None else self._last()
-        rows = last["row"] if rows is None else rows.long()
-        same_rows = _same(rows, last.get("row"))
-        same_limits = limits is not None and _same(limits := limits.float(), last.get(self.limit_key))
+        current = self._some_contexts() if rows is None or limits is None else self.current
+        rows = current["row"] if rows is None else rows.long()
+        same_rows = _same(rows, current.get("row"))
+        same_limits = limits is not None and _same(limits := limits.float(), current.get(self.limit_key))
         if wrapped and same_rows:
             self.limits_change = not same_limits
         elif wrapped and (self.limits_change or limits is None):
@@ -202,14 +206,15 @@ class ConfigBandit(SingleStepEnv):
                 "environment"
             )
         elif not (same_rows and same_limits):
-            self.last = self._observed(rows, last[self.limit_key] if limits is None else limits)
+            self.current = self._contexts(rows, current[self.limit_key] if limits is None else limits)
 
     def _grouped(self, action: Tensor) -> Tensor:
         """Actions with the group axis, int64 [P, G, K] or [P, G]."""
-        shapes = [self.grouped, self.grouped[:1] + self.grouped[2:]] if self.grouped[1] == 1 else [self.grouped]
+        p, g, *knobs = self.grouped_shape
+        shapes = [(p, g, *knobs), (p, *knobs)] if g == 1 else [(p, g, *knobs)]
         if action.shape not in shapes or action.is_floating_point():
             raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*self.action_spec.shape]}")
-        return action.long().view(self.grouped)
+        return action.long().reshape(self.grouped_shape)
 
 
 def _same(first: Tensor, second: Tensor | None) -> bool:
