@@ -195,17 +195,18 @@ class ConfigBandit(SingleStepEnv):
         rows, limits = tensordict.get("row", None), tensordict.get(self.limit_key, None)
         current = self._some_contexts() if rows is None or limits is None else self.current
         rows = current["row"] if rows is None else rows.long()
+        limits = None if limits is None else limits.float()
         same_rows = _same(rows, current.get("row"))
-        same_limits = limits is not None and _same(limits := limits.float(), current.get(self.limit_key))
+        same = same_rows and limits is not None and _same(limits, current.get(self.limit_key))
         if wrapped and same_rows:
-            self.limits_change = not same_limits
+            self.limits_change = not same
         elif wrapped and (self.limits_change or limits is None):
             raise InputError(
                 "row: the tensordict has other rows than the last reset, and their limits are unknown, because a "
                 f"transform changes or removes {self.limit_key}; reset before each step, and let no two loops share an "
                 "environment"
             )
-        elif not (same_rows and same_limits):
+        elif not same:
             self.current = self._contexts(rows, current[self.limit_key] if limits is None else limits)
 
     def _grouped(self, action: Tensor) -> Tensor:
