@@ -14,14 +14,14 @@ from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
 
 from knobwise.common.errors import InputError
+from knobwise.envs.configurations.context_env import ContextEnv
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
-from knobwise.envs.single_step import SingleStepEnv
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-class ConfigBandit(SingleStepEnv):
+class ConfigBandit(ContextEnv):
     """P contexts at once, and for each one decision or a group of G.
 
     Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`; with
@@ -76,14 +76,11 @@ class ConfigBandit(SingleStepEnv):
         weights: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(device=device, batch_size=[batch_size])
+        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
+        super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
-        self.limit_key = limit_key(budget)
         self.replay = Replay(table, budget, reward, unprofiled, action, device)
         self.rewards = self.replay.rewards
-        self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
-        self.current: dict[str, Tensor] = {}  # the contexts to decide for
-        self.limits_change = False  # whether a transform was seen to change or remove limits
         p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
         self.outcome_shape = (p,) if group_size is None else (p, group_size)
         knobs = (len(sizes),) if action == "knobs" else ()
@@ -113,14 +110,6 @@ class ConfigBandit(SingleStepEnv):
             observation["latency_ms"] = Unbounded(shape=self.outcome_shape, device=device)
         self.observation_spec = Composite(observation, shape=(p,), device=device)
 
-    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._take_contexts(tensordict)
-        return super().step(tensordict)
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        self._take_contexts(tensordict)
-        return tensordict.set("next", self._decide(tensordict)), self._reset()
-
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
         out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
@@ -131,27 +120,6 @@ class ConfigBandit(SingleStepEnv):
         action = self.table.configurations[drawn] if self.replay.action == "knobs" else drawn
         return out.set("action", action.view(self.action_spec.shape).to(rows.device))
 
-    def get_extra_state(self) -> Tensor:
-        """What `state_dict` carries: the state of the generator that contexts are drawn from."""
-        return self.contexts.generator.get_state()
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.contexts.generator.set_state(state)
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        # contexts are drawn where the table is, so that a seed gives the same ones on every device
-        rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
-        wanted = None if tensordict is None else tensordict.get("_reset", None)
-        if wanted is not None and self.current:  # the others go on
-            rows = rows.where(wanted.reshape(-1), self.current["row"])
-            limits = limits.where(wanted.reshape(-1), self.current[self.limit_key])
-        self.current = self._contexts(rows, limits)
-        return self._context(self.current | self._described())
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._take_contexts(tensordict, wrapped=True)
-        return self._decide(tensordict)
-
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows, limits = self.current["row"], self.current[self.limit_key]
         replayed = self.replay(rows, self._grouped(tensordict["action"]), limits)
@@ -160,10 +128,6 @@ class ConfigBandit(SingleStepEnv):
             outcome = zip(("accuracy", "latency_ms"), self.replay.outcome(rows, replayed), strict=True)
             changed |= {name: values.view(self.outcome_shape) for name, values in outcome}
         return self._outcome(self.current, replayed.reward, changed)
-
-    def _set_seed(self, seed: int | None) -> None:
-        if seed is not None:
-            self.contexts.generator.manual_seed(seed)
 
     def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
         """What every observation of these contexts holds."""
@@ -184,31 +148,6 @@ class ConfigBandit(SingleStepEnv):
             self.action_spec.update_mask(out["mask"] if self.action_spec.ndim == 1 else out["mask"].unsqueeze(1))
         return out | {name: self.observation_spec[name].zero() for name in ("accuracy", "latency_ms")}
 
-    def _some_contexts(self) -> dict[str, Tensor]:
-        """The current ones, or before any reset new ones."""
-        if not self.current:
-            self._reset()
-        return self.current
-
-    def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
-        """Note which contexts to decide for. `wrapped`: a transform may have changed the tensordict."""
-        rows, limits = tensordict.get("row", None), tensordict.get(self.limit_key, None)
-        current = self._some_contexts() if rows is None or limits is None else self.current
-        rows = current["row"] if rows is None else rows.long()
-        limits = None if limits is None else limits.float()
-        same_rows = _same(rows, current.get("row"))
-        same = same_rows and limits is not None and _same(limits, current.get(self.limit_key))
-        if wrapped and same_rows:
-            self.limits_change = not same
-        elif wrapped and (self.limits_change or limits is None):
-            raise InputError(
-                "row: the tensordict has other rows than the last reset, and their limits are unknown, because a "
-                f"transform changes or removes {self.limit_key}; reset before each step, and let no two loops share an "
-                "environment"
-            )
-        elif not same:
-            self.current = self._contexts(rows, current[self.limit_key] if limits is None else limits)
-
     def _grouped(self, action: Tensor) -> Tensor:
         """Actions with the group axis, int64 [P, G, K] or [P, G]."""
         p, g, *knobs = self.grouped_shape
@@ -216,7 +155,3 @@ class ConfigBandit(SingleStepEnv):
         if action.shape not in shapes or action.is_floating_point():
             raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*self.action_spec.shape]}")
         return action.long().reshape(self.grouped_shape)
-
-
-def _same(first: Tensor, second: Tensor | None) -> bool:
-    return first is second or (second is not None and torch.equal(first, second))
