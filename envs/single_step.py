@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -26,12 +29,19 @@ class SingleStepEnv(EnvBase):
         content = {**observation, "done": done, "terminated": done}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
 
-    def _outcome(self, tensordict: TensorDictBase, reward: Tensor, observation: dict[str, Tensor]) -> TensorDictBase:
+    def _outcome(
+        self, before: Mapping[str, Tensor] | TensorDictBase, reward: Tensor, observation: dict[str, Tensor]
+    ) -> TensorDictBase:
         """What `_step` returns: the observation before the step with what changed in it."""
         done = torch.ones_like(reward[:, :1], dtype=torch.bool)
-        kept = tensordict.select(*self.observation_spec.keys(), strict=False)
-        return kept.update({**observation, "reward": reward, "done": done, "terminated": done})
+        content = {key: before[key] for key in self.observation_keys if key in before}
+        content |= {**observation, "reward": reward, "done": done, "terminated": done}
+        return TensorDict(content, batch_size=self.batch_size, device=self.device)
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """A step and the contexts after it; every episode ends here, so there is no need to check `done`."""
         return tensordict.set("next", self._step(tensordict)), self._reset()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in `nn.Module`; an empty state, which a collector saves of an environment without transforms, fits too."""
+        return super().load_state_dict(state_dict, strict and bool(state_dict), assign)

@@ -38,7 +38,8 @@ class Replay:
         budget, reward: settings; a reward may be given by its kind. The default is the one that training uses, utility
             with a cost of 0.2 for a late answer; under a mean budget it is `priced`.
         unprofiled: what happens to an action that was never profiled for its sample. `nearest`: the sample's profiled
-            configuration that is the fewest steps of knob values away is replayed in its place. `error`: InputError.
+            configuration that is the fewest steps of knob values away, of several the first in the table, is replayed
+            in its place. `error`: InputError.
             `penalty`: the same as `nearest`, but the accuracy is 0 and the reward is 1 below that of the sample's worst
             profiled configuration.
         action: one of `ACTIONS`.
@@ -62,6 +63,7 @@ class Replay:
         self.table, self.unprofiled, self.action = table, unprofiled, action
         self.rewards = RewardTable(table, reward_under(budget, reward), device)
         self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
+        self.configurations = table.configurations.to(device)
 
     def __call__(self, rows: Tensor, action: Tensor, limits: Tensor) -> Outcome:
         """Decide for P contexts: int64 [P] rows, actions int64 [P, G, K] (or [P, G] under `action="configuration"`),
@@ -90,13 +92,13 @@ class Replay:
     def _with_unprofiled(self, rows: Tensor, action: Tensor, configuration: Tensor, limits: Tensor) -> Outcome:
         mask = ~self.rewards.accuracy.index_select(0, rows).isnan()
         missing = (configuration < 0) | ~mask.gather(1, configuration.clamp_min(0))
-        knobs = action if self.action == "knobs" else self.table.configurations.to(action.device)[action]
+        knobs = action if self.action == "knobs" else self.configurations[action]
         self._refuse_outside(knobs)
         if self.unprofiled == "error":
             self._refuse_unprofiled(rows, missing)
         at = missing.nonzero()[:, 0]
-        steps = (knobs[missing].unsqueeze(1) - self.table.configurations.to(action.device)).abs().sum(-1)
-        nearest = steps.masked_fill(~mask[at], torch.iinfo(steps.dtype).max).argmin(1)
+        steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
+        nearest = steps.masked_fill(~mask[at], torch.inf).argmin(1)
         configuration = configuration.masked_scatter(missing, nearest)
         reward = self.rewards.chosen(rows, configuration, limits)
         if self.unprofiled == "penalty":

@@ -1,7 +1,7 @@
 """The contextual bandit that replays a profile, as a native batched TorchRL environment: every episode is one decision.
 
-The group is an axis of the action, so one forward pass of a policy serves all its draws, and observations hold row
-numbers only: features are looked up where they are encoded.
+A group of actions for one context is an axis of the action, so one forward pass of a policy serves all its draws. In
+training, observations hold row numbers only: features are looked up where they are encoded.
 """
 
 from __future__ import annotations
@@ -9,35 +9,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
 
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.context_env import ContextEnv
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
-from knobwise.envs.single_step import SingleStepEnv
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-class ConfigBandit(SingleStepEnv):
-    """P contexts at once, G configurations for each.
+class ConfigBandit(ContextEnv):
+    """P contexts at once, and for each one decision or a group of G.
 
     Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`; with
     `lean=True`, as in the training loop, nothing else. Otherwise also the feature blocks [P, d], `mask` bool [P, C]
     (the configurations profiled for the sample), and `accuracy` and `latency_ms` float32 [P, G] of the actions, 0
     before the step. With `full_information=True` also `reward_per_configuration` float32 [P, C], NaN if not profiled.
 
-    Action: `action` int64 [P, G, K], for each knob the index of its value. Reward: float32 [P, G].
+    Action: `action` int64 [P, G, K], for each knob the index of its value; under `action="configuration"` [P, G], the
+    index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis G, and
+    the reward is [P, 1]. Where a context has one decision, actions may have that axis or lack it.
+
+    A step decides for the contexts in the tensordict; where rows or limits are missing, for those of the last reset,
+    or before any reset for new ones. Inside TorchRL's wrappers (`TransformedEnv`, `SerialEnv`, …) the rows of the last
+    reset always keep its limits, because a transform may have changed those in the tensordict.
 
     Args:
         batch_size, group_size: P, G.
+        budget, reward, unprofiled, action: see `Replay`. Under `nearest`, the default, any policy may play; with
+            `action="configuration"` and without an axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones
+            draw profiled configurations only.
         rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
             drawn in turn, context i from list i mod M.
+        seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
         weights: float [N], how often each row is drawn relative to the others; None for evenly.
 
     Raises:
-        InputError: by `step`, if an action was never profiled for its sample.
+        InputError: by `step`, if an action is outside its range or of another shape, or under `unprofiled="error"`
+            was never profiled for its sample; also if the tensordict has other rows than the last reset, and a
+            transform changes or removes the limits.
 
     Examples:
         >>> from knobwise.envs import ConfigBandit, builtin_profile
@@ -51,24 +64,38 @@ class ConfigBandit(SingleStepEnv):
         table: ProfileTable,
         *,
         batch_size: int = 1,
-        group_size: int = 1,
+        group_size: int | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | str | None = None,
         rows: Tensor | Sequence[Tensor] | None = None,
         seed: int | None = None,
         unprofiled: str = "nearest",
+        action: str = "knobs",
         lean: bool = False,
         full_information: bool = False,
         weights: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(device=device, batch_size=[batch_size])
+        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
+        super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
-        self.limit_key = limit_key(budget)
-        self.replay = Replay(table, budget, reward, unprofiled, device=device)
+        self.replay = Replay(table, budget, reward, unprofiled, action, device)
         self.rewards = self.replay.rewards
-        self.contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
-        p, g, c = batch_size, group_size, table.num_configurations
+        p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
+        self.outcome_shape = (p,) if group_size is None else (p, group_size)
+        knobs = (len(sizes),) if action == "knobs" else ()
+        self.grouped_shape = torch.Size((p, group_size or 1, *knobs))
+        self._set_outcome_specs(*self.grouped_shape[:2])
+        if action == "knobs":
+            self.action_spec = MultiCategorical(
+                torch.tensor(sizes),
+                shape=(*self.outcome_shape, *knobs),
+                dtype=torch.int64,
+                remove_singleton=False,
+                device=device,
+            )
+        else:
+            self.action_spec = Categorical(c, shape=self.outcome_shape, dtype=torch.int64, device=device)
         observation: dict[str, Unbounded | Binary | Categorical] = {
             "row": Categorical(table.num_samples, shape=(p,), dtype=torch.int64, device=device),
             self.limit_key: Unbounded(shape=(p,), device=device),
@@ -79,44 +106,52 @@ class ConfigBandit(SingleStepEnv):
             for name, block in table.features.items():
                 observation[name] = Unbounded(shape=(p, block.shape[1]), device=device)
             observation["mask"] = Binary(shape=(p, c), dtype=torch.bool, device=device)
-            observation["accuracy"] = Unbounded(shape=(p, g), device=device)
-            observation["latency_ms"] = Unbounded(shape=(p, g), device=device)
+            observation["accuracy"] = Unbounded(shape=self.outcome_shape, device=device)
+            observation["latency_ms"] = Unbounded(shape=self.outcome_shape, device=device)
         self.observation_spec = Composite(observation, shape=(p,), device=device)
-        sizes = torch.tensor(table.knob_sizes)
-        self.action_spec = MultiCategorical(
-            sizes, shape=(p, g, len(sizes)), dtype=torch.int64, remove_singleton=False, device=device
-        )
-        self._set_outcome_specs(p, g)
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        # contexts are drawn where the table is, so that a seed gives the same ones on every device
-        rows, budgets_ms = self.contexts(self.batch_size.numel())
-        out = {"row": rows.to(self.device), self.limit_key: budgets_ms.to(self.device)}
-        if self.full_information:
-            out["reward_per_configuration"] = self.rewards.all(out["row"], out[self.limit_key])
-        if not self.lean:
-            blocks = {**self.table.features, "mask": self.table.mask}
-            out |= {name: block[rows].to(self.device) for name, block in blocks.items()}
-            out |= {name: self.observation_spec[name].zero() for name in ("accuracy", "latency_ms")}
-        return self._context(out)
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows = tensordict["row"]
-        replayed = self.replay(rows, tensordict["action"], tensordict[self.limit_key])
-        observed = {}
-        if not self.lean:
-            observed["accuracy"], observed["latency_ms"] = self.replay.outcome(rows, replayed)
-        return self._outcome(tensordict, replayed.reward, observed)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw uniformly among the configurations profiled for each sample."""
-        if tensordict is None or "row" not in tensordict:
-            return super().rand_action(tensordict)
+        out = TensorDict(batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
+        rows = out["row"].long() if "row" in out else self._some_contexts()["row"]
         # configuration n + 1 of those profiled for the sample, n drawn evenly: much faster than torch.multinomial
-        counts = self.table.mask[tensordict["row"].cpu()].cumsum(1, dtype=torch.int32)
-        drawn = torch.searchsorted(counts, (torch.rand(len(counts), self.group_size) * counts[:, -1:]).int() + 1)
-        return tensordict.set("action", self.table.configurations[drawn].to(tensordict["row"].device))
+        counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
+        drawn = torch.searchsorted(counts, (torch.rand(self.grouped_shape[:2]) * counts[:, -1:]).int() + 1)
+        action = self.table.configurations[drawn] if self.replay.action == "knobs" else drawn
+        return out.set("action", action.view(self.action_spec.shape).to(rows.device))
 
-    def _set_seed(self, seed: int | None) -> None:
-        if seed is not None:
-            self.contexts.generator.manual_seed(seed)
+    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows, limits = self.current["row"], self.current[self.limit_key]
+        replayed = self.replay(rows, self._grouped(tensordict["action"]), limits)
+        changed = self._described()
+        if not self.lean:
+            outcome = zip(("accuracy", "latency_ms"), self.replay.outcome(rows, replayed), strict=True)
+            changed |= {name: values.view(self.outcome_shape) for name, values in outcome}
+        return self._outcome(self.current, replayed.reward, changed)
+
+    def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
+        """What every observation of these contexts holds."""
+        out = {"row": rows, self.limit_key: limits}
+        if self.full_information:
+            out["reward_per_configuration"] = self.rewards.all(rows, limits)
+        return out
+
+    def _described(self) -> dict[str, Tensor]:
+        """What is observed of the current contexts besides, if not `lean`; new tensors, because transforms and policies
+        may change in place what they get."""
+        if self.lean:
+            return {}
+        blocks, rows = {**self.table.features, "mask": self.table.mask}, self.current["row"].cpu()
+        out = {name: block[rows].to(self.device) for name, block in blocks.items()}
+        if self.replay.action == "configuration":
+            # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
+            self.action_spec.update_mask(out["mask"] if self.action_spec.ndim == 1 else out["mask"].unsqueeze(1))
+        return out | {name: self.observation_spec[name].zero() for name in ("accuracy", "latency_ms")}
+
+    def _grouped(self, action: Tensor) -> Tensor:
+        """Actions with the group axis, int64 [P, G, K] or [P, G]."""
+        p, g, *knobs = self.grouped_shape
+        shapes = [(p, g, *knobs), (p, *knobs)] if g == 1 else [(p, g, *knobs)]
+        if action.shape not in shapes or action.is_floating_point():
+            raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*self.action_spec.shape]}")
+        return action.long().reshape(self.grouped_shape)

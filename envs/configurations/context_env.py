@@ -1,0 +1,102 @@
+"""Which contexts a step of the native environment decides for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.contexts import ContextSampler
+from knobwise.envs.single_step import SingleStepEnv
+
+
+class ContextEnv(SingleStepEnv):
+    """Draws contexts, and keeps those of its last reset.
+
+    A step decides for the contexts in the tensordict, or where it lacks rows or limits for those kept. TorchRL's
+    wrappers call `_step`: there a transform may have changed the limits, so that the rows kept keep theirs.
+    """
+
+    def __init__(self, contexts: ContextSampler, limit_key: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.contexts, self.limit_key = contexts, limit_key
+        self.current: dict[str, Tensor] = {}  # the contexts to decide for
+        self.limits_change = False  # whether a transform was seen to change or remove limits
+
+    @abstractmethod
+    def _contexts(self, rows: Tensor, limits: Tensor) -> dict[str, Tensor]:
+        """What every observation of these contexts holds, tensors that may be shared."""
+
+    @abstractmethod
+    def _described(self) -> dict[str, Tensor]:
+        """What else is observed of the current contexts, before a step."""
+
+    @abstractmethod
+    def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What `_step` returns, for the current contexts."""
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._take_contexts(tensordict)
+        return super().step(tensordict)
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        self._take_contexts(tensordict)
+        return tensordict.set("next", self._decide(tensordict)), self._reset()
+
+    def get_extra_state(self) -> Tensor:
+        """What `state_dict` carries: the state of the generator that contexts are drawn from."""
+        return self.contexts.generator.get_state()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.contexts.generator.set_state(state)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
+        # contexts are drawn where the table is, so that a seed gives the same ones on every device
+        rows, limits = (drawn.to(self.device) for drawn in self.contexts(self.batch_size.numel()))
+        wanted = None if tensordict is None else tensordict.get("_reset", None)
+        if wanted is not None and self.current:  # the others go on
+            rows = rows.where(wanted.reshape(-1), self.current["row"])
+            limits = limits.where(wanted.reshape(-1), self.current[self.limit_key])
+        self.current = self._contexts(rows, limits)
+        return self._context(self.current | self._described())
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._take_contexts(tensordict, wrapped=True)
+        return self._decide(tensordict)
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.contexts.generator.manual_seed(seed)
+
+    def _some_contexts(self) -> dict[str, Tensor]:
+        """The current ones, or before any reset new ones."""
+        if not self.current:
+            self._reset()
+        return self.current
+
+    def _take_contexts(self, tensordict: TensorDictBase, wrapped: bool = False) -> None:
+        """Note which contexts to decide for. `wrapped`: a transform may have changed the tensordict."""
+        rows, limits = tensordict.get("row", None), tensordict.get(self.limit_key, None)
+        current = self._some_contexts() if rows is None or limits is None else self.current
+        rows = current["row"] if rows is None else rows.long()
+        limits = None if limits is None else limits.float()
+        same_rows = _same(rows, current.get("row"))
+        same = same_rows and limits is not None and _same(limits, current.get(self.limit_key))
+        if wrapped and same_rows:
+            self.limits_change = not same
+        elif wrapped and (self.limits_change or limits is None):
+            raise InputError(
+                "row: the tensordict has other rows than the last reset, and their limits are unknown, because a "
+                f"transform changes or removes {self.limit_key}; reset before each step, and let no two loops share an "
+                "environment"
+            )
+        elif not same:
+            self.current = self._contexts(rows, current[self.limit_key] if limits is None else limits)
+
+
+def _same(first: Tensor, second: Tensor | None) -> bool:
+    return first is second or (second is not None and torch.equal(first, second))
