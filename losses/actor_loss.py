@@ -122,8 +122,9 @@ class KnobProduct:
         self._configurations = configurations
 
     def log_prob(self, action: Tensor | list[Tensor]) -> Any:
-        """Of draws, int64 [P, G] of each knob → [P, G]."""
-        return sum(x.gather(-1, value) for x, value in zip(self._each, _listed(action), strict=True))
+        """Of draws, int64 [P, G] of each knob → [P, G]; or [P], groups of one → [P, 1]."""
+        parts = zip(self._each, _listed(action), strict=True)
+        return sum(x.gather(-1, value.view(*x.shape[:-1], -1)) for x, value in parts)
 
     @property
     def log_probs(self) -> Any:

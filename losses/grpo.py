@@ -162,8 +162,8 @@ class GRPOLoss(ActorLoss):
             action = self._action(tensordict, keys.action) if chosen is None else None
             log_prob = dist.log_prob(action) if chosen is None else dist.log_prob_of_index(chosen)
             if single:
-                log_prob, old = log_prob.unsqueeze(-1), old.unsqueeze(-1)
-                reference = None if reference is None else reference.unsqueeze(-1)
+                log_prob, old = log_prob.view_as(reward), old.view_as(reward)
+                reference = None if reference is None else reference.view_as(reward)
             weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
             return dist, log_prob, old, reference, reward, weight
         log_prob, old = dist.log_probs, tensordict.get(keys.behaviour_log_probs)

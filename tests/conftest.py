@@ -18,6 +18,12 @@ def _quiet_and_single_threaded() -> None:
     logging.getLogger("torchrl").setLevel(logging.WARNING)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Environments without a seed draw theirs from torch's generator."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Also where the tests run in the background, where shells have Ctrl-C ignored."""
