@@ -409,11 +409,11 @@ def test_reading_gives_back_what_was_written(tmp_path_factory, frame):
     root = tmp_path_factory.mktemp("exp")
     knobs = ["max_crops", "top_k", "num_active_blocks"]
     write_exp5_exp6(frame, root / "exp5", root / "exp6", "text_vqa", {"machine": "a lathe"})
-    for latency, stage, accuracy in (
-        ("latency_ms", "total", "accuracy"), ("prefill_ms", "prefill", "soft_score"), ("decode_ms", "decode", "accuracy")
-    ):  # fmt: skip
-        wanted = table_from_frame(frame, name="text_vqa", knobs=knobs, accuracy=accuracy, latency=latency)
-        assert read(root, latency=stage, accuracy=accuracy.replace("accuracy", "score")).digest == wanted.digest
+    for latency, accuracy in (("latency", "accuracy"), ("prefill", "soft_score"), ("decode", "accuracy")):
+        columns = {"accuracy": accuracy, "latency": f"{latency}_ms"}
+        wanted = table_from_frame(frame, name="text_vqa", knobs=knobs, **columns)
+        names = {"latency": latency.replace("latency", "total"), "accuracy": accuracy.replace("accuracy", "score")}
+        assert read(root, **names).digest == wanted.digest
     again = root / "again"
     write_exp5_exp6(long_frame(wanted), again / "exp5", again / "exp6", "text_vqa")
     assert read(again).digest == wanted.digest
