@@ -60,11 +60,10 @@ def read_configurations(
             _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts if part != path])
             counts = [record.get("num_samples") for record in (*content["summary"], content)]
             short += sum(count for count in counts if isinstance(count, int)) > len(rows) > 0
-            whole = (setting, content["summary"], rows)
-            configurations = [whole] if match else _by_configuration(path, content["summary"], rows, knobs, notes)
-            for setting, summary, rows in configurations:
-                summaries += [record | setting | {"file": str(path)} for record in summary]
-                frames.append(_rows_frame(path, setting, rows, columns))
+            if not match:
+                rows = _with_knobs(path, content["summary"], rows, knobs, notes)
+            summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
+            frames.append(_rows_frame(path, setting or knobs, rows, columns))
         tick(len(ranks), "")
     names = ", ".join(sorted(set(foreign)))
     if len(foreign) == len(ranks) and folder == root:
@@ -154,24 +153,19 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
     return content, rows
 
 
-def _by_configuration(
+def _with_knobs(
     path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str], notes: list[str]
-) -> list[tuple[Record, list[Record], list[Record]]]:
-    """Knobs, summary and rows of every configuration of a whole run. Raises InputError if some are not known."""
+) -> list[Record]:
+    """The rows of a whole run with the values of all knobs. Raises InputError if a row or summary does not say them."""
     if rows and not any(knob in row for row in rows for knob in knobs):
         rows = _in_order(path, summary, rows, knobs)
         notes.append(f"{path}: its rows name no knobs; they were taken in the order of its {len(summary)} summaries")
-    parts: dict[tuple[Any, ...], tuple[list[Record], list[Record]]] = {}
-    for place, records in enumerate((summary, rows)):
-        for record in records:
-            values = tuple(record.get(knob) for knob in knobs)
-            if not all(type(value) is int and value >= 0 for value in values):
-                named = ", ".join(knobs)
-                raise InputError(f"{path}: a row or summary has {values} for {named}; all must be whole numbers ≥ 0")
-            parts.setdefault(values, ([], []))[place].append(record)
-    if not parts:
-        raise InputError(f"{path}: holds no configuration: neither summaries nor rows")
-    return [(dict(zip(knobs, values, strict=True)), *lists) for values, lists in parts.items()]
+    for record in (*summary, *rows):
+        values = tuple(record.get(knob) for knob in knobs)
+        if not all(type(value) is int and value >= 0 for value in values):
+            named = ", ".join(knobs)
+            raise InputError(f"{path}: a row or summary has {values} for {named}; all must be whole numbers ≥ 0")
+    return rows
 
 
 def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str]) -> list[Record]:
@@ -208,13 +202,17 @@ def _decoded(text: bytes) -> Any:
 
 
 def _rows_frame(
-    path: Path, setting: Record, rows: list[Record], columns: Mapping[str, Sequence[Sequence[str]]]
+    path: Path, knobs: Record | list[str], rows: list[Record], columns: Mapping[str, Sequence[Sequence[str]]]
 ) -> pl.DataFrame:
+    """The rows as a frame; `knobs` are the values of all rows, or the names of values that each row has."""
     values = {key: _row_words(path, rows, key) for key in WORDS}
     for column, terms in columns.items():
         values[column] = functools.reduce(operator.add, [_row_numbers(path, rows, names) for names in terms])
-    knobs = [pl.lit(v, pl.String if k == "tier" else pl.Int64).alias(k) for k, v in setting.items()]
-    return pl.DataFrame(values).with_columns(*knobs, file=pl.lit(str(path)))
+    if isinstance(knobs, dict):
+        settings = [pl.lit(v, pl.String if k == "tier" else pl.Int64).alias(k) for k, v in knobs.items()]
+    else:
+        settings = [pl.Series(knob, [row[knob] for row in rows], pl.Int64) for knob in knobs]
+    return pl.DataFrame(values).with_columns(*settings, file=pl.lit(str(path)))
 
 
 def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:

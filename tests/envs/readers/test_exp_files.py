@@ -232,7 +232,6 @@ WHOLE = {"summary": [{**named(SMALL), "num_samples": 1}, {**named(LARGE), "num_s
             {**WHOLE, "all_samples": [ROW | named(SMALL), ROW]},
             "a row or summary has (None, None, None) for max_crops, top_k, num_active_blocks; all must be whole",
         ),
-        ({"all_samples": []}, "holds no configuration: neither summaries nor rows"),
         ({"summary": [{**named(SMALL), "top_k": "many"}]}, "a row or summary has (2, 'many', 12) for max_crops"),
     ],
 )
