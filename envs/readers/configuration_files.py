@@ -63,7 +63,7 @@ def read_configurations(
             if not match:
                 rows = _with_knobs(path, content["summary"], rows, knobs, notes)
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
-            frames.append(_rows_frame(path, setting or knobs, rows, columns))
+            frames.append(_rows_frame(path, knobs, setting, rows, columns))
         tick(len(ranks), "")
     names = ", ".join(sorted(set(foreign)))
     if len(foreign) == len(ranks) and folder == root:
@@ -176,7 +176,8 @@ def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequ
     for record, count in zip(summary, counts, strict=True):
         part = rows[len(named) : len(named) + count]
         named += [row | {knob: record.get(knob) for knob in knobs} for row in part]
-        accuracy, scores = record.get("accuracy"), [row.get("score") for row in part]
+        accuracy: Any = record.get("accuracy")
+        scores: list[Any] = [row.get("score") for row in part]
         if part and {*map(type, [accuracy, *scores])} <= {int, float}:
             fits &= abs(sum(scores) / len(part) - accuracy) < 1e-3
     if not fits:
@@ -202,17 +203,20 @@ def _decoded(text: bytes) -> Any:
 
 
 def _rows_frame(
-    path: Path, knobs: Record | list[str], rows: list[Record], columns: Mapping[str, Sequence[Sequence[str]]]
+    path: Path,
+    knobs: Sequence[str],
+    setting: Record,
+    rows: list[Record],
+    columns: Mapping[str, Sequence[Sequence[str]]],
 ) -> pl.DataFrame:
-    """The rows as a frame; `knobs` are the values of all rows, or the names of values that each row has."""
+    """The rows as a frame, with the knobs of the setting, or where it has none those of each row."""
     values = {key: _row_words(path, rows, key) for key in WORDS}
     for column, terms in columns.items():
         values[column] = functools.reduce(operator.add, [_row_numbers(path, rows, names) for names in terms])
-    if isinstance(knobs, dict):
-        settings = [pl.lit(v, pl.String if k == "tier" else pl.Int64).alias(k) for k, v in knobs.items()]
-    else:
-        settings = [pl.Series(knob, [row[knob] for row in rows], pl.Int64) for knob in knobs]
-    return pl.DataFrame(values).with_columns(*settings, file=pl.lit(str(path)))
+    for knob in knobs:
+        kind = pl.String if knob == "tier" else pl.Int64
+        values[knob] = pl.Series([setting.get(knob, row.get(knob)) for row in rows], dtype=kind)
+    return pl.DataFrame(values).with_columns(file=pl.lit(str(path)))
 
 
 def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:

@@ -162,7 +162,7 @@ def test_a_folder_may_have_the_name_of_the_data_set(pair, name):
     assert (both.digest, both.notes) == (same.digest, ())
 
 
-def put_whole_run(root, knobs_in_rows=(False, True), **changes):
+def put_whole_run(root, knobs_in_rows=(False, True)):
     """The files that the profilers write at the end of a run: accuracies without knobs, latencies with them."""
     folders = (root / "exp5" / "exp5_accuracy_text-vqa", root / "exp6" / "exp6_latency_text-vqa")
     paths = []
@@ -175,7 +175,7 @@ def put_whole_run(root, knobs_in_rows=(False, True), **changes):
             for row in part.get("all_samples", part.get("per_sample_latencies")):
                 rows.append({k: v for k, v in row.items() if k not in knobs} | (knobs if named_rows else {}))
         content = {"summary": [part["summary"][0] for part in parts], "all_samples": rows}
-        content |= {"config": {"dataset_name": "text_vqa"}} | changes
+        content["config"] = {"dataset_name": "text_vqa"}
         shutil.rmtree(folder)
         paths.append(put(folder / f"{folder.name.removesuffix('_text-vqa')}_results.json", content))
     return paths
@@ -203,12 +203,9 @@ def test_one_file_of_a_whole_run_is_read_as_its_configurations_are(pair, knobs_i
 
 
 def test_mean_latencies_of_a_whole_run_can_be_given_to_all_samples(pair):
-    _, path = put_whole_run(pair, summary=[
-        {**named(s), "num_samples": 2, "latency_total_ms": {"mean": t}} for s, t in ((SMALL, 40.0), (LARGE, 80.0))
-    ])  # fmt: skip
-    content = json.loads(path.read_text())
-    put(path, content | {"all_samples": []})
-    table = read(pair, broadcast_latency=True)
+    means = [{**named(setting), "latency_total_ms": {"mean": ms}} for setting, ms in ((SMALL, 40.0), (LARGE, 80.0))]
+    path = put(pair / "exp6.json", {"summary": means, "all_samples": []})
+    table = read_exp5_exp6(pair / "exp5", path, "text_vqa", broadcast_latency=True)
     assert table.latency_ms.tolist() == [[40.0, 80.0]] * 2
 
 
