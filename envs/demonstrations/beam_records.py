@@ -52,10 +52,7 @@ def read_json(path: str | Path) -> Any:
 
 def beam_file(path: str | Path) -> Path:
     """The file, or the only JSON file in a folder. Raises InputError if the folder does not hold exactly one."""
-    path = Path(path)
-    if not path.is_dir():
-        return path
-    files = sorted(path.glob("*.json"))
+    files = sorted(Path(path).glob("*.json")) if Path(path).is_dir() else [Path(path)]
     if len(files) != 1:
         names = ", ".join(file.name for file in files[:5]) or "none"
         raise InputError(f"{path}: is a folder with {len(files)} JSON files ({names}); give the path of one file")
@@ -63,16 +60,14 @@ def beam_file(path: str | Path) -> Path:
 
 
 def by_query(path: str | Path, content: Any, trailing_query: TrailingQuery, counts: Counter[str]) -> Any:
-    """A list of records as an object by query; any other content as it is. A record names its query as `query_id`, or
-    as `question_id` in `query`. If none does, it is the id that ends all rows of a record, as beam generators write
-    it, or else the place in the list, which is counted. Raises InputError if it is no list of records, some of them
-    name no query, or two the same."""
+    """A list of records as an object by query; any other content as it is. A record names its query as `query_id`. If
+    none does, it is the id that ends all rows of a record, as beam generators write it, or else the place in the list,
+    which is counted. Raises InputError if it is no list of records, some of them name no query, or two the same."""
     if not isinstance(content, list):
         return content
     if not content or not all(isinstance(record, dict) for record in content):
         raise InputError(f"{path}: holds no queries; expected a list of objects with query_id, or {{query id: {{…}}}}")
-    abouts = [record["query"] if isinstance(record.get("query"), dict) else {} for record in content]
-    keys = [record.get("query_id", about.get("question_id")) for record, about in zip(content, abouts, strict=True)]
+    keys = [record.get("query_id") for record in content]
     if all(key is None for key in keys):
         lists = [rows if isinstance(rows := record.get("id_list"), list) else [] for record in content]
         last = [[str(row[-1]) for row in rows if isinstance(row, list) and row] for rows in lists]

@@ -137,13 +137,10 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
 
     def _row_of(self, options: dict[str, Any]) -> int:
         """The query that the options of `reset` name."""
-        ids, row = self.table.query_ids, options.get("row")
-        if len(options) > 1 or not options.keys() <= {"row", "query_id"}:
-            raise InputError(f"reset: options are `row` or `query_id`, one of them, got {', '.join(map(str, options))}")
-        if "query_id" in options:
-            row = ids.index(options["query_id"]) if options["query_id"] in ids else None
-        if not isinstance(row, int | np.integer) or not 0 <= row < len(ids):
-            raise InputError(
-                f"reset: beam table {self.table.name!r} has no query {options}; rows are 0 to {len(ids) - 1}"
-            )
-        return int(row)
+        ids, row, query = self.table.query_ids, options.get("row"), options.get("query_id")
+        if len(options) == 1 and query in ids:
+            return ids.index(query)
+        if len(options) == 1 and isinstance(row, int | np.integer) and 0 <= row < len(ids):
+            return int(row)
+        what = f"`row`, 0 to {len(ids) - 1}, or `query_id` of beam table {self.table.name!r}"
+        raise InputError(f"reset options: {options}; name a query by {what}")

@@ -118,18 +118,16 @@ class DemonstrationBandit(SingleStepEnv):
             set `contexts.drawn` back to repeat them.
         seed: of the contexts and of shuffled rewards; None for a fresh one.
         scorer: scores sequences as they are drawn, by rows of this table; None replays recorded ones.
-        unprofiled: what happens to a sequence that was never recorded. `nearest`, so that a random policy lives: the
-            query's recorded sequence with the longest common start is replayed in its place; of several the one with
-            the most demonstrations, then the first. `penalty`: the same, but `vqa_correct` is 0 and the reward 1 below
-            the worst of the query's group. `error`, for policies that should not draw it: InputError. Except under
-            `error` a place without a candidate, or chosen before, adds no demonstration, and where nothing was recorded
-            for a query every action is no sequence. A scorer scores every sequence.
+        unprofiled: what happens to a sequence that was never recorded. `nearest`: the query's recorded sequence with
+            the longest common start is replayed in its place; of several the one with the most demonstrations, then the
+            first. `penalty`: the same, but `vqa_correct` is 0 and the reward 1 below the worst of the query's group.
+            `error`: InputError. Except under `error` a place without a candidate, or chosen before, adds no
+            demonstration, and a query without recorded sequences gets none.
         action: `places` or `sequence`.
 
     Raises:
         InputError: if the settings do not fit the table, or a field that the reward needs was not recorded; by `step`,
-            if an action has another shape, or under `error` if a sequence was never recorded (without a scorer) or is
-            not in the query's pool.
+            if an action has another shape, or under `error` for a sequence never recorded or not in the query's pool.
     """
 
     def __init__(
@@ -170,7 +168,7 @@ class DemonstrationBandit(SingleStepEnv):
             raise InputError(f"beam table {table.name!r}: the pools of all queries are empty")
         self.table, self.shots = table, shots
         self.contexts = Passes(rows, batch_size, fresh_seed() if seed is None else seed)
-        self._last: dict[str, Tensor] = {}  # what the last reset showed
+        self._rows: Tensor | None = None  # the queries of the last reset
         self.queries, self.pool = table.queries.to(device), table.pool.to(device)
         self.candidates = table.candidates.to(device)
         if scorer is None:
@@ -203,29 +201,25 @@ class DemonstrationBandit(SingleStepEnv):
         self._set_outcome_specs(p, *(group or (1,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        return self._context(self._drawn() | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
+        self._rows = self.contexts().to(self.device)
+        return self._context(self.observe(self._rows) | {"vqa_correct": self.observation_spec["vqa_correct"].zero()})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._rows_of(tensordict)
         outcome = self.decide(rows, tensordict["action"])
-        # tensors of its own, because a transform may change them in place; in training none does
-        same = self.lean and rows is self._last.get("row")
-        done = torch.ones((*self.batch_size, 1), dtype=torch.bool, device=self.device)
-        content = {**(self._last if same else self.observe(rows)), "done": done, "terminated": done}
-        content["vqa_correct"] = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
-        content["reward"] = outcome.reward
-        return TensorDict(content, batch_size=self.batch_size, device=self.device)
-
-    def _drawn(self) -> dict[str, Tensor]:
-        self._last = self.observe(self.contexts().to(self.device))
-        return self._last
+        correct = outcome.correct.view(self.observation_spec["vqa_correct"].shape)
+        return self._outcome(self.observe(rows), outcome.reward, {"vqa_correct": correct})
 
     def _rows_of(self, tensordict: TensorDictBase | None) -> Tensor:
         rows = None if tensordict is None else tensordict.get("row", None)
-        return ((self._last or self._drawn())["row"] if rows is None else rows).long()
+        if rows is not None:
+            return rows.long()
+        if self._rows is None:
+            self._rows = self.contexts().to(self.device)
+        return self._rows
 
     def observe(self, rows: Tensor) -> dict[str, Tensor]:
-        """What the observation of these queries, int64 [P], holds apart from `vqa_correct`; tensors of its own."""
+        """What is observed of queries int64 [P], apart from `vqa_correct`; new tensors, which transforms may change."""
         out = {"row": rows}
         if not self.lean:
             pool = self.pool[rows]
@@ -318,13 +312,12 @@ class DemonstrationBandit(SingleStepEnv):
         if self.unprofiled != "error":
             action = self.closed_up(rows, action)
         shared = (action.unsqueeze(2) == recorded.unsqueeze(1)).cumprod(-1).sum(-1)  # the end counts: T if equal
-        exists, empty = self.group_mask[rows], (action < 0).all(-1)
-        unknown = ~empty & ((shared == self.shots) & exists.unsqueeze(1)).any(2).logical_not()
-        if self.unprofiled == "error":
-            hint = "; `sequences` says which were, and unprofiled=nearest replays the nearest of them"
-            self._refuse(unknown, rows, action, "were never recorded for their query", hint)
         nearness = shared * (self.shots + 1) + (recorded >= 0).sum(-1).unsqueeze(1)
-        place = nearness.masked_fill(~exists.unsqueeze(1), -1).argmax(2)
+        exists, empty = self.group_mask[rows], (action < 0).all(-1)
+        most, place = nearness.masked_fill(~exists.unsqueeze(1), -1).max(2)
+        unknown = ~empty & (most < self.shots * (self.shots + 1))
+        if self.unprofiled == "error":
+            self._refuse(unknown, rows, action, "were never recorded: unprofiled=nearest replays the nearest recorded")
         if action.shape == recorded.shape:  # of two equal recordings each keeps its own place
             place = torch.where((action == recorded).all(-1), torch.arange(place.shape[1], device=place.device), place)
         none = empty | ~exists.any(1, keepdim=True)
@@ -339,8 +332,8 @@ class DemonstrationBandit(SingleStepEnv):
         assert self.scorer is not None
         sequences = self.closed_up(rows, action)
         if self.unprofiled == "error":
-            hint = ": a place outside the pool, the same twice, or −1 before the end"
-            self._refuse((action != sequences).any(-1), rows, action, "do not exist", hint)
+            problem = "do not exist: they have a place outside the pool, the same twice, or −1 before the end"
+            self._refuse((action != sequences).any(-1), rows, action, problem)
         pool, used = self.pool[rows], sequences >= 0
         mask, config = used[..., 0], self.reward_config
         # the same sequence drawn twice is scored once
@@ -375,11 +368,11 @@ class DemonstrationBandit(SingleStepEnv):
             known[new] = self.scorer(new.cpu(), none)["vqa_gt_prob"].to(new.device, torch.float32)
         return known[rows]
 
-    def _refuse(self, wrong: Tensor, rows: Tensor, action: Tensor, problem: str, hint: str) -> None:
+    def _refuse(self, wrong: Tensor, rows: Tensor, action: Tensor, problem: str) -> None:
         if wrong.any():
             query = f"query {self.table.query_ids[int(rows[wrong.any(1)][0])]} of {self.table.name!r}"
-            first = f"(the first: {query}, places {action[wrong][0].tolist()})"
-            raise InputError(f"{int(wrong.sum())} of the sequences {problem} {first}{hint}")
+            first = f"the first: {query}, places {action[wrong][0].tolist()}"
+            raise InputError(f"{int(wrong.sum())} of the sequences {problem} ({first})")
 
     @staticmethod
     def _level(pool: Tensor, sequences: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import gc
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,10 @@ def read_configurations(
             _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts if part != path])
             counts = [record.get("num_samples") for record in (*content["summary"], content)]
             short += sum(count for count in counts if isinstance(count, int)) > len(rows) > 0
-            configurations = [(setting, content["summary"], rows)]
             if not match:
-                configurations = _by_configuration(path, content["summary"], rows, knobs, notes)
-            for setting, summary, rows in configurations:
-                summaries += [record | setting | {"file": str(path)} for record in summary]
-                frames.append(_rows_frame(path, setting, rows, columns))
+                rows = _with_knobs(path, content["summary"], rows, knobs, notes)
+            summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
+            frames.append(_rows_frame(path, knobs, setting, rows, columns))
         tick(len(ranks), "")
     names = ", ".join(sorted(set(foreign)))
     if len(foreign) == len(ranks) and folder == root:
@@ -85,13 +83,14 @@ def read_configurations(
     return frame, summaries
 
 
-def _by_merge(matches: Mapping[Path, re.Match[str] | None]) -> dict[Path, list[Path]]:
+def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
     """The rank files of each merge; a rank file without a merge stands for itself."""
     ranks: dict[Path, list[Path]] = {}
-    for path, match in matches.items():
-        rank = match["rank"] if match else None
-        merge = path.with_name(path.name.replace(rank or "", ""))
-        ranks.setdefault(merge if merge in matches else path, []).extend([path] if merge != path else [])
+    for path in paths:
+        merge = path.with_name(re.sub(r"_rank\d+\.json$", ".json", path.name))
+        parts = ranks.setdefault(merge if merge in paths else path, [])
+        if merge != path:
+            parts.append(path)
     return ranks
 
 
@@ -113,9 +112,9 @@ def _find_files(
         return root, {root: pattern.fullmatch(root.name)}
     if not root.is_dir():
         raise InputError(f"{root}: no such directory")
-    names = (dataset.replace("_", "-"), dataset)
-    folders = [root / f"{prefix}{name}" for prefix in dict.fromkeys((f"{kind}_" if kind else "", "")) for name in names]
-    for folder in (*folders, root):
+    dashed, prefix = dataset.replace("_", "-"), f"{kind}_" if kind else ""
+    folders = [root / name for name in (prefix + dashed, prefix + dataset, dashed, dataset, "")]
+    for folder in folders:
         paths = sorted(folder.glob("*.json"))
         if matches := {path: match for path in paths if (match := pattern.fullmatch(path.name))}:
             return folder, matches
@@ -154,42 +153,38 @@ def _load(path: Path, setting: Record, keys: Sequence[str]) -> tuple[Record, lis
     return content, rows
 
 
-def _by_configuration(
+def _with_knobs(
     path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str], notes: list[str]
-) -> list[tuple[Record, list[Record], list[Record]]]:
-    """Knobs, summary and rows of every configuration of a whole run. Raises InputError if some are not known."""
+) -> list[Record]:
+    """The rows of a whole run with the values of all knobs. Raises InputError if a row or summary does not say them."""
     if rows and not any(knob in row for row in rows for knob in knobs):
         rows = _in_order(path, summary, rows, knobs)
         notes.append(f"{path}: its rows name no knobs; they were taken in the order of its {len(summary)} summaries")
-    parts: dict[tuple[Any, ...], tuple[list[Record], list[Record]]] = {}
-    for place, records in enumerate((summary, rows)):
-        for record in records:
-            values = tuple(record.get(knob) for knob in knobs)
-            if not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
-                wrong = ", ".join(f"{knob}={value!r}" for knob, value in zip(knobs, values, strict=True))
-                raise InputError(f"{path}: a row or summary says {wrong}; each needs a whole number ≥ 0 for every knob")
-            parts.setdefault(values, ([], []))[place].append(record)
-    if not parts:
-        raise InputError(f"{path}: holds no configuration: neither summaries nor rows")
-    return [(dict(zip(knobs, values, strict=True)), *lists) for values, lists in parts.items()]
+    for record in (*summary, *rows):
+        values = tuple(record.get(knob) for knob in knobs)
+        if not all(type(value) is int and value >= 0 for value in values):
+            named = ", ".join(knobs)
+            raise InputError(f"{path}: a row or summary has {values} for {named}; all must be whole numbers ≥ 0")
+    return rows
 
 
 def _in_order(path: Path, summary: list[Record], rows: list[Record], knobs: Sequence[str]) -> list[Record]:
     """The rows with the knobs of their summaries: the first `num_samples` are of the first one, and so on."""
     counts = [n if type(n := record.get("num_samples")) is int else 0 for record in summary]
-    why = "" if sum(counts) == len(rows) else f"num_samples of its {len(counts)} summaries does not add up to them"
+    fits = sum(counts) == len(rows)
     named: list[Record] = []
-    for number, (record, count) in enumerate(zip(summary, counts, strict=True)):
+    for record, count in zip(summary, counts, strict=True):
         part = rows[len(named) : len(named) + count]
         named += [row | {knob: record.get(knob) for knob in knobs} for row in part]
-        numbers: list[Any] = [record.get("accuracy"), *(row.get("score") for row in part)]
-        if part and {*map(type, numbers)} <= {int, float} and abs(sum(numbers[1:]) / len(part) - numbers[0]) > 1e-3:
-            mean = sum(numbers[1:]) / len(part)
-            why = why or f"those of summary {number} have a mean score of {mean:.4f}, its accuracy is {numbers[0]}"
-    if why:
+        accuracy: Any = record.get("accuracy")
+        scores: list[Any] = [row.get("score") for row in part]
+        if part and {*map(type, [accuracy, *scores])} <= {int, float}:
+            fits &= abs(sum(scores) / len(part) - accuracy) < 1e-3
+    if not fits:
         raise InputError(
-            f"{path}: its {len(rows)} rows do not say {', '.join(knobs)}, and {why}. Give a folder with a file for "
-            "each configuration, or add the knobs to every row"
+            f"{path}: its {len(rows)} rows do not say {', '.join(knobs)}, and in the order of its {len(summary)} "
+            "summaries num_samples or the accuracies do not fit. Give a folder with a file for each configuration, or "
+            "add the knobs to every row"
         )
     return named
 
@@ -208,13 +203,20 @@ def _decoded(text: bytes) -> Any:
 
 
 def _rows_frame(
-    path: Path, setting: Record, rows: list[Record], columns: Mapping[str, Sequence[Sequence[str]]]
+    path: Path,
+    knobs: Sequence[str],
+    setting: Record,
+    rows: list[Record],
+    columns: Mapping[str, Sequence[Sequence[str]]],
 ) -> pl.DataFrame:
+    """The rows as a frame, with the knobs of the setting, or where it has none those of each row."""
     values = {key: _row_words(path, rows, key) for key in WORDS}
     for column, terms in columns.items():
         values[column] = functools.reduce(operator.add, [_row_numbers(path, rows, names) for names in terms])
-    knobs = [pl.lit(v, pl.String if k == "tier" else pl.Int64).alias(k) for k, v in setting.items()]
-    return pl.DataFrame(values).with_columns(*knobs, file=pl.lit(str(path)))
+    for knob in knobs:
+        kind = pl.String if knob == "tier" else pl.Int64
+        values[knob] = pl.Series([setting.get(knob, row.get(knob)) for row in rows], dtype=kind)
+    return pl.DataFrame(values).with_columns(file=pl.lit(str(path)))
 
 
 def _row_words(path: Path, rows: list[Record], key: str) -> pl.Series:

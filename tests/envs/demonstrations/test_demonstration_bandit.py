@@ -26,7 +26,6 @@ from torchrl.envs import (
 )
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.replay import UNPROFILED
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.reward import demonstration_reward
@@ -169,13 +168,14 @@ def test_recorded_sequences_give_their_recorded_rewards_in_any_order(order: list
 
 
 def test_a_sequence_that_was_never_recorded_is_refused_with_its_query() -> None:
-    env = bandit(rows=torch.tensor([4]), unprofiled="error")
-    context = env.reset()
-    for wrong in ([1, 2, X], [2, 1, 0], [2, X, X]):
+    for row, wrong in ((4, [1, 2, X]), (4, [2, 1, 0]), (4, [2, X, X]), (3, [0, 1, X])):
+        env = bandit(rows=torch.tensor([row]), unprofiled="error")
+        context = env.reset()
         action = context["sequences"].clone()
         action[0, 1] = torch.tensor(wrong)
-        with pytest.raises(InputError, match=r"1 of the sequences were never recorded.*query e of 'five', places \["):
-            env.step(context.clone().set("action", action))
+        message = rf"1 of the sequences were never recorded.*query {'abcde'[row]} of 'five', places \["
+        with pytest.raises(InputError, match=message):
+            env.step(context.set("action", action))
 
 
 def test_of_two_equal_recordings_each_keeps_its_own_place() -> None:
@@ -231,7 +231,7 @@ def test_transforms_and_a_random_policy_of_torchrl(live: bool) -> None:
         collector.shutdown()
 
 
-@pytest.mark.parametrize("vector", [SerialEnv, partial(ParallelEnv, mp_start_method="spawn")])
+@pytest.mark.parametrize("vector", [SerialEnv, partial(ParallelEnv, mp_start_method="fork")])
 def test_workers_draw_different_queries(vector: Callable[..., EnvBase]) -> None:
     env = vector(2, partial(DemonstrationBandit, beams(), batch_size=50))
     first, second = env.reset()["row"]
@@ -272,80 +272,57 @@ def test_the_state_of_the_passes_can_be_saved(serial: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "wanted", "penalised"),
+    ("action", "wanted", "known"),
     [
-        ([3, 1, 0], [3, 1, 0], False),
-        ([3, 1, X], [3, 1, 0], True),
-        ([3, X, X], [3, 1, 0], True),
-        ([0, 2, X], [0, 1, X], True),  # not [0]: of equally long common starts the longer sequence
-        ([2, 0, 1], [2, X, X], True),
-        ([1, 0, 2], [1, 0, X], True),
-        ([0, 0, 1], [0, 1, X], False),  # a place chosen before adds no demonstration
-        ([X, 9, 2], [2, X, X], False),  # nor does one without a candidate
-        ([X, 9, X], [X, X, X], False),
+        ([3, 1, 0], [3, 1, 0], True),
+        ([3, 1, X], [3, 1, 0], False),
+        ([3, X, X], [3, 1, 0], False),
+        ([0, 2, X], [0, 1, X], False),  # not [0]: of equally long common starts the longer sequence
+        ([2, 0, 1], [2, X, X], False),
+        ([1, 0, 2], [1, 0, X], False),
+        ([0, 0, 1], [0, 1, X], True),  # a place chosen before adds no demonstration
+        ([X, 9, 2], [2, X, X], True),  # nor does one without a candidate
     ],
 )
-def test_the_nearest_recorded_sequence_by_hand(action: list[int], wanted: list[int], penalised: bool) -> None:
-    table = beams().with_beams(
-        torch.tensor([[[0, X, X]]] + [[[X, X, X]]] * 4), {n: table_of(0.5) for n in FIELDS}, 4, 3
-    )
-    recorded = table.sequences[0].tolist()
+def test_the_nearest_recorded_sequence_by_hand(action: list[int], wanted: list[int], known: bool) -> None:
+    start = torch.full((5, 1, 3), X)
+    start[0, 0, 0] = 0
+    half = torch.where(start[..., 0] == 0, 0.5, torch.nan)
+    table = beams().with_beams(start, dict.fromkeys(FIELDS, half), 4, 3)
+    place = table.sequences[0].tolist().index(wanted)
     for unprofiled in ("nearest", "penalty"):
         env = DemonstrationBandit(table, rows=ROW, unprofiled=unprofiled)
         outcome = env.decide(ROW, torch.tensor([action]))
         assert outcome.sequences[0, 0].tolist() == wanted
-        if wanted == [X, X, X]:
-            assert (float(outcome.reward), bool(outcome.correct.isnan())) == (0.0, True)
-        elif penalised and unprofiled == "penalty":
-            assert float(outcome.reward) == float(env.rewards[0].min()) - 1
-            assert float(outcome.correct) == 0
+        result = (float(outcome.reward), float(outcome.correct))
+        if known or unprofiled == "nearest":
+            assert result == (float(env.rewards[0, place]), float(table.fields["vqa_correct"][0, place]))
         else:
-            assert float(outcome.reward) == float(env.rewards[0, recorded.index(wanted)])
-            assert float(outcome.correct) == float(table.fields["vqa_correct"][0, recorded.index(wanted)])
-
-
-def table_of(value: float) -> Tensor:
-    return torch.tensor([[value]] + [[torch.nan]] * 4)
-
-
-@given(action=st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=5, max_size=5))
-@settings(max_examples=60, deadline=None)
-def test_the_nearest_is_the_longest_common_start(action: list[list[int]]) -> None:
-    env = NEAREST
-    outcome = env.decide(torch.arange(5), torch.tensor(action))
-    for row, places in enumerate(action):
-        size, recorded = (
-            int(env.table.pool_mask[row].sum()),
-            env.table.sequences[row][env.table.beam_mask[row]].tolist(),
-        )
-        used = [place for place in dict.fromkeys(places) if 0 <= place < size]
-        best: list[int] = [X] * 3
-        if used and recorded:
-            whole = used + [X] * (3 - len(used))
-            common = [
-                len(list(takewhile(lambda pair: pair[0] == pair[1], zip(sequence, whole, strict=True))))
-                for sequence in recorded
-            ]
-            keys = [(n, sum(place >= 0 for place in s)) for n, s in zip(common, recorded, strict=True)]
-            best = recorded[keys.index(max(keys))]
-            if whole in recorded:
-                assert best == whole
-        assert outcome.sequences[row, 0].tolist() == best
+            assert result == (float(env.rewards[0].min()) - 1, 0.0)
 
 
 NEAREST = DemonstrationBandit(beams(), batch_size=5, seed=0)
 
 
-@pytest.mark.parametrize("unprofiled", UNPROFILED)
-def test_a_query_without_recorded_sequences_has_none_whatever_the_action(unprofiled: str) -> None:
-    env = DemonstrationBandit(beams(), rows=torch.tensor([3]), unprofiled=unprofiled)
-    context = env.reset().set("action", torch.tensor([[0, 1, X]]))
-    if unprofiled == "error":
-        with pytest.raises(InputError, match=r"1 of the sequences were never recorded.*query d"):
-            env.step(context)
-        return
-    out = env.step(context)["next"]
-    assert (float(out["reward"]), bool(out["vqa_correct"].isnan())) == (0.0, True)
+@given(action=st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=5, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_the_nearest_is_the_longest_common_start(action: list[list[int]]) -> None:
+    outcome, table = NEAREST.decide(torch.arange(5), torch.tensor(action)), NEAREST.table
+    for row, places in enumerate(action):
+        recorded = table.sequences[row][table.beam_mask[row]].tolist()
+        used = [place for place in dict.fromkeys(places) if 0 <= place < table.pool_mask[row].sum()]
+        reward, best = 0.0, [X] * 3
+        if used and recorded:
+            whole = used + [X] * (3 - len(used))
+            keys = []
+            for sequence in recorded:
+                same = takewhile(lambda pair: pair[0] == pair[1], zip(sequence, whole, strict=True))
+                keys.append((len(list(same)), sum(place >= 0 for place in sequence)))
+            number = keys.index(max(keys))
+            reward, best = float(NEAREST.rewards[row, number]), recorded[number]
+            assert best == whole or whole not in recorded
+        assert (float(outcome.reward[row]), outcome.sequences[row, 0].tolist()) == (reward, best)
+        assert bool(outcome.correct[row].isnan()) == (best == [X] * 3)
 
 
 def test_an_action_may_be_the_index_of_a_recorded_sequence() -> None:
@@ -363,13 +340,13 @@ def test_an_action_may_be_the_index_of_a_recorded_sequence() -> None:
 
 
 def test_actions_may_lack_the_axis_of_a_group_of_one_and_nothing_else() -> None:
-    for group_size, shapes in ((None, [(5, 3), (5, 1, 3)]), (1, [(5, 3), (5, 1, 3)]), (2, [(5, 2, 3)])):
+    for group_size, outcome in ((None, (5,)), (1, (5, 1)), (2, (5, 2))):
         env = DemonstrationBandit(beams(), batch_size=5, group_size=group_size, seed=0)
         context = env.rand_action(env.reset())
         wanted = env.step(context.clone())["next"]
-        assert wanted["vqa_correct"].shape == ((5,) if group_size is None else (5, group_size))
+        assert wanted["vqa_correct"].shape == outcome
         assert wanted["reward"].shape == (5, group_size or 1)
-        for shape in shapes:
+        for shape in [(5, 2, 3)] if group_size == 2 else [(5, 3), (5, 1, 3)]:
             result = env.step(context.clone().set("action", context["action"].view(shape)))["next"]
             torch.testing.assert_close(result.to_dict(), wanted.to_dict(), rtol=0, atol=0, equal_nan=True)
         for shape in ((5, 3, 3), (5, 2), (5, 1, 2)):

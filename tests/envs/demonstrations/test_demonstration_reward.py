@@ -224,10 +224,8 @@ def test_settings_that_make_no_sense(config: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("recorded", "mode"),
     [
-        (("vqa_correct", "vqa_acc_score", "beam_score"), "hard_plus_soft_v2"),
         (("vqa_correct", "beam_score"), "hard_plus_soft_v2"),
         (("vqa_acc_score", "beam_score"), "hard_plus_soft_v2"),
-        (("beam_score",), "legacy"),
         (("beam_score", "vqa_gt_prob"), "legacy"),
         (("logprob_score",), "hard_plus_soft_v2"),
         ((), "hard_plus_soft_v2"),

@@ -23,7 +23,7 @@ from knobwise.envs.demonstrations.gymnasium_env import DemonstrationBanditEnv
 from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit
 
-X = -1
+X, ID = -1, "knobwise/DemonstrationBandit-v0"
 
 
 def beams(queries: int = 3) -> BeamTable:
@@ -71,8 +71,8 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
     "configurations": lambda: gymnasium.make("knobwise/ConfigBandit-v0", table=small_table()),
     "worths": lambda: ConfigBanditEnv(small_table(), BudgetConfig(sense="mean")),
     "without features": lambda: ConfigBanditEnv(small_table(features=False)),
-    "recorded": lambda: gymnasium.make("knobwise/DemonstrationBandit-v0", table=beams()),
-    "sparse": lambda: gymnasium.make("knobwise/DemonstrationBandit-v0", table=sparse()),
+    "recorded": lambda: gymnasium.make(ID, table=beams()),
+    "sparse": lambda: gymnasium.make(ID, table=sparse()),
     "penalty": lambda: DemonstrationBanditEnv(sparse(), unprofiled="penalty"),
     "by index": lambda: DemonstrationBanditEnv(sparse(), action="sequence"),
     "scored": lambda: made(scorer=scorer),
@@ -129,6 +129,7 @@ def test_queries_and_rewards_are_those_of_torchrl(live: bool) -> None:
 
 def test_infos_tell_the_outcome_by_hand() -> None:
     env = made(rows=torch.tensor([0]))
+    assert len(str(env.observation_space)) < 240  # fits on a screen
     _, info = env.reset()
     assert (info["row"], info["sequences"].tolist()) == (0, [[0, X], [1, X], [0, 1], [1, 0]])
     _, reward, _, _, info = env.step(np.array([0, 1]))
@@ -173,15 +174,13 @@ def test_what_was_never_recorded_is_refused_by_name_and_so_is_an_action_of_anoth
 
 
 def test_the_nearest_recorded_sequence_is_replayed_and_named() -> None:
-    for unprofiled, wanted in (("nearest", (0.7, 0.0)), ("penalty", (-0.5, 0.0))):
+    for unprofiled, wanted in (("nearest", (2.6, 1.0)), ("penalty", (-0.5, 0.0))):
         env = DemonstrationBanditEnv(sparse(), rows=torch.tensor([1]), unprofiled=unprofiled, render_mode="ansi")
         env.reset()
         _, reward, _, _, info = env.step(np.array([1, 0]))  # recorded are [0], [1] (right), [0, 1]
         assert info["sequence"].tolist() == [1, X]
-        if unprofiled == "nearest":
-            wanted = (2.6, 1.0)
-            assert "Shown: [1], the nearest recorded; answer right, reward +2.600." in str(env.render())
         assert (reward, info["vqa_correct"]) == (pytest.approx(wanted[0]), wanted[1])
+        assert "Shown: [1], the nearest recorded; answer" in str(env.render())
 
 
 def test_an_index_is_masked_exactly() -> None:
@@ -214,13 +213,11 @@ def test_a_person_chooses_the_query(live: bool) -> None:
     env.reset(seed=0)
     env.reset(options={"row": 1})  # outside the passes
     assert [env.reset()[1]["row"] for _ in range(2)] == rows[1:]
-    wrong = ({"row": 3}, {"row": -1}, {"row": 1.0}, {"query_id": "q9"})
-    for options, message in [
-        *((options, "has no query .*rows are 0 to 2") for options in wrong),
-        ({"budget_ms": 2.0}, "options are `row` or `query_id`, one of them, got budget_ms"),
-        ({"row": 1, "query_id": "q1"}, "one of them, got row, query_id"),
-    ]:
-        with pytest.raises(InputError, match=message):
+    wrong = ({"row": 3}, {"row": -1}, {"row": 1.0}, {"query_id": "q9"}, {"budget_ms": 2.0})
+    for options in (*wrong, {"row": 1, "query_id": "q1"}):
+        with pytest.raises(
+            InputError, match=r"options: {.*}; name a query by `row`, 0 to 2, or `query_id` of .*'twos'"
+        ):
             env.reset(options=options)
 
 
@@ -229,7 +226,8 @@ def test_a_person_chooses_the_query(live: bool) -> None:
 )
 def test_many_at_once_draw_different_queries_and_live(mode: str, kind: str) -> None:
     words: dict[str, Any] = {"scorer": scorer} if kind == "scored" else {"action": kind}
-    vector = gymnasium.make_vec("knobwise/DemonstrationBandit-v0", 2, mode, table=sparse(), **words)
+    words |= {"vector_kwargs": {"context": "fork"}} if mode == "async" else {}  # spawned ones take a minute
+    vector = gymnasium.make_vec(ID, 2, mode, table=sparse(), **words)
     rows = []
     vector.action_space.seed(0)
     _, infos = vector.reset()
@@ -241,23 +239,12 @@ def test_many_at_once_draw_different_queries_and_live(mode: str, kind: str) -> N
     assert any(first != second for first, second in rows)
 
 
-def test_a_vector_environment_passes_through_torchrl() -> None:
-    for mode in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
-        words: dict[str, Any] = {"vector_kwargs": {"autoreset_mode": mode}, "table": sparse()}
-        vector = gymnasium.make_vec("knobwise/DemonstrationBandit-v0", 3, "sync", **words)
-        env = GymWrapper(vector, categorical_action_encoding=True)
-        check_env_specs(env)
-        assert env.rollout(4, break_when_any_done=False)["next", "done"].all()
-
-
-def test_torch_seeds_what_has_no_seed_and_spaces_fit_on_a_screen() -> None:
-    rows = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        env = made()
-        rows.append([env.reset()[1]["row"] for _ in range(12)])
-    assert rows[0] == rows[1]
-    assert len(str(env.observation_space)) < 240
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_a_vector_environment_passes_through_torchrl(mode: AutoresetMode) -> None:
+    vector = gymnasium.make_vec(ID, 3, "sync", vector_kwargs={"autoreset_mode": mode}, table=sparse())
+    env = GymWrapper(vector, categorical_action_encoding=True)
+    check_env_specs(env)
+    assert env.rollout(4, break_when_any_done=False)["next", "done"].all()
 
 
 def test_render_tells_in_words_what_happened() -> None:
