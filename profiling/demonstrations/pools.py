@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.demonstrations.settings import SAMPLERS
 
 Blocks = Mapping[str, tuple[int, int]]
 """The range of columns of an embedding that describes each part: `image`, `question`, …; {} where unknown."""
@@ -37,13 +36,9 @@ def draw_pools(
 
     `queries`, float32 [Q, d], and `candidates`, [M, d], are embeddings in the same space; `query_images` and
     `candidate_images` Q and M ids of images, "" where unknown, or none: candidates that show the query's image are left
-    out. So is `itself`, int64 [Q], the row of the bank that is the query, −1 for none. Raises InputError for an unknown
-    sampler, a size below 1, or a part that is compared but not among `blocks`.
+    out. So is `itself`, int64 [Q], the row of the bank that is the query, −1 for none. Raises InputError for a part
+    that is compared but not among `blocks`.
     """
-    if sampler not in SAMPLERS:
-        raise InputError(f"sampler {sampler!r} is unknown; known are {', '.join(SAMPLERS)}")
-    if size < 1:
-        raise InputError(f"a pool needs at least one candidate, not {size}")
     if sampler != "random":
         query_parts, candidate_parts = (compared(x, sampler, blocks or {}) for x in (queries, candidates))
     names = {image: n for n, image in enumerate(dict.fromkeys((*query_images, *candidate_images))) if image}

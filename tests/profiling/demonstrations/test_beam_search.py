@@ -262,13 +262,6 @@ def test_the_seed_decides_and_chunks_do_not_matter(sampler, monkeypatch):
     assert torch.equal(first, draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
 
 
-def test_mistakes():
-    for shots, width in ((0, 1), (1, 0)):
-        with pytest.raises(InputError, match="at least one shot and a width of one"):
-            search.beam_search(HandScorer([[1.0]]), torch.tensor([0]), torch.tensor([[0]]), shots, width)
-    with pytest.raises(InputError, match="'nearest' is unknown; known are random"):
-        draw_pools("nearest", QUERY, BANK, 2)
-    with pytest.raises(InputError, match="at least one candidate"):
-        draw_pools("random", QUERY, BANK, 0)
+def test_a_part_that_the_embeddings_lack_is_named():
     with pytest.raises(InputError, match="mixed compares question, but the embeddings have only image"):
         draw_pools("mixed", QUERY, BANK, 2, blocks={"image": (0, 2)})
