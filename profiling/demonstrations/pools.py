@@ -51,10 +51,12 @@ def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = Non
     return torch.cat(pools)
 
 
-def similarity(queries: Tensor, candidates: Tensor, pool: Tensor, blocks: Blocks) -> Tensor:
-    """Mean cosine, as for `mixed`, of queries, [n, d], and the candidates of their pools, int64 [n, N] rows of [M, d] →
-    float32 [n, N]; −inf where a pool has no candidate."""
-    query_parts, candidate_parts = compared(queries, "mixed", blocks), compared(candidates, "mixed", blocks)
+def similarity(queries: Tensor, candidates: Tensor, pool: Tensor, blocks: Blocks, by: str = "mixed") -> Tensor:
+    """Mean cosine of queries, [n, d], and the candidates of their pools, int64 [n, N] rows of [M, d] → float32 [n, N].
+
+    `by` is a sampler other than `random`: which parts are compared. −inf where a pool has no candidate.
+    """
+    query_parts, candidate_parts = compared(queries, by, blocks), compared(candidates, by, blocks)
     return (candidate_parts[pool] @ query_parts[:, :, None]).squeeze(2).masked_fill(pool < 0, -torch.inf)
 
 

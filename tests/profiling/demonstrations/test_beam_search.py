@@ -209,8 +209,12 @@ def test_without_known_parts_the_whole_embedding_is_compared():
 
 def test_the_similarity_of_a_pool():
     pool = torch.tensor([[3, 2, -1], [1, -1, -1]])
-    wanted = torch.tensor([[0.4, 0.8, -torch.inf], [0.7, -torch.inf, -torch.inf]])
-    assert torch.allclose(similarity(QUERY.expand(2, -1), BANK, pool, BLOCKS), wanted)
+    both = QUERY.expand(2, -1)
+    for by, wanted in (
+        ("mixed", [[0.4, 0.8, -torch.inf], [0.7, -torch.inf, -torch.inf]]),
+        ("image_similarity", [[0.0, 0.6, -torch.inf], [0.8, -torch.inf, -torch.inf]]),
+    ):
+        assert torch.allclose(similarity(both, BANK, pool, BLOCKS, by), torch.tensor(wanted))
 
 
 def test_more_than_the_bank_has_gives_shorter_pools():
