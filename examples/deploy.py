@@ -31,4 +31,4 @@ def main(run: str = "runs/latest", requests: int = 6) -> list[bool]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:2])

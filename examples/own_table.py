@@ -3,38 +3,26 @@
     python examples/own_table.py measured.csv
 
 A row is one sample under one configuration: `sample_id`, any columns that are knobs, `accuracy` and `latency_ms`.
-Without an argument the example writes a simulated table first, with its features.
+Without an argument the example writes a simulated table first, with its features, and shows how it begins.
 """
 
 import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-import polars as pl
-
 import knobwise
 from knobwise.envs import SimulatedConfig, simulate
+from knobwise.envs.readers.long_table import write_features, write_long_table
 
 
 def simulated_files(folder: Path) -> tuple[Path, Path]:
     """A CSV with a row for every measured cell, and the features of the samples. Simulated, to show the format."""
     table = simulate(SimulatedConfig(samples=300))
-    rows = [
-        {
-            "sample_id": sample,
-            **table.configuration(c),
-            "accuracy": float(table.accuracy[n, c]),
-            "latency_ms": float(table.latency_ms[n, c]),
-        }
-        for n, sample in enumerate(table.sample_ids)
-        for c in range(table.num_configurations)
-        if table.mask[n, c]
-    ]
-    pl.DataFrame(rows).write_csv(folder / "measured.csv")
-    features = {name: block.numpy() for name, block in table.features.items()}
-    np.savez(folder / "features.npz", sample_id=np.array(table.sample_ids), **features)
-    return folder / "measured.csv", folder / "features.npz"
+    measured, features = folder / "measured.csv", folder / "features.npz"
+    write_long_table(table, measured)
+    write_features(table, features)
+    print(*measured.read_text().splitlines()[:3], sep="\n")
+    return measured, features
 
 
 def main(measured: Path, features: Path | None = None, **settings: object) -> list[dict[str, object]]:

@@ -1,28 +1,31 @@
 """Choose the knobs for one input yourself: a question, its picture, a budget, and what every choice would have got.
 
-python examples/step_by_hand.py [picture.png]
+    python examples/step_by_hand.py [picture.png]
+
+With the name of a file it draws the outcome; without, it prints it.
 """
 
 import sys
 
-import gymnasium
+import gymnasium as gym
 from PIL import Image
 
-import knobwise  # registers the environments
+import knobwise
+
+gym.register_envs(knobwise)
 
 
 def main(picture: str | None = None) -> float:
     """Play one episode; return its reward."""
-    env = gymnasium.make("knobwise/ConfigBandit-v0", render_mode="rgb_array" if picture else "ansi")
-    print(f"knobwise {knobwise.__version__}: {env.action_space}, {list(env.observation_space)}")
+    env = gym.make("knobwise/ConfigBandit-v0", render_mode="rgb_array" if picture else "ansi")
+    print(f"{env.action_space}, observed: {', '.join(env.observation_space)}")
 
     # your own choice of sample and budget; without options both are drawn
     observation, info = env.reset(seed=7, options={"row": 17, "budget_ms": 2.0})
     print(f"sample {info['sample_id']}, budget {observation['budget_ms']:.1f} ms")
 
     # an action is the index of a value for each knob
-    knobs = env.unwrapped.table.knobs
-    action = [len(knob.values) - 1 for knob in knobs]  # everything at its largest
+    action = env.action_space.nvec - 1  # everything at its largest
     _, reward, _, _, info = env.step(action)  # the episode ends: every episode is one decision
     print(f"chosen {info['configuration']}: {info['latency_ms']:.2f} ms, reward {reward:+.2f}")
     print(f"best   {info['oracle_configuration']}: {info['oracle_latency_ms']:.2f} ms")

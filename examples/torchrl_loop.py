@@ -28,15 +28,16 @@ def main(warm_up: int = 600, iterations: int = 300, contexts: int = 256, group_s
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=contexts // 2)
     stages = ((RCELoss(policy), warm_up, 2e-3), (GRPOLoss(policy, advantage="centred"), iterations, 1e-3))
     for loss_module, count, lr in stages:
+        warming_up = isinstance(loss_module, RCELoss)
         optimiser = torch.optim.AdamW(loss_module.parameters(), lr=lr, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, count)
         frames = {"frames_per_batch": contexts, "total_frames": contexts * count}
         collector = Collector(env, policy, **frames, auto_register_policy_transforms=False)  # no recurrent state
         for iteration, batch in enumerate(collector):
-            if isinstance(loss_module, RCELoss):
+            if warming_up:
                 loss_module.temperature.fill_(0.5 - 0.4 * iteration / count)
             buffer.extend(batch.flatten())  # [contexts, 1 step] → [contexts]
-            controller.train(isinstance(loss_module, RCELoss))  # dropout in the warm-up only
+            controller.train(warming_up)  # dropout in the warm-up only
             for _ in range(2):
                 losses = loss_module(buffer.sample())
                 optimiser.zero_grad()

@@ -50,4 +50,5 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print("test utility {:.3f} before, {:.3f} after".format(*main()))
+    before, after = main()
+    print(f"test utility {before:.3f} before, {after:.3f} after")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.envs.demonstrations.beam_records import (
     NUMERAL,
     Record,
@@ -194,8 +194,7 @@ def write_rl_data(table: BeamTable, path: str | Path, metadata: Mapping[str, Any
         text = json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: metadata that JSON cannot hold ({error})") from error
-    with written_whole(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def read_embeddings(path: str | Path) -> Tensor:

@@ -12,7 +12,7 @@ import polars as pl
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.envs.readers.configuration_files import IDS, WORDS, in_range, keyed, read_configurations, whole_words
 from knobwise.envs.readers.long_table import Features, table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -190,8 +190,7 @@ def write_exp5_exp6(
             (Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}", scores),
             (Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}", latencies),
         ):
-            with written_whole(path) as temporary:
-                temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+            write_text(path, json.dumps(content, allow_nan=False))
 
 
 def _to_write(

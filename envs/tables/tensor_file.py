@@ -70,8 +70,13 @@ def read_arrays(path: Path, kind: str) -> dict[str, Any]:
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a `.safetensors` file by name."""
+    return tensors_and_metadata(path)[0]
+
+
+def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a `.safetensors` file by name, and the words in its head."""
     with safe_open(str(path), framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
 
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

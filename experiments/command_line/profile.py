@@ -11,7 +11,7 @@ from typing import Any
 
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
@@ -109,7 +109,6 @@ def inspect(config: InspectRun) -> None:
     facts = inspect_table(read_profile(config.profile))
     print_inspection(facts, Console())
     if config.json is not None:
-        with written_whole(config.json) as temporary:
-            temporary.write_text(json.dumps(facts, indent=1))
+        write_text(config.json, json.dumps(facts, indent=1))
     if config.html is not None:
         print(f"page: {write_inspection(facts, config.html)}")

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.experiments.compare import words
 from knobwise.experiments.compare.comparison import Comparison, comparison_of
 from knobwise.experiments.report.words import SIGN_WORDS
@@ -56,8 +56,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
 
 
 def write_numbers(comparison: Comparison, path: str | Path) -> None:
-    with written_whole(path) as temporary:
-        temporary.write_text(json.dumps(numbers(comparison), indent=1), encoding="utf-8")
+    write_text(path, json.dumps(numbers(comparison), indent=1))
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from knobwise.agents.serving.export import Agent
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import DATASET
@@ -59,8 +59,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
     results = (evaluate_selector if selector else evaluate_controller)(loaded, config)
     if config.json is not None:
-        with written_whole(config.json) as temporary:
-            temporary.write_text(json.dumps(results, indent=1))
+        write_text(config.json, json.dumps(results, indent=1))
     print_results(results, Console())
     if not selector and (sentence := on_decisions(results)):
         print(sentence)

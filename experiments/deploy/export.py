@@ -29,7 +29,7 @@ from knobwise.agents.serving.onnx_graph import by_onnx, check_packages, export_o
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text, written_whole
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
@@ -83,8 +83,7 @@ def run(config: ExportRun) -> Path:
         before = set(json.loads((out / "export.json").read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
         before = set()
-    with written_whole(out / "export.json") as temporary:
-        temporary.write_text(json.dumps(summary, indent=1))
+    write_text(out / "export.json", json.dumps(summary, indent=1))
     for name in before - set(summary["files"]):  # it belongs to another controller
         if Path(name).name == name:
             (out / name).unlink(missing_ok=True)

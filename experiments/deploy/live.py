@@ -35,7 +35,7 @@ from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -92,8 +92,7 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
     results |= {"student": by_student, "repeats": config.repeats, "rate": config.rate, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
-        with written_whole(config.json) as temporary:
-            temporary.write_text(json.dumps(results, indent=1))
+        write_text(config.json, json.dumps(results, indent=1))
     if config.html is not None:
         write_live_page(config.html, results)
     return results

@@ -17,7 +17,7 @@ import altair as alt
 from jinja2 import Environment
 from markupsafe import Markup
 
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.experiments.report.words import POLICIES, environment
 
 OTHERS = "others"
@@ -86,8 +86,7 @@ def templates() -> Environment:
 def render_page(path: str | Path, template: str, **content: Any) -> Path:
     """Write the page that a template makes of `content`; it opens without a network: everything is inside the file."""
     text = templates().get_template(template).render(vega=Markup(_vega()), themes=THEMES, **content)
-    with written_whole(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return Path(path)
 
 

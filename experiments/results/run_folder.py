@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from omegaconf import OmegaConf
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import FULL, written_whole
+from knobwise.common.files import FULL, write_text
 
 UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
@@ -78,8 +78,7 @@ def claim_folder(first: Path, file: str, words: str) -> Iterator[Path]:
                 held.enter_context(lock)
                 break
         if not (folder / file).exists():  # it was stopped before this was written
-            with written_whole(folder / file) as temporary:
-                temporary.write_text(words)
+            write_text(folder / file, words)
         yield folder
         (folder / UNFINISHED).unlink()
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 
 
 @dataclass
@@ -26,8 +26,7 @@ class Outcome:
 
     def write(self, folder: Path, number: int) -> Outcome:
         """Write it into the folder of the sweep."""
-        with written_whole(folder / f"{number}.json") as temporary:
-            temporary.write_text(json.dumps(asdict(self)))
+        write_text(folder / f"{number}.json", json.dumps(asdict(self)))
         return self
 
 

@@ -33,6 +33,7 @@ from knobwise.agents.stack.stacked_controller import fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import quantile_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
@@ -44,7 +45,7 @@ from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.results.statistics import mean_interval, score_intervals
 from knobwise.experiments.settings.profiles import JointProfile, read_profile
-from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words, write_page
+from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words
 
 TEST_PARTS = 5
 """The test part is one of so many parts of every data set."""
@@ -118,7 +119,7 @@ def run(config: DataSetsConfig) -> list[str]:
     facts = {"profile": table.name, "samples": table.num_samples, "configurations": table.num_configurations}
     page = data_sets_page(utilities, asdict(config) | facts | {"simulated": not config.paths})
     rich.print(Markdown(page))
-    write_page(config.out, page)
+    write_text(config.out, page)
     return []
 
 

@@ -30,6 +30,7 @@ from knobwise.agents.stack.stacked_controller import StackedController, fit_stac
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
+from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
@@ -39,7 +40,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.report.words import ORACLE, STATIC, sign_of
 from knobwise.experiments.results.controllers import judged_means
-from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words, write_page
+from knobwise.experiments.studies.running import folder_for, measured, rendered, run_from_words
 from knobwise.losses.settings import LossConfig
 
 TEST_SAMPLES = 2000
@@ -99,7 +100,7 @@ def run(config: DecisionsConfig) -> list[str]:
     folder = folder_for(config.runs, [builtin_profile().digest, KINDS, *groups, OBJECTIVES])
     # the built-in profile takes longest, so it goes first
     cells = {folder / f"{name}-{seed}.json": (name, seed) for name in config.tables for seed in range(config.seeds)}
-    write_page(config.out, decisions_page(measured("tables × seeds", measure, cells, config.jobs)))
+    write_text(config.out, decisions_page(measured("tables × seeds", measure, cells, config.jobs)))
     return []
 
 

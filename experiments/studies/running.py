@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.processes import in_processes
 from knobwise.common.progress import progress
@@ -60,11 +60,6 @@ def rendered(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def write_page(path: str, page: str) -> None:
-    with written_whole(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
-
-
 def in_turn(title: str, work: Callable[..., str], pieces: Sequence[tuple[Any, ...]], jobs: int, done: int) -> list[str]:
     """Call `work(*piece)` for every piece, in `jobs` processes; with one job in this process. Returns the notes."""
     if jobs > 1:
@@ -98,7 +93,7 @@ def _measure(work: Callable[..., Any], path: Path, *arguments: Any) -> str:
     torch.set_num_threads(1)
     with quiet(), threadpool_limits(1):
         result = work(*arguments)
-    write_page(str(path), json.dumps(result))
+    write_text(path, json.dumps(result))
     return path.stem
 
 

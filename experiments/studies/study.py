@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
+from knobwise.common.files import write_text
 from knobwise.common.progress import progress
 from knobwise.experiments.command_line import sweep_jobs
 from knobwise.experiments.command_line.compose import read_settings
@@ -32,7 +33,7 @@ from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.decisions import read_decisions
 from knobwise.experiments.results.run_folder import LEFT_OUT_OF_NAME, run_name
 from knobwise.experiments.studies.page import Study, StudyRun, results_page
-from knobwise.experiments.studies.running import in_turn, quiet, run_from_words, write_page
+from knobwise.experiments.studies.running import in_turn, quiet, run_from_words
 
 FAILED = "failed: "
 
@@ -98,7 +99,7 @@ def run(config: ReferenceConfig) -> list[str]:
     notes = in_turn("runs", train_or_note, missing, config.jobs, len(wanted) - len(missing))
     finished = [_read(run) for run in runs if run.finished]
     if finished:
-        write_page(config.out, results_page(study, finished, config.seeds, len(runs) - len(finished)))
+        write_text(config.out, results_page(study, finished, config.seeds, len(runs) - len(finished)))
     return [note.removeprefix(FAILED) for note in notes if note.startswith(FAILED)]
 
 

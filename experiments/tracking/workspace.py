@@ -16,7 +16,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import wandb_mode
@@ -41,8 +41,7 @@ def workspace(config: WorkspaceRun) -> None:
     panels = sum(len(section.panels) for section in view.sections)
     print(f"view {config.name!r}: {panels} panels in {len(view.sections)} sections, valid")
     if config.json is not None:
-        with written_whole(config.json) as temporary:
-            temporary.write_text(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1))
+        write_text(config.json, view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1))
         print(f"written: {config.json}")
     if mode == "online":
         print(f"saved: {_save(view)}")

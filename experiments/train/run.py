@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text, written_whole
 from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.results.controllers import profile_of
@@ -67,8 +67,7 @@ class Experiment(ABC):
             results, decisions = self.judge(folder)
             results["experiment"] = self.config.experiment
             results["command"] = " ".join(["knobwise train", *map(shlex.quote, overrides)])
-            with written_whole(folder / "results.json") as temporary:
-                temporary.write_text(json.dumps(results, indent=1))
+            write_text(folder / "results.json", json.dumps(results, indent=1))
             write_decisions(folder, decisions)
             report = write_report(folder)
             with tracker_of(self.config, folder, self.table, "evaluate") as tracker:

@@ -69,6 +69,12 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file, whole or not at all; errors as for `written_whole`."""
+    with written_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Only one process is inside for this folder; others wait. It is made when it is missing. The lock is on the folder

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.scorers import Scorer
 
@@ -41,8 +40,6 @@ def beam_search(
     P(answer) without demonstrations, scored if None. Returns B = shots·width at most, shortest first; fewer where a
     pool has not as many sequences.
     """
-    if shots < 1 or width < 1:
-        raise InputError(f"beam search needs at least one shot and a width of one, not {shots} and {width}")
     zero_shot = probability(scorer, rows) if zero_shot is None else zero_shot
     step = max(1, _AT_A_TIME // (width * max(1, pool.shape[1])))
     parts = [_search(scorer, rows[i], pool[i], shots, width, zero_shot[i]) for i in torch.arange(len(rows)).split(step)]

@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.tables.tensor_file import with_prefix
+from knobwise.envs.tables.tensor_file import tensors_and_metadata, with_prefix
 from knobwise.profiling.demonstrations.canvases import VARIANTS, digest
 from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
 from knobwise.profiling.demonstrations.profile import profile_beams
@@ -107,9 +106,7 @@ def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[Beam
     """
     learner = builtin_learner()
     try:
-        with safe_open(str(path), "pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors, about = tensors_and_metadata(path)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; make it with `{_COMMAND}`") from None
     except Exception as error:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from knobwise.common.checks import at_least, positive
 from knobwise.common.errors import InputError
 from knobwise.profiling.demonstrations.canvases import LABELS, PIXELS, QUESTIONS, VALUES, paint
 from knobwise.profiling.elastic.resumable_training import read_weights, save_weights, train_resumably
@@ -46,15 +45,6 @@ class LearnerConfig:
     """Weight of the auxiliary loss: what digit, frame and texture an image shows, read from the tower's output."""
     seed: int = 0
     """Seeds the weights and every batch."""
-
-    def __post_init__(self) -> None:
-        self.noise = (self.noise[0], self.noise[1])
-        for name in ("steps", "batch_size", "max_shots"):
-            at_least(f"learner: {name}", getattr(self, name), 1)
-        for name in ("zero_shot", "covered", "wrong"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"learner: {name} is a share between 0 and 1, not {getattr(self, name)}")
-        positive("learner: learning_rate", self.learning_rate)
 
 
 class Block(nn.Module):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.demonstrations.settings import SAMPLERS
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.profiling.demonstrations.settings import PoolConfig
 
 Blocks = Mapping[str, tuple[int, int]]
 """The range of columns of an embedding that describes each part: `image`, `question`, …; {} where unknown."""
@@ -17,48 +18,35 @@ _COMPARED = {"text_similarity": ("question",), "image_similarity": ("image",), "
 _CELLS = 1 << 24  # of the table queries × candidates at a time
 
 
-def draw_pools(
-    sampler: str,
-    queries: Tensor,
-    candidates: Tensor,
-    size: int,
-    *,
-    blocks: Blocks | None = None,
-    query_images: Sequence[str] = (),
-    candidate_images: Sequence[str] = (),
-    itself: Tensor | None = None,
-    seed: int = 0,
-) -> Tensor:
-    """A pool for every query, int64 [Q, N] rows of the bank, N = min(size, M); −1 at the end where too few are left.
+def draw_pools(table: BeamTable, config: PoolConfig, itself: Tensor | None = None) -> Tensor:
+    """A pool for every query of a table, int64 [Q, N] rows of its bank, N = min(size, M); −1 at the end where too few
+    are left.
 
     `random` draws without replacement; the others take the most similar first, by the cosine of the question's part of
     the embedding (`text_similarity`), of the image's (`image_similarity`), or the mean of both cosines (`mixed`). Where
     the parts are unknown the whole embedding is compared. Equal ones (to about 1e-6) come in random order.
 
-    `queries`, float32 [Q, d], and `candidates`, [M, d], are embeddings in the same space; `query_images` and
-    `candidate_images` Q and M ids of images, "" where unknown, or none: candidates that show the query's image are left
-    out. So is `itself`, int64 [Q], the row of the bank that is the query, −1 for none. Raises InputError for an unknown
-    sampler, a size below 1, or a part that is compared but not among `blocks`.
+    Candidates that show the query's image are left out. So is `itself`, int64 [Q], the row of the bank that is the
+    query. Raises InputError for a part that is compared but not among the table's blocks.
     """
-    if sampler not in SAMPLERS:
-        raise InputError(f"sampler {sampler!r} is unknown; known are {', '.join(SAMPLERS)}")
-    if size < 1:
-        raise InputError(f"a pool needs at least one candidate, not {size}")
+    sampler, queries, candidates = config.sampler or "mixed", table.queries, table.candidates
     if sampler != "random":
-        query_parts, candidate_parts = (compared(x, sampler, blocks or {}) for x in (queries, candidates))
+        query_parts, candidate_parts = (compared(x, sampler, table.blocks) for x in (queries, candidates))
+    query_images = table.query_images or [""] * len(queries)
+    candidate_images = table.candidate_images or [""] * len(candidates)
     names = {image: n for n, image in enumerate(dict.fromkeys((*query_images, *candidate_images))) if image}
     # −1 and −2 stand for images that are unknown: they equal nothing
-    query_image = torch.tensor([names.get(image, -1) for image in query_images or [""] * len(queries)])
-    candidate_image = torch.tensor([names.get(image, -2) for image in candidate_images or [""] * len(candidates)])
+    query_image = torch.tensor([names.get(image, -1) for image in query_images])
+    candidate_image = torch.tensor([names.get(image, -2) for image in candidate_images])
     itself = torch.full((len(queries),), -1) if itself is None else itself
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(config.seed)
     numbers, pools = torch.arange(len(candidates)), []
     for rows in torch.arange(len(queries)).split(max(1, _CELLS // len(candidates))):
         key = torch.rand(len(rows), len(candidates), generator=generator)
         if sampler != "random":
             key = query_parts[rows] @ candidate_parts.T + 1e-6 * key
         left_out = (query_image[rows, None] == candidate_image) | (itself[rows, None] == numbers)
-        best = key.masked_fill(left_out, -torch.inf).topk(min(size, len(candidates)))
+        best = key.masked_fill(left_out, -torch.inf).topk(min(config.size, len(candidates)))
         pools.append(best.indices.masked_fill(best.values == -torch.inf, -1))
     return torch.cat(pools)
 

@@ -47,7 +47,7 @@ _OF_A_ROUND = ("json", "draws", "draw_seed")  # settings that do not change what
 def profile_beams(
     out_dir: str | Path,
     task: BeamTask,
-    config: BeamProfileConfig | None = None,
+    config: BeamProfileConfig,
     draw: Draw | None = None,
     drawn_by: str = "",
 ) -> BeamTable:
@@ -59,7 +59,6 @@ def profile_beams(
     `draw` is the policy, and `drawn_by` identifies it, such as the digest of its checkpoint. Raises InputError if
     `out_dir` holds another run, or an unfinished round of another policy.
     """
-    config = config or BeamProfileConfig()
     out, state = Path(out_dir), Path(out_dir) / "state"
     settings = {k: v for k, v in asdict(config).items() if k not in _OF_A_ROUND}
     claim(state / "beams.json", {"task": task.words, "table": task.table.digest, **task.sources, **settings})

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.demonstrations.canvases import Bank, Queries
 from knobwise.profiling.demonstrations.learner import Learner
 from knobwise.profiling.measuring.questions import check_rows
@@ -50,8 +49,6 @@ class LearnerScorer:
 
     @torch.inference_mode()
     def __init__(self, learner: Learner, queries: Queries, bank: Bank, chunk: int = 1024) -> None:
-        if chunk < 1:
-            raise InputError(f"chunk must be positive, not {chunk}")
         self.learner, self.chunk = learner.eval(), chunk
         numbers = queries.questions, queries.values, queries.labels
         self.questions, self.values, self.labels = map(torch.from_numpy, numbers)

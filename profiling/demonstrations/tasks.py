@@ -66,7 +66,7 @@ def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
     """The built-in task, with its own pools or pools drawn by a sampler; errors as for `task_table`."""
     table, scorer = task_table(**asdict(config))
     if pool.sampler not in (None, "covers"):
-        table = replace(table, pool=_pools(table, pool, None))
+        table = replace(table, pool=draw_pools(table, pool))
     words = ["model=learner", *changed_settings("learner.", config), *changed_settings("pool.", pool)]
     return BeamTask(table, scorer, words)
 
@@ -90,8 +90,7 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     table = BeamTable(
         name=Path(config.data).stem,
         query_ids=tuple(item.id for item in data.queries),
-        pool=torch.empty(len(queries), 0, dtype=torch.int64),
-        **_no_beams(len(queries)),
+        **no_beams(len(queries)),
         queries=queries,
         candidates=candidates,
         query_images=tuple(item.image_id for item in data.queries),
@@ -101,7 +100,7 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
     if config.queries is not None:
         table = table.select(torch.arange(min(config.queries, table.num_queries)))
     itself = torch.arange(table.num_queries) if data.queries is data.bank else None
-    table = replace(table, pool=_pools(table, pool, itself))
+    table = replace(table, pool=draw_pools(table, pool, itself))
     sizes = {"batch_size": config.batch_size, "max_choices": config.max_choices}
     scorer = VLMScorer.load(model, data, device=config.device, dtype=config.dtype, **sizes)
     words = [f"model={model}", *changed_settings("vlm.", config), *changed_settings("pool.", pool)]
@@ -128,24 +127,10 @@ def _read_embeddings(data: VQAData, config: VLMTaskConfig) -> tuple[Tensor, Tens
     return queries, candidates, {"image": (0, split), "question": (split, width)}
 
 
-def _no_beams(queries: int) -> dict[str, Any]:
-    """The fields of a table before anything is recorded."""
+def no_beams(queries: int) -> dict[str, Any]:
+    """The fields of a table before pools are drawn and anything is recorded."""
     empty = torch.zeros(queries, 0, dtype=torch.int64)
-    return {"sequences": empty[:, :, None], "fields": {}, "found_by": empty, "round": empty}
-
-
-def _pools(table: BeamTable, config: PoolConfig, itself: Tensor | None) -> Tensor:
-    return draw_pools(
-        config.sampler or "mixed",
-        table.queries,
-        table.candidates,
-        config.size,
-        blocks=table.blocks,
-        query_images=table.query_images,
-        candidate_images=table.candidate_images,
-        itself=itself,
-        seed=config.seed,
-    )
+    return {"pool": empty, "sequences": empty[:, :, None], "fields": {}, "found_by": empty, "round": empty}
 
 
 def task_table(
@@ -155,7 +140,7 @@ def task_table(
     with. Raises InputError for no such variant or part, and sizes below 1."""
     task = draw_part(variant, part, queries, candidates, seed)
     pool = torch.from_numpy(draw_covering_pools(RandomState([seed, PARTS.index(part), 1]), *task, VARIANTS[variant]))
-    beams = {"pool": pool, **_no_beams(len(pool))}
+    beams = no_beams(len(pool)) | {"pool": pool}
     return part_table(variant, part, task, **beams), LearnerScorer(builtin_learner(), *task)
 
 

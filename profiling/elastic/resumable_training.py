@@ -10,7 +10,6 @@ from time import monotonic, process_time
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.common.interruption import held_back
 from knobwise.common.progress import progress
+from knobwise.envs.tables.tensor_file import tensors_and_metadata
 
 
 def train_resumably(
@@ -84,5 +84,5 @@ def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Weights in single precision, and the metadata, as `save_weights` wrote them."""
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name).float() for name in file.keys()}, file.metadata()  # noqa: SIM118
+    weights, metadata = tensors_and_metadata(path)
+    return {name: weight.float() for name, weight in weights.items()}, metadata

@@ -35,7 +35,7 @@ class HuggingFaceVLM(PromptedModel):
     batch, so measure one request at a time.
 
     `processor`, `instruction` and `device` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`. Raises
-    InputError for a model whose knobs or vision tower are unknown, and max_new_tokens below 1.
+    InputError for a model whose knobs or vision tower are unknown.
     """
 
     def __init__(
@@ -48,8 +48,6 @@ class HuggingFaceVLM(PromptedModel):
         instruction: str = INSTRUCTION,
         device: str | torch.device | None = None,
     ) -> None:
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be ≥ 1, is {max_new_tokens}")
         super().__init__(model, processor, instruction=instruction, device=device)
         self.max_new_tokens = max_new_tokens
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)

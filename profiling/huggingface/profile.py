@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import locked
 from knobwise.common.progress import progress
+from knobwise.envs.demonstrations.beam_records import read_json
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
 from knobwise.profiling.huggingface.loading import GREEDY, log_probs_of_answer
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
@@ -56,8 +57,7 @@ def profile_hugging_face(
     what `profile_vlm` refuses.
     """
     questions = read_vqa_data(data)  # before a large model is loaded
-    if dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise InputError(f"dtype={dtype!r} is unknown; known are auto, bfloat16, float16, float32")
+    one_of("dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
     known = None if importance in (None, "measure") else read_importance(importance)
     config = replace(config, name=config.name or Path(data).name.split(".")[0])
     model = HuggingFaceVLM.load(
@@ -119,27 +119,15 @@ def read_importance(path: str | Path) -> dict[int, float]:
     out; only their order counts. Block 0 and others that always run need no number. Raises InputError for no such file,
     not JSON, anything but a finite number for a block, a block given twice.
     """
-    path = Path(path)
-    try:
-        # a tuple of pairs, so that a block which is given twice is seen
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=tuple, parse_int=float)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise InputError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(content, tuple) or not content:
+    content = read_json(path)
+    if not isinstance(content, dict) or not content:
         raise InputError(f'{path}: must hold a number for each block, such as {{"4": 0.0156, "5": 0.0098}}')
-    importance: dict[int, float] = {}
-    for name, value in content:
-        if not name.isascii() or not name.isdigit():
-            raise InputError(f"{path}: {name!r} is not the number of a block")
-        block = int(name)
-        if block in importance:
-            raise InputError(f"{path}: block {block} is given twice")
-        if not isinstance(value, float) or not math.isfinite(value):
+    for block, value in content.items():
+        if not block.isascii() or not block.isdigit():
+            raise InputError(f"{path}: {block!r} is not the number of a block")
+        if type(value) not in (int, float) or not math.isfinite(value):
             raise InputError(f"{path}: the importance of block {block} is {value!r}, not a finite number")
-        importance[block] = value
-    return dict(sorted(importance.items()))
+    return dict(sorted((int(block), float(value)) for block, value in content.items()))
 
 
 def measure_importance(
@@ -178,8 +166,7 @@ class AnswerLikelihood:
     short ones.
 
     The model is in eval mode; `prompts` are N times what the processor makes of one text and its images, `input_ids`
-    int64 [1, L], … on the model's device; `end_tokens` end an answer, None for the model's own. Raises InputError for
-    no prompts, or prompts of several texts.
+    int64 [1, L], … on the model's device; `end_tokens` end an answer, None for the model's own.
     """
 
     def __init__(
@@ -189,8 +176,6 @@ class AnswerLikelihood:
         max_new_tokens: int = 16,
         end_tokens: Sequence[int] | None = None,
     ) -> None:
-        if not prompts or any(len(prompt["input_ids"]) != 1 for prompt in prompts):
-            raise InputError("the likelihood of answers needs prompts, each of one text")
         self.model, self.prompts = model, prompts
         self.answers = [self._greedy(prompt, max_new_tokens, end_tokens) for prompt in prompts]
         """The tokens of each, int64 [T]."""

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
+from knobwise.envs.tables.tensor_file import tensors_and_metadata
 from knobwise.profiling.measuring.questions import VQAItem
 
 Blocks = dict[str, Tensor]
@@ -133,9 +134,8 @@ class FeatureStore:
 
     def _read(self, path: Path) -> None:
         try:
-            with safe_open(str(path), framework="pt") as file:
-                keys = json.loads((file.metadata() or {}).get("key", "null"))
-                blocks = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            blocks, words = tensors_and_metadata(path)
+            keys = json.loads(words.get("key", "null"))
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read as features ({error})") from error
         if not isinstance(keys, list):
@@ -144,4 +144,4 @@ class FeatureStore:
             return  # what was rounded cannot be had back: as if it were not there
         for i, key in enumerate(keys):
             if key in self._wanted:
-                self._blocks[key] = {name: rows[i].to(self.dtype) for name, rows in blocks.items()}
+                self._blocks[key] = {name: rows[i].to(self.dtype) for name, rows in sorted(blocks.items())}

@@ -14,7 +14,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
+from knobwise.common.files import write_text
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
@@ -32,8 +32,7 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a file that people read too."""
-    with written_whole(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def rendered(template: str, **values: Any) -> str:

@@ -21,7 +21,7 @@ from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.builtin import load_demonstrations
 from knobwise.profiling.demonstrations.profile import profile_beams
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolConfig, VLMTaskConfig
-from knobwise.profiling.demonstrations.tasks import BeamTask, vlm_task
+from knobwise.profiling.demonstrations.tasks import BeamTask, no_beams, vlm_task
 from knobwise.profiling.measuring.settings import changed_settings
 
 BEAM, SAMPLE, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
@@ -33,15 +33,10 @@ def task(scorer=None):
     generator = torch.Generator().manual_seed(0)
     pool = torch.stack([torch.randperm(6, generator=generator)[:5] for _ in range(7)])
     pool = pool.where(torch.arange(5) < torch.tensor([5, 5, 5, 4, 3, 2, 1])[:, None], -1)
-    none = torch.empty(7, 0, dtype=torch.int64)
     table = BeamTable(
         name="by hand",
         query_ids=tuple("abcdefg"),
-        pool=pool,
-        sequences=none[..., None],
-        fields={},
-        found_by=none,
-        round=none,
+        **no_beams(7) | {"pool": pool},
         queries=torch.randn(7, 4, generator=generator),
         candidates=torch.randn(6, 4, generator=generator),
         blocks={"image": (0, 2), "question": (2, 4)},

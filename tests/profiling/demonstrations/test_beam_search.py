@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations import beam_search as search
 from knobwise.profiling.demonstrations import pools
 from knobwise.profiling.demonstrations.pools import draw_pools, similarity
-from knobwise.profiling.demonstrations.settings import SAMPLERS
+from knobwise.profiling.demonstrations.settings import SAMPLERS, PoolConfig
+from knobwise.profiling.demonstrations.tasks import no_beams
 
 NONE = -1
 BEAM = METHODS.index("beam")
@@ -184,18 +186,25 @@ def test_joining_pads_what_one_side_lacks():
     assert below.fields["vqa_correct"].nan_to_num(-9).tolist() == [[1, -9], [-9, -9]]
 
 
+def pool_of(sampler, queries, bank, size, *, itself=None, seed=0, **more):
+    """The pools of a table with these embeddings."""
+    names = tuple(map(str, range(len(queries))))
+    table = BeamTable("t", names, **no_beams(len(queries)), queries=queries, candidates=bank, **more)
+    return draw_pools(table, PoolConfig(sampler, size, seed), itself)
+
+
 @pytest.mark.parametrize(
     ("sampler", "wanted"),
     [("image_similarity", [0, 1, 2]), ("text_similarity", [2, 3, 1]), ("mixed", [2, 1, 0])],  # mixed: .8, .7, .5, .4
 )
 def test_the_most_similar_come_first(sampler, wanted):
-    assert draw_pools(sampler, QUERY, BANK, 3, blocks=BLOCKS).tolist() == [wanted]
+    assert pool_of(sampler, QUERY, BANK, 3, blocks=BLOCKS).tolist() == [wanted]
 
 
 def test_without_known_parts_the_whole_embedding_is_compared():
     whole = torch.nn.functional.cosine_similarity(QUERY, BANK)
     for sampler in SAMPLERS[1:]:
-        assert draw_pools(sampler, QUERY, BANK, 4).tolist() == [whole.argsort(descending=True).tolist()]
+        assert pool_of(sampler, QUERY, BANK, 4).tolist() == [whole.argsort(descending=True).tolist()]
 
 
 def test_the_similarity_of_a_pool():
@@ -209,21 +218,21 @@ def test_the_similarity_of_a_pool():
 
 
 def test_more_than_the_bank_has_gives_shorter_pools():
-    pool = draw_pools("image_similarity", QUERY, BANK, 9, blocks=BLOCKS, itself=torch.tensor([1]))
+    pool = pool_of("image_similarity", QUERY, BANK, 9, blocks=BLOCKS, itself=torch.tensor([1]))
     assert pool.tolist() == [[0, 2, 3, -1]]
-    own = draw_pools("random", QUERY, BANK, 4, query_images=("a",), candidate_images=("a",) * 4)
+    own = pool_of("random", QUERY, BANK, 4, query_images=("a",), candidate_images=("a",) * 4)
     assert own.tolist() == [[-1] * 4]
 
 
 def test_equals_come_in_random_order():
     queries, bank = torch.ones(300, 4), torch.ones(6, 4)
-    pool = draw_pools("text_similarity", queries, bank, 3, blocks=BLOCKS)
+    pool = pool_of("text_similarity", queries, bank, 3, blocks=BLOCKS)
     share = pool.flatten().bincount(minlength=6) / 900
     assert ((share - 1 / 6).abs() < 0.05).all()
 
 
 def test_images_that_are_unknown_are_nobodys():
-    pool = draw_pools("random", QUERY, BANK, 4, query_images=("",), candidate_images=("", "a", "", "b"))
+    pool = pool_of("random", QUERY, BANK, 4, query_images=("",), candidate_images=("", "a", "", "b"))
     assert sorted(pool[0].tolist()) == [0, 1, 2, 3]
 
 
@@ -238,10 +247,8 @@ def test_neither_a_query_nor_its_image_is_ever_in_its_pool(sampler, images, size
     """One bank serves as queries too."""
     count = len(images)
     items = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
-    pool = draw_pools(
-        sampler, items, items, size, blocks=BLOCKS, query_images=images, candidate_images=images,
-        itself=torch.arange(count), seed=seed,
-    )  # fmt: skip
+    known = {"blocks": BLOCKS, "query_images": tuple(images), "candidate_images": tuple(images)}
+    pool = pool_of(sampler, items, items, size, itself=torch.arange(count), seed=seed, **known)
     assert pool.shape == (count, min(size, count))
     for query, row in enumerate(pool.tolist()):
         real = [i for i in row if i >= 0]
@@ -255,20 +262,13 @@ def test_neither_a_query_nor_its_image_is_ever_in_its_pool(sampler, images, size
 def test_the_seed_decides_and_chunks_do_not_matter(sampler, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     queries, bank = torch.randn(40, 4, generator=generator), torch.randn(64, 4, generator=generator)
-    first = draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=3)
-    assert torch.equal(first, draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
-    assert torch.equal(first, draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=4)) == (sampler != "random")
+    first = pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3)
+    assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
+    assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=4)) == (sampler != "random")
     monkeypatch.setattr(pools, "_CELLS", 3 * 64)
-    assert torch.equal(first, draw_pools(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
+    assert torch.equal(first, pool_of(sampler, queries, bank, 7, blocks=BLOCKS, seed=3))
 
 
-def test_mistakes():
-    for shots, width in ((0, 1), (1, 0)):
-        with pytest.raises(InputError, match="at least one shot and a width of one"):
-            search.beam_search(HandScorer([[1.0]]), torch.tensor([0]), torch.tensor([[0]]), shots, width)
-    with pytest.raises(InputError, match="'nearest' is unknown; known are random"):
-        draw_pools("nearest", QUERY, BANK, 2)
-    with pytest.raises(InputError, match="at least one candidate"):
-        draw_pools("random", QUERY, BANK, 0)
+def test_a_part_that_the_embeddings_lack_is_named():
     with pytest.raises(InputError, match="mixed compares question, but the embeddings have only image"):
-        draw_pools("mixed", QUERY, BANK, 2, blocks={"image": (0, 2)})
+        pool_of("mixed", QUERY, BANK, 2, blocks={"image": (0, 2)})

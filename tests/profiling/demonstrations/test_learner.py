@@ -224,5 +224,3 @@ def test_rows_that_do_not_exist_are_named(queries, demonstrations, message):
     for call in (SCORER, SCORER.vote):
         with pytest.raises(InputError, match=message):
             call(torch.tensor(queries), torch.tensor(demonstrations))
-    with pytest.raises(InputError, match="chunk"):
-        LearnerScorer(LEARNER, QUERIES, BANK, chunk=0)

@@ -110,9 +110,7 @@ def test_the_drop_order_names_every_middle_block_once():
     ("settings", "wrong"),
     [
         *((TrainingConfig, wrong) for wrong in ({"steps": 0}, {"learning_rate": 0.0}, {"random_crops": 1.5})),
-        *((LearnerConfig, wrong) for wrong in ({"steps": 0}, {"learning_rate": 0.0}, {"covered": 1.5})),
         *((ElasticSize, wrong) for wrong in ({"width": 10, "heads": 4}, {"blocks": 1}, {"max_top_k": 9})),
-        *((LearnerConfig, wrong) for wrong in ({"max_shots": 0}, {"zero_shot": -0.1})),
     ],
 )
 def test_impossible_settings_are_refused(settings, wrong):

@@ -86,13 +86,10 @@ def test_importance_is_measured_once_and_then_used(questions, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("data=nothing.jsonl", "nothing.jsonl"), ("model=./nowhere", "./nowhere: no such folder"),
-        ("dtype=float8", "dtype='float8' is unknown"), ("importance=nothing.json", "nothing.json: cannot be read"),
-        ("knobs.top_k=[9]", "top_k=9: this model takes 1 to 4"),
+        ("model=./nowhere", "./nowhere: no such folder"), ("dtype=float8", "dtype='float8': must be one of"),
+        ("importance=nothing.json", "nothing.json: cannot be read"),
         ("knobs.num_active_blocks=[0]", "num_active_blocks=0: this model takes 1 to 4"),
-        ("importance=measure knobs.num_active_blocks=[5]", "num_active_blocks=5"),
-        ("knobs.metric=bleu", "metric='bleu': must be one of"), ("knobs.metric=choice", "q0"),
-        ("knobs.shards=3 knobs.shard=3", "shard must be 0 to 2"),
+        ("importance=measure knobs.num_active_blocks=[5]", "num_active_blocks=5"), ("knobs.metric=choice", "q0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_and_nothing_is_written(words, message, questions, tmp_path, monkeypatch, capsys):
@@ -143,13 +140,12 @@ def test_the_format_is_a_number_for_each_block(file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read"), ("{4: 0.1}", "is not JSON"), (b"\xff\xfe\x00", "is not JSON"),
+        (None, "cannot be read"), ("{4: 0.1}", "not JSON"), (b"\xff\xfe\x00", "not JSON"),
         ("[0.1, 0.2]", "must hold a number for each block"), ("{}", "must hold a number for each block"),
         ('{"layer.4": 0.1}', "'layer.4' is not the number of a block"),
         ('{"-1": 0.1}', "'-1' is not the number of a block"),
-        ('{"²": 0.1}', "'²' is not the number of a block"), ('{"4": 0.1, "04": 0.2}', "block 4 is given twice"),
-        ('{"4": 0.1, "4": 0.2}', "block 4 is given twice"),
-        ('{"4": NaN}', "importance of block 4 is nan, not a finite number"),
+        ('{"²": 0.1}', "'²' is not the number of a block"), ('{"4": 0.1, "4": 0.2}', "the key '4' occurs twice"),
+        ('{"4": NaN}', "holds NaN, which is not JSON"),
         ('{"4": 1e999}', "importance of block 4 is inf"), ('{"4": "0.1"}', "importance of block 4 is '0.1'"),
         ('{"4": true}', "importance of block 4 is True"), ('{"4": {"4": 0.1}}', "importance of block 4 is"),
     ],
@@ -248,10 +244,3 @@ def test_a_score_that_is_not_finite_is_refused_and_nothing_is_written(made, file
     with pytest.raises(InputError, match=r"score without block \d is nan"):
         measure_importance(HuggingFaceKnobs(model, processor), lambda: next(scores), file)
     assert not file.exists()
-
-
-def test_prompts_of_no_or_several_texts_are_refused(made):
-    model, processor, _ = made
-    for prompts in ([], [asked(processor, (20, 30), (20, 30))]):
-        with pytest.raises(InputError, match="each of one text"):
-            AnswerLikelihood(model, prompts)

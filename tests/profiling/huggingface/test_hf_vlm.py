@@ -334,5 +334,3 @@ def test_mistakes_are_said(llava):
     for image, question, said in (("a.png", "Why?", "has str and str"), (picture(0), 3, "has Image and int")):
         with pytest.raises(InputError, match=said):
             llava.first_stage(Request(image, question))
-    with pytest.raises(InputError, match="max_new_tokens must be ≥ 1, is 0"):
-        HuggingFaceVLM(llava.model, llava.processor, max_new_tokens=0)

@@ -301,7 +301,6 @@ def test_another_seed_draws_others():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (({"a": (1, 2)}, "sobol", 1, 0), "strategy='sobol' is unknown; known are full"),
         (({}, "full", 0, 0), "at least one knob"),
         (({"a": ()}, "full", 0, 0), "a needs at least one value"),
         (({"a": (1, 1)}, "full", 0, 0), "no value twice"),
