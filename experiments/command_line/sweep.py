@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -28,7 +29,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.interruption import held_back
 from knobwise.common.progress import progress, say
 from knobwise.experiments.command_line import compose
-from knobwise.experiments.command_line.compose import composed, read_settings
+from knobwise.experiments.command_line.compose import GROUPS, composed, read_settings
 from knobwise.experiments.command_line.sweep_jobs import Crashed, Sweep, check_launcher, described, relative
 from knobwise.experiments.results.run_folder import claim_folder, run_name
 from knobwise.experiments.settings.options import EXPERIMENTS
@@ -106,14 +107,14 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
             others are done, jobs that failed for such a mistake.
     """
     compose.check_flags(schema, words, allowed=compose.MULTIRUN)
+    words = _in_order(words)
     jobs = jobs_of(schema, words)
     configs = [read_settings(schema, job) for job in jobs]
     for config in configs:
         check(config)
-    digests = [hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest() for config in configs]
     content = [
-        {"words": sorted(job), "settings": digest, "data": data}  # in another order it is the same sweep
-        for job, digest, data in zip(jobs, digests, _digests(configs), strict=True)
+        {"words": job, "settings": hashlib.sha256(OmegaConf.to_yaml(asdict(config)).encode()).hexdigest(), "data": data}
+        for job, config, data in zip(jobs, configs, _digests(configs), strict=True)
     ]
     about_hydra = _about_hydra(words)
     if not any("hydra/launcher" in word for word in about_hydra):
@@ -137,6 +138,16 @@ def run_sweep(schema: str, words: Sequence[str], check: Callable[[Any], None]) -
         say(f"knobwise: {error}")
         return 1
     return 0
+
+
+def _in_order(words: Sequence[str]) -> list[str]:
+    """The words in the order of their keys, so that the same words in another order are the same sweep. Where a key and
+    a part of it are both set, the order counts and stays."""
+    keys = [word.lstrip("+~").split("=")[0] for word in words]
+    whole = [key for key in keys if key not in GROUPS]
+    if any(key.startswith(f"{other}.") for key in keys for other in whole):
+        return list(words)
+    return [word for _, word in sorted(zip(keys, words, strict=True), key=lambda pair: pair[0])]
 
 
 def _digests(configs: Sequence[Any]) -> list[str]:
@@ -174,7 +185,7 @@ def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
     waiting = [str(number) for number in range(1, total + 1) if number not in sweep.done_before]
     arguments = ["-m", f"job={','.join(waiting)}", *about_hydra, *QUIET]
     arguments.append(f"hydra.sweep.dir={json.dumps(str(sweep.folder))}")
-    with progress("jobs", total, done) as sweep.tick:
+    with progress("jobs", total, done, every_s=math.inf) as sweep.tick:
         try:
             if waiting and sweep.in_turn:
                 _run_by_hydra(arguments, compose.SWEEP, sweep)

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from knobwise.__main__ import main
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line import sweep_jobs
 from knobwise.experiments.command_line.compose import composed
+from knobwise.experiments.command_line.sweep import _in_order
 from knobwise.experiments.command_line.sweep_jobs import Sweep, check_launcher
 from knobwise.experiments.results.sweep_folder import Outcome, read_outcome
 
@@ -137,6 +139,19 @@ def test_other_launchers_are_left_as_they_are(words: list[str]) -> None:
 # -- the order of words ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("words", "ordered"),
+    [
+        (["-m", "policy.hidden=8,16", "loss=exact"], ["-m", "loss=exact", "policy.hidden=8,16"]),
+        (["policy.hidden=8", "policy=utility"], ["policy=utility", "policy.hidden=8"]),
+        (["b=2", "a=1", "b=1"], ["a=1", "b=2", "b=1"]),
+        (["b.c=1", "b={c: 2}", "a=1"], ["b.c=1", "b={c: 2}", "a=1"]),
+    ],
+)
+def test_words_are_put_in_order_where_none_depends_on_it(words: list[str], ordered: list[str]) -> None:
+    assert _in_order(words) == ordered
+
+
 def test_the_same_words_in_another_order_are_the_same_sweep(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(sweep_jobs, "train", trained)
     for words in (SWEEP[2:], SWEEP[:1:-1]):
@@ -201,8 +216,31 @@ def test_a_disk_that_refuses_a_job_is_a_line(
     assert capsys.readouterr().err == ""
 
 
-def test_paths_are_whole_however_narrow_the_terminal(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize(
+    ("waiting", "running_for_s", "message"),
+    [
+        (0, [40.0], ""),
+        (0, [10.0], "; 20 s left"),
+        (2, [40.0, 40.0], "; 30 s left"),
+        (0, [], ""),
+        (1, [], "; 30 s left"),
+    ],
+)
+def test_the_time_left_is_not_said_where_all_run_for_longer_than_others_took(
+    waiting: int, running_for_s: list[float], message: str, folder: Path
+) -> None:
+    """Jobs take half a minute on average; what takes longer ends nobody knows when."""
+    done = [Outcome("finished", "r", seconds=30.0)]
+    sweep = swept(folder, [*done, *(Outcome("running") for _ in running_for_s), *[None] * waiting])
+    sweep.begun = {number: time.monotonic() - seconds for number, seconds in enumerate(running_for_s, 2)}
+    assert sweep.time_left() == message
+
+
+@pytest.mark.parametrize("columns", [80, 400])
+def test_paths_are_whole_however_narrow_the_terminal(
+    columns: int, folder: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     runs = [finished(folder / "runs" / ("a-long-name_" * 8 + str(number))) for number in range(2)]
     swept(folder, [Outcome("finished", str(run.absolute()), 3.0) for run in runs]).report()
