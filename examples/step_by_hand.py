@@ -1,4 +1,4 @@
-"""Choose the knobs for one input yourself: a question, its picture, a budget, and what every choice would have got.
+"""Choose the knobs for one input yourself, under your own budget, and see what the choice gets beside the best one.
 
 python examples/step_by_hand.py [picture.png]
 """
