@@ -1,4 +1,4 @@
-"""Choose the knobs for one input yourself: a question, its picture, a budget, and what every choice would have got.
+"""Choose the knobs for one input yourself, under your own budget, and see what the choice gets beside the best one.
 
     python examples/step_by_hand.py [picture.png]
 
@@ -21,7 +21,7 @@ def main(picture: str | None = None) -> float:
     print(f"{env.action_space}, observed: {', '.join(env.observation_space)}")
 
     # your own choice of sample and budget; without options both are drawn
-    observation, info = env.reset(seed=7, options={"row": 17, "budget_ms": 2.0})
+    observation, info = env.reset(seed=7, options={"sample_id": "17", "budget_ms": 2.0})
     print(f"sample {info['sample_id']}, budget {observation['budget_ms']:.1f} ms")
 
     # an action is the index of a value for each knob
