@@ -32,7 +32,7 @@ from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, Gro
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses import GRPOLoss, RCELoss
-from knobwise.losses.functional import expectation, group_advantage, k3
+from knobwise.losses.functional import expectation, k3
 from knobwise.losses.settings import SelectorLossConfig
 
 STORED = (
@@ -213,11 +213,10 @@ class SelectorTrainer(Trainer):
         """The loss on the groups of the validation queries, which nothing is learned from.
 
         SFT and RCE: their cross-entropy, RCE's at its last temperature. GRPO: −E_π[reward], what is minimised without
-        baseline, clip and KL: the mean over draws, or over recorded sequences by their probability inside the group;
-        beside it the advantages of the group. After SFT also the k3 KL to the SFT policy, over draws of the policy.
+        baseline, clip and KL: the mean over draws, or over recorded sequences by their probability inside the group.
+        After SFT also the k3 KL to the SFT policy, over draws of the policy.
         """
-        name, config, metrics = self.stages[0].name, self.loss, {}
-        live = self._validation.scorer is not None
+        name, metrics, live = self.stages[0].name, {}, self._validation.scorer is not None
         self._validation.contexts.set_back(0)
         with seeded(self.seed, self.device):  # so that evaluations differ by the policy, not by luck
             batch = self._validation.reset()
@@ -233,11 +232,8 @@ class SelectorTrainer(Trainer):
             log_prob = torch.zeros_like(reward) if live else self.agent.get_dist(batch).log_prob(batch["action"])
             weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
             metrics["Loss"] = -expectation(reward, weight).mean()
-            how: dict[str, Any] = {"std_floor": config.advantage_std_floor, "clip": config.advantage_clip}
-            advantage = group_advantage(reward, config.advantage, mask=present, **how)[present]
-            metrics |= {"Advantage_Mean": advantage.mean(), "Advantage_Std": advantage.std(correction=0)}
         else:
-            self.imitation.temperature.fill_(math.inf if name == "sft" else config.temperature_end)
+            self.imitation.temperature.fill_(math.inf if name == "sft" else self.loss.temperature_end)
             metrics["Loss"] = self.imitation(batch)["loss_rce"]
         return {key: float(value) for key, value in metrics.items()}
 

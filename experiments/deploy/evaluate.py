@@ -3,7 +3,6 @@ the held-out queries of its own beams or on others."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from knobwise.agents.serving.export import Agent
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
 from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.readers.joint import DATASET
@@ -33,6 +31,7 @@ from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.encoder import read_encoder, stored_embeddings
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
 from knobwise.experiments.settings.profiles import read_profile
+from knobwise.profiling.measuring.machine import write_json
 
 
 def run(config: EvaluateRun) -> dict[str, Any]:
@@ -59,8 +58,7 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
     results = (evaluate_selector if selector else evaluate_controller)(loaded, config)
     if config.json is not None:
-        with written_whole(config.json) as temporary:
-            temporary.write_text(json.dumps(results, indent=1))
+        write_json(config.json, results)
     print_results(results, Console())
     if not selector and (sentence := on_decisions(results)):
         print(sentence)
@@ -135,7 +133,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     data, selector = read_data(config.beams), loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
-    embeddings = stored_embeddings(data.test, read_encoder(config.encoder, config.beams, data.test), loaded)
+    embeddings = [stored_embeddings(data.test, read_encoder(config.encoder, config.beams, data.test), loaded)]
     if data.table.digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
             raise InputError(f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt")

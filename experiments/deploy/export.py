@@ -39,6 +39,7 @@ from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.report.words import sentences
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.settings.profiles import read_profile
+from knobwise.profiling.measuring.machine import write_json
 
 CALLS = 300
 """Timed decisions of each form, and samples whose requests are also decided one by one."""
@@ -83,8 +84,7 @@ def run(config: ExportRun) -> Path:
         before = set(json.loads((out / "export.json").read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
         before = set()
-    with written_whole(out / "export.json") as temporary:
-        temporary.write_text(json.dumps(summary, indent=1))
+    write_json(out / "export.json", summary)
     for name in before - set(summary["files"]):  # it belongs to another controller
         if Path(name).name == name:
             (out / name).unlink(missing_ok=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,6 @@ from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
-from knobwise.common.files import written_whole
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -44,9 +42,9 @@ from knobwise.experiments.report.words import LEARNED, STATIC
 from knobwise.experiments.results.statistics import mean_interval
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
-from knobwise.profiling.elastic.scenes import END, TOKEN, WORDS, Scenes, draw_samples, soft_score
+from knobwise.profiling.elastic.scenes import END, WORDS, Scenes, draw_samples, share_of_right, to_words
 from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
-from knobwise.profiling.measuring.machine import cpu_name, one_thread
+from knobwise.profiling.measuring.machine import cpu_name, one_thread, write_json
 from knobwise.profiling.measuring.measuring import collected_between
 
 METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
@@ -92,8 +90,7 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
     results |= {"student": by_student, "repeats": config.repeats, "rate": config.rate, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
-        with written_whole(config.json) as temporary:
-            temporary.write_text(json.dumps(results, indent=1))
+        write_json(config.json, results)
     if config.html is not None:
         write_live_page(config.html, results)
     return results
@@ -275,13 +272,10 @@ class Server:
         return free
 
 
-def score_of(words: Sequence[str], scene: Scenes, soft: bool) -> float:
+def score_of(words: list[str], scene: Scenes, soft: bool) -> float:
     """Exact match, or the share of right words, of an answer."""
-    right = scene.answers[0]
-    answer = np.array([*(TOKEN[word] for word in words), END])
-    if soft:
-        return round(soft_score(answer, right), 4)
-    return float(answer.tolist() == right[: right.tolist().index(END) + 1].tolist())
+    right = to_words(scene.answers[0])
+    return round(share_of_right(words, right), 4) if soft else float(words == right)
 
 
 # -- the results -------------------------------------------------------------------------------------------------------

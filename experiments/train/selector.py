@@ -343,23 +343,13 @@ def _decided(
     test, rows, scorer = hide(data.test, blocks), data.test_rows, data.test_scorer
     selectors = [checkpoint.selector for checkpoint in loaded]
     embeddings = [stored_embeddings(test, encoder, checkpoint) for checkpoint in loaded]
-    if scorer is None:
-        ways = (selectors, embeddings, test, None)
-        return {
-            shots: evaluation.decide_selectors(*ways, shots, rows, config.decoding) for shots in config.judged_shots
-        }
-    whole: list[Tensor] = []
-    if config.decoding == "greedy":  # such a choice begins as a shorter one does, one of a beam need not
-        pairs = zip(selectors, embeddings, strict=True)
-        whole = [evaluation.choose(*pair, test, rows, max(config.judged_shots)) for pair in pairs]
     decided = {}
     for shots in config.judged_shots:
-        if whole:
-            outcome = evaluation.judged_choices(test, scorer, [chosen[:, :shots] for chosen in whole], rows)
-        else:
-            outcome = evaluation.decide_selectors(selectors, embeddings, test, scorer, shots, rows, config.decoding)
-        assert outcome.demonstrations is not None
-        votes = torch.stack([scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations])
-        times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)
-        decided[shots] = outcome._replace(vote=votes.float().cpu(), decision_us=times)
+        outcome = evaluation.decide_selectors(selectors, embeddings, test, scorer, shots, rows, config.decoding)
+        if scorer is not None:
+            assert outcome.demonstrations is not None
+            votes = torch.stack([scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations])
+            times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)
+            outcome = outcome._replace(vote=votes.float().cpu(), decision_us=times)
+        decided[shots] = outcome
     return decided
