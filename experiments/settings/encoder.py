@@ -86,9 +86,9 @@ def _items(config: ClipLora, table: BeamTable, by_id: bool) -> tuple[list[VQAIte
         raise InputError(f"{config.data}: has no item for query {missing[0]!r} of {table.name!r}; queries are {names}")
     queries = [known[query] for query in table.query_ids]
     images = [*(table.query_images or [""] * len(queries)), *(table.candidate_images or [""] * len(data.bank))]
+    named = set(images)
     for item, image in zip([*queries, *data.bank], images, strict=True):
-        unnamed = str(item.image.resolve()) if isinstance(item.image, Path) else ""
-        if image and item.image_id not in (image, unnamed):
+        if image and item.image_id != image and item.image_id in named:  # other names are paths or digests
             raise InputError(
                 f"{config.data}: item {item.id!r} shows image {item.image_id}, and in {table.name!r} {image}; items "
                 "must be those of the beams, in the same order"
