@@ -56,12 +56,8 @@ def test_the_policy_runs_on_every_form_recorded_and_scored(form: str, live: bool
 def test_the_end_of_a_shorter_pool_passes_through_the_wrapper() -> None:
     """The action space has no −1, but the environment takes it."""
     env = FORMS["wrapped"](scorer=SCORER)
-    context = env.reset()
-    one = context.clone()
     for action in ([0, -1], [0, 0]):
-        one = env.step(env.reset().set("action", torch.tensor(action)))
-        assert one["action"].tolist() == action
-        assert one["next", "done"].all()
+        assert env.step(env.reset().set("action", torch.tensor(action)))["next", "done"].all()
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 4])
