@@ -148,12 +148,13 @@ def test_post_training_adds_what_imitation_gets_wrong() -> None:
     """Beams found by looking at the answer are right by luck as often as not; live draws tell who lies."""
     data = small_beams(400, seed=1)
     sft = trainer("sft", data, groups=GroupConfig("beams"), config=replace(SHORT, epochs=2)).run()
-    live = trainer("grpo", data, sft, live=True, config=replace(SHORT, epochs=6, lr=1e-3))
+    config = replace(SHORT, epochs=5, queries=16)
+    live = trainer("grpo", data, sft, live=True, config=config)
     before, _ = live._judge()
     live.run()
     assert live.best["score"] > before + 0.1
     reward = DemonstrationRewardConfig(shuffled=True)
-    shuffled = trainer("grpo", data, sft, live=True, reward=reward, config=replace(SHORT, epochs=3))
+    shuffled = trainer("grpo", data, sft, live=True, reward=reward, config=replace(config, epochs=2))
     shuffled.run()
     last, _ = trainer("grpo", data, shuffled.selector, config=replace(SHORT, epochs=0))._judge()
     assert last < live.best["score"] - 0.1
