@@ -170,7 +170,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
             )
         stages = ("warmup_iterations", "iterations")
         content.setdefault("training", {stage: values.get(f"optimiser.{stage}") for stage in stages})
-        for row in problem.rows(content):
+        for row in (*content["rows"], *content.get("controls", ())):
             row[problem.place] = place_of(row.get(problem.place))
         decisions, missing = None, ""
         try:
