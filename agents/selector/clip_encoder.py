@@ -76,7 +76,7 @@ class ClipEncoder(nn.Module):
         dropout: before them, in train mode. Old and new log-probs must be taken in the same mode.
 
     Raises:
-        InputError: peft is not installed, the model has none of the layers, or there are no such items.
+        InputError: peft is not installed, or the model has none of the layers.
     """
 
     query_items: Tensor
@@ -95,12 +95,6 @@ class ClipEncoder(nn.Module):
         super().__init__()
         with _loading("peft"):
             from peft import LoraConfig, inject_adapter_in_model
-        sizes = {len(part) for part in items}
-        if len(sizes) > 1:
-            raise InputError(f"items: as many images as texts are needed, got {sorted(sizes)}")
-        for name, rows in (("query_items", query_items), ("candidate_items", candidate_items)):
-            if rows.numel() and not 0 <= rows.min() <= rows.max() < len(items.input_ids):
-                raise InputError(f"{name}: must be rows of the {len(items.input_ids)} items")
         config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(ADAPTED))
         try:
             self.model: Any = inject_adapter_in_model(config, model)
@@ -146,23 +140,15 @@ class ClipEncoder(nn.Module):
 
     def lora_state(self) -> dict[str, Tensor]:
         """The LoRA weights by name, ready for safetensors. The weights of CLIP itself are not among them."""
-        learned = self.model.named_parameters()
-        return {name: p.detach().cpu().clone().contiguous() for name, p in learned if p.requires_grad}
+        state = self.state_dict().items()
+        return {name.removeprefix("model."): weight.cpu().clone().contiguous() for name, weight in state}
 
-    @torch.no_grad()
     def load_lora_state(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `lora_state`. Weights that are missing, too many, or of another shape are an `InputError`,
-        and nothing is changed."""
-        learned = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        wrong = sorted(learned.keys() ^ state.keys())
-        wrong += [name for name in learned if name in state and state[name].shape != learned[name].shape]
-        if wrong:
-            raise InputError(
-                f"LoRA weights: {len(wrong)} are missing, unknown or of another shape ({', '.join(wrong[:3])}…): "
-                "they belong to another CLIP model or rank"
-            )
-        for name, parameter in learned.items():
-            parameter.copy_(state[name])
+        """The inverse of `lora_state`. Weights that are missing, too many, or of another shape are an `InputError`."""
+        try:
+            self.load_state_dict({f"model.{name}": weight for name, weight in state.items()})
+        except RuntimeError as error:
+            raise InputError(f"LoRA weights: they belong to another CLIP model or rank ({error})") from error
 
     def _embedded(self, items: Tensor) -> Tensor:
         """int64 [*], −1 for none → float32 [*, width]."""

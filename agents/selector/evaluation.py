@@ -22,6 +22,7 @@ from knobwise.agents.selector.selector import Selector
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.torchrl_env import Scorer as Scores
+from knobwise.profiling.measuring.machine import one_thread
 
 if TYPE_CHECKING:
     from knobwise.profiling.demonstrations.scorers import Scorer
@@ -47,7 +48,7 @@ class Decided(NamedTuple):
 
 def decide_selectors(
     selectors: Sequence[Selector],
-    embeddings: Embeddings | Sequence[Embeddings],
+    embeddings: Sequence[Embeddings],
     table: BeamTable,
     scorer: Scorer | None,
     shots: int,
@@ -56,16 +57,15 @@ def decide_selectors(
 ) -> Decided:
     """The choices of S selectors of T shots for held-out queries `rows`, int64 [n], None for all, and whether the
     answers were right. Without a scorer of this table they are judged on recorded sequences, NaN where there are none,
-    which need no `decoding`, `greedy` or `beam`. The embeddings are those of all selectors, or of each.
+    which need no `decoding`, `greedy` or `beam`. The embeddings are those of each selector.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
-    each = embeddings if isinstance(embeddings, Sequence) else [embeddings] * len(selectors)
+    pairs = list(zip(selectors, embeddings, strict=True))
     if scorer is None:
-        pairs = zip(selectors, each, strict=True)
         actors = [SelectorActor(s, read, table.pool.to(s.mean.device), shots) for s, read in pairs]
         preferences = [actor.recorded_log_probs(table, rows) for actor in actors]
         return recorded_choices(table.select(rows), shots, preferences)
-    choices = [choose(s, read, table, rows, shots, decoding) for s, read in zip(selectors, each, strict=True)]
+    choices = [choose(s, read, table, rows, shots, decoding) for s, read in pairs]
     return judged_choices(table, scorer, choices, rows)
 
 
@@ -147,10 +147,8 @@ def decision_us(
 ) -> float:
     """Median time of one greedy choice for one query, in µs, on one thread of the CPU, embeddings stored; encoding the
     query and its pool by the selector's network counts."""
-    selector = copy.deepcopy(selector).cpu()
-    threads, times = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
+    selector, times = copy.deepcopy(selector).cpu(), []
+    with one_thread():
         for i in range(repeats + 3):  # the first ones are slower
             row = rows[i % len(rows)].reshape(1)
             query, pool = (x.cpu() for x in embeddings.both(row, table.pool[row]))
@@ -158,8 +156,6 @@ def decision_us(
             start = time.perf_counter()
             selector.choose(query, pool, mask, shots)
             times.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
     return float(torch.tensor(times[3:]).median()) * 1e6
 
 

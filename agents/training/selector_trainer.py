@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import LOGGED
 from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
 from knobwise.agents.selector.clip_encoder import ClipEncoder, Embeddings
-from knobwise.agents.selector.evaluation import LOWEST, choose, judge
+from knobwise.agents.selector.evaluation import LOWEST, choose, judge, recorded_choices
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.loop import Stage, Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
@@ -32,7 +33,7 @@ from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig, Gro
 from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses import GRPOLoss, RCELoss
-from knobwise.losses.functional import expectation, group_advantage, k3
+from knobwise.losses.functional import expectation, k3
 from knobwise.losses.settings import SelectorLossConfig
 
 STORED = (
@@ -189,10 +190,13 @@ class SelectorTrainer(Trainer):
         """Greedy sequences of the validation queries, scored; or of what was recorded of them, what ranks first."""
         rows = self.split.validation
         if self.scorer is None:
-            score = self._recorded_first(rows)
+            preference = self.agent.recorded_log_probs(self.table, rows)
+            outcome = recorded_choices(self._recorded, self.shots, [preference]).correct
         else:
             chosen = choose(self.selector, self.agent.embeddings, self.table, rows, self.shots)
-            score = float(judge(self.table, self.scorer, chosen, rows).mean())
+            outcome = judge(self.table, self.scorer, chosen, rows)
+        known = outcome[~outcome.isnan()]
+        score = float(known.mean()) if len(known) else 0.0
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
         if self.log is not None or self.config.keep == "best_kl":
             metrics |= self._validation_metrics()
@@ -204,6 +208,13 @@ class SelectorTrainer(Trainer):
         return self.config.keep == "last" or score > self.best["score"]
 
     @functools.cached_property
+    def _recorded(self) -> BeamTable:
+        """The records of the validation queries; a score takes the place of a right answer where that is unknown."""
+        fields = self.table.fields
+        outcome = {"vqa_correct": fields["vqa_correct" if "vqa_correct" in fields else "beam_score"]}
+        return replace(self.table, fields=outcome).select(self.split.validation)
+
+    @functools.cached_property
     def _validation(self) -> DemonstrationBandit:
         """The environment of all validation queries at once."""
         return self._env(batch_size=len(self.split.validation), rows=self.split.validation)
@@ -213,11 +224,10 @@ class SelectorTrainer(Trainer):
         """The loss on the groups of the validation queries, which nothing is learned from.
 
         SFT and RCE: their cross-entropy, RCE's at its last temperature. GRPO: −E_π[reward], what is minimised without
-        baseline, clip and KL: the mean over draws, or over recorded sequences by their probability inside the group;
-        beside it the advantages of the group. After SFT also the k3 KL to the SFT policy, over draws of the policy.
+        baseline, clip and KL: the mean over draws, or over recorded sequences by their probability inside the group.
+        After SFT also the k3 KL to the SFT policy, over draws of the policy.
         """
-        name, config, metrics = self.stages[0].name, self.loss, {}
-        live = self._validation.scorer is not None
+        name, metrics, live = self.stages[0].name, {}, self._validation.scorer is not None
         self._validation.contexts.set_back(0)
         with seeded(self.seed, self.device):  # so that evaluations differ by the policy, not by luck
             batch = self._validation.reset()
@@ -233,25 +243,10 @@ class SelectorTrainer(Trainer):
             log_prob = torch.zeros_like(reward) if live else self.agent.get_dist(batch).log_prob(batch["action"])
             weight = log_prob.masked_fill(~present, LOWEST).softmax(-1) * present
             metrics["Loss"] = -expectation(reward, weight).mean()
-            how: dict[str, Any] = {"std_floor": config.advantage_std_floor, "clip": config.advantage_clip}
-            advantage = group_advantage(reward, config.advantage, mask=present, **how)[present]
-            metrics |= {"Advantage_Mean": advantage.mean(), "Advantage_Std": advantage.std(correction=0)}
         else:
-            self.imitation.temperature.fill_(math.inf if name == "sft" else config.temperature_end)
+            self.imitation.temperature.fill_(math.inf if name == "sft" else self.loss.temperature_end)
             metrics["Loss"] = self.imitation(batch)["loss_rce"]
         return {key: float(value) for key, value in metrics.items()}
-
-    def _recorded_first(self, rows: Tensor) -> float:
-        """Mean outcome of the recorded sequence that the policy finds most probable, whatever the group, over queries
-        that have any: right or wrong, or where that is not known its score."""
-        table = self.table
-        outcome = table.fields["vqa_correct" if "vqa_correct" in table.fields else "beam_score"]
-        recorded = table.beam_mask & (table.lengths == self.shots) & ~outcome.isnan()
-        rows = rows[recorded[rows].any(1)]
-        if not len(rows):
-            return 0.0
-        log_probs = self.agent.recorded_log_probs(table, rows).masked_fill(~recorded[rows], -torch.inf)
-        return float(outcome[rows].gather(1, log_probs.argmax(1, keepdim=True)).mean())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

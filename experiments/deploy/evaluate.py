@@ -134,7 +134,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
     data, selector = read_data(config.beams), loaded.selector
     rows = data.test_rows
     check_judged(data, config.judged_shots)
-    embeddings = stored_embeddings(data.test, read_encoder(config.encoder, config.beams, data.test), loaded)
+    embeddings = [stored_embeddings(data.test, read_encoder(config.encoder, config.beams, data.test), loaded)]
     if data.table.digest == loaded.profile_digest and data.test_scorer is None:
         if "fitted" not in loaded.extra:
             raise InputError(f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt")

@@ -44,7 +44,7 @@ from knobwise.experiments.report.words import LEARNED, STATIC
 from knobwise.experiments.results.statistics import mean_interval
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
-from knobwise.profiling.elastic.scenes import END, TOKEN, WORDS, Scenes, draw_samples, soft_score
+from knobwise.profiling.elastic.scenes import END, WORDS, Scenes, draw_sample, share_of_right, to_words
 from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
 from knobwise.profiling.measuring.machine import cpu_name, one_thread
 from knobwise.profiling.measuring.measuring import collected_between
@@ -139,8 +139,7 @@ def draw_stream(table: ProfileTable, test: Tensor, fitted: Tensor, budgets_ms: T
     needed = {*rows.tolist(), *rng.permutation(fitted.numpy())[: config.calibration].tolist()}
     if max(needed) >= profile.samples:
         raise InputError(f"profile {table.name!r}: live needs the built-in profile of {profile.samples} samples")
-    scenes = draw_samples(max(needed) + 1, profile.seed)
-    return Stream(rows, drawn, arrivals, {row: scenes[row] for row in needed})
+    return Stream(rows, drawn, arrivals, {row: draw_sample(row, profile.seed) for row in needed})
 
 
 def check_features(vlm: ElasticAdaptive, table: ProfileTable, stream: Stream) -> None:
@@ -274,13 +273,10 @@ class Server:
         return free
 
 
-def score_of(words: Sequence[str], scene: Scenes, soft: bool) -> float:
+def score_of(words: list[str], scene: Scenes, soft: bool) -> float:
     """Exact match, or the share of right words, of an answer."""
-    right = scene.answers[0]
-    answer = np.array([*(TOKEN[word] for word in words), END])
-    if soft:
-        return round(soft_score(answer, right), 4)
-    return float(answer.tolist() == right[: right.tolist().index(END) + 1].tolist())
+    right = to_words(scene.answers[0])
+    return round(share_of_right(words, right), 4) if soft else float(words == right)
 
 
 # -- the results -------------------------------------------------------------------------------------------------------

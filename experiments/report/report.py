@@ -48,7 +48,7 @@ def write_report(run_folder: str | Path) -> Path:
         tables=tables,
         charts=drawn.result_charts(results),
         drawing=charts,
-        strongest=drawn.strongest(results),
+        strongest=next((policy_name(policy, results) for policy in drawn.baselines(results)), ""),
         shots=None if problem.averaged else shown_at(results),
         simple=SIMPLE,
         curves=drawn.training_curves(folder / "metrics.csv", words.grpo_begins(results)),

@@ -57,11 +57,6 @@ def numbers(problem: Problem, row: Mapping[str, Any]) -> dict[str, Any]:
     return {problem.place: place, "latency_ms": latency, **metrics, "low": low, "high": high}
 
 
-def strongest(results: Mapping[str, Any]) -> str:
-    """The name of the best policy that is neither learned nor a reference; "" without any."""
-    return next((policy_name(policy, results) for policy in baselines(results)), "")
-
-
 def baselines(results: Mapping[str, Any]) -> list[str]:
     """The policies that are neither learned nor references, the best first."""
     problem = problem_of(results)

@@ -45,12 +45,10 @@ ENCODERS: dict[str, type[Any]] = {"stored": StoredEncoder, "clip": ClipLora}
 """The options of the group."""
 
 
-def read_encoder(
-    config: Any, beams: Any, table: BeamTable, seed: int = 0, device: str = "cpu", check: bool = False
-) -> ClipEncoder | None:
+def read_encoder(config: Any, beams: Any, table: BeamTable, seed: int = 0, device: str = "cpu") -> ClipEncoder | None:
     """The encoder that a config of group `encoder` names, with LoRA weights that change nothing yet; None for stored
-    embeddings. `check` reads every item, but the first image alone. Raises InputError: no such folder or file, items
-    that are not those of the beams, an image that is not there, packages that are missing."""
+    embeddings. Raises InputError: no such folder or file, items that are not those of the beams, an image that cannot
+    be read, packages that are missing."""
     if not isinstance(config, ClipLora):
         return None
     import torch
@@ -63,8 +61,8 @@ def read_encoder(
         raise InputError(f"encoder.folder={config.folder}: no such folder; save a CLIP model and its processor there")
     queries, bank = _items(config, table, by_id=beams.path.endswith(".safetensors"))
     rows = {item: row for row, item in enumerate(dict.fromkeys([*queries, *bank]))}
-    places = [torch.tensor([0 if check else rows[item] for item in items]) for items in (queries, bank)]
-    items = ClipItems.read(config.folder, [*rows][: 1 if check else None])
+    places = [torch.tensor([rows[item] for item in items]) for items in (queries, bank)]
+    items = ClipItems.read(config.folder, [*rows])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ClipEncoder.pretrained(config.folder, items, *places).to(device).eval()
@@ -86,9 +84,9 @@ def _items(config: ClipLora, table: BeamTable, by_id: bool) -> tuple[list[VQAIte
         raise InputError(f"{config.data}: has no item for query {missing[0]!r} of {table.name!r}; queries are {names}")
     queries = [known[query] for query in table.query_ids]
     images = [*(table.query_images or [""] * len(queries)), *(table.candidate_images or [""] * len(data.bank))]
+    named = set(images)
     for item, image in zip([*queries, *data.bank], images, strict=True):
-        unnamed = str(item.image.resolve()) if isinstance(item.image, Path) else ""
-        if image and item.image_id not in (image, unnamed):
+        if image and item.image_id != image and item.image_id in named:  # other names are paths or digests
             raise InputError(
                 f"{config.data}: item {item.id!r} shows image {item.image_id}, and in {table.name!r} {image}; items "
                 "must be those of the beams, in the same order"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from knobwise.agents.selector.clip_encoder import ClipEncoder
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.networks import LONGEST
 from knobwise.agents.selector.selector import DECODINGS, Selector, StoredEmbeddings
+from knobwise.agents.training.loop import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
@@ -82,11 +82,11 @@ class SelectorExperiment(Experiment):
         config, seeds = self.config, [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         plans = {name: config.plan(name) for name in config.variants}
         competing = [name for name, plan in plans.items() if not plan.variant.hidden and plan.stage.keep != "last"]
-        scores = {}
-        for name, seed in itertools.product(competing or ["rce"], seeds):
-            scores[seed / name] = float(load_checkpoint(seed / name / "best.pt").extra["validation"])
-        best = keep_best(folder, scores)
         results, decisions = judge_run(config, self.data, folder)
+        scores: dict[Path, float] = {}
+        for name in competing or ["rce"]:
+            scores |= zip([seed / name for seed in seeds], results["validation"][name], strict=True)
+        best = keep_best(folder, scores)
         results["reward_mode"] = config.reward.mode
         results["variants"], results["best_policy"] = list(config.variants), best.name
         results["best_seed"] = int(best.parent.name.removeprefix("seed"))
@@ -117,7 +117,7 @@ def _checked(config: SelectorRun) -> SelectorData:
             )
     stages = SelectorStages(config, data, config.seeds[0], None)
     stages.check("rce", config.reward)
-    stages.encoder = read_encoder(config.encoder, config.beams, data.table, check=True)
+    stages.encoder = read_encoder(config.encoder, config.beams, data.table)
     if stages.encoder is not None and any(policies(config).values()):
         raise InputError("encoder=clip: no block of CLIP's embeddings can be hidden; leave out variants with `hidden`")
     if config.init_from is not None:
@@ -183,8 +183,7 @@ class SelectorStages:
     def _base(self, prefix: str, table: BeamTable) -> tuple[Selector, Selector]:
         """SFT and RCE, which every variant starts from. What hides blocks must not start from what has seen them."""
         if prefix or self.config.init_from is None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.seed)
+            with seeded(self.seed, "cpu"):
                 stored = stored_embeddings(table, self.encoder)
                 queries, candidates = stored.query_table[self.data.split.train], stored.candidate_table
                 start = Selector.fitted(self.config.selector, queries, candidates)
@@ -236,8 +235,7 @@ class SelectorStages:
         assert self.data.scorer is not None
         assert self.zero_shot is not None
         embeddings, draws = StoredEmbeddings(table.queries, table.candidates), []
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + 1000 * number)
+        with seeded(self.seed + 1000 * number, "cpu"):
             for rows in self.rows.split(512):
                 query, pool = embeddings.both(rows, table.pool[rows])
                 dist = selector.distribution(query, pool, table.pool_mask[rows], self.config.shots, count)

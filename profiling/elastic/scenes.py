@@ -111,13 +111,8 @@ def draw_sample(number: int, seed: int, held_out: bool = True) -> Scenes:
     return draw_scenes(rng, load_digits(held_out), rows, columns, (str(rng.choice(QUESTIONS)),))
 
 
-def soft_score(predicted: NDArray[np.integer], answer: NDArray[np.integer]) -> float:
-    """Share of right tokens, position by position, over the longer of the two sequences (``<end>`` not counted)."""
-    return share_of_right(to_words(predicted), to_words(answer))
-
-
 def share_of_right(words: Sequence[str], right: Sequence[str]) -> float:
-    """The same of words."""
+    """Share of right words, position by position, over the longer of the two answers."""
     hits = sum(a == b for a, b in zip(words, right, strict=False))
     return hits / max(len(words), len(right), 1)
 

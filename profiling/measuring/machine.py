@@ -30,7 +30,7 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
         raise InputError(f"{path.parent} holds a run with other settings ({differences}); choose another out folder")
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: str | Path, content: Any) -> None:
     """Write a file that people read too."""
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 

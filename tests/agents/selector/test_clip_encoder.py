@@ -134,16 +134,13 @@ def test_lora_weights_are_saved_and_loaded_alone(tmp_path: Path) -> None:
     assert torch.equal(other.both(torch.arange(3), POOL)[0], made.both(torch.arange(3), POOL)[0])
 
 
-def test_lora_weights_that_do_not_fit_are_refused_and_change_nothing() -> None:
+def test_lora_weights_that_do_not_fit_are_refused() -> None:
     made, state = encoder(), trained().lora_state()
     name = next(iter(state))
     missing = {k: v for k, v in state.items() if k != name}
-    wrong = [missing, missing | {"other": state[name]}, state | {"other": state[name]}, state | {name: state[name][:3]}]
-    before = made.lora_state()
-    for changed in wrong:
-        with pytest.raises(InputError, match="missing, unknown or of another shape"):
-            made.load_lora_state(changed)
-        assert all(torch.equal(value, before[key]) for key, value in made.lora_state().items())
+    for wrong in (missing, state | {"other": state[name]}, state | {name: state[name][:3]}):
+        with pytest.raises(InputError, match="another CLIP model or rank"):
+            made.load_lora_state(wrong)
 
 
 def test_weights_from_a_folder(tmp_path: Path) -> None:
@@ -155,15 +152,8 @@ def test_weights_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = {"model": clip(), "items": items(), "query_items": QUERY_ITEMS, "candidate_items": CANDIDATE_ITEMS}
-    for wrong, message in (
-        ({"query_items": torch.tensor([7])}, "query_items: must be rows of the 7 items"),
-        ({"candidate_items": torch.tensor([-1])}, "candidate_items: must be rows of the 7 items"),
-        ({"items": items()._replace(pixel_values=torch.zeros(6, 3, 16, 16))}, r"as texts are needed, got \[6, 7\]"),
-        ({"model": nn.Sequential(nn.Linear(2, 2))}, "none of the layers q_proj, k_proj"),
-    ):
-        with pytest.raises(InputError, match=message):
-            ClipEncoder(**right | wrong)
+    with pytest.raises(InputError, match="none of the layers q_proj, k_proj"):
+        ClipEncoder(nn.Sequential(nn.Linear(2, 2)), items(), QUERY_ITEMS, CANDIDATE_ITEMS)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InputError, match=r"pip install knobwise\[models\]"):
         encoder()
@@ -199,9 +189,7 @@ def test_a_selector_and_its_clip_are_trained_together(tmp_path: Path) -> None:
         last = load_checkpoint(tmp_path / stage / "last.pt").extra["training"]["agent"]
         kept = {n for n in before if f"embeddings.{n}" in last}
         assert kept == {f"model.{name}" for name in made.lora_state()}, "CLIP itself stays out of checkpoints"
-        changed = {n for n in kept if not torch.equal(last[f"embeddings.{n}"], before[n])}
-        assert moved <= changed
-        assert changed
-        assert all("lora" in name for name in changed)
+        assert all("lora" in name for name in kept)
+        assert moved <= {n for n in kept if not torch.equal(last[f"embeddings.{n}"], before[n])} != set()
     best = load_checkpoint(tmp_path / "grpo" / "best.pt")
     made.load_lora_state(best.extra["lora"])

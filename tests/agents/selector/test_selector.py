@@ -113,13 +113,6 @@ def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
     assert not made.training
 
 
-def test_log_probs_of_a_selector_in_eval_mode_are_the_same_before_any_step() -> None:
-    network = selector(CONFIGS[4]).eval()
-    dist = network.distribution(*batch(), 2, group_size=8)
-    action, old = dist.sample_with_log_prob()
-    assert (network.distribution(*batch(), 2, group_size=8).log_prob(action) - old).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -152,18 +145,11 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
     assert all(map(torch.equal, result, wanted))
 
 
-@every_config
-def test_every_key_must_be_there_and_no_other(config: SelectorConfig) -> None:
-    plain = selector(config).plain()
-    for key, value in plain["state"].items():
-        missing = {k: v for k, v in plain["state"].items() if k != key}
-        for state in (missing, missing | {f"{key}_renamed": value}, plain["state"] | {f"{key}_renamed": value}):
-            with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key"):
-                Selector.restored(plain | {"state": state})
-
-
 def test_weights_of_another_network_are_refused() -> None:
     plain = selector(CONFIGS[4]).plain()
+    for state in ({**plain["state"], "other": torch.ones(1)}, dict(list(plain["state"].items())[1:])):
+        with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key"):
+            Selector.restored(plain | {"state": state})
     for changed in ({"features": 5}, {"selector": plain["selector"] | {"update": "convex"}}):
         with pytest.raises(RuntimeError, match="size mismatch"):
             Selector.restored(plain | changed)

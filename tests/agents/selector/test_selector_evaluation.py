@@ -122,7 +122,7 @@ def test_a_selector_is_judged_by_what_it_chose() -> None:
     policy, stored = selector(data)
     for shots in (1, 2, 3):
         chosen = choose(policy, stored, data, rows, shots)
-        decided = decide_selectors([policy], stored, data, Sums(), shots, rows)
+        decided = decide_selectors([policy], [stored], data, Sums(), shots, rows)
         assert torch.equal(decided.correct[0], judge(data, Sums(), chosen, rows))
 
 
@@ -158,7 +158,7 @@ def test_what_was_shown_is_said_with_what_came_of_it() -> None:
     assert data.fields["vqa_correct"][8, beams.index(oracle.demonstrations[0, 0].tolist())] == oracle.correct[0, 0]
 
     policy, stored = selector(data)
-    selected = decide_selectors([policy], stored, data, Sums(), 2, rows)
+    selected = decide_selectors([policy], [stored], data, Sums(), 2, rows)
     assert torch.equal(selected.demonstrations[0], bank_rows(data, choose(policy, stored, data, rows, 2), rows))
 
 
@@ -231,7 +231,7 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable() -> N
     alone = policy.eval().distribution(query, pool, data.pool_mask[rows[:1]], 2)
     each = torch.stack([alone.log_prob(data.sequences[9, None, b]) for b in range(BEAMS)])
     torch.testing.assert_close(results[0], each.squeeze(1))
-    judged = decide_selectors([policy], stored, data, None, 2, rows).correct[0]
+    judged = decide_selectors([policy], [stored], data, None, 2, rows).correct[0]
     assert judged[0] == data.fields["vqa_correct"][9, results[0, :3].argmax()]
     assert judged[[1, 3]].isnan().all()  # no sequence of two
 

@@ -148,12 +148,13 @@ def test_post_training_adds_what_imitation_gets_wrong() -> None:
     """Beams found by looking at the answer are right by luck as often as not; live draws tell who lies."""
     data = small_beams(400, seed=1)
     sft = trainer("sft", data, groups=GroupConfig("beams"), config=replace(SHORT, epochs=2)).run()
-    live = trainer("grpo", data, sft, live=True, config=replace(SHORT, epochs=6, lr=1e-3))
+    config = replace(SHORT, epochs=5, queries=16)
+    live = trainer("grpo", data, sft, live=True, config=config)
     before, _ = live._judge()
     live.run()
     assert live.best["score"] > before + 0.1
     reward = DemonstrationRewardConfig(shuffled=True)
-    shuffled = trainer("grpo", data, sft, live=True, reward=reward, config=replace(SHORT, epochs=3))
+    shuffled = trainer("grpo", data, sft, live=True, reward=reward, config=replace(config, epochs=2))
     shuffled.run()
     last, _ = trainer("grpo", data, shuffled.selector, config=replace(SHORT, epochs=0))._judge()
     assert last < live.best["score"] - 0.1
@@ -414,7 +415,6 @@ def test_validation_loss_of_grpo_is_minus_the_reward_that_the_policy_expects() -
     assert log.values("Val/Loss")[0] == pytest.approx(wanted, abs=1e-5)
     assert log.values("Val/KL")[0] == pytest.approx(0, abs=1e-6)
     assert log.values("Val/KL")[-1] > 0
-    assert log.values("Val/Advantage_Mean") == pytest.approx([0] * 3, abs=1e-5)
 
     many = SelectorLossConfig(group_size=400)  # draws of the policy: their mean reward is near the exact one
     student = trainer("grpo", data, start, live=True, log=live, loss=many, config=replace(SHORT, epochs=0))
@@ -439,24 +439,15 @@ def test_logging_changes_nothing(live: bool) -> None:
 # -- which epoch is kept -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log", [None, Lines()])
-def test_the_trained_epoch_closest_to_sft_is_kept_where_that_is_asked_for(log: Lines | None, tmp_path: Path) -> None:
-    data = small_beams()
+def test_the_trained_epoch_closest_to_sft_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    data, log = small_beams(), Lines()
     sft = trainer("sft", data, config=replace(SHORT, epochs=4)).run()
     away = trainer("sft", data, sft, config=replace(SHORT, epochs=1, lr=3e-2, keep="last")).run()
     # it starts far from SFT and is pulled back, so that neither the first nor any epoch is the closest by itself
     options = {"reference": sft, "loss": SelectorLossConfig(kl_to_ref_coeff=5.0), "folder": tmp_path, "log": log}
     student = trainer("grpo", data, away, config=replace(SHORT, epochs=5, keep="best_kl"), **options)
-    kls: list[float] = []
-    judge = student._judge
-
-    def judged() -> tuple[float, Mapping[str, float]]:
-        score, metrics = judge()
-        kls.append(metrics["KL"])
-        return score, metrics
-
-    student._judge = judged
     student.run()
+    kls = log.values("Val/KL")
     assert len(kls) == 6
     closest = 1 + kls[1:].index(min(kls[1:]))
     assert closest > 1

@@ -254,15 +254,12 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "variants={mine:{loss:{advantage:best}}}"], "variants.mine.loss"),
         ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
-        ([*REPLAY, "variants.grpo_recorded.epochs=many"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.groups=own"], "groups.methods=policy"),
         ([*REPLAY, "variants.grpo_recorded.groups=some"], "without_beams"),
         ([*REPLAY, "reward.mode=hardest"], "hard_plus_soft_v2"),
         ([*REPLAY, "reward.mode=hard_only", "reward.soft_weight=1"], "reward.soft_weight"),
         ([*REPLAY, "reward.information=x"], "logprob_score"),
-        ([*REPLAY, "seeds=[1,1]"], "none twice"),
-        ([*REPLAY, "seeds=[]"], "at least one seed"),
-        ([*REPLAY, "judged_shots=[]"], "judged_shots=[]: give at least one number"),
+        ([*REPLAY, "seeds=[1,1]"], "at least one seed is needed, and none twice"),
         ([*REPLAY, "judged_shots=[0,2]"], "judged_shots=0: must be at least 1"),
         ([*REPLAY, "judged_shots=[2,2]"], "judged_shots=[2, 2]: give at least one number, and none twice"),
         ([*REPLAY, "judged_shots=[3,4]"], "[2] shots only"),
@@ -272,11 +269,8 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "sft.keep=best_kl"], "sft.keep=best_kl"),
         ([*REPLAY, "decoding=sampled"], "greedy, beam"),
         ([*REPLAY, "device=tpu"], "device"),
-        ([*REPLAY, "selector.version=v9"], "v0, v1, v2"),
         ([*REPLAY, "selector.width=15"], "selector.heads"),
-        ([*REPLAY, "sft.epochs=-1"], "epochs"),
         ([*REPLAY, "beams.train=0.9"], "beams"),
-        ([*REPLAY, "beams.path=none.safetensors"], "none.safetensors"),
         ([*REPLAY, "beams.path=none.json", *EMBEDDINGS], "none.json"),
         ([*REPLAY, "beams.path=f.json"], "beams.embeddings"),
         ([*REPLAY, "beams.path=f.json", "beams.embeddings=none.npz"], "none.npz"),
@@ -308,10 +302,11 @@ def test_beams_without_any_found_by_looking_at_the_answer(folder: Path, capsys: 
     assert "found by random" in refused([*REPLAY, "beams.path=random.safetensors"], capsys)
 
 
+ALONE = ["variants.grpo_recorded=null", "variants.shuffled_recorded=null"]
+
+
 def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folder: Path) -> None:
-    words = ["variants.grpo_recorded=null", "variants.shuffled_recorded=null"]
-    words += ["variants={blind:{epochs:1,groups:all,hidden:[liar]}}"]
-    assert main([*REPLAY, *words]) == 0
+    assert main([*REPLAY, *ALONE, "variants={blind:{epochs:1,groups:all,hidden:[liar]}}"]) == 0
     results = results_of()
     rows = {row["policy"] for row in [*results["rows"], *results["controls"]]}
     assert {"sft", "rce", "hidden_sft", "hidden_rce", "blind"} <= rows
@@ -323,9 +318,7 @@ def test_where_all_variants_are_blind_what_sees_is_trained_to_compare_with(folde
 
 
 def test_hidden_blocks_are_hidden_from_all_that_start_there(folder: Path) -> None:
-    words = ["variants.grpo_recorded=null", "variants.shuffled_recorded=null"]
-    words += ["variants={plain:{epochs:1},blind:{epochs:1,hidden:[liar]}}"]
-    assert main([*REPLAY, *words]) == 0
+    assert main([*REPLAY, *ALONE, "variants={plain:{epochs:1},blind:{epochs:1,hidden:[liar]}}"]) == 0
     seed = Path("runs/latest/checkpoints/seed0")
     assert sorted(path.name for path in seed.iterdir()) == ["blind", "hidden_rce", "hidden_sft", "plain", "rce", "sft"]
     for name in ("blind", "hidden_rce", "hidden_sft", "plain", "sft"):

@@ -81,11 +81,11 @@ def test_samples_depend_on_seed_and_number_alone():
 
 
 def test_soft_score_is_the_share_of_right_tokens():
-    answer = np.array([scenes.TOKEN[w] for w in ("1", "2", "3", "<end>", "·")])
-    other = np.array([scenes.TOKEN[w] for w in ("1", "5", "3", "4", "<end>")])
-    assert scenes.soft_score(answer, answer) == 1
-    assert scenes.soft_score(other, answer) == pytest.approx(2 / 4)
-    assert scenes.soft_score(np.array([scenes.TOKEN["<end>"]]), answer) == 0
+    answers = [["1", "2", "3", "<end>", "·"], ["1", "5", "3", "4", "<end>"], ["<end>"]]
+    answer, other, none = (scenes.to_words(np.array([scenes.TOKEN[w] for w in words])) for words in answers)
+    assert scenes.share_of_right(answer, answer) == 1
+    assert scenes.share_of_right(other, answer) == pytest.approx(2 / 4)
+    assert scenes.share_of_right(none, answer) == 0
 
 
 @pytest.mark.parametrize(
