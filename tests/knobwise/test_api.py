@@ -219,9 +219,7 @@ def test_a_head_explains_by_its_probabilities_and_a_price_by_accuracy_and_cost()
         assert sum(row["probability"] for row in explanation.expected) == pytest.approx(1)
         assert explanation.decision == explanation.expected[0]["configuration"]
         assert explanation.reason == "most probable"
-    (explanation,) = policy_of("priced utility").decide(
-        {name: [block] for name, block in GOOD.items()}, 12, explain=True
-    )
+    explanation = policy_of("priced utility").decide(GOOD, 12, explain=True)
     for row in explanation.expected:
         assert set(row) == {"configuration", "accuracy", "latency_ms", "utility"}
         assert row["utility"] == pytest.approx(row["accuracy"] - PRICE * row["latency_ms"], rel=1e-5, abs=1e-5)
@@ -282,12 +280,11 @@ def test_fit_takes_the_options_of_the_command_line(name: str, capsys: pytest.Cap
     if isinstance(policy.agent, StackedController):
         assert [expert.name for expert in policy.agent.experts] == options.get("policy.experts", [])
     assert isinstance(policy.agent, kind) or kind is KnobPolicy
-    budget = 14.0
-    assert len(policy.decide(table.features, budget, explain=True)) == 60
+    assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     assert policy.judged is not None
     if "budgets_ms" in options:
         assert policy.judged["budgets_ms"] == list(options["budgets_ms"])
-    assert "the static mix" if name == "mean" else "budget-aware static" in capsys.readouterr().err
+    assert ("the static mix" if name == "mean" else "budget-aware static") in capsys.readouterr().err
 
 
 class Frame:

@@ -68,10 +68,6 @@ def requests(table: ProfileTable, agent: Agent, rows: Tensor = ALL) -> TensorDic
     return TensorDict({"row": rows, limit: limits, "mask": table.mask[rows], **blocks}, [len(rows)])
 
 
-def configuration_of(agent: Agent, action: Tensor) -> Tensor:
-    return getattr(agent, "chooser", agent).index(action)
-
-
 # -- from a checkpoint -------------------------------------------------------------------------------------------------
 
 
@@ -85,13 +81,13 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(kind: str, how: Explora
     with set_exploration_type(how):
         out = policy(data.clone())
     assert set(policy.out_keys) <= set(out.keys())
-    chosen = configuration_of(agent, out["action"])
+    inner = getattr(agent, "chooser", agent)
+    chosen = inner.index(out["action"])
     assert table.mask.gather(1, chosen).all()
     drawn = "stack" not in kind
     assert ("action_log_prob" in out) == drawn
     if how == ExplorationType.DETERMINISTIC or not drawn:
-        limits = data[getattr(agent, "chooser", agent).limit_key]
-        greedy = getattr(agent, "chooser", agent).choose(table.features, limits, table.mask)
+        greedy = inner.choose(table.features, data[inner.limit_key], table.mask)
         assert torch.equal(chosen, greedy.unsqueeze(1).expand(-1, 3))
     else:
         assert len(chosen.unique(dim=1)[0]) > 1
