@@ -17,7 +17,6 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.serving.knob_policy import Blocks, Explanation, KnobPolicy
-from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_files import attach_features, features_from
@@ -25,7 +24,6 @@ from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.report.report import verdict
-from knobwise.experiments.report.words import sign_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.train.controller import ControllerExperiment
@@ -62,30 +60,16 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     return read_profile(TableProfile(path=str(path), features=content, **options))
 
 
-def load(path: str | Path = "runs/latest", *, seed: int | None = None) -> KnobPolicy:
-    """Load a trained policy.
-
-    Args:
-        path: the folder of a run, a checkpoint (`.pt`), or an exported controller (`.npz`) or its folder.
-        seed: of a run the training with this seed; None for the one that was best on validation.
+def load(path: str | Path = "runs/latest") -> KnobPolicy:
+    """Load a trained policy: the folder of a run, of whose seeds it takes the best on validation, or a checkpoint.
 
     Raises:
-        InputError: no such run or file, a run that is not finished, the checkpoint of a selector.
+        InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a selector.
     """
-    path, part = Path(path), "" if seed is None else f"seed{seed}"
+    path = Path(path)
     if (path / UNFINISHED).exists():
         raise InputError(f"{path}: the run is not finished; repeat its command to resume it")
-    if path.is_dir() or part:
-        exported = path / "controller.npz"
-        path = exported if exported.exists() and not part else path / "checkpoints" / part / "best.pt"
-    if not path.exists():
-        raise InputError(f"{path}: does not exist; `knobwise train` makes runs, knobwise.fit(…).save(…) makes files")
-    if path.suffix != ".npz":
-        return KnobPolicy(load_checkpoint(path))
-    try:
-        return KnobPolicy(NumpyController.load(path))
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    return KnobPolicy(load_checkpoint(path / "checkpoints" / "best.pt" if path.is_dir() else path))
 
 
 def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int = 0, **options: Any) -> KnobPolicy:
@@ -124,9 +108,6 @@ def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int
     finally:
         torch.set_num_threads(threads)
     say(" ".join(verdict(judged)))
-    mine = next(row for row in judged["rows"] if row["policy"] == "controller")
-    if sign_of(mine.get("over_static_mix_ci95", mine["gap_closed_ci95"])) <= 0:
-        say(f"{'The static mix' if experiment.mean else 'Budget-aware static'} is as good: use it.")
     return KnobPolicy(loaded)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -83,10 +84,7 @@ class ActorLoss(LossModule):
 
     def _distribution(self, tensordict: TensorDictBase, contexts: int) -> Any:
         """The policy in contexts [P], whose number of axes is `contexts`."""
-        if self.functional:
-            with self.actor_network_params.to_module(self.actor_network):
-                dist = self.actor_network.get_dist(tensordict)
-        else:
+        with self.actor_network_params.to_module(self.actor_network) if self.functional else nullcontext():
             dist = self.actor_network.get_dist(tensordict)
         if not isinstance(dist, CompositeDistribution):
             return dist

@@ -154,16 +154,16 @@ class GRPOLoss(ActorLoss):
         dist = self._distribution(tensordict, reward.ndim - 1)
         if sampled:
             old, reference = (self._log_prob(tensordict, k) for k in (keys.sample_log_prob, keys.reference_log_prob))
-            single = (*old.shape, 1) == reward.shape  # draws without a group axis: groups of one
-            if old.shape != reward.shape and not single:
+            if reward.shape not in (old.shape, (*old.shape, 1)):  # groups of one may lack their axis
                 shapes = f"rewards are {tuple(reward.shape)} and log-probs of draws {tuple(old.shape)}"
                 raise ValueError(f"{shapes}; both must be [contexts, group]: give env and policy the same group_size")
-            chosen = None if isinstance(keys.action, list) else tensordict.get(keys.configuration, None)
-            action = self._action(tensordict, keys.action) if chosen is None else None
-            log_prob = dist.log_prob(action) if chosen is None else dist.log_prob_of_index(chosen)
-            if single:
-                log_prob, old = log_prob.view_as(reward), old.view_as(reward)
-                reference = None if reference is None else reference.view_as(reward)
+            index = None if isinstance(keys.action, list) else tensordict.get(keys.configuration, None)
+            if index is None:
+                log_prob = dist.log_prob(self._action(tensordict, keys.action))
+            else:
+                log_prob = dist.log_prob_of_index(index)
+            log_prob, old = log_prob.view_as(reward), old.view_as(reward)
+            reference = None if reference is None else reference.view_as(reward)
             weight = even_weight(tensordict.get(keys.group_mask)) if self.masked else None
             return dist, log_prob, old, reference, reward, weight
         log_prob, old = dist.log_probs, tensordict.get(keys.behaviour_log_probs)

@@ -6,7 +6,7 @@ In training contexts are row numbers of a table; stepping by hand and in deploym
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,17 +114,15 @@ class ConfigurationCategorical(Distribution):
     deterministic_sample = mode
 
 
-def knob_categoricals(
-    log_probs: Tensor, names: Sequence[str], places: Sequence[Tensor], group_size: int | None
-) -> CompositeDistribution:
+def knob_categoricals(log_probs: Tensor, places: Mapping[str, Tensor], group_size: int | None) -> CompositeDistribution:
     """The marginals of log-probs [*, C] under which K knobs are independent: a `Categorical` [*, (G)] under the name of
     each. `places` are for each knob the configurations with each of its V values, int64 [V, C / V]."""
-    batch, params = log_probs.shape[:-1] + (() if group_size is None else (group_size,)), {}
-    for name, index in zip(names, places, strict=True):
-        logits = log_probs[..., index].logsumexp(-1)
-        params[name] = {"logits": logits if group_size is None else logits.unsqueeze(-2).expand(*batch, -1)}
-    unchecked = {name: {"validate_args": False} for name in names}
-    return CompositeDistribution(TensorDict(params, batch), dict.fromkeys(names, Categorical), extra_kwargs=unchecked)
+    logits = {name: log_probs[..., index].logsumexp(-1) for name, index in places.items()}
+    params = TensorDict({name: {"logits": values} for name, values in logits.items()}, log_probs.shape[:-1])
+    if group_size is not None:
+        params = params.unsqueeze(-1).expand(*params.shape, group_size)
+    unchecked = {name: {"validate_args": False} for name in places}
+    return CompositeDistribution(params, dict.fromkeys(places, Categorical), extra_kwargs=unchecked)
 
 
 class _FromBlocks(nn.Module):
@@ -231,19 +229,21 @@ class _KnobDraw(ProbabilisticTensorDictModule):
     """Draws each knob under its own key, and writes `action` too: the knobs side by side, or the configuration."""
 
     def __init__(self, controller: Controller, group_size: int | None, by_knobs: bool) -> None:
-        knobs, values, structure = controller.knobs, controller.configurations, controller.config.structure
-        every = math.prod(len(knob.values) for knob in knobs)
+        values, structure = controller.configurations, controller.config.structure
+        sizes = {knob.name: len(knob.values) for knob in controller.knobs}
+        every = math.prod(sizes.values())
         if structure not in ("independent", "additive") or len(values) < every:
             raise InputError(
                 "separate=True: drawing each knob by itself needs a policy.structure of independent or additive and "
                 f"a full grid; this policy is {structure}, with {len(values)} of {every} combinations"
             )
-        places = [torch.stack([(v == i).nonzero().squeeze(1) for i in range(int(v.max()) + 1)]) for v in values.T]
+        columns = zip(sizes.items(), values.T, strict=True)
+        places = {name: column.argsort().reshape(size, -1) for (name, size), column in columns}
         super().__init__(
             in_keys=["log_probs"],
-            out_keys=[knob.name for knob in knobs],
+            out_keys=list(sizes),
             distribution_class=knob_categoricals,
-            distribution_kwargs={"names": [knob.name for knob in knobs], "places": places, "group_size": group_size},
+            distribution_kwargs={"places": places, "group_size": group_size},
             return_log_prob=True,
             log_prob_key="action_log_prob" if composite_lp_aggregate() else None,
         )

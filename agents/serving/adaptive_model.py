@@ -20,13 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.judging.policy import Policy
 from knobwise.agents.serving.export import configurations_of, to_numpy
 from knobwise.agents.serving.knob_policy import KnobPolicy
+from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -105,15 +104,13 @@ class AdaptiveModel:
             raise InputError(f"runtime: speed={speed}; it must be positive")
         if isinstance(controller, Controller | StackedController):
             controller = to_numpy(controller)  # the same decisions, several times faster
-        self.controller: Policy[NDArray[Any]] = controller
+        self.controller: NumpyController = controller
         self.model, self.speed, self.clock = model, speed, clock
         self._clocked = clocked_by(clock)  # entered with the lock only
         self._now: Callable[[], float] = time.thread_time if clock == "cpu" else time.perf_counter
         self.configurations = configurations_of(controller)
         for configuration in self.configurations:
             check_configuration(model.knobs, configuration)
-        self._decide: Callable[[Mapping[str, NDArray[Any]], float], int]
-        self._decide = getattr(controller, "decide_index", self._decide_by_batch)
         self._lock = threading.Lock()
         self._stages: OrderedDict[tuple[bytes, bytes], FirstStage] = OrderedDict()
         self._cache = cache
@@ -144,7 +141,7 @@ class AdaptiveModel:
             stage = self._first_stage(request)
             start = now()
             limit = self._limit(stage, budget_ms, arrived, begun)
-            choice = self._decide(stage.features, limit)
+            choice = self.controller.decide_index(stage.features, limit)
             decided = now()
             (answer,) = self.model.answer((stage,), self.configurations[choice])
             done = now()
@@ -241,10 +238,6 @@ class AdaptiveModel:
                 raise InputError("runtime: arrivals need clock=wall; clock=cpu counts the work of a request only")
             left -= (begun - arrived) * 1e3
         return max(left, LEAST_LATENCY_MS) / self.speed
-
-    def _decide_by_batch(self, features: Mapping[str, NDArray[Any]], limit: float) -> int:
-        blocks = {name: block[None] for name, block in features.items()}
-        return int(self.controller.choose(blocks, np.array([limit], np.float32))[0])
 
     def _first_stage(self, request: Request) -> FirstStage:
         if not self._cache:

@@ -36,16 +36,12 @@ TOLERANCE = 1e-5
 """Configurations whose scores differ by at most this are equally good: rounding decides between them."""
 
 
-def knob_values(controller: Any) -> dict[str, tuple[Any, ...]]:
-    """The values of each knob of a controller or a table, by name."""
-    knobs = controller.knobs
-    return dict(knobs) if isinstance(knobs, Mapping) else {knob.name: knob.values for knob in knobs}
-
-
 def configurations_of(controller: Any) -> list[dict[str, Any]]:
     """The values that each of a controller's or a table's configurations gives the knobs, by name."""
-    named = [(row, knob_values(controller).items()) for row in controller.configurations.tolist()]
-    return [{name: values[i] for i, (name, values) in zip(row, knobs, strict=True)} for row, knobs in named]
+    knobs = controller.knobs
+    named = knobs if isinstance(knobs, Mapping) else {knob.name: knob.values for knob in knobs}
+    rows = controller.configurations.tolist()
+    return [{name: named[name][i] for name, i in zip(named, row, strict=True)} for row in rows]
 
 
 # -- NumPy -------------------------------------------------------------------------------------------------------------
@@ -104,14 +100,9 @@ def to_numpy(agent: Agent) -> NumpyController:
 def export_numpy(agent: Agent, path: str | Path) -> NumpyController:
     """Write the `.npz` that `NumpyController.load` reads, and return the same controller."""
     arrays = arrays_of(agent)
-    write_arrays(arrays, path)
-    return NumpyController(arrays)
-
-
-def write_arrays(arrays: Mapping[str, NDArray[Any]], path: str | Path) -> None:
-    """Write the content of an exported file. Raises InputError if it cannot be written."""
     with written_whole(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
+    return NumpyController(arrays)
 
 
 def arrays_of_static(static: BudgetAwareStatic) -> Arrays:

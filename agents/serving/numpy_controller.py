@@ -49,7 +49,7 @@ class NumpyController:
             known = False
         if not known:
             raise ValueError(f"not an exported controller (expected format {FORMAT})")
-        self.arrays, self.header = arrays, head
+        self.header: dict[str, Any] = head
         self.knobs: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in head["knobs"]}
         """The values of each knob, by name."""
         self.configurations: Array = arrays["configurations"]

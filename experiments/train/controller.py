@@ -106,12 +106,13 @@ class ControllerExperiment(Experiment):
         """Every seed's best controller and the baselines on the test part."""
         folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         best = [load_checkpoint(each / "best.pt") for each in folders]
-        keep_best(folder, dict(zip(folders, map(_score, best), strict=True)))
-        return self.judged(best)
+        results, decisions = self.judged(best)
+        keep_best(folder, dict(zip(folders, results["validation_utility"], strict=True)))
+        return results, decisions
 
     def judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
         """The contents of `results.json` and of `decisions.parquet`: the controllers of all seeds, and baselines."""
-        config, scores = self.config, list(map(_score, best))
+        config, scores = self.config, [float(loaded.extra["validation_utility"]) for loaded in best]
         with threadpool_limits(config.threads):
             results, decisions = self._judged([loaded.controller for loaded in best])
         results |= held_out_choices(best)
@@ -135,7 +136,3 @@ class ControllerExperiment(Experiment):
             baselines = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
         rewards = self.trainers[0].env.rewards
         return judge_deadlines(table, test, budgets_ms, rewards, controllers, seeds, baselines)
-
-
-def _score(loaded: Loaded) -> float:
-    return float(loaded.extra["validation_utility"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +17,7 @@ import polars
 import pytest
 import torch
 from commands import TABLE, write_table
-from helpers import driven_apart, small_beams, small_table, table_of, two_kinds
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import driven_apart, small_beams, small_table, two_kinds
 
 import knobwise
 from knobwise import api
@@ -27,9 +26,7 @@ from knobwise.agents.checkpoint import Loaded, save_checkpoint
 from knobwise.agents.controller.settings import HEAD_NAMES, PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.knob_policy import GUARD, KnobPolicy
-from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.prices import StaticMix
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -71,9 +68,9 @@ def case(kind: str) -> tuple[ProfileTable, Any]:
 KINDS = (*HEAD_NAMES, "network", "stack", "no features", "priced utility", "priced joint")
 
 
-def policy_of(kind: str, exported: bool = False) -> KnobPolicy:
+def policy_of(kind: str) -> KnobPolicy:
     table, agent = case(kind)
-    return KnobPolicy(to_numpy(agent) if exported else Loaded(agent, table.name, table.digest, {}))
+    return KnobPolicy(Loaded(agent, table.name, table.digest, {}))
 
 
 def budgets_of(kind: str, n: int) -> torch.Tensor:
@@ -83,38 +80,27 @@ def budgets_of(kind: str, n: int) -> torch.Tensor:
 # -- decide ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exported", [False, True], ids=["checkpoint", "exported"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_decide_is_choose_for_many_or_for_each_alone_in_lists_numpy_and_torch(kind: str, exported: bool) -> None:
-    table, agent = case(kind)
-    policy, limits = policy_of(kind, exported), budgets_of(kind, 40)
-    mask = torch.rand(40, 12, generator=torch.Generator().manual_seed(0)) < 0.5
-    mask[:, 3] = True
-    for may in (None, mask):
-        chosen = agent.choose(table.features, limits, may)
-        assert policy.choose(table.features, limits, may).tolist() == chosen.tolist()
-        wanted = [table.configuration(index) for index in chosen.tolist()]
-        for form in (torch.Tensor.tolist, torch.Tensor.numpy, torch.clone):
-            blocks = {name: form(block) for name, block in table.features.items()}
-            assert policy.decide(blocks, form(limits), mask=None if may is None else form(may)) == wanted
-            for i in (0, 17):
-                alone = {name: form(block[i]) for name, block in table.features.items()}
-                some = None if may is None else form(may[i])
-                assert policy.decide(alone, float(limits[i]), mask=some) == wanted[i]
+def test_decide_is_choose_for_many_or_for_each_alone_in_lists_numpy_and_torch(kind: str) -> None:
+    (table, agent), policy, limits = case(kind), policy_of(kind), budgets_of(kind, 40)
+    wanted = [table.configuration(index) for index in agent.choose(table.features, limits).tolist()]
+    for form in (torch.Tensor.tolist, torch.Tensor.numpy, torch.clone):
+        blocks = {name: form(block) for name, block in table.features.items()}
+        assert policy.decide(blocks, form(limits)) == wanted
+        for i in (0, 17):
+            alone = {name: form(block[i]) for name, block in table.features.items()}
+            assert policy.decide(alone, float(limits[i])) == wanted[i]
 
 
-@settings(max_examples=40, deadline=None)
-@given(batched=st.tuples(*[st.booleans()] * 4), n=st.integers(1, 3))
+@pytest.mark.parametrize("batched", itertools.product([False, True], repeat=3))
+@pytest.mark.parametrize("n", [1, 3])
 def test_what_is_for_one_input_is_for_all_of_them(batched: tuple[bool, ...], n: int) -> None:
     (table, agent), policy = case("stack"), policy_of("stack")
-    image, language = table.features.values()
-    mask = torch.ones(n, 12, dtype=torch.bool)
-    mask[:, 1::2] = False
-    values = [image[:n], language[:n], budgets_of("stack", n), mask]
-    given_ = [v if many else v[0] for v, many in zip(values, batched, strict=True)]
+    values = [*(block[:n] for block in table.features.values()), budgets_of("stack", n)]
+    image, language, limits = (v if many else v[0] for v, many in zip(values, batched, strict=True))
     whole = [v if many else v[:1].expand_as(v) for v, many in zip(values, batched, strict=True)]
-    decisions = policy.decide(dict(zip(table.features, given_, strict=False)), given_[2], mask=given_[3])
-    chosen = agent.choose(dict(zip(table.features, whole, strict=False)), *whole[2:]).tolist()
+    decisions = policy.decide({"language_features": language, "image_features": image}, limits)
+    chosen = agent.choose(dict(zip(table.features, whole[:2], strict=True)), whole[2]).tolist()
     assert (decisions if any(batched) else [decisions] * n) == [table.configuration(index) for index in chosen]
 
 
@@ -147,38 +133,32 @@ def test_a_decision_is_the_callers_own() -> None:
 
 GOOD = {"image_features": [0.0] * 4, "language_features": [0.0] * 4}
 READS = r"reads image_features \[4\] or \[n, 4\], language_features \[4\] or \[n, 4\]; got "
-MISTAKES: list[tuple[str, Any, Any, dict[str, Any]]] = [
-    (READS + r"image_features \[3\], language_features \[4\]", GOOD | {"image_features": [0.0] * 3}, 9.0, {}),
-    (READS + r"image_features \[4\]$", {"image_features": [0.0] * 4}, 9.0, {}),
-    (READS + r".*other \[4\]", GOOD | {"other": [0.0] * 4}, 9.0, {}),
-    (READS + r"without a name \[4\]", [0.0] * 4, 9.0, {}),
-    (READS + "none", None, 9.0, {}),
-    (READS + r"image_features \[\]", GOOD | {"image_features": 1.0}, 9.0, {}),
-    ("image_features: not an array of numbers", GOOD | {"image_features": ["a"] * 4}, 9.0, {}),
-    ("image_features: not an array of numbers", GOOD | {"image_features": [[0.0] * 4, [0.0]]}, 9.0, {}),
-    ("image_features: infinite values", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}, 9.0, {}),
-    *((r"budget_ms=.*: a number or \[n\], all positive", GOOD, b, {}) for b in (float("nan"), 0, -1.0, [9, np.inf])),
-    (r"budget_ms=.*: a number or \[n\]", GOOD, [[9.0]], {}),
-    ("budget_ms: not an array of numbers", GOOD, "soon", {}),
-    (r"for \[2, 3\] inputs", GOOD | {"image_features": np.zeros((3, 4))}, [9.0, 9.0], {}),
-    (r"mask: bool \[12\] or \[n, 12\], a True for each input; got \[11\]", GOOD, 9.0, {"mask": [True] * 11}),
-    (r"mask: .* got \[2, 12\]", GOOD, 9.0, {"mask": [[True] * 12, [False] * 12]}),
+MISTAKES: list[tuple[str, Any, Any]] = [
+    (READS + r"image_features \[3\], language_features \[4\]", GOOD | {"image_features": [0.0] * 3}, 9.0),
+    (READS + r"image_features \[4\]$", {"image_features": [0.0] * 4}, 9.0),
+    (READS + r".*other \[4\]", GOOD | {"other": [0.0] * 4}, 9.0),
+    (READS + r"without a name \[4\]", [0.0] * 4, 9.0),
+    (READS + "none", None, 9.0),
+    (READS + r"image_features \[\]", GOOD | {"image_features": 1.0}, 9.0),
+    ("image_features: not an array of numbers", GOOD | {"image_features": ["a"] * 4}, 9.0),
+    ("image_features: not an array of numbers", GOOD | {"image_features": [[0.0] * 4, [0.0]]}, 9.0),
+    ("image_features: infinite values", GOOD | {"image_features": [1e300, 0.0, 0.0, 0.0]}, 9.0),
+    *((r"budget_ms=.*: a number or \[n\], all positive", GOOD, b) for b in (float("nan"), 0, -1.0, [9, np.inf])),
+    (r"budget_ms=.*: a number or \[n\]", GOOD, [[9.0]]),
+    ("budget_ms: not an array of numbers", GOOD, "soon"),
+    (r"for \[2, 3\] inputs", GOOD | {"image_features": np.zeros((3, 4))}, [9.0, 9.0]),
 ]
 
 
-@pytest.mark.parametrize(("message", "features", "budget_ms", "more"), MISTAKES)
-@pytest.mark.parametrize("exported", [False, True])
-def test_a_mistake_is_told_with_what_is_expected(
-    message: str, features: Any, budget_ms: Any, more: dict[str, Any], exported: bool
-) -> None:
+@pytest.mark.parametrize(("message", "features", "budget_ms"), MISTAKES)
+def test_a_mistake_is_told_with_what_is_expected(message: str, features: Any, budget_ms: Any) -> None:
     with pytest.raises(InputError, match=message):
-        policy_of("stack", exported).decide(features, budget_ms, **more)
+        policy_of("stack").decide(features, budget_ms)
 
 
-@pytest.mark.parametrize("exported", [False, True])
-def test_a_mean_budget_that_is_not_calibrated_is_refused(exported: bool) -> None:
+def test_a_mean_budget_that_is_not_calibrated_is_refused() -> None:
     with pytest.raises(InputError, match=r"7.*calibrated for 12 only"):
-        policy_of("priced utility", exported).decide(GOOD, 7.0)
+        policy_of("priced utility").decide(GOOD, 7.0)
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------
@@ -208,18 +188,15 @@ def test_a_stack_explains_by_what_its_members_predict_together() -> None:
     assert decided == policy_of("stack").decide(table.features, limits)
 
 
-def test_a_network_alone_takes_the_first_and_what_is_masked_is_left_out() -> None:
+def test_a_network_alone_takes_the_first() -> None:
     table, network = case("network")
     features = {name: block[0] for name, block in table.features.items()}
-    mask = [True, False] * 6
-    explanation = policy_of("network").decide(features, 11.0, mask=mask, explain=True)
+    explanation = policy_of("network").decide(features, 11.0, explain=True)
     assert explanation.decision == explanation.expected[0]["configuration"]
     assert explanation.reason == "highest expected utility"
-    allowed = [table.configuration(c) for c in range(0, 12, 2)]
-    assert sorted(map(str, allowed)) == sorted(str(row["configuration"]) for row in explanation.expected)
     outcomes = network.network.outcomes(network.features(features).expand(2, 1, -1))
-    scores = network.network.scores(outcomes, torch.full((2, 1), 11.0)).mean(0)[0, ::2]
-    assert [row["utility"] for row in explanation.expected] == pytest.approx(sorted(scores.tolist(), reverse=True))
+    scores = network.network.scores(outcomes, torch.full((2, 1), 11.0)).mean(0)[0]
+    assert column(explanation, "utility", table) == pytest.approx(scores.tolist())
 
 
 def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
@@ -237,19 +214,15 @@ def test_a_head_explains_by_its_probabilities_and_a_price_by_accuracy_and_cost()
     for kind in ("joint", "priced joint"):
         (table, _), policy = case(kind), policy_of(kind)
         features = {name: block[1] for name, block in table.features.items()}
-        explanation = policy.decide(features, MEAN_MS, mask=[True] * 5 + [False] * 7, explain=True)
-        assert [set(row) for row in explanation.expected] == [{"configuration", "probability"}] * 5
+        explanation = policy.decide(features, MEAN_MS, explain=True)
+        assert [set(row) for row in explanation.expected] == [{"configuration", "probability"}] * 12
         assert sum(row["probability"] for row in explanation.expected) == pytest.approx(1)
         assert explanation.decision == explanation.expected[0]["configuration"]
         assert explanation.reason == "most probable"
-    (explanation,) = policy_of("priced utility").decide(
-        {name: [block] for name, block in GOOD.items()}, 12, explain=True
-    )
+    explanation = policy_of("priced utility").decide(GOOD, 12, explain=True)
     for row in explanation.expected:
         assert set(row) == {"configuration", "accuracy", "latency_ms", "utility"}
         assert row["utility"] == pytest.approx(row["accuracy"] - PRICE * row["latency_ms"], rel=1e-5, abs=1e-5)
-    with pytest.raises(InputError, match="an exported file only decides"):
-        policy_of("stack", exported=True).decide(GOOD, 9.0, explain=True)
 
 
 # -- fit ---------------------------------------------------------------------------------------------------------------
@@ -283,18 +256,12 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: py
     assert judged is not None
     assert [row["policy"] for row in judged["rows"][::6]] == ["controller", "budget_aware_static", "oracle"]
     policy.save("p.pt")
-    policy.save("p.npz")
-    for path in ("p.pt", "p.npz", "runs/latest"):
+    for path in ("p.pt", "runs/latest"):
         assert decisions(knobwise.load(path), table) == wanted
     run, again = (knobwise.load(path) for path in ("runs/latest", "p.pt"))
     states = [p.agent.network.state_dict() for p in (policy, run, again)]
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*(s.values() for s in states), strict=True))
     assert (again.judged, run.judged) == (judged, None)
-    knobwise.load("p.npz").save("q.npz")
-    assert decisions(knobwise.load("q.npz"), table) == wanted
-    for refused in ("p.onnx", "p.pt"):
-        with pytest.raises(InputError, match=r"save as \.npz, or as \.pt"):
-            knobwise.load("p.npz").save(refused)
 
 
 FITS: dict[str, tuple[dict[str, Any], type]] = {
@@ -313,20 +280,11 @@ def test_fit_takes_the_options_of_the_command_line(name: str, capsys: pytest.Cap
     if isinstance(policy.agent, StackedController):
         assert [expert.name for expert in policy.agent.experts] == options.get("policy.experts", [])
     assert isinstance(policy.agent, kind) or kind is KnobPolicy
-    budget = 14.0
-    assert len(policy.decide(table.features, budget, explain=True)) == 60
+    assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     assert policy.judged is not None
     if "budgets_ms" in options:
         assert policy.judged["budgets_ms"] == list(options["budgets_ms"])
-    assert "the static mix" if name == "mean" else "budget-aware static" in capsys.readouterr().err
-
-
-def test_where_choosing_does_not_pay_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    table = table_of([[0.2, 0.9]] * 40, [[1.0, 2.0]] * 40, torch.zeros(40, 1))
-    knobwise.fit(table, **TINY)
-    assert "Budget-aware static is as good: use it." in capsys.readouterr().err
-    knobwise.fit(table, **TINY, budget="mean")
-    assert "The static mix is as good: use it." in capsys.readouterr().err
+    assert ("the static mix" if name == "mean" else "budget-aware static") in capsys.readouterr().err
 
 
 class Frame:
@@ -414,22 +372,14 @@ def test_what_cannot_be_trained_is_refused() -> None:
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
-def test_load_takes_a_run_one_of_its_seeds_or_what_was_exported(home: Path) -> None:
-    run = home / "runs" / "a" / "default"
-    tables = {seed: driven_apart(small_table(20), UTILITY, by=0.1 * seed) for seed in (1, 2)}
-    for name, seed in (("seed1/", 1), ("seed2/", 2), ("", 2)):
-        save_checkpoint(run / "checkpoints" / f"{name}best.pt", tables[seed], small_table(20), {})
+def test_load_takes_a_finished_run(home: Path) -> None:
+    run, table = home / "runs" / "a" / "default", small_table(20)
+    save_checkpoint(run / "checkpoints" / "best.pt", driven_apart(table, UTILITY), table, {})
     (home / "runs" / "latest").symlink_to(run)
-    for seed, wanted in ((None, 2), (1, 1), (2, 2)):
-        loaded = knobwise.load(seed=seed).agent
-        assert torch.equal(loaded.network.outcome_head.weight, tables[wanted].network.outcome_head.weight)
-    with pytest.raises(InputError, match=r"seed3/best\.pt: does not exist"):
-        knobwise.load(run, seed=3)
+    assert decisions(knobwise.load(), table) == decisions(knobwise.load(run / "checkpoints" / "best.pt"), table)
     (run / ".unfinished").touch()
     with pytest.raises(InputError, match="default: the run is not finished; repeat its command"):
         knobwise.load(run)
-    knobwise.load(run / "checkpoints" / "best.pt").save(home / "exported" / "controller.npz")
-    assert isinstance(knobwise.load("exported").agent, NumpyController)
 
 
 def test_what_holds_no_policy_is_refused(home: Path) -> None:
@@ -437,28 +387,23 @@ def test_what_holds_no_policy_is_refused(home: Path) -> None:
     selector = Selector(SelectorConfig(width=8, heads=2), 4)
     save_checkpoint("s.pt", selector, table, {})
     save_checkpoint("half.pt", driven_apart(small_table(20), UTILITY, priced=True), small_table(20), {})
-    Path("bad.npz").write_bytes(b"no")
     Path("empty").mkdir()
     for message, path in (
-        (r"runs/latest: does not exist; `knobwise train` makes runs", "runs/latest"),
-        (r"empty/checkpoints/best\.pt: does not exist", "empty"),
+        ("runs/latest: no such checkpoint", "runs/latest"),
+        (r"empty/checkpoints/best\.pt: no such checkpoint", "empty"),
         ("holds a selector, trained on 'small beams', and no controller", "s.pt"),
         ("prices for mean budgets are not calibrated yet", "half.pt"),
-        (r"bad\.npz: ", "bad.npz"),
     ):
         with pytest.raises(InputError, match=message):
             knobwise.load(path)
-    with pytest.raises(InputError, match=r"s\.pt/checkpoints/seed0/best\.pt: does not exist"):
-        knobwise.load("s.pt", seed=0)
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
 def test_importing_knobwise_stays_light() -> None:
-    script = "import knobwise, sys; assert not {'torch', 'polars', 'hydra'} & set(sys.modules); print(knobwise.fit)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("<function fit")
+    script = "import knobwise, sys; assert not {'torch', 'polars', 'hydra'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
     with pytest.raises(AttributeError, match="no attribute 'fits'"):
         _ = knobwise.fits  # type: ignore[attr-defined]
 

@@ -43,8 +43,8 @@ def network(table: ProfileTable, structure: str = "additive", members: int = 1, 
 @functools.cache
 def agent_of(kind: str, holes: float = 0.6) -> tuple[ProfileTable, Agent]:
     """As `load_checkpoint(path).controller` gives it."""
-    table = small_table(holes=holes)
-    if kind == "controller":
+    table = small_table(holes=holes, features=kind != "no features")
+    if kind in ("controller", "no features"):
         return table, network(table)
     if kind == "ensemble":
         return table, network(table, "utility", 3)
@@ -68,10 +68,6 @@ def requests(table: ProfileTable, agent: Agent, rows: Tensor = ALL) -> TensorDic
     return TensorDict({"row": rows, limit: limits, "mask": table.mask[rows], **blocks}, [len(rows)])
 
 
-def configuration_of(agent: Agent, action: Tensor) -> Tensor:
-    return getattr(agent, "chooser", agent).index(action)
-
-
 # -- from a checkpoint -------------------------------------------------------------------------------------------------
 
 
@@ -85,19 +81,19 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(kind: str, how: Explora
     with set_exploration_type(how):
         out = policy(data.clone())
     assert set(policy.out_keys) <= set(out.keys())
-    chosen = configuration_of(agent, out["action"])
+    inner = getattr(agent, "chooser", agent)
+    chosen = inner.index(out["action"])
     assert table.mask.gather(1, chosen).all()
     drawn = "stack" not in kind
     assert ("action_log_prob" in out) == drawn
     if how == ExplorationType.DETERMINISTIC or not drawn:
-        limits = data[getattr(agent, "chooser", agent).limit_key]
-        greedy = getattr(agent, "chooser", agent).choose(table.features, limits, table.mask)
+        greedy = inner.choose(table.features, data[inner.limit_key], table.mask)
         assert torch.equal(chosen, greedy.unsqueeze(1).expand(-1, 3))
     else:
         assert len(chosen.unique(dim=1)[0]) > 1
 
 
-@pytest.mark.parametrize("kind", ["controller", "stack"])
+@pytest.mark.parametrize("kind", ["controller", "no features", "stack"])
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 @pytest.mark.parametrize("action", ["knobs", "configuration"])
 @pytest.mark.parametrize("by_row", [False, True])
@@ -112,8 +108,10 @@ def test_shapes_whatever_the_batch(kind: str, group_size: int | None, action: st
                 out = policy(part.clone())
             assert out["action"].shape == (*batch, *group, *((3,) if action == "knobs" else ()))
             assert out["action"].dtype == torch.int64
-            if kind == "controller":
+            if kind != "stack":
                 assert out["action_log_prob"].shape == (*batch, *group)
+                log_prob = policy.get_dist(part).log_prob(out["action"])
+                torch.testing.assert_close(log_prob, out["action_log_prob"])
 
 
 def test_an_action_may_be_the_index_of_a_configuration() -> None:
@@ -135,8 +133,7 @@ def test_an_action_may_be_the_index_of_a_configuration() -> None:
 # -- however the requests come -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["controller", "ensemble", "stack", "priced"])
-@pytest.mark.parametrize("features", [True, False])
+@pytest.mark.parametrize("kind", ["controller", "no features", "ensemble", "stack", "priced"])
 @settings(max_examples=15, deadline=None)
 @given(
     limit=st.sampled_from([torch.float32, torch.float64]),
@@ -146,12 +143,9 @@ def test_an_action_may_be_the_index_of_a_configuration() -> None:
     trailing=st.booleans(),
 )
 def test_other_types_and_a_trailing_axis_change_nothing(
-    kind: str, features: bool, limit: torch.dtype, blocks: torch.dtype, mask: torch.dtype, batch: Any, trailing: bool
+    kind: str, limit: torch.dtype, blocks: torch.dtype, mask: torch.dtype, batch: Any, trailing: bool
 ) -> None:
     table, agent = agent_of(kind)
-    if not features:
-        table = small_table(holes=0.6, features=False)
-        agent = network(table, priced=kind == "priced")
     data, policy = requests(table, agent), make_actor(agent)
     data = data[0] if batch == () else data[: math.prod(batch)].reshape(batch)
     wanted = policy(data.clone())

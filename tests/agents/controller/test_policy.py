@@ -7,13 +7,11 @@ import torch
 from helpers import blocks, driven_apart, member_of, small_table
 from tensordict import TensorDict
 from torch import Tensor
-from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from knobwise.agents.controller.actor import ConfigurationCategorical, OutcomesOfRows, make_actor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.envs.configurations.torchrl_env import ConfigBandit
 from knobwise.envs.tables.profile_table import ProfileTable
 
 STRUCTURES = ("utility", *sorted(HEADS))
@@ -62,22 +60,6 @@ def test_rows_of_a_table_and_feature_blocks_give_the_same(structure: str, featur
     if not features:  # a policy that sees the budget alone
         assert controller.normaliser.width == 0
         assert len(controller.choose({}, torch.full((20,), 9.0)).unique()) == 1
-
-
-@pytest.mark.parametrize("group_size", [None, 3])
-@pytest.mark.parametrize("batch", [(), (4,), (4, 2)])
-@pytest.mark.parametrize("features", [True, False])
-def test_the_actor_takes_any_batch(group_size: int | None, batch: tuple[int, ...], features: bool) -> None:
-    table = small_table(features=features)
-    controller, data = small_controller(table).eval(), contexts(table, 8)
-    data = data[0] if batch == () else data[: 4 * (len(batch))].reshape(batch)
-    group = () if group_size is None else (group_size,)
-    for actor in (make_actor(controller, table, group_size), make_actor(controller, None, group_size)):
-        for how in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC):
-            with set_exploration_type(how):
-                out = actor(data.clone())
-            assert out["action"].shape == (*batch, *group, 3)
-            assert out["action_log_prob"].shape == (*batch, *group)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -183,31 +165,6 @@ def test_under_a_price_the_limit_has_another_name(structure: str) -> None:
     assert make_actor(controller, table).in_keys == ["row", "worth_ms"]
     assert make_actor(controller).in_keys == ["worth_ms", "image_features", "language_features", "mask"]
     assert Controller.restored(controller.plain()).limit_key == "worth_ms"
-
-
-# -- in the environment ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by_row", [True, False])
-@pytest.mark.parametrize("group_size", [1, 3])
-def test_the_policy_plays_in_the_environment(by_row: bool, group_size: int) -> None:
-    table = small_table()
-    env = ConfigBandit(table, batch_size=5, group_size=group_size, lean=False)
-    policy = make_actor(small_controller(table).eval(), table if by_row else None, group_size)
-    with set_exploration_type(ExplorationType.RANDOM):
-        played = env.rollout(1, policy)
-    assert played["action"].shape == (5, 1, group_size, 3)
-    assert played["next", "reward"].isfinite().all()
-    dist = policy.get_dist(played)
-    torch.testing.assert_close(dist.log_prob(played["action"]), played["action_log_prob"])
-
-
-def test_a_policy_that_knows_the_table_never_leaves_its_holes() -> None:
-    table = small_table(holes=0.7)
-    env = ConfigBandit(table, batch_size=60, group_size=16)
-    policy = make_actor(small_controller(table).eval(), table, 16)
-    with set_exploration_type(ExplorationType.RANDOM):
-        assert env.rollout(1, policy)["next", "reward"].isfinite().all()
 
 
 # -- the distribution --------------------------------------------------------------------------------------------------

@@ -59,6 +59,10 @@ class ByFeatures:
         seen = np.concatenate(list(features.values()), 1).astype(np.float64).sum(1)
         return (np.floor(seen * 1e3).astype(np.int64) % 8).astype(np.int64)
 
+    def decide_index(self, features: Mapping[str, Any], limit: float) -> int:
+        blocks = {name: block[None] for name, block in features.items()}
+        return int(self.choose(blocks, np.array([limit], np.float32))[0])
+
 
 class Slow(ByFeatures):
     """Its first decision takes long."""
@@ -333,7 +337,6 @@ def test_a_trained_controller_decides_alike_in_every_form(vlm: ElasticAdaptive) 
     forms = (
         controller,
         to_numpy(controller),
-        KnobPolicy(to_numpy(controller)),
         KnobPolicy(Loaded(controller, "t", "", {})),
     )
     results = [AdaptiveModel(vlm, agent).generate(REQUESTS, budgets) for agent in forms]
