@@ -47,7 +47,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         column's median), `budget_ms`, a `Box` of shape (), and `mask`, `MultiBinary(C)`: the configurations that were
         profiled for the sample. Under a mean budget there is `worth_ms` instead of `budget_ms`.
     Rewards:
-        `knobwise.envs.configurations.reward.reward`; by default the one that training uses, see `Replay`.
+        By default the one that training uses, see `Replay`.
     Starting state:
         A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row` or `sample_id`
         (with `dataset`, where data sets share ids), `budget_ms` or `worth_ms`.
@@ -55,20 +55,17 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         After one step, always.
     Info:
         After reset: `row` of the table, `sample_id`, `budget_ms` or `worth_ms`, `mask` (bool [C]), and `action_mask`,
-        for `env.action_space.sample(info["action_mask"])` to draw a profiled action: int8 [C] under
-        `action="configuration"`, else a tuple of int8, one for each knob, or None if no such tuple describes the mask.
-        After a step also `accuracy`, `latency_ms`, `violation` (not under a mean budget), `configuration` (the
-        knob values that were replayed, by name), and the same four with the prefix `oracle_` for the best
-        configuration.
+        for `env.action_space.sample(info["action_mask"])` to draw a profiled action (None if no mask of the knobs
+        allows the profiled configurations only). After a step also `accuracy`, `latency_ms`, `violation` (not under a
+        mean budget), `configuration` (the knob values that were replayed, by name), and the same four with the prefix
+        `oracle_` for the best configuration.
     Arguments:
         table: the profile; None for the built-in one. budget, reward, unprofiled, action: as `Replay` takes them.
         rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words), "rgb_array" (uint8
         [520, 900, 3]) or "human" (a window). inputs: sample id → question and picture, for rendering; a text
         `module:function` names such a function for the built-in profile alone.
 
-    Raises:
-        InputError: if the reward does not go with the sense of the budget, by `reset` for options that it does not
-            know, by `step` for an action of another shape or outside its range.
+    Raises InputError for settings, options of `reset` and actions that do not exist.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array", "human"], "render_fps": 4}
@@ -102,7 +99,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Set the knobs; the episode ends."""
-        observations, rewards, infos = self._batch.decide(as_action(action, self.action_space)[None])
+        observations, rewards, infos = self._batch.decide(action)
         reward = rewards[0].item()
         observation, info = self._single(observations, infos, reward)
         return observation, reward, True, False, info
@@ -234,7 +231,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if self.autoreset_mode == AutoresetMode.NEXT_STEP and self._over.all():
             observations, infos = self.draw()
             return observations, np.zeros(self.num_envs, np.float32), ~ended, ~ended, self._with_masks(infos)
-        last, rewards, outcomes = self.decide(as_action(actions, self.action_space))
+        last, rewards, outcomes = self.decide(actions)
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
@@ -271,12 +268,13 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self._over[... if renewed is None else renewed] = False
         return self._observe(rows, limits)
 
-    def decide(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], Info]:
-        """Decide by actions as in the action space: the same observations again, rewards float32 [num_envs], infos."""
+    def decide(self, actions: Any) -> tuple[Observation, NDArray[Any], Info]:
+        """The same observations again, rewards float32 [num_envs], infos."""
         if self._context is None or self._over.any():
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         rows, limits = self._context
-        replayed = self._replay(rows, torch.from_numpy(actions).unsqueeze(1), limits)
+        grouped = self._replay.grouped(torch.from_numpy(np.array(actions)), self.num_envs)
+        replayed = self._replay(rows, grouped, limits)
         priced = self.limit_key == "worth_ms"
         best = oracle(self.table, rows, limits, priced).unsqueeze(1)
         observations, info = self._observe(rows, limits)
@@ -299,17 +297,6 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if self._replay.action == "configuration":
             info["action_mask"] = mask.copy()
         return {**blocks, self.limit_key: limits.numpy().copy(), "mask": mask}, info
-
-
-def as_action(action: Any, space: spaces.Space[Any]) -> NDArray[np.int64]:
-    """An action in the shape of its space; axes of length 1 may be missing or added. Raises InputError for another
-    shape, or for what is not whole numbers."""
-    array, shape = np.asarray(action), space.shape or ()
-    if [side for side in array.shape if side != 1] != [side for side in shape if side != 1]:
-        raise InputError(f"action: has shape {array.shape}, expected {shape}, as in {space}")
-    if array.dtype.kind not in "iu":
-        raise InputError(f"action: has type {array.dtype}, expected whole numbers, as in {space}")
-    return array.astype(np.int64).reshape(shape)
 
 
 def _box(block: Tensor) -> spaces.Box:

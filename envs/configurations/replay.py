@@ -86,6 +86,15 @@ class Replay:
             return Outcome(configuration, reward, None)
         return self._with_unprofiled(rows, action, configuration, limits)
 
+    def grouped(self, action: Tensor, contexts: int, group: int = 1) -> Tensor:
+        """Actions with all axes that decisions have, of which those of length 1 may be missing. Raises InputError for
+        another shape, or for what is not whole numbers."""
+        shape = (contexts, group, len(self.sizes)) if self.action == "knobs" else (contexts, group)
+        same = [side for side in action.shape if side != 1] == [side for side in shape if side != 1]
+        if not same or action.dtype == torch.bool or action.is_floating_point():
+            raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*shape]}")
+        return action.long().reshape(shape)
+
     def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, Tensor]:
         """Accuracy and latency in ms of these decisions, float32 [P, G] each."""
         accuracy, latency_ms = self.rewards.outcome(rows, replayed.configuration)

@@ -182,12 +182,12 @@ def test_actions_that_are_refused_and_never_rewarded() -> None:
 @pytest.mark.parametrize(
     ("action", "wrong", "message"),
     [
-        ("knobs", [1], r"action: has shape \(1,\), expected \(3,\), as in MultiDiscrete\(\[3 2 2\]\)"),
-        ("knobs", [[0, 0, 0]] * 2, r"action: has shape \(2, 3\), expected \(3,\)"),
-        ("knobs", [0.0, 1.0, 0.0], "action: has type float64, expected whole numbers"),
+        ("knobs", [1], r"action: is torch.int64 \[1\], must be int64 \[1, 1, 3\]"),
+        ("knobs", [[0, 0, 0]] * 2, r"action: is torch.int64 \[2, 3\], must be int64 \[1, 1, 3\]"),
+        ("knobs", [0.0, 1.0, 0.0], "action: is torch.float64"),
         ("knobs", [0, 2, 0], "knob top_k has no index 2; its 2 values have indices 0 to 1"),
         ("knobs", [0, 0, -1], "knob num_active_blocks has no index -1"),
-        ("configuration", [0, 1], r"action: has shape \(2,\), expected \(\), as in Discrete\(12\)"),
+        ("configuration", [0, 1], r"action: is torch.int64 \[2\], must be int64 \[1, 1\]"),
         ("configuration", 12, "the configuration has no index 12; its 12 values"),
         ("configuration", -1, "the configuration has no index -1"),
     ],
