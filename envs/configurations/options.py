@@ -53,9 +53,9 @@ def _numbers(name: str, value: Any, count: int, kinds: str, low: float, high: fl
 def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
     places = enumerate(zip(table.sample_ids, table.dataset_names, strict=True))
     rows = [row for row, (known, name) in places if known == sample_id and dataset in (None, name)]
-    if len(rows) == 1:
-        return rows[0]
-    what = f"reset options: sample_id={sample_id!r}" + (f" of data set {dataset!r}" if dataset else "")
-    if rows:
-        raise InputError(f"{what} occurs in {', '.join(table.datasets[row] for row in rows)}; add dataset=…")
-    raise InputError(f"{what} is not in {table.name!r}; its {table.num_samples} ids begin with {table.sample_ids[:3]}")
+    if len(rows) != 1:
+        raise InputError(
+            f"reset options: {len(rows)} samples of {table.name!r} have sample_id={sample_id!r} and "
+            f"dataset={dataset!r} (None is any); ids begin with {table.sample_ids[:3]}"
+        )
+    return rows[0]

@@ -6,7 +6,6 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
-import torch
 from gymnasium.utils.env_checker import check_env
 from helpers import small_table
 from hypothesis import given, settings
@@ -53,6 +52,9 @@ def test_words_say_what_can_be_set_and_what_happened(sense: str) -> None:
         f"{info['latency_ms']:.2f} ms{kept}; reward {reward:+.3f}."
     )
     assert best.startswith("Oracle: max_crops = ")
+    words = env.render()
+    info.clear()  # it is the caller's
+    assert env.render() == words
 
 
 def test_a_picture_shows_the_input_the_choice_and_the_outcome() -> None:
@@ -174,11 +176,3 @@ def test_gymnasium_checks_every_render_mode(monkeypatch: pytest.MonkeyPatch, tmp
     pytest.importorskip("pygame")
     monkeypatch.setitem(ConfigBanditEnv.metadata, "render_fps", 1000)
     check_env(gymnasium.make(ID, table=TABLE, render_mode="rgb_array").unwrapped)
-
-
-def test_rendering_leaves_the_infos_alone() -> None:
-    env = ConfigBanditEnv(TABLE, render_mode="ansi", rows=torch.arange(5))
-    _, info = env.reset(seed=0)
-    words = env.render()
-    info.clear()
-    assert env.render() == words
