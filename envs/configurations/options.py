@@ -35,9 +35,9 @@ def chosen_context(
         last = table.num_samples - 1
         rows = _numbers("row", rows, count, "iu", 0, last, f"the rows of {table.name!r} are 0 to {last}").long()
     if limits is not None:
-        ends = torch.finfo(torch.float32)
+        bounds = torch.finfo(torch.float32)
         needs = "it must be a positive, finite number"
-        limits = _numbers(limit_key, limits, count, "iuf", ends.tiny, ends.max, needs).float()
+        limits = _numbers(limit_key, limits, count, "iuf", bounds.tiny, bounds.max, needs).float()
     return rows, limits
 
 
