@@ -47,8 +47,8 @@ class ContextEnv(SingleStepEnv):
         self._take_contexts(tensordict)
         return tensordict.set("next", self._decide(tensordict)), self._reset()
 
+    # what `state_dict` carries: the state of the generator that contexts are drawn from
     def get_extra_state(self) -> Tensor:
-        """What `state_dict` carries: the state of the generator that contexts are drawn from."""
         return self.contexts.generator.get_state()
 
     def set_extra_state(self, state: Tensor) -> None:

@@ -20,7 +20,7 @@ from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
 from knobwise.envs.configurations.options import chosen_context
-from knobwise.envs.configurations.rendering import View, Window
+from knobwise.envs.configurations.rendering import View, close_window, show
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.reward import utility
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
@@ -47,7 +47,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         column's median), `budget_ms`, a `Box` of shape (), and `mask`, `MultiBinary(C)`: the configurations that were
         profiled for the sample. Under a mean budget there is `worth_ms` instead of `budget_ms`.
     Rewards:
-        `knobwise.envs.configurations.reward.reward`; by default the one that training uses, see `Replay`.
+        By default the one that training uses, see `Replay`.
     Starting state:
         A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row` or `sample_id`
         (with `dataset`, where data sets share ids), `budget_ms` or `worth_ms`.
@@ -55,20 +55,17 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         After one step, always.
     Info:
         After reset: `row` of the table, `sample_id`, `budget_ms` or `worth_ms`, `mask` (bool [C]), and `action_mask`,
-        for `env.action_space.sample(info["action_mask"])` to draw a profiled action: int8 [C] under
-        `action="configuration"`, else a tuple of int8, one for each knob, or None if no such tuple describes the mask.
-        After a step also `accuracy`, `latency_ms`, `violation` (not under a mean budget), `configuration` (the
-        knob values that were replayed, by name), and the same four with the prefix `oracle_` for the best
-        configuration.
+        for `env.action_space.sample(info["action_mask"])` to draw a profiled action (None if no mask of the knobs
+        allows the profiled configurations only). After a step also `accuracy`, `latency_ms`, `violation` (not under a
+        mean budget), `configuration` (the knob values that were replayed, by name), and the same four with the prefix
+        `oracle_` for the best configuration.
     Arguments:
         table: the profile; None for the built-in one. budget, reward, unprofiled, action: as `Replay` takes them.
         rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words), "rgb_array" (uint8
         [520, 900, 3]) or "human" (a window). inputs: sample id → question and picture, for rendering; a text
         `module:function` names such a function for the built-in profile alone.
 
-    Raises:
-        InputError: if the reward does not go with the sense of the budget, by `reset` for options that it does not
-            know, by `step` for an action of another shape or outside its range.
+    Raises InputError for settings, options of `reset` and actions that do not exist.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array", "human"], "render_fps": 4}
@@ -92,76 +89,64 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         self.action_space = self._batch.single_action_space
         self._inputs = inputs if self.table.name == "builtin" or callable(inputs) else None
         self._last: tuple[dict[str, Any], float | None] | None = None
-        self._window: Window | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         """Draw a sample and its budget or worth, as far as the options do not choose them."""
         super().reset(seed=seed)
-        observations, infos = self._batch.draw(seed, options)
-        observation, info = self._first(observations, infos)
-        self._remember(info, None)
-        return observation, info
+        return self._single(*self._batch.draw(seed, options), None)
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Set the knobs; the episode ends."""
-        observations, rewards, infos = self._batch.decide(as_action(action, self.action_space)[None])
-        observation, info = self._first(observations, infos)
-        for key in ("configuration", "oracle_configuration"):
-            values = zip(self.table.knobs, info[key].tolist(), strict=True)
-            info[key] = {knob.name: knob.values[value] for knob, value in values}
-        self._remember(info, float(rewards[0]))
-        return observation, float(rewards[0]), True, False, info
+        observations, rewards, infos = self._batch.decide(action)
+        reward = rewards[0].item()
+        observation, info = self._single(observations, infos, reward)
+        return observation, reward, True, False, info
 
     def render(self) -> Any:
         """The last reset or step: its words, its picture, or None after showing it in the window."""
         if self.render_mode is None:
             return None
-        if self._last is None and self.render_mode == "ansi":
-            return "Nothing yet: call reset()."
         if self._last is None:
             raise gymnasium.error.ResetNeeded("call reset() before render()")
-        if isinstance(self._inputs, str):
-            self._inputs = pkgutil.resolve_name(self._inputs)
         info, reward = self._last
-        question, picture = self._inputs(info["sample_id"]) if callable(self._inputs) else ("", None)
+        inputs = pkgutil.resolve_name(self._inputs) if isinstance(self._inputs, str) else self._inputs
+        question, picture = ("", None) if inputs is None else inputs(info["sample_id"])
         view = View(self.table.knobs, self.table.unit, info, reward, question, picture)
         if self.render_mode == "ansi":
             return view.words()
         if self.render_mode == "rgb_array":
             return view.image()
-        self._window = self._window or Window(self.table.name)
-        self._window.show(view.image(), self.metadata["render_fps"])
-        return None
+        return show(view.image(), self.metadata["render_fps"])
 
     def close(self) -> None:
         """Close the window."""
-        if self._window is not None:
-            self._window.close()
-            self._window = None
-
-    def _remember(self, info: dict[str, Any], reward: float | None) -> None:
-        self._last = dict(info), reward  # a copy, because the caller may change theirs
         if self.render_mode == "human":
-            self.render()
+            close_window()
 
-    def _first(self, observations: Observation, infos: Info) -> tuple[Observation, dict[str, Any]]:
+    def _single(
+        self, observations: Observation, infos: Info, reward: float | None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """The only observation and info of a batch, which are kept for `render`."""
         # copies, because an observation must not share memory with the next one
         observation = {name: np.array(block[0]) for name, block in observations.items()}
         info = {name: np.array(value[0]) if value.ndim > 1 else value[0].item() for name, value in infos.items()}
         key, mask = self._batch.limit_key, observation["mask"].astype(bool)
         info |= {"sample_id": self.table.sample_ids[info["row"]], key: observation[key].item(), "mask": mask}
-        if "action_mask" not in info:
-            info["action_mask"] = self._knob_masks(mask)
+        info.setdefault("action_mask", self._knob_masks(mask))
+        for name in info.keys() & {"configuration", "oracle_configuration"}:
+            values = zip(self.table.knobs, info[name], strict=True)
+            info[name] = {knob.name: knob.values[value] for knob, value in values}
+        self._last = dict(info), reward  # a copy, because the caller may change theirs
+        if self.render_mode == "human":
+            self.render()
         return observation, info
 
     def _knob_masks(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.int8], ...] | None:
         """For each knob which of its values were profiled, if all their combinations were: their product."""
-        profiled = self.table.configurations.numpy()[mask].T
-        masks = tuple(np.zeros(size, dtype=np.int8) for size in self.table.knob_sizes)
-        for values, knob in zip(profiled, masks, strict=True):
-            knob[values] = 1
+        columns = zip(self.table.configurations.numpy()[mask].T, self.table.knob_sizes, strict=True)
+        masks = tuple((np.bincount(values, minlength=size) > 0).astype(np.int8) for values, size in columns)
         return masks if math.prod(int(knob.sum()) for knob in masks) == mask.sum() else None
 
 
@@ -179,7 +164,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
       `infos["final_obs"]`, an array of num_envs of them, and their outcomes in `infos["final_info"]`.
     - `NEXT_STEP`: `step` returns the decisions; the next `step` ignores its actions, draws new contexts and returns
       reward 0, not terminated.
-    - `DISABLED`: `reset` draws new contexts, those where `options["reset_mask"]`, bool [num_envs], is True.
+    - `DISABLED`: `reset` draws new contexts, after the first one those where `options["reset_mask"]`, bool [num_envs],
+      is True.
     """
 
     def __init__(
@@ -203,7 +189,6 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.limit_key = limit_key(budget)
-        self.priced = self.limit_key == "worth_ms"
         self._replay = Replay(table, budget, reward, unprofiled, action)
         self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
@@ -216,23 +201,25 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             | {self.limit_key: spaces.Box(0.0, float(np.finfo(np.float32).max), ())}
             | {"mask": spaces.MultiBinary(table.num_configurations)}
         )
-        by_knobs = action == "knobs"
-        discrete = spaces.MultiDiscrete(table.knob_sizes) if by_knobs else spaces.Discrete(table.num_configurations)
-        self.single_action_space: Any = discrete
+        self.single_action_space: Any = spaces.MultiDiscrete(table.knob_sizes)
+        if action == "configuration":
+            self.single_action_space = spaces.Discrete(table.num_configurations)
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self._context: tuple[Tensor, Tensor] | None = None
-        self._over = np.ones(num_envs, dtype=bool)  # whose episode has ended
+        self._over = np.zeros(num_envs, dtype=bool)  # whose episode has ended
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw contexts. One seed serves all of them; of a list the first counts. An option is a single value for all
-        of them, or one for each."""
+        """Draw contexts. One seed serves all of them; of a list the first counts."""
         seed = seed[0] if isinstance(seed, list) else seed
         super().reset(seed=seed)
-        options = dict(options or {})
-        mask = options.pop("reset_mask", None)
+        options, mask = dict(options or {}), None
+        if self.autoreset_mode == AutoresetMode.DISABLED and "reset_mask" in options:
+            mask = np.asarray(options.pop("reset_mask"))
+            if mask.dtype != bool or mask.shape != (self.num_envs,):
+                raise InputError(f"reset options: reset_mask is bool [{self.num_envs}], True where a context is drawn")
         observations, infos = self.draw(seed, options, mask)
         return observations, self._with_masks(infos, mask)
 
@@ -241,10 +228,10 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """Decide for every context, and go on as `autoreset_mode` says."""
         ended = np.ones(self.num_envs, dtype=bool)
-        if self.autoreset_mode == AutoresetMode.NEXT_STEP and self._context is not None and self._over.all():
+        if self.autoreset_mode == AutoresetMode.NEXT_STEP and self._over.all():
             observations, infos = self.draw()
             return observations, np.zeros(self.num_envs, np.float32), ~ended, ~ended, self._with_masks(infos)
-        last, rewards, outcomes = self.decide(as_action(actions, self.action_space))
+        last, rewards, outcomes = self.decide(actions)
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
             return last, rewards, ended, ~ended, self._with_masks(outcomes)
         observations, infos = self.draw()
@@ -268,72 +255,48 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         options: dict[str, Any] | None = None,
         renewed: NDArray[np.bool_] | None = None,
     ) -> tuple[Observation, Info]:
-        """Draw contexts, all or the `renewed` ones: their observations, and what else is known before a decision."""
+        """Draw contexts, all or the `renewed` ones, bool [num_envs], and observe them."""
         if seed is not None:
             self._contexts.generator.manual_seed(seed)
         chosen, chosen_limits = chosen_context(options or {}, self.table, self.limit_key, self.num_envs)
         rows, limits = self._contexts(self.num_envs, chosen)
         limits = limits if chosen_limits is None else chosen_limits
-        if renewed is not None:
-            kept_rows, kept_limits = self._kept(renewed)
+        if renewed is not None and self._context is not None:
             new = torch.from_numpy(renewed)
-            rows, limits = torch.where(new, rows, kept_rows), torch.where(new, limits, kept_limits)
+            rows, limits = rows.where(new, self._context[0]), limits.where(new, self._context[1])
         self._context = rows, limits
         self._over[... if renewed is None else renewed] = False
-        return self._observe(rows, limits), self._describe(rows)
+        return self._observe(rows, limits)
 
-    def _kept(self, renewed: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-        """The contexts that a partial reset keeps."""
-        valid = isinstance(renewed, np.ndarray) and renewed.dtype == bool and renewed.shape == (self.num_envs,)
-        if self.autoreset_mode != AutoresetMode.DISABLED or not valid or not renewed.any():
-            raise InputError(
-                f"reset options: reset_mask goes with autoreset_mode=DISABLED; it is an array of {self.num_envs} bool, "
-                "True where a context is drawn"
-            )
-        if self._context is None and not renewed.all():
-            raise gymnasium.error.ResetNeeded("the first reset() draws every context; leave reset_mask out")
-        return self._context or (torch.zeros(self.num_envs, dtype=torch.int64), torch.zeros(self.num_envs))
-
-    def decide(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], Info]:
-        """Decide by actions as in the action space: the same observations again, rewards float32 [num_envs], infos."""
+    def decide(self, actions: Any) -> tuple[Observation, NDArray[Any], Info]:
+        """The same observations again, rewards float32 [num_envs], infos."""
         if self._context is None or self._over.any():
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         rows, limits = self._context
-        replayed = self._replay(rows, torch.from_numpy(actions).unsqueeze(1), limits)
-        best = oracle(self.table, rows, limits, self.priced).unsqueeze(1)
-        info, budgets = self._describe(rows), limits.numpy()
+        grouped = self._replay.grouped(torch.from_numpy(np.array(actions)), self.num_envs)
+        replayed = self._replay(rows, grouped, limits)
+        priced = self.limit_key == "worth_ms"
+        best = oracle(self.table, rows, limits, priced).unsqueeze(1)
+        observations, info = self._observe(rows, limits)
         for prefix, choice, outcome in (
             ("", replayed.configuration, self._replay.outcome(rows, replayed)),
             ("oracle_", best, self._replay.rewards.outcome(rows, best)),
         ):
             info[f"{prefix}accuracy"], info[f"{prefix}latency_ms"] = (cells.squeeze(1).numpy() for cells in outcome)
-            if not self.priced:
-                info[f"{prefix}violation"] = info[f"{prefix}latency_ms"] > budgets
+            if not priced:
+                info[f"{prefix}violation"] = info[f"{prefix}latency_ms"] > limits.numpy()
             info[f"{prefix}configuration"] = self.table.configurations.index_select(0, choice.squeeze(1)).numpy()
         self._over[:] = True
-        return self._observe(rows, limits), replayed.reward[:, 0].numpy(), info
+        return observations, replayed.reward[:, 0].numpy(), info
 
-    def _observe(self, rows: Tensor, limits: Tensor) -> Observation:
+    def _observe(self, rows: Tensor, limits: Tensor) -> tuple[Observation, Info]:
+        """The observations, and what else is known before a decision, in new arrays."""
         blocks = {name: block.index_select(0, rows).numpy() for name, block in self._features.items()}
         mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
-        return {**blocks, self.limit_key: limits.numpy().copy(), "mask": mask}
-
-    def _describe(self, rows: Tensor) -> Info:
         info = {"row": rows.numpy().copy()}
         if self._replay.action == "configuration":
-            info["action_mask"] = self.table.mask.index_select(0, rows).numpy().view(np.int8)
-        return info
-
-
-def as_action(action: Any, space: spaces.Space[Any]) -> NDArray[np.int64]:
-    """An action in the shape of its space; axes of length 1 may be missing or added. Raises InputError for another
-    shape, or for what is not whole numbers."""
-    array, shape = np.asarray(action), space.shape or ()
-    if [side for side in array.shape if side != 1] != [side for side in shape if side != 1]:
-        raise InputError(f"action: has shape {array.shape}, expected {shape}, as in {space}")
-    if array.dtype.kind not in "iu":
-        raise InputError(f"action: has type {array.dtype}, expected whole numbers, as in {space}")
-    return array.astype(np.int64).reshape(shape)
+            info["action_mask"] = mask.copy()
+        return {**blocks, self.limit_key: limits.numpy().copy(), "mask": mask}, info
 
 
 def _box(block: Tensor) -> spaces.Box:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
+import sys
 import textwrap
 import unicodedata
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.ImageDraw import ImageDraw as Draw
 
 from knobwise.envs.tables.profile_table import Knob
@@ -22,6 +22,7 @@ SIZE = (900, 520)
 _INK, _GREY, _PANEL, _WHITE = "#1f2933", "#66727f", "#f1f4f6", "#ffffff"
 _CHOSEN, _ON_TIME, _LATE = "#2563a8", "#2e7d4f", "#b93a32"
 _VERDICTS = {None: ("", _GREY), True: (", late", _LATE), False: (", on time", _ON_TIME)}
+_font = functools.cache(ImageFont.load_default)
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,12 @@ class View:
         if self.picture is None:
             _text(draw, (344, 384), "no picture", 30, _GREY, "mm")
         else:
-            fitted = _fitted(self.picture, 512, 432)
-            canvas.paste(fitted, (344 - fitted.width // 2, 384 - fitted.height // 2))
+            canvas.paste(_fitted(self.picture, (512, 432)), (88, 168))
         for number, line in enumerate(textwrap.wrap(self.question, 36, max_lines=3, placeholder="…")):
             _text(draw, (64, 660 + 40 * number), line, 32, width=560)
-        self._draw_knobs(draw)
+        step = min(104, 612 // len(self.knobs))
+        for number, knob in enumerate(self.knobs):
+            self._draw_knob(draw, knob, 144 + step * number + step // 2, step)
         draw.rounded_rectangle((64, 784, 1736, 992), 16, _PANEL)
         if self.reward is None:
             _text(draw, (900, 888), "Set one value of each knob to see the outcome.", 34, _GREY, "mm")
@@ -85,48 +87,46 @@ class View:
             self._draw_outcomes(draw, self.reward)
         return np.array(canvas.resize(SIZE, Image.Resampling.LANCZOS))
 
-    def _draw_knobs(self, draw: Draw) -> None:
-        """A row for each knob, its values beside its name; of more than eleven knobs the first ten."""
-        drawn = self.knobs if len(self.knobs) <= 11 else self.knobs[:10]
-        step = min(104, 612 // min(len(self.knobs), 11))
-        half, size = min(32, step // 2 - 8), 32 if step > 60 else 26
-        for number, knob in enumerate(drawn):
-            middle = 144 + step * number + step // 2
-            _text(draw, (688, middle), knob.name, size, width=300)
-            chosen, best = (self.info.get(f"{who}configuration", {}).get(knob.name) for who in ("", "oracle_"))
-            left = 1008.0
-            for value in _row_of_values(knob, size, {chosen, best}):
-                right = left + _chip_width(value, size)
-                is_chosen = value is not None and value == chosen
-                if value is not None:
-                    _chip(draw, (left, middle - half, right, middle + half), is_chosen, value == best)
-                colour = _WHITE if is_chosen else _INK
-                _text(draw, ((left + right) / 2, middle), _label(value, size), size, colour, "mm")
-                left = right + 14
-        if drawn != self.knobs:
-            _text(draw, (688, 144 + step * 21 // 2), f"and {len(self.knobs) - 10} more knobs", size, _GREY)
+    def _draw_knob(self, draw: Draw, knob: Knob, middle: int, step: int) -> None:
+        """A row `step` high: the knob's name and its values, the chosen and the best of them marked. Where not all fit,
+        the last ones that are not marked are left out."""
+        half, size = min(32, 3 * step // 8), min(32, step // 2)
+        _text(draw, (688, middle), knob.name, size, width=300)
+        chosen, best = (self.info.get(f"{who}configuration", {}).get(knob.name) for who in ("", "oracle_"))
+        widths = {value: 40 + _font(size).getlength(cut(str(value), size, 200)) for value in knob.values}
+        kept = sorted(knob.values, key=lambda value: value not in (chosen, best))
+        while sum(widths[value] + 14 for value in kept) > 700:
+            kept.pop()
+        left = 1008.0
+        for value in sorted(kept, key=knob.values.index):
+            right = left + widths[value]
+            _chip(draw, (left, middle - half, right, middle + half), value == chosen, value == best)
+            colour = _WHITE if value == chosen else _INK
+            _text(draw, ((left + right) / 2, middle), str(value), size, colour, "mm", 200)
+            left = right + 14
+        if len(kept) < len(knob.values):
+            _text(draw, (left, middle), "…", size)
 
     def _draw_outcomes(self, draw: Draw, reward: float) -> None:
         """The choice above the best configuration, their latencies as bars, the budget as a line across them."""
         _text(draw, (336, 816), "accuracy", 28, _GREY)
         _text(draw, (504, 816), "latency", 28, _GREY)
         _text(draw, (1704, 816), f"reward {reward:+.3f}", 32, anchor="rm")
-        longest = float(max(self.info["latency_ms"], self.info["oracle_latency_ms"])) or 1.0
-        budget = float(self.info.get("budget_ms", 0.0))
+        budget = self.info.get("budget_ms", 0.0)
+        longest = max(self.info["latency_ms"], self.info["oracle_latency_ms"]) or 1.0
         scale = 760 / max(longest, min(budget, 3 * longest))
         for middle, title, who in (868, "Chosen", ""), (928, "Best", "oracle_"):
             verdict, colour = _VERDICTS[self.info.get(f"{who}violation")]
             _chip(draw, (100, middle - 11, 122, middle + 11), title == "Chosen", title == "Best")
             _text(draw, (144, middle), title, 32)
             _text(draw, (336, middle), f"{self.info[f'{who}accuracy']:.2f}", 32)
-            end = 504 + max(6.0, float(self.info[f"{who}latency_ms"]) * scale)
+            end = 504 + max(6.0, self.info[f"{who}latency_ms"] * scale)
             draw.rounded_rectangle((504, middle - 16, end, middle + 16), 6, colour)
-            amount = self._amount(f"{who}latency_ms")
-            _text(draw, (1704, middle), amount + verdict, 32, colour, "rm", width=380)
+            _text(draw, (1704, middle), self._amount(f"{who}latency_ms") + verdict, 32, colour, "rm", 380)
         if budget:
             place = 504 + min(budget * scale, 800)
-            draw.rectangle((place - 2, 836, place + 1, 960), _INK)
             label = "budget" if budget <= 3 * longest else "budget, off the scale"
+            draw.rectangle((place - 2, 836, place + 1, 960), _INK)
             _text(draw, (place, 976), label, 26, _GREY, "mm")
 
 
@@ -144,75 +144,42 @@ def _text(
     draw.text(at, cut(text, size, width), colour, _font(size), anchor)
 
 
-@functools.cache
-def _font(size: int) -> Any:
-    return ImageFont.load_default(size)
-
-
 def cut(text: str, size: int, width: float) -> str:
     """The text in letters that Pillow's font has (no accents, others as ?), cut off with … at a width."""
-    letters = (c for c in unicodedata.normalize("NFKD", " ".join(text.split())) if not unicodedata.combining(c))
-    text = "".join(c if c == "…" or (c.isascii() and c.isprintable()) else "?" for c in letters)
-    if _font(size).getlength(text) <= width:
-        return text
-    count = bisect.bisect(range(1, len(text)), width, key=lambda n: _font(size).getlength(f"{text[:n]}…"))
-    return f"{text[:count].rstrip()}…"
+    letters = unicodedata.normalize("NFKD", " ".join(text[:200].split()))
+    text = "".join(c if c.isprintable() and c.isascii() else "?" for c in letters if not unicodedata.combining(c))
+    while _font(size).getlength(text) > width:
+        text = f"{text[:-2]}…"
+    return text
 
 
-def _label(value: Any, size: int) -> str:
-    return "…" if value is None else cut(str(value), size, 200)
-
-
-def _chip_width(value: Any, size: int) -> float:
-    return float(_font(size).getlength(_label(value, size))) + (8 if value is None else 40)
-
-
-def _row_of_values(knob: Knob, size: int, marked: set[Any]) -> list[Any]:
-    """The values of a knob. Where they do not fit, the last ones that are not marked are left out; None stands for any
-    that are missing in a place."""
-    kept: list[Any] = list(knob.values)
-    for value in reversed(knob.values):
-        if sum(_chip_width(v, size) + 14 for v in kept) <= 742:
-            break
-        if value not in marked:
-            place = kept.index(value)
-            kept[place : place + 1 + (kept[place + 1 : place + 2] == [None])] = [None]
-    return kept
-
-
-def _fitted(picture: Any, width: int, height: int) -> Image.Image:
-    """A picture in RGB, as large as fits. A small one keeps its pixels."""
+def _fitted(picture: Any, size: tuple[int, int]) -> Image.Image:
+    """A picture in RGB, as large as fits, on a panel of this size. A small one keeps its pixels."""
     if not isinstance(picture, Image.Image):
         array = np.asarray(picture)
         if array.dtype.kind == "f":
             array = (array.clip(0, 1) * 255).round()
         picture = Image.fromarray(array.astype(np.uint8))
-    ratio = min(width / picture.width, height / picture.height)
-    size = max(1, round(picture.width * ratio)), max(1, round(picture.height * ratio))
-    how = Image.Resampling.NEAREST if ratio > 4 else Image.Resampling.LANCZOS
-    return picture.convert("RGB").resize(size, how)
+    how = Image.Resampling.NEAREST if max(picture.size) < 128 else Image.Resampling.LANCZOS
+    return ImageOps.pad(picture.convert("RGB"), size, how, _PANEL)
 
 
-class Window:
-    """A window on the screen. Raises gymnasium's DependencyNotInstalled if there is no pygame."""
+def show(image: NDArray[np.uint8], frames_per_second: int) -> None:
+    """Show a picture in a window for one frame. Raises gymnasium's DependencyNotInstalled if there is no pygame."""
+    try:
+        import pygame
+    except ImportError as error:
+        what = 'render_mode="human" shows a window with pygame; run `pip install pygame-ce`'
+        raise gymnasium.error.DependencyNotInstalled(what) from error
+    pygame.display.init()
+    screen = pygame.display.get_surface() or pygame.display.set_mode(SIZE)
+    screen.blit(pygame.surfarray.make_surface(image.swapaxes(0, 1)), (0, 0))
+    pygame.event.pump()
+    pygame.display.flip()
+    pygame.time.wait(1000 // frames_per_second)
 
-    def __init__(self, title: str) -> None:
-        try:
-            import pygame
-        except ImportError as error:
-            what = 'render_mode="human" shows a window with pygame; run `pip install pygame-ce`'
-            raise gymnasium.error.DependencyNotInstalled(what) from error
-        self._pygame = pygame
-        pygame.display.init()
-        pygame.display.set_caption(title)
-        self._screen, self._clock = pygame.display.set_mode(SIZE), pygame.time.Clock()
 
-    def show(self, image: NDArray[np.uint8], frames_per_second: float) -> None:
-        """Show a picture, no sooner than the rate allows."""
-        self._screen.blit(self._pygame.surfarray.make_surface(image.swapaxes(0, 1)), (0, 0))
-        self._pygame.event.pump()
-        self._clock.tick(frames_per_second)
-        self._pygame.display.flip()
-
-    def close(self) -> None:
-        self._pygame.display.quit()
+def close_window() -> None:
+    """Close the window, if there is one."""
+    if pygame := sys.modules.get("pygame"):
+        pygame.display.quit()

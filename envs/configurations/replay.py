@@ -64,6 +64,10 @@ class Replay:
         self.rewards = RewardTable(table, reward_under(budget, reward), device)
         self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
+        names, sizes = ["the configuration"], [table.num_configurations]
+        if action == "knobs":
+            names, sizes = [f"knob {knob.name}" for knob in table.knobs], list(table.knob_sizes)
+        self.names, self.sizes = names, torch.tensor(sizes, device=self.configurations.device)
 
     def __call__(self, rows: Tensor, action: Tensor, limits: Tensor) -> Outcome:
         """Decide for P contexts: int64 [P] rows, actions int64 [P, G, K] (or [P, G] under `action="configuration"`),
@@ -72,15 +76,24 @@ class Replay:
         Raises:
             InputError: an action outside its range; under `error` an action that was never profiled for its sample.
         """
-        count = self.table.num_configurations
-        by_knobs = self.action == "knobs"
-        configuration = self.find(action) if by_knobs else action
-        if not by_knobs and ((action < 0) | (action >= count)).any():
-            self._refuse_outside(action)
+        if self.action == "knobs":
+            configuration = self.find(action)
+        else:
+            self._refuse_outside(action.unsqueeze(-1))
+            configuration = action
         reward = self.rewards.chosen(rows, configuration, limits)
         if not ((configuration.amin() < 0) | reward.sum().isnan()):
             return Outcome(configuration, reward, None)
         return self._with_unprofiled(rows, action, configuration, limits)
+
+    def grouped(self, action: Tensor, contexts: int, group: int = 1) -> Tensor:
+        """Actions with all axes that decisions have, of which those of length 1 may be missing. Raises InputError for
+        another shape, or for what is not whole numbers."""
+        shape = (contexts, group, len(self.sizes)) if self.action == "knobs" else (contexts, group)
+        same = [side for side in action.shape if side != 1] == [side for side in shape if side != 1]
+        if not same or action.dtype == torch.bool or action.is_floating_point():
+            raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*shape]}")
+        return action.long().reshape(shape)
 
     def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, Tensor]:
         """Accuracy and latency in ms of these decisions, float32 [P, G] each."""
@@ -93,9 +106,15 @@ class Replay:
         mask = ~self.rewards.accuracy.index_select(0, rows).isnan()
         missing = (configuration < 0) | ~mask.gather(1, configuration.clamp_min(0))
         knobs = action if self.action == "knobs" else self.configurations[action]
-        self._refuse_outside(knobs)
-        if self.unprofiled == "error":
-            self._refuse_unprofiled(rows, missing)
+        if self.action == "knobs":
+            self._refuse_outside(knobs)
+        if self.unprofiled == "error" and missing.any():
+            sample = self.table.sample_ids[int(rows[missing.any(1)][0])]
+            raise InputError(
+                f"{int(missing.sum())} of the actions were never profiled for their sample (the first: sample "
+                f"{sample!r} of {self.table.name!r}); `mask` says which configurations were, and unprofiled=nearest "
+                "replays the nearest of them"
+            )
         at = missing.nonzero()[:, 0]
         steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
         nearest = steps.masked_fill(~mask[at], torch.inf).argmin(1)
@@ -106,23 +125,12 @@ class Replay:
             reward = reward.masked_scatter(missing, every.nan_to_num(torch.inf).amin(1) - 1)
         return Outcome(configuration, reward, missing)
 
-    def _refuse_outside(self, action: Tensor) -> None:
-        """Refuse indices that no value has."""
-        names = [f"knob {knob.name}" for knob in self.table.knobs] if action.ndim == 3 else ["the configuration"]
-        sizes = self.table.knob_sizes if action.ndim == 3 else [self.table.num_configurations]
-        for name, size, index in zip(
-            names, sizes, action.flatten(0, 1).reshape(-1, len(sizes)).unbind(-1), strict=True
-        ):
-            outside = (index < 0) | (index >= size)
-            if outside.any():
-                wrong = int(index[outside][0])
-                raise InputError(f"action: {name} has no index {wrong}; its {size} values have indices 0 to {size - 1}")
-
-    def _refuse_unprofiled(self, rows: Tensor, missing: Tensor) -> None:
-        if missing.any():
-            sample = self.table.sample_ids[int(rows[missing.any(1)][0])]
+    def _refuse_outside(self, indices: Tensor) -> None:
+        """Refuse indices that no value has, int64 [P, G, K], or no configuration, [P, G, 1]."""
+        outside = (indices < 0) | (indices >= self.sizes)
+        if outside.any():
+            p, g, k = outside.nonzero()[0].tolist()
+            name, size = self.names[k], int(self.sizes[k])
             raise InputError(
-                f"{int(missing.sum())} of the actions were never profiled for their sample (the first: sample "
-                f"{sample!r} of {self.table.name!r}); `mask` says which configurations were, and unprofiled=nearest "
-                "replays the nearest of them"
+                f"action: {name} has no index {int(indices[p, g, k])}; its {size} values have indices 0 to {size - 1}"
             )

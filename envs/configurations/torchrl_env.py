@@ -13,7 +13,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Unbounded
 
-from knobwise.common.errors import InputError
 from knobwise.envs.configurations.context_env import ContextEnv
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
 from knobwise.envs.configurations.replay import Replay
@@ -84,8 +83,8 @@ class ConfigBandit(ContextEnv):
         p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
         self.outcome_shape = (p,) if group_size is None else (p, group_size)
         knobs = (len(sizes),) if action == "knobs" else ()
-        self.grouped_shape = torch.Size((p, group_size or 1, *knobs))
-        self._set_outcome_specs(*self.grouped_shape[:2])
+        self.decisions = (p, group_size or 1)
+        self._set_outcome_specs(*self.decisions)
         if action == "knobs":
             self.action_spec = MultiCategorical(
                 torch.tensor(sizes),
@@ -116,13 +115,14 @@ class ConfigBandit(ContextEnv):
         rows = out["row"].long() if "row" in out else self._some_contexts()["row"]
         # configuration n + 1 of those profiled for the sample, n drawn evenly: much faster than torch.multinomial
         counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
-        drawn = torch.searchsorted(counts, (torch.rand(self.grouped_shape[:2]) * counts[:, -1:]).int() + 1)
+        drawn = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
         action = self.table.configurations[drawn] if self.replay.action == "knobs" else drawn
         return out.set("action", action.view(self.action_spec.shape).to(rows.device))
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows, limits = self.current["row"], self.current[self.limit_key]
-        replayed = self.replay(rows, self._grouped(tensordict["action"]), limits)
+        action = self.replay.grouped(tensordict["action"], *self.decisions)
+        replayed = self.replay(rows, action, limits)
         changed = self._described()
         if not self.lean:
             outcome = zip(("accuracy", "latency_ms"), self.replay.outcome(rows, replayed), strict=True)
@@ -147,11 +147,3 @@ class ConfigBandit(ContextEnv):
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
             self.action_spec.update_mask(out["mask"] if self.action_spec.ndim == 1 else out["mask"].unsqueeze(1))
         return out | {name: self.observation_spec[name].zero() for name in ("accuracy", "latency_ms")}
-
-    def _grouped(self, action: Tensor) -> Tensor:
-        """Actions with the group axis, int64 [P, G, K] or [P, G]."""
-        p, g, *knobs = self.grouped_shape
-        shapes = [(p, g, *knobs), (p, *knobs)] if g == 1 else [(p, g, *knobs)]
-        if action.shape not in shapes or action.is_floating_point():
-            raise InputError(f"action: is {action.dtype} {[*action.shape]}, must be int64 {[*self.action_spec.shape]}")
-        return action.long().reshape(self.grouped_shape)
