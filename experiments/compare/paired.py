@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from knobwise.experiments.compare.runs import ComparedRun
+from knobwise.experiments.compare.runs import ComparedRun, place_of
 from knobwise.experiments.results.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "place")
@@ -19,21 +19,29 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
     """A policy's `COLUMNS` sorted by `KEYS`; None if the run has none, or not for every seed, sample and place."""
     if run.decisions is None:
         return None
-    part = run.decisions.filter(pl.col("policy") == policy).select(*KEYS, *COLUMNS)
-    part = part.unique(KEYS, keep="first").sort(KEYS)
+    part = _with_keys(run.decisions.filter(pl.col("policy") == policy))
+    part = part.select(*KEYS, *COLUMNS).unique(KEYS, keep="first").sort(KEYS)
     complete = part.height == math.prod(part.select(pl.col(KEYS).n_unique()).row(0))
     return part if part.height and complete else None
+
+
+def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
+    """The decisions with `KEYS`."""
+    # only together are data set and sample unique
+    sample = pl.concat_str("dataset", "sample_id", separator="\t", ignore_nulls=True).alias("sample")
+    places = {place: place_of(place) for place in decisions["place"].unique()}
+    return decisions.with_columns(sample, pl.col("place").replace_strict(places))
 
 
 def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[float]) -> bool:
     """Whether the numbers of two runs at these places are means over the same samples, with the same measurements; not
     if that is unknown. A mean is over the samples of which every policy's accuracy is known."""
+    sides = [side.decisions for side in (reference, run)]
     if not set(places) <= set(run.places) or other_measurements(reference, run):
         return False
-    known, by, judged = pl.col("accuracy").fill_nan(None).is_not_null().all(), ("place", "sample"), list(places)
-    sides = [side.decisions for side in (reference, run) if side.decisions is not None]
-    cells = [side.filter(pl.col("place").is_in(judged)).group_by(by).agg(known) for side in sides]
-    samples = [side.filter("accuracy").sort(by) for side in cells]
+    known, by = pl.col("accuracy").fill_nan(None).is_not_null().all(), ("place", "sample")
+    cells = [_with_keys(side).filter(pl.col("place").is_in(list(places))) for side in sides if side is not None]
+    samples = [side.group_by(by).agg(known).filter("accuracy").sort(by) for side in cells]
     return len(samples) == 2 and samples[0].equals(samples[1])
 
 

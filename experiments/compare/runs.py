@@ -46,7 +46,6 @@ class ComparedRun:
     settings: dict[str, Any]
     """From `config.yaml`, by dotted key; empty without that file."""
     decisions: pl.DataFrame | None
-    """The columns of the file, and `sample`: the sample with its data set."""
     missing: str = ""
     """Why there are no decisions."""
 
@@ -58,7 +57,7 @@ class ComparedRun:
     @property
     def places(self) -> list[float]:
         """The budgets in ms, or the numbers of shots, that it was judged at."""
-        return self.problem.judged_at(self.results)
+        return sorted({place_of(place) for place in self.problem.judged_at(self.results)})
 
     @property
     def policy(self) -> str:
@@ -81,7 +80,8 @@ class ComparedRun:
 
     def row(self, policy: str, place: float | None) -> Mapping[str, Any]:
         """The row of a policy at a place, or its mean over the places (None); {} if there is none."""
-        return self.problem.row(self.results, policy, place)
+        rows = (row for row in self.problem.rows(self.results) if row["policy"] == policy)
+        return next((row for row in rows if place_of(row.get(self.problem.place)) == place), {})
 
 
 def place_of(place: Any) -> Any:
@@ -170,22 +170,13 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
             )
         stages = ("warmup_iterations", "iterations")
         content.setdefault("training", {stage: values.get(f"optimiser.{stage}") for stage in stages})
-        for row in (*content["rows"], *content.get("controls", ())):
-            row[problem.place] = place_of(row.get(problem.place))
         decisions, missing = None, ""
         try:
-            decisions = _with_keys(read_decisions(folder))
+            decisions = read_decisions(folder)
         except InputError as error:
             missing = str(error) if (folder / FILE).exists() else f"has no {FILE} (an older run)"
         runs.append(ComparedRun(folder, label, problem, content, values, decisions, missing))
     return runs
-
-
-def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
-    # only together are data set and sample unique
-    sample = pl.concat_str("dataset", "sample_id", separator="\t", ignore_nulls=True).alias("sample")
-    places = {place: place_of(place) for place in decisions["place"].unique()}
-    return decisions.with_columns(sample, pl.col("place").replace_strict(places))
 
 
 def read_settings_of(folder: Path) -> dict[str, Any]:

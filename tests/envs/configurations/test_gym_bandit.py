@@ -459,11 +459,11 @@ def test_make_vec_takes_every_reset_mode(mode: AutoresetMode, vectorization: str
     env.close()
 
 
-FORK = {"context": "fork"}  # the quickest
+SPAWN = {"context": "spawn"}  # a fork of this process may keep a lock of one of its threads for ever
 
 
 def test_make_vec_in_processes() -> None:
-    env = gymnasium.make_vec(ID, num_envs=1, vectorization_mode="async", table=small_table(8), vector_kwargs=FORK)
+    env = gymnasium.make_vec(ID, num_envs=1, vectorization_mode="async", table=small_table(8), vector_kwargs=SPAWN)
     observations, _ = env.reset(seed=0, options={"row": 3})
     assert env.observation_space.contains(observations)
     _, _, ended, _, infos = env.step(env.action_space.sample())

@@ -1,7 +1,8 @@
 """The native bandit as TorchRL people use it: workers, wrappers, transforms, steps by hand, sparse profiles."""
 
 import functools
-import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,6 @@ from torchrl.envs import (
 )
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.contexts import fresh_seed
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import TRAINING_REWARD
@@ -85,12 +85,21 @@ def test_without_a_seed_environments_draw_different_contexts_which_manual_seed_f
     assert contexts(env.reset()) == contexts(same.reset())
 
 
+FORKED = """
+import multiprocessing
+from knobwise.envs.configurations.contexts import fresh_seed
+context = multiprocessing.get_context("fork")
+queue = context.SimpleQueue()
+for _ in range(2):
+    context.Process(target=lambda: queue.put(fresh_seed())).start()
+print(queue.get(), queue.get(), fresh_seed())
+"""
+
+
 def test_forked_processes_which_share_torchs_generator_draw_different_seeds() -> None:
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    for _ in range(2):
-        context.Process(target=lambda: queue.put(fresh_seed())).start()
-    seeds = {queue.get(), queue.get(), fresh_seed()}
+    """In a process of its own, because threads of this one may hold locks that a fork would keep for ever."""
+    printed = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120)
+    seeds = {int(seed) for seed in printed.stdout.split()}
     assert len(seeds) == 3
     assert min(seeds) >= 0
 
@@ -112,7 +121,7 @@ def test_workers_of_serial_draw_different_contexts_and_take_seeds(workers: Any) 
 
 
 def test_parallel_workers_draw_different_contexts_and_replay_them() -> None:
-    env = ParallelEnv(2, functools.partial(ConfigBandit, FULL, batch_size=4), mp_start_method="fork")
+    env = ParallelEnv(2, functools.partial(ConfigBandit, FULL, batch_size=4), mp_start_method="spawn")
     try:
         out = env.rollout(3, break_when_any_done=False)
         assert len(set(contexts(out))) == 24
@@ -133,14 +142,9 @@ def test_parallel_workers_draw_different_contexts_and_replay_them() -> None:
 
 
 def test_workers_of_a_collector_draw_different_contexts() -> None:
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("fork", force=True)  # spawned workers would import torch for seconds
-    try:
-        collector = MultiSyncCollector([make, make], None, frames_per_batch=16, total_frames=32)
-        drawn = [context for batch in collector for context in contexts(batch)]
-        collector.shutdown()
-    finally:
-        multiprocessing.set_start_method(before, force=True)
+    collector = MultiSyncCollector([make, make], None, frames_per_batch=16, total_frames=32)
+    drawn = [context for batch in collector for context in contexts(batch)]
+    collector.shutdown()
     assert len(set(drawn)) == 32
 
 
