@@ -28,6 +28,7 @@ from torchrl.envs import (
     TransformedEnv,
 )
 from torchrl.trainers import DefaultOptimizationStepper, Trainer
+from torchrl.weight_update import SharedMemWeightSyncScheme
 
 from knobwise.agents import Controller, PolicyConfig, make_actor
 from knobwise.envs import ConfigBandit, ConfigBanditEnv, ConfigBanditVectorEnv, ProfileTable
@@ -137,7 +138,8 @@ def run(case: Case, folder: Path) -> None:
     if case.use.startswith("multi"):
         env.close()
         many = MultiSyncCollector if case.use == "multi_sync" else MultiAsyncCollector
-        collector = many([make, make], policy, **settings)
+        weights = SharedMemWeightSyncScheme()
+        collector = many([make, make], policy, weight_sync_schemes={"policy": weights}, **settings)
     else:
         collector = Collector(env, policy, **settings)
     if case.use == "trainer":
@@ -175,6 +177,8 @@ def run(case: Case, folder: Path) -> None:
                 buffer.update_tensordict_priority(sample)
             assert sample["next", "reward"].shape[0] == 8
     collector.shutdown()
+    if case.use.startswith("multi"):
+        weights.shutdown()  # TorchRL leaves it to the end of Python, where its queue would wait for a thread for ever.
 
 
 @pytest.mark.parametrize("case", cases(), ids="-".join)
