@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from knobwise.agents.judging.policy import Baseline, Policy
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.reward import RewardTable, utility
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.configurations.reward import RewardTable, share_in_time
 from knobwise.envs.configurations.settings import TRAINING_REWARD
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -43,27 +43,25 @@ class Judged:
     accuracy: Tensor
     """float [n, B]."""
     latency_ms: Tensor
-    """float [n, B]."""
+    """float [n, B], with the policy's own cost; of several measurements the median."""
+    in_time: Tensor | None
+    """float [n, B]: the share of the measurements that, with the policy's own cost, meet the deadline; None under mean
+    budgets."""
     utility: Tensor
-    """float [n, B]: accuracy where the deadline was met, else 0; under mean budgets the accuracy."""
+    """float [n, B]: accuracy · in_time; under mean budgets the accuracy."""
     reward: Tensor
     """float [n, B]; NaN under mean budgets."""
     feasible: Tensor | None = None
     """bool [n, B]: whether any profiled configuration meets the deadline; None under mean budgets."""
 
-    @property
-    def met(self) -> Tensor:
-        """bool [n, B]: latency ≤ budget."""
-        return self.latency_ms <= self.budgets_ms
-
     def metrics(self) -> dict[str, float]:
         """Means over samples and deadlines, under the logged names (without `Val/`)."""
-        assert self.feasible is not None
+        assert self.feasible is not None and self.in_time is not None
         numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
         return _moments(numbers) | {
-            "Budget_Violation_Rate": float((~self.met).float().mean()),
+            "Budget_Violation_Rate": 1 - float(self.in_time.mean()),
             "Utility": float(self.utility.mean()),
-            "Satisfaction_Feasible": float(self.met[self.feasible].float().mean()) if self.feasible.any() else 1.0,
+            "Satisfaction_Feasible": float(self.in_time[self.feasible].mean()) if self.feasible.any() else 1.0,
         }
 
 
@@ -92,19 +90,21 @@ def judge(
     rows: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable | None = None,
+    cost_ms: float = 0.0,
 ) -> Judged:
     """Let a policy decide for every sample, int64 [n], under every deadline [B], and look up the outcomes.
 
-    It sees features, deadlines and which configurations were profiled for the sample, because the outcomes of others
-    are unknown. `rewards` defaults to those of training.
+    It sees features, what its own cost leaves of the deadlines, and which configurations were profiled for the sample,
+    because the outcomes of others are unknown. `rewards` defaults to those of training.
     """
     rewards = RewardTable(table, TRAINING_REWARD) if rewards is None else rewards
-    features = {name: block[rows] for name, block in table.features.items()}
-    mask, accuracy, latency = table.mask[rows], table.accuracy[rows], table.latency_ms[rows]
-    limits = [budget.expand(len(rows)) for budget in budgets_ms]
+    features, mask = {name: block[rows] for name, block in table.features.items()}, table.mask[rows]
+    left = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
+    limits = [limit.expand(len(rows)) for limit in left]
     chosen = torch.stack([policy.choose(features, limit, mask).cpu() for limit in limits], 1)
-    got_accuracy, got_latency = accuracy.gather(1, chosen), latency.gather(1, chosen)
-    fastest = latency.masked_fill(~mask, torch.inf).amin(1, keepdim=True)
+    at = rows.unsqueeze(1), chosen
+    accuracy, in_time = table.accuracy[at], share_in_time(table.measurements_ms[at] + cost_ms, budgets_ms)
+    fastest = table.latency_ms[rows].masked_fill(~mask, torch.inf).amin(1, keepdim=True)
     device = rewards.accuracy.device
     rewarded = [
         rewards.chosen(rows.to(device), chosen[:, i, None].to(device), limit.to(device)).cpu()
@@ -113,9 +113,10 @@ def judge(
     return Judged(
         budgets_ms=budgets_ms,
         chosen=chosen,
-        accuracy=got_accuracy,
-        latency_ms=got_latency,
-        utility=utility(got_accuracy, got_latency, budgets_ms),
+        accuracy=accuracy,
+        latency_ms=table.latency_ms[at] + cost_ms,
+        in_time=in_time,
+        utility=accuracy * in_time,
         reward=torch.stack(rewarded).squeeze(-1).T,
         feasible=fastest <= budgets_ms,
     )
@@ -128,27 +129,15 @@ def judge_all(
     rewards: RewardTable,
     controllers: Sequence[Policy[Tensor]],
     baselines: Sequence[Baseline],
+    costs_ms: Mapping[str, float] | None = None,
 ) -> dict[str, list[Judged]]:
-    """The outcomes by policy: one for each seed of `controller`, one for each baseline. Arguments as in `judge`."""
+    """The outcomes by policy: one for each seed of `controller`, one for each baseline. Arguments as in `judge`, the
+    costs by policy."""
     judged: dict[str, list[Judged]] = {}
     named = [*(("controller", c) for c in controllers), *((b.name, b) for b in baselines)]
     with progress("judging", len(named), quiet_s=2) as tick:
         for done, (name, policy) in enumerate(named, 1):
-            judged.setdefault(name, []).append(judge(policy, table, rows, budgets_ms, rewards))
+            cost = (costs_ms or {}).get(name, 0.0)
+            judged.setdefault(name, []).append(judge(policy, table, rows, budgets_ms, rewards, cost))
             tick(done, name)
     return judged
-
-
-def decision_us(
-    policy: Policy[Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor, repeats: int = 30
-) -> float:
-    """Median time of one decision for one sample, in µs, on the CPU, features already at hand."""
-    times = []
-    for i in range(repeats):
-        row = rows[i % len(rows)].unsqueeze(0)
-        features = {name: block[row] for name, block in table.features.items()}
-        budget, mask = budgets_ms[i % len(budgets_ms)].unsqueeze(0), table.mask[row]
-        start = time.perf_counter()
-        policy.choose(features, budget, mask)
-        times.append(time.perf_counter() - start)
-    return float(torch.tensor(times).median()) * 1e6
