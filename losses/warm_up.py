@@ -14,7 +14,13 @@ from torch.nn import functional
 from torchrl.objectives import LossModule
 
 from knobwise.losses.actor_loss import ActorLoss, Keys
-from knobwise.losses.functional import gaussian_nll, group_advantage, reward_weighted_cross_entropy
+from knobwise.losses.functional import (
+    even_weight,
+    expectation,
+    gaussian_nll,
+    group_advantage,
+    reward_weighted_cross_entropy,
+)
 from knobwise.losses.settings import ADVANTAGES
 
 
@@ -119,7 +125,7 @@ class RegressionLoss(LossModule):
 
         Attributes:
             accuracy: float [*, C], measured, NaN where not profiled.
-            log_latency: float [*, C], measured, ln ms, NaN where not profiled.
+            log_latency: float [*, C], or [*, C, R] with every measurement of a cell, ln ms, NaN where there is none.
         """
 
         accuracy: NestedKey = "accuracy_per_configuration"
@@ -150,7 +156,11 @@ class RegressionLoss(LossModule):
         wrong = functional.binary_cross_entropy_with_logits(
             predicted.get("accuracy_logits"), accuracy.nan_to_num(), reduction="none"
         )
-        off = gaussian_nll(log_latency.nan_to_num(), predicted.get("log_latency"), predicted.get("spread"))
+        if log_latency.ndim == accuracy.ndim:
+            log_latency = log_latency.unsqueeze(-1)
+        measured = even_weight(~log_latency.isnan())
+        mean, spread = (predicted.get(key).unsqueeze(-1) for key in ("log_latency", "spread"))
+        off = expectation(gaussian_nll(log_latency.nan_to_num(), mean, spread), measured)
         means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
         return TensorDict(dict(zip(self.out_keys, reduced, strict=True)), batch_size=[])

@@ -18,8 +18,10 @@ from knobwise.agents.predictors.experts import Expert, Measured, Prediction, fit
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.losses.functional import even_weight
 
 # -- from the table's averages -----------------------------------------------------------------------------------------
 
@@ -50,19 +52,19 @@ class Averages:
 
 
 class BudgetAwareStatic(Averages):
-    """Per budget the one configuration with the best mean of accuracy·1[latency ≤ budget] over the rows; where nothing
-    ever met the budget all means are 0, and the one with the lowest mean latency is taken."""
+    """Per budget the one configuration with the best mean of accuracy·1[latency ≤ budget] over all measurements of the
+    rows; where nothing ever met the budget all means are 0, and the one with the lowest mean latency is taken."""
 
     name = "budget_aware_static"
 
     def __init__(self, table: ProfileTable, rows: Tensor) -> None:
         _, self.latency_ms = averages(table, rows)
         # With each configuration's cells in order of latency, a running sum of accuracy answers every budget exactly.
-        mask = table.mask[rows].T
-        latency = table.latency_ms[rows].T.double().masked_fill(~mask, torch.inf)
-        self._sorted_ms, order = latency.sort(dim=1, stable=True)
-        accuracy = table.accuracy[rows].T.double().masked_fill(~mask, 0.0).gather(1, order)
-        share = accuracy.cumsum(1) / mask.sum(1, keepdim=True).clamp_min(1)
+        # [C, n·R]; each measurement counts as its share of the cell
+        measured = table.measurements_ms[rows].transpose(0, 1)
+        weight = even_weight(~measured.isnan()).double() * table.accuracy[rows].T.double().nan_to_num().unsqueeze(-1)
+        self._sorted_ms, order = measured.double().nan_to_num(torch.inf).flatten(1).sort(dim=1, stable=True)
+        share = weight.flatten(1).gather(1, order).cumsum(1) / table.mask[rows].sum(0).clamp_min(1).unsqueeze(1)
         self._running = torch.nn.functional.pad(share, (1, 0))
 
     def mean_utility(self, budgets_ms: Tensor) -> Tensor:
@@ -112,12 +114,12 @@ class PredictThenChoose:
     Without `predict_accuracy` each configuration's mean accuracy counts for every sample."""
 
     def __init__(self, name: str, expert: Expert, normaliser: FeatureNormaliser, predict_accuracy: bool = True) -> None:
-        self.name, self.expert, self._normaliser = name, expert, normaliser
+        self.name, self.expert, self.normaliser = name, expert, normaliser
         self._predict_accuracy = predict_accuracy
 
     def predict(self, features: Mapping[str, Tensor], n: int) -> Prediction:
         """What is expected of every configuration for n samples."""
-        prediction = self.expert(self._normaliser(features, n))
+        prediction = self.expert(self.normaliser(features, n))
         if self._predict_accuracy:
             return prediction
         return prediction._replace(accuracy=self.expert.mean_accuracy.expand_as(prediction.accuracy))
@@ -145,7 +147,8 @@ class Random:
 
 
 class Oracle:
-    """The best measured utility of each of these rows, among equals the faster; the fastest where nothing fits.
+    """The best measured utility of each of these rows, over several measurements the best mean; among equals the faster;
+    the fastest where nothing fits.
 
     It knows the outcomes, so it can only choose for exactly the rows that it was given, in their order.
 
@@ -157,13 +160,13 @@ class Oracle:
 
     def __init__(self, table: ProfileTable, rows: Tensor) -> None:
         self._mask = table.mask[rows]
-        self._accuracy = table.accuracy[rows].masked_fill(~self._mask, 0.0)
-        self._latency_ms = table.latency_ms[rows]
+        self._accuracy, self._latency_ms = table.accuracy[rows], table.latency_ms[rows]
+        self._measurements_ms = table.measurements_ms[rows]
 
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
         if len(budgets_ms) != len(self._mask):
             raise ValueError(f"the oracle knows {len(self._mask)} samples and was asked about {len(budgets_ms)}")
-        utility = self._accuracy * (self._latency_ms <= budgets_ms.unsqueeze(1))
+        utility = expected_utility(self._accuracy, self._measurements_ms, budgets_ms.unsqueeze(1))
         return pick(utility, self._latency_ms, self._mask if mask is None else mask & self._mask)
 
 

@@ -56,7 +56,8 @@ class Judged:
 
     def metrics(self) -> dict[str, float]:
         """Means over samples and deadlines, under the logged names (without `Val/`)."""
-        assert self.feasible is not None and self.in_time is not None
+        assert self.feasible is not None
+        assert self.in_time is not None
         numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
         return _moments(numbers) | {
             "Budget_Violation_Rate": 1 - float(self.in_time.mean()),

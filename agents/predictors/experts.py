@@ -21,6 +21,7 @@ from knobwise.agents.predictors.folds import Targets, folds_of
 from knobwise.agents.predictors.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import log_measured, log_ms
+from knobwise.envs.configurations.reward import share_in_time
 from knobwise.envs.tables.profile_table import ProfileTable
 
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
@@ -66,12 +67,14 @@ def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """The rows that experts are fitted on, int64 [n], their measurements [n, C], NaN where not profiled, budgets [B]
-    that utility is averaged over, empty without deadlines, and folds: positions to fit on and to hold out."""
+    """The rows that experts are fitted on, int64 [n], their accuracies and median latencies [n, C], NaN where not
+    profiled, every measured latency [n, C, R], budgets [B] that utility is averaged over, empty without deadlines, and
+    folds: positions to fit on and to hold out."""
 
     rows: Tensor
     accuracy: Tensor
     latency_ms: Tensor
+    measurements_ms: Tensor
     mask: Tensor
     budgets_ms: Tensor
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
@@ -79,22 +82,23 @@ class Measured(NamedTuple):
     @classmethod
     def from_table(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, seed: int) -> Measured:
         """Look up these rows (int64 [n]), and divide them into folds by image or sample."""
-        cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
+        cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows], table.mask[rows]
         return cls(rows, *cells, budgets_ms, folds_of(table, rows, seed))
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
-        """Mean over rows and budgets of the utility of the best score, accuracy·1[latency ≤ budget]: for each budget
-        scores [n, C]; among equal ones `latency` [n, C], on any monotone scale, decides."""
+        """Mean over rows and budgets of the utility of the best score: for each budget scores [n, C]; among equal ones
+        `latency` [n, C], on any monotone scale, decides."""
         total = 0.0
         for budget, score in zip(self.budgets_ms, scores, strict=True):
-            chosen = pick(score, latency, self.mask).unsqueeze(1)
-            met = self.latency_ms.gather(1, chosen) <= budget
-            total += float((self.accuracy.gather(1, chosen) * met).mean())
+            chosen = torch.arange(len(score)), pick(score, latency, self.mask)
+            total += float((self.accuracy[chosen] * share_in_time(self.measurements_ms[chosen], budget)).mean())
         return total / len(self.budgets_ms)
 
     def residual_spread(self, log_latency: Tensor) -> Tensor:
-        """Root mean square residual of each configuration, [C], as if it had five more average cells."""
-        squares = (log_measured(self.latency_ms) - log_latency).square().masked_fill(~self.mask, 0.0)
+        """Root mean square residual of the single measurements of each configuration, [C], as if it had five more
+        average cells."""
+        residuals = log_measured(self.measurements_ms) - log_latency.unsqueeze(-1)
+        squares = residuals.square().nanmean(-1).masked_fill(~self.mask, 0.0)
         overall = squares.sum() / self.mask.sum()
         return ((squares.sum(0) + 5 * overall) / (self.mask.sum(0) + 5)).sqrt().clamp_min(1e-3)
 

@@ -19,6 +19,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.experts import Expert
+from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController
 from knobwise.agents.stack.priced_policy import PricedChooser, hash_keys
 from knobwise.agents.stack.stacked_controller import StackedController
@@ -87,7 +88,7 @@ def arrays_of(agent: Agent) -> Arrays:
         arrays |= {f"guard.{name}": stack.guard.state_dict()[name].numpy() for name in ("budgets_ms", "miss", "deploy")}
         arrays |= {f"static.{name}": values for name, values in arrays_of_static(stack.static).items()}
     if isinstance(agent, PricedChooser):
-        arrays |= {f"mean.{name}": values for name, values in _mean_arrays(agent, network).items()}
+        arrays |= {f"mean.{name}": values for name, values in mean_arrays(agent, network.normaliser).items()}
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     return arrays
 
@@ -132,8 +133,9 @@ def arrays_of_static(static: BudgetAwareStatic) -> Arrays:
     return {**plain, "starts": time[new], "choices": chosen[new]}
 
 
-def _mean_arrays(agent: PricedChooser, network: Controller) -> Arrays:
-    sizes = network.normaliser.sizes
+def mean_arrays(agent: PricedChooser, normaliser: FeatureNormaliser) -> Arrays:
+    """Prices of mean budgets, and the static mix with the hash that draws its side. Raises InputError as `arrays_of`."""
+    sizes = normaliser.sizes
     if agent.mix is not None and not sizes and not bool(agent.deployed.all()):
         raise InputError(
             "export: without features the static mix of a mean budget is drawn at random, which a file cannot repeat; "

@@ -62,7 +62,8 @@ class NumpyController:
         self._normal = _Normaliser(_under(arrays, "normaliser."), head["clip"]) if self._widths else None
         network = _under(arrays, "network.")
         self._utility = _UtilityNetwork(network, head) if head["structure"] == "utility" else None
-        self._heads = None if self._utility else _KnobNetwork(network, head, self.configurations)
+        knobs = head["structure"] not in ("utility", "none")  # "none" leaves all to the experts
+        self._heads = _KnobNetwork(network, head, self.configurations) if knobs else None
         self._weights = [weight for weight in head["weights"] if weight > 0]
         self._members: list[Callable[[Array, Array], tuple[Array, ...]]] = []
         if self._utility and head["weights"][0] > 0:

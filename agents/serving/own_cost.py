@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knobwise.agents.checkpoint import network_of
 from knobwise.agents.judging.baselines import PredictThenChoose
 from knobwise.agents.serving.export import Arrays, arrays_of, mean_arrays
 from knobwise.agents.serving.numpy_controller import FORMAT, NumpyController

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.predictors.experts import Measured, pick
 from knobwise.envs.configurations.budgets import log_ms
-from knobwise.envs.configurations.reward import utility
+from knobwise.envs.configurations.reward import share_in_time
 
 PRICES = torch.tensor([0.0, *(0.05 * 1.2**step for step in range(43)), 1e6], dtype=torch.float64)
 """Prices of a miss that are tried, float64 [45], in units of accuracy: from 0 to one at which only the probability of
@@ -85,16 +85,18 @@ class Guard(nn.Module):
             # columns: the prices, then static
             choices = [_choice(score[group], meets[group], p, measured.mask, static_choice[group]) for p in PRICES]
             columns = torch.stack([*choices, static_choice[group]], 1)
-            latency, feasible = measured.latency_ms.gather(1, columns), (measured.latency_ms <= budget).any(1)
-            utilities = utility(measured.accuracy.gather(1, columns), latency, budget).double()
-            values = guard._calibrated(utilities, (latency <= budget).sum(0), int(feasible.sum()))
+            cells = torch.arange(len(columns)).unsqueeze(1), columns
+            in_time = share_in_time(measured.measurements_ms[cells].double(), budget)
+            feasible = (measured.latency_ms <= budget).any(1)
+            utilities = measured.accuracy[cells].double() * in_time
+            values = guard._calibrated(utilities, in_time[feasible].sum(0), int(feasible.sum()))
             for name, value in values.items():
                 getattr(guard, name)[group] = value
         return guard
 
     def _calibrated(self, utilities: Tensor, met: Tensor, count: int) -> dict[str, Any]:
-        """The buffers for one budget, from utilities [n, P + 1] at each price and, last, of static, the number of
-        budgets met [P + 1], and the number of feasible requests."""
+        """The buffers for one budget, from utilities [n, P + 1] at each price and, last, of static, how many feasible
+        requests are on time [P + 1], shares of measurements added up, and how many there are."""
         means = utilities.mean(0)
         keeps = (count - met[:-1]).flip(0).cummax(0).values.flip(0) <= self._may_miss(count)
         static_keeps = bool(count - met[-1] <= self._may_miss(count))

@@ -26,7 +26,7 @@ from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.prices import choose_at_price
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
-from knobwise.envs.configurations.reward import utility
+from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
 
 GUARD_SETTINGS = ("level", "confidence", "level_cost")
@@ -270,7 +270,7 @@ def fit_stack(
     ]
     scores = [torch.stack([view.score for view in of_limits]) for of_limits in views]
     meets = [torch.stack([view.meets for view in of_limits]) for of_limits in views]
-    worth = utility(measured.accuracy, measured.latency_ms, limits[:, None, None])
+    worth = expected_utility(measured.accuracy, measured.measurements_ms, limits[:, None, None])
     held_out = HeldOut(scores, worth, measured.mask)
     weights = stack_weights(held_out)
     static = guard = None

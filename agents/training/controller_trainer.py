@@ -146,7 +146,7 @@ class ControllerTrainer(Trainer):
         if self.policy.structure == "utility":
             self.predictor = OutcomesOfRows(self.actor)
             self.regression = RegressionLoss(self.predictor)
-            self.log_latency = log_measured(env.rewards.latency_ms)
+            self.log_latency = log_measured(self.table.measurements_ms.to(env.device))
             name, warm_up = "regression", self._regress
             grpo = self._grpo_and_regression if self.loss.regression_coeff > 0 else grpo
         return [

@@ -126,6 +126,8 @@ class ProfileTable:
     """What the reader skipped or could not join, with counts. Not part of the digest."""
     unit: str = "ms"
     """Unit of `latency_ms` and of budgets in reports; another cost may stand for latency. Not part of the digest."""
+    features_ms: float = 0.0
+    """Time to compute a request's features, in ms, which a policy that reads them is charged. Not part of the digest."""
     repeats_ms: Tensor | None = None
     """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was measured once."""
 
@@ -259,6 +261,7 @@ class ProfileTable:
             "format": "knobwise.ProfileTable/1",
             "name": self.name,
             "unit": self.unit,
+            "features_ms": self.features_ms,
             "knobs": [[k.name, list(k.values)] for k in self.knobs],
             **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
         }
@@ -276,7 +279,7 @@ class ProfileTable:
             parts |= {name: tuple(head.get(name, ())) for name in ("sample_ids", *cls.WORDS, "notes")}
             knobs = tuple(Knob(name, tuple(values)) for name, values in head["knobs"])
             features = with_prefix(tensors, "features.")
-            parts["repeats_ms"] = tensors.get("repeats_ms")
+            parts |= {"repeats_ms": tensors.get("repeats_ms"), "features_ms": float(head.get("features_ms", 0.0))}
             return cls(name=head["name"], unit=head.get("unit", "ms"), knobs=knobs, features=features, **parts)
 
         return read_table(path, "table", build)

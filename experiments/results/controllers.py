@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded
-from knobwise.agents.judging.evaluation import Judged, decision_us, judge_all
+from knobwise.agents.judging.evaluation import Judged, judge_all
 from knobwise.agents.judging.policy import Baseline, Policy
+from knobwise.agents.serving.own_cost import decision_us, own_cost_ms
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.envs.configurations.reward import RewardTable
@@ -49,16 +50,20 @@ def judge_deadlines(
     """The contents of `results.json` and of `decisions.parquet`: controllers, one for each of `seeds`, and baselines on
     the same samples under the same deadlines.
 
+    Each is charged its own cost: the time of its decision and of the features that it reads. `utility_free` is what it
+    would have got for nothing.
+
     Args:
         test: int64 [n], samples that nothing was fitted or chosen on.
         budgets_ms: float [B].
         rewards: the reward of the column `reward`.
         baselines: `budget_aware_static` and `oracle` must be among them.
     """
-    judged = judge_all(table, test, budgets_ms, rewards, controllers, baselines)
-    timed = {"controller": controllers[0], **{b.name: b for b in baselines if b.name not in KNOW_THE_ROWS}}
-    times = {name: decision_us(policy, table, test, budgets_ms) for name, policy in timed.items()}
-    decisions = _decisions(table, test, judged, seeds, times)
+    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines)
+    free, judged = (
+        judge_all(table, test, budgets_ms, rewards, controllers, baselines, charged) for charged in ({}, costs)
+    )
+    decisions = _decisions(table, test, judged, seeds, times, free)
     return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
 
 
@@ -86,10 +91,9 @@ def judge_mean_budgets(
         baselines: those that look at the request; the static ones and the oracle are added.
     """
     reference = Reference(table, fitted, test)
-    judged = reference.judged(budgets_ms, controllers, baselines)
-    timed = {"controller": controllers[0], **{baseline.name: baseline for baseline in baselines}}
-    times = {name: decision_us(policy, table, test, budgets_ms) for name, policy in timed.items()}
-    prices = {name: policy.prices.unsqueeze(0) for name, policy in timed.items()}
+    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines)
+    judged = reference.judged(budgets_ms, controllers, baselines, costs)
+    prices = {baseline.name: baseline.prices.unsqueeze(0) for baseline in baselines}
     prices["controller"] = torch.stack([controller.prices for controller in controllers])
     decisions = _decisions(table, test, judged, seeds, times)
 
@@ -104,10 +108,20 @@ def judge_mean_budgets(
     return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
 
 
+def _own_costs(
+    table: ProfileTable, rows: Tensor, budgets_ms: Tensor, controllers: Sequence[Any], baselines: Sequence[Any]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median time of a decision in µs, and what a decision is charged in ms, by policy."""
+    timed = {"controller": controllers[0], **{b.name: b for b in baselines if b.name not in KNOW_THE_ROWS}}
+    times = {name: decision_us(policy, table, rows, budgets_ms) for name, policy in timed.items()}
+    return times, {name: own_cost_ms(timed[name], table, time) for name, time in times.items()}
+
+
 def judged_means(judged: Judged) -> dict[str, float | None]:
     """Means over the budgets for one policy: utility, accuracy, and the share of feasible requests on time."""
     assert judged.feasible is not None
-    on_time = judged.met.double().masked_fill(~judged.feasible, torch.nan).nanmean(0)
+    assert judged.in_time is not None
+    on_time = judged.in_time.double().masked_fill(~judged.feasible, torch.nan).nanmean(0)
     accuracy, utility = (float(values.double().mean()) for values in (judged.accuracy, judged.utility))
     return {"utility": utility, "accuracy": accuracy, "satisfaction_feasible": _known_mean(on_time.numpy())}
 
@@ -150,23 +164,27 @@ def _decisions(
     judged: Mapping[str, Sequence[Judged]],
     seeds: Sequence[int],
     times: Mapping[str, float],
+    free: Mapping[str, Sequence[Judged]] | None = None,
 ) -> pl.DataFrame:
-    """The content of `decisions.parquet`, from outcomes by policy and median decision times in µs where known."""
+    """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs where known, and
+    outcomes without own costs."""
     datasets = [table.datasets[i] for i in test.tolist()] if table.datasets else [None] * len(test)
     ids = [table.sample_ids[i] for i in test.tolist()]
     samples = pl.DataFrame({"sample_id": ids, "dataset": datasets}, schema_overrides={"dataset": pl.String})
     labels = pl.Series([*_labels(table), None], dtype=pl.String)  # the last one stands for −1
     frames = []
     for policy, outcomes in judged.items():
-        for seed, outcome in zip(seeds if policy in DEADLINE.trained else [None], outcomes, strict=True):
+        of_seeds = seeds if policy in DEADLINE.trained else [None]
+        for place, (seed, outcome) in enumerate(zip(of_seeds, outcomes, strict=True)):
             columns = {
                 "choice": labels[outcome.chosen.flatten().numpy()],
                 "accuracy": outcome.accuracy,
                 "latency_ms": outcome.latency_ms,
-                "in_time": None if outcome.feasible is None else outcome.met,
+                "in_time": outcome.in_time,
                 "feasible": outcome.feasible,
                 "reward": outcome.reward,
                 "score": outcome.utility,
+                "score_free": free and free[policy][place].utility,
                 "decision_us": times.get(policy),
             }
             frames.append(decision_rows(policy, seed, samples, outcome.budgets_ms.tolist(), columns))
@@ -267,9 +285,8 @@ def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
     the others, is NaN if there are none."""
     low, high = (arrays.array(policy, "score")[0] for policy in (DEADLINE.low, DEADLINE.high))
     for policy in arrays.policies:
-        accuracy, latency, in_time, feasible, reward, score = (
-            arrays.array(policy, name) for name in ("accuracy", "latency_ms", "in_time", "feasible", "reward", "score")
-        )
+        names = ("accuracy", "latency_ms", "in_time", "feasible", "reward", "score", "score_free")
+        accuracy, latency, in_time, feasible, reward, score, free = (arrays.array(policy, name) for name in names)
         served, servable = (in_time * feasible).sum((0, 1)), feasible.sum((0, 1))
         numbers = {
             "accuracy": accuracy.mean((0, 1)),
@@ -279,6 +296,7 @@ def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
             "satisfaction_feasible": served / np.where(servable, servable, np.nan),
             "infeasible": 1 - feasible.mean((0, 1)),
             "reward": reward.mean((0, 1)),
+            "utility_free": free.mean((0, 1)),
         }
         yield policy, numbers, [score, low, high]
 

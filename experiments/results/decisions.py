@@ -27,10 +27,11 @@ SCHEMA: dict[str, pl.DataType] = {
     "choice": pl.String(),
     "accuracy": pl.Float32(),
     "latency_ms": pl.Float32(),
-    "in_time": pl.Boolean(),
+    "in_time": pl.Float32(),
     "feasible": pl.Boolean(),
     "reward": pl.Float32(),
     "score": pl.Float32(),
+    "score_free": pl.Float32(),
     "vote": pl.Float32(),
     "decision_us": pl.Float32(),
 }
@@ -41,8 +42,9 @@ SCHEMA: dict[str, pl.DataType] = {
 - `choice`: the label of the configuration, null where a mixture of two decided (accuracy and latency are then
   expectations); or the bank rows of the demonstrations in the order shown, joined by blanks.
 - `accuracy`: of demonstrations 0 or 1, whether the answer was right.
-- `in_time`: latency ≤ budget; `feasible`: some profiled configuration meets the budget. Both for deadlines only.
-- `score`: what is judged: the utility, or the accuracy.
+- `in_time`: the share of the cell's measurements that meet the budget, with the policy's own cost; `feasible`: some
+  profiled configuration meets the budget. Both for deadlines only.
+- `score`: what is judged: the utility, or the accuracy; `score_free`: the utility if the policy cost nothing.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
 - `decision_us`: the median time of a decision of this policy at this place."""
 
@@ -74,9 +76,9 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
         frame = pl.read_parquet(path)
     except (PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}); run the experiment again") from error
-    if dict(frame.schema) != SCHEMA:
+    if set(SCHEMA) - set(frame.columns) - {"score_free"}:  # older runs have no such column
         raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
-    return frame
+    return _complete(frame)
 
 
 def decision_rows(

@@ -3,7 +3,7 @@ best single configuration and the oracle get at *equal mean latency* on the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,23 +74,28 @@ class Reference:
         return used
 
     def judged(
-        self, budgets_ms: Tensor, controllers: Sequence[PricedChooser], baselines: Sequence[PricedChooser]
+        self,
+        budgets_ms: Tensor,
+        controllers: Sequence[PricedChooser],
+        baselines: Sequence[PricedChooser],
+        costs_ms: Mapping[str, float],
     ) -> dict[str, list[Judged]]:
-        """The outcomes of every policy by name, the references included; one for each controller."""
+        """The outcomes of every policy by name, charged its own cost, the references included; one for each
+        controller."""
         mix = StaticMix(self.table, self.fitted, budgets_ms).expected(self.table, self.test)
         single = best_single_at(*self.averages, budgets_ms, self.mask)
         return {
-            "controller": [self._priced(controller) for controller in controllers],
+            "controller": [self._priced(controller, costs_ms["controller"]) for controller in controllers],
             "static_mix": [_judged(budgets_ms, torch.full(mix[0].shape, -1), *mix)],
             "best_single": [self._chosen(budgets_ms, single)],
-            **{baseline.name: [self._priced(baseline)] for baseline in baselines},
+            **{baseline.name: [self._priced(baseline, costs_ms[baseline.name])] for baseline in baselines},
             "oracle": [self.oracle(budgets_ms)],
         }
 
-    def _priced(self, policy: PricedChooser) -> Judged:
+    def _priced(self, policy: PricedChooser, cost_ms: float) -> Judged:
         chosen = policy.decided(self.table, self.test)
-        expected = policy.expected(self.table, self.test, chosen)
-        return _judged(policy.budgets_ms, chosen.where(policy.deployed, -1), *expected)
+        accuracy, latency_ms = policy.expected(self.table, self.test, chosen)
+        return _judged(policy.budgets_ms, chosen.where(policy.deployed, -1), accuracy, latency_ms + cost_ms)
 
     def _chosen(self, budgets_ms: Tensor, chosen: Tensor) -> Judged:
         return _judged(budgets_ms, chosen, self.accuracy.gather(1, chosen), self.latency_ms.gather(1, chosen))
@@ -98,4 +103,4 @@ class Reference:
 
 def _judged(budgets_ms: Tensor, chosen: Tensor, accuracy: Tensor, latency_ms: Tensor) -> Judged:
     unknown = torch.full_like(accuracy, torch.nan)
-    return Judged(budgets_ms, chosen, accuracy, latency_ms, utility=accuracy, reward=unknown)
+    return Judged(budgets_ms, chosen, accuracy, latency_ms, in_time=None, utility=accuracy, reward=unknown)

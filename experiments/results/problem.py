@@ -43,6 +43,7 @@ class Metric:
 
 
 UTILITY, ACCURACY = Metric("utility", "utility"), Metric("accuracy", "accuracy")
+FREE = Metric("utility_free", "if it cost nothing")
 GAP = Metric("gap_closed", "oracle gap closed", "%")
 LATENCY = Metric("latency_ms_mean", "mean latency", "ms")
 TAIL = Metric("latency_ms_p95", "95% latency", "ms")
@@ -126,7 +127,7 @@ DEADLINE = Problem(
     samples="samples",
     score="utility",
     ranked_by="utility",
-    metrics=(UTILITY, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
+    metrics=(UTILITY, FREE, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
     low="budget_aware_static",
     high="oracle",
     trained=("controller",),
