@@ -63,7 +63,9 @@ class BudgetAwareStatic(Averages):
         # [C, n·R]; each measurement counts as its share of the cell
         measured = table.measurements_ms[rows].transpose(0, 1)
         weight = even_weight(~measured.isnan()).double() * table.accuracy[rows].T.double().nan_to_num().unsqueeze(-1)
-        self._sorted_ms, order = measured.double().nan_to_num(torch.inf).flatten(1).sort(dim=1, stable=True)
+        self._sorted_ms, order = (
+            measured.double().nan_to_num(torch.inf).flatten(1).contiguous().sort(dim=1, stable=True)
+        )
         share = weight.flatten(1).gather(1, order).cumsum(1) / table.mask[rows].sum(0).clamp_min(1).unsqueeze(1)
         self._running = torch.nn.functional.pad(share, (1, 0))
 
@@ -147,8 +149,8 @@ class Random:
 
 
 class Oracle:
-    """The best measured utility of each of these rows, over several measurements the best mean; among equals the faster;
-    the fastest where nothing fits.
+    """The best utility of each of these rows, of several measurements the mean; among equals the faster; the fastest
+    where nothing fits.
 
     It knows the outcomes, so it can only choose for exactly the rows that it was given, in their order.
 

@@ -134,7 +134,7 @@ def arrays_of_static(static: BudgetAwareStatic) -> Arrays:
 
 
 def mean_arrays(agent: PricedChooser, normaliser: FeatureNormaliser) -> Arrays:
-    """Prices of mean budgets, and the static mix with the hash that draws its side. Raises InputError as `arrays_of`."""
+    """Prices of mean budgets, the static mix, and the hash that draws its side. Raises InputError as `arrays_of`."""
     sizes = normaliser.sizes
     if agent.mix is not None and not sizes and not bool(agent.deployed.all()):
         raise InputError(

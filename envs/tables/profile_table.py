@@ -127,7 +127,7 @@ class ProfileTable:
     unit: str = "ms"
     """Unit of `latency_ms` and of budgets in reports; another cost may stand for latency. Not part of the digest."""
     features_ms: float = 0.0
-    """Time to compute a request's features, in ms, which a policy that reads them is charged. Not part of the digest."""
+    """Time to compute a request's features, ms, which policies that read them are charged. Not part of the digest."""
     repeats_ms: Tensor | None = None
     """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was measured once."""
 

@@ -22,12 +22,12 @@ from knobwise.agents.judging.baselines import (
     Random,
     make_baselines,
 )
-from knobwise.agents.judging.evaluation import decision_us, judge
+from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.judging.policy import Baseline
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
 
 NAN = math.nan
 LEARNED = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
@@ -249,17 +249,47 @@ def test_judged_by_hand() -> None:
     assert judged.accuracy.tolist() == [[1, 1], [0.75, 0.75]]
     assert judged.latency_ms.tolist() == [[20, 20], [40, 40]]
     assert judged.utility.tolist() == judged.reward.tolist() == [[0, 1.0], [0, 0]]
-    assert judged.met.tolist() == [[False, True], [False, False]]
+    assert judged.in_time is not None
+    assert judged.in_time.tolist() == [[0, 1], [0, 0]]
     assert judged.feasible.tolist() == [[True, True], [False, True]]
     wanted = {"Utility": 0.25, "Reward_Mean": 0.25, "Accuracy_Mean": 0.875, "Latency_Mean": 30}
     wanted |= {"Budget_Violation_Rate": 0.75, "Satisfaction_Feasible": pytest.approx(1 / 3)}
     assert {name: value for name, value in judged.metrics().items() if name in wanted} == wanted
 
 
-def test_the_same_policy_scores_the_same_twice_and_takes_time() -> None:
+def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds() -> None:
+    repeats = torch.tensor([[[10.0, 11.0, 12.0], [20.0, 22.0, 30.0]], [[5.0, NAN, NAN], [40.0, 41.0, 45.0]]])
+    table = table_of([[0.5, 0.75], [0.25, 1.0]], median_of(repeats).tolist())
+    table = dataclasses.replace(table, repeats_ms=repeats)
+    rows, budgets = torch.arange(2), torch.tensor([11.0, 25.0])
+    judged = judge(Always(0), table, rows, budgets)
+    torch.testing.assert_close(judged.in_time, torch.tensor([[2 / 3, 1], [1, 1]]))
+    torch.testing.assert_close(judged.utility, torch.tensor([[1 / 3, 0.5], [0.25, 0.25]]))
+    assert judged.latency_ms.tolist() == [[11, 11], [5, 5]]
+    charged = judge(Always(0), table, rows, budgets, cost_ms=0.5)
+    torch.testing.assert_close(charged.in_time, torch.tensor([[1 / 3, 1], [1, 1]]))
+    assert charged.latency_ms.tolist() == [[11.5, 11.5], [5.5, 5.5]]
+    # 0.75 in two of three measurements is worth as much as 0.5 in all, and the faster is taken
+    assert Oracle(table, rows).choose({}, torch.full((2,), 25.0)).tolist() == [0, 0]
+    assert Oracle(table, rows).choose({}, torch.full((2,), 29.0)).tolist() == [0, 0]
+    assert Oracle(table, rows).choose({}, torch.full((2,), 40.5)).tolist() == [1, 1]
+    means = BudgetAwareStatic(table, rows).mean_utility(torch.tensor([11.0, 25.0, 40.5]))
+    wanted = [[(1 / 3 + 0.25) / 2, 0], [0.375, 0.25], [0.375, (0.75 + 1 / 3) / 2]]
+    torch.testing.assert_close(means, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+def test_a_policy_decides_for_what_its_own_cost_leaves() -> None:
+    table = table_of([[0.5, 1.0]], [[10.0, 20.0]])
+    static, rows, budgets = BudgetAwareStatic(table, torch.arange(1)), torch.arange(1), torch.tensor([20.5])
+    assert judge(static, table, rows, budgets).utility.tolist() == [[1.0]]
+    charged = judge(static, table, rows, budgets, cost_ms=1.0)
+    assert (charged.chosen.tolist(), charged.utility.tolist()) == ([[0]], [[0.5]])
+    assert judge(static, table, rows, budgets, cost_ms=30.0).utility.tolist() == [[0.0]]
+
+
+def test_the_same_policy_scores_the_same_twice() -> None:
     table = small_table(40)
     rows, budgets = torch.arange(40), torch.tensor([9.0])
     twice = [judge(Always(3), table, rows, budgets, RewardTable(table, RewardConfig())) for _ in range(2)]
     assert torch.equal(twice[0].utility, twice[1].utility)
     assert torch.equal(twice[0].reward, twice[1].reward)
-    assert 0 < decision_us(Always(3), table, rows, budgets) < 1e6

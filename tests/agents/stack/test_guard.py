@@ -23,7 +23,9 @@ def calibrated(
 ) -> Guard:
     """One budget of 10 ms."""
     scores, likely, right, latency = (torch.tensor(cells).float() for cells in (score, meets, accuracy, latency_ms))
-    measured = Measured(torch.arange(len(static)), right, latency, ~latency.isnan(), torch.tensor([10.0]), [])
+    measured = Measured(
+        torch.arange(len(static)), right, latency, latency.unsqueeze(-1), ~latency.isnan(), torch.tensor([10.0]), []
+    )
     settings = {"level": 0.5, "level_cost": 1.0, **settings}
     return Guard.calibrate(
         measured, score=scores[None], meets=likely[None], static_choice=torch.tensor([static]), **settings
@@ -311,7 +313,9 @@ def test_the_level_holds_over_many_draws() -> None:
         meets = torch.special.ndtr((budgets.log().reshape(2, 1, 1) - mean) / 0.3)  # the spread is .63
         score = meets * size
         every = torch.ones(700, 5, dtype=torch.bool)
-        measured = Measured(torch.arange(200), torch.ones(200, 5), latency[:200], every[:200], budgets, [])
+        measured = Measured(
+            torch.arange(200), torch.ones(200, 5), latency[:200], latency[:200, :, None], every[:200], budgets, []
+        )
         held_out = {"score": score[:, :200], "meets": meets[:, :200], "static_choice": torch.full((2, 200), 4)}
         guard = Guard.calibrate(measured, **held_out, level=level, level_cost=1)
         for b, budget in enumerate(budgets):

@@ -1,0 +1,49 @@
+"""What a policy itself costs: its deployed form decides as it does, and is what is charged."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers import small_table
+
+from knobwise.agents import Controller, PolicyConfig
+from knobwise.agents.judging.baselines import BudgetAwareStatic, PredictThenChoose, Random, make_baselines
+from knobwise.agents.serving.own_cost import decision_us, deployed_form, own_cost_ms
+from knobwise.agents.stack.priced_policy import make_priced_baselines
+from knobwise.agents.stack.prices import mean_budgets
+from knobwise.envs.configurations.budgets import default_budgets
+
+
+@pytest.mark.parametrize("priced", [False, True])
+def test_the_deployed_form_of_every_baseline_decides_as_it_does(priced: bool) -> None:
+    table = small_table(60)
+    split = table.split()
+    budgets = mean_budgets(table, split.train) if priced else default_budgets(table)
+    baselines = make_priced_baselines(table, split, budgets) if priced else make_baselines(table, split)
+    timed = [each for each in baselines if isinstance(getattr(each, "chooser", each), PredictThenChoose)]
+    assert len(timed) == 6
+    for policy in timed:
+        decide = deployed_form(policy, table)
+        assert decide is not None
+        if policy.name == "latency_only":  # it is timed with the accuracies that it does not use
+            continue
+        features = {name: block[split.test] for name, block in table.features.items()}
+        for budget in budgets:
+            wanted = policy.choose(features, budget.expand(len(split.test))).tolist()
+            samples = [{name: block[i].numpy() for name, block in features.items()} for i in range(len(wanted))]
+            assert [decide(sample, float(budget)) for sample in samples] == wanted, policy.name
+
+
+def test_what_is_charged() -> None:
+    table = dataclasses.replace(small_table(40), features_ms=0.25)
+    rows, budgets = torch.arange(40), default_budgets(table)
+    controller = Controller.for_table(table, rows, PolicyConfig(hidden=8)).eval()
+    took = decision_us(controller, table, rows, budgets)
+    assert own_cost_ms(controller, table, took) == pytest.approx(took / 1e3 + 0.25)
+    assert took > 0
+    for look_up in (BudgetAwareStatic(table, rows), Random()):
+        assert own_cost_ms(look_up, table, decision_us(look_up, table, rows, budgets)) == 0
+    in_usd = dataclasses.replace(table, unit="USD")
+    assert own_cost_ms(controller, in_usd, took) == 0
+    assert np.isfinite(took)
