@@ -49,9 +49,9 @@ def decision_us(policy: Any, table: ProfileTable, rows: Tensor, budgets_ms: Tens
     return statistics.median(micros[WARM_UP:])
 
 
-def own_cost_ms(policy: Any, table: ProfileTable, decision_us: float) -> float:
-    """What a decision is charged: its time, and that of the features where the policy reads them. Costs that are no
-    times cannot be charged with a time."""
+def own_cost_ms(table: ProfileTable, decision_us: float) -> float:
+    """What a decision of so many µs is charged, in ms. It is charged the features too, unless it is a look-up (0 µs),
+    which reads none. Nothing is charged where budgets are no times."""
     if table.unit != "ms":
         return 0.0
     return decision_us / 1e3 + (table.features_ms if decision_us else 0.0)

@@ -78,14 +78,14 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
                 policy.groups(torch.tensor(config.budgets_ms))  # refuses budgets without a calibrated price
             budgets_ms = policy.budgets_ms
             priced = make_priced_baselines(table, split, budgets_ms) if config.baselines else []
-            results, _ = judge_mean_budgets(table, fitted, test, budgets_ms, [policy], [0], priced)
+            results, _ = judge_mean_budgets(table, fitted, test, budgets_ms, [policy], [0], priced, config.own_cost)
         else:
             budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
             baselines: list[Baseline] = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
             if config.baselines:
                 baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
             rewards = RewardTable(table, config.reward)
-            results, _ = judge_deadlines(table, test, budgets_ms, rewards, [policy], [0], baselines)
+            results, _ = judge_deadlines(table, test, budgets_ms, rewards, [policy], [0], baselines, config.own_cost)
     return results | held_out_choices([loaded])
 
 

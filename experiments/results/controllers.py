@@ -46,6 +46,7 @@ def judge_deadlines(
     controllers: Sequence[Policy[Tensor]],
     seeds: Sequence[int],
     baselines: Sequence[Baseline],
+    own_cost: bool = True,
 ) -> tuple[Results, pl.DataFrame]:
     """The contents of `results.json` and of `decisions.parquet`: controllers, one for each of `seeds`, and baselines on
     the same samples under the same deadlines.
@@ -58,10 +59,13 @@ def judge_deadlines(
         budgets_ms: float [B].
         rewards: the reward of the column `reward`.
         baselines: `budget_aware_static` and `oracle` must be among them.
+        own_cost: whether to charge it.
     """
-    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines)
-    free, judged = (
-        judge_all(table, test, budgets_ms, rewards, controllers, baselines, charged) for charged in ({}, costs)
+    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, own_cost)
+    free = judge_all(table, test, budgets_ms, rewards, controllers, baselines)
+    charged = [baseline for baseline in baselines if costs.get(baseline.name)]
+    judged = free | judge_all(
+        table, test, budgets_ms, rewards, controllers if costs["controller"] else [], charged, costs
     )
     decisions = _decisions(table, test, judged, seeds, times, free)
     return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
@@ -75,6 +79,7 @@ def judge_mean_budgets(
     controllers: Sequence[PricedChooser],
     seeds: Sequence[int],
     baselines: Sequence[PricedChooser],
+    own_cost: bool = True,
 ) -> tuple[Results, pl.DataFrame]:
     """The same under mean budgets.
 
@@ -91,7 +96,7 @@ def judge_mean_budgets(
         baselines: those that look at the request; the static ones and the oracle are added.
     """
     reference = Reference(table, fitted, test)
-    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines)
+    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, own_cost)
     judged = reference.judged(budgets_ms, controllers, baselines, costs)
     prices = {baseline.name: baseline.prices.unsqueeze(0) for baseline in baselines}
     prices["controller"] = torch.stack([controller.prices for controller in controllers])
@@ -109,12 +114,17 @@ def judge_mean_budgets(
 
 
 def _own_costs(
-    table: ProfileTable, rows: Tensor, budgets_ms: Tensor, controllers: Sequence[Any], baselines: Sequence[Any]
+    table: ProfileTable,
+    rows: Tensor,
+    budgets_ms: Tensor,
+    controllers: Sequence[Any],
+    baselines: Sequence[Any],
+    own_cost: bool,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median time of a decision in µs, and what a decision is charged in ms, by policy."""
     timed = {"controller": controllers[0], **{b.name: b for b in baselines if b.name not in KNOW_THE_ROWS}}
     times = {name: decision_us(policy, table, rows, budgets_ms) for name, policy in timed.items()}
-    return times, {name: own_cost_ms(timed[name], table, time) for name, time in times.items()}
+    return times, {name: own_cost_ms(table, time) if own_cost else 0.0 for name, time in times.items()}
 
 
 def judged_means(judged: Judged) -> dict[str, float | None]:

@@ -73,6 +73,9 @@ class TrainRun(Training):
     configurations' mean latencies. Under budget=mean, prices are calibrated for these budgets only."""
     baselines: bool = True
     """Compare with every simple way; false keeps budget-aware static and the oracle only."""
+    own_cost: bool = True
+    """Charge each policy the time of its decisions and of its features. These are measured, so figures differ by a hair
+    from call to call; false compares the decisions alone, exactly."""
     threads: int = 1
     """Threads of torch; the network is so small that one is fastest."""
 
@@ -161,6 +164,9 @@ class EvaluateRun:
     """Group: utility, shaped. The reward in the column `reward`."""
     baselines: bool = True
     """Compare with every simple way."""
+    own_cost: bool = True
+    """Charge each policy the time of its decisions and of its features. These are measured, so figures differ by a hair
+    from call to call; false compares the decisions alone, exactly."""
     live: bool = False
     """Run the built-in elastic model behind the controller instead of replaying the profile; for a controller that was
     trained on the built-in profile."""

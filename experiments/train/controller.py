@@ -127,7 +127,7 @@ class ControllerExperiment(Experiment):
         if self.mean:
             if config.baselines:
                 baselines = make_priced_baselines(table, split, budgets_ms, seeds[0])
-            return judge_mean_budgets(table, fitted, test, budgets_ms, controllers, seeds, baselines)
+            return judge_mean_budgets(table, fitted, test, budgets_ms, controllers, seeds, baselines, config.own_cost)
         if config.baselines:
             baselines = make_baselines(table, split, seed=seeds[0], budgets_ms=budgets_ms)
             if len(rows_by_dataset(table, test)) > 1:
@@ -135,4 +135,4 @@ class ControllerExperiment(Experiment):
         else:
             baselines = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
         rewards = self.trainers[0].env.rewards
-        return judge_deadlines(table, test, budgets_ms, rewards, controllers, seeds, baselines)
+        return judge_deadlines(table, test, budgets_ms, rewards, controllers, seeds, baselines, config.own_cost)

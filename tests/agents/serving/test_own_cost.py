@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from helpers import small_table
@@ -40,10 +39,9 @@ def test_what_is_charged() -> None:
     rows, budgets = torch.arange(40), default_budgets(table)
     controller = Controller.for_table(table, rows, PolicyConfig(hidden=8)).eval()
     took = decision_us(controller, table, rows, budgets)
-    assert own_cost_ms(controller, table, took) == pytest.approx(took / 1e3 + 0.25)
+    assert own_cost_ms(table, took) == pytest.approx(took / 1e3 + 0.25)
     assert took > 0
     for look_up in (BudgetAwareStatic(table, rows), Random()):
-        assert own_cost_ms(look_up, table, decision_us(look_up, table, rows, budgets)) == 0
+        assert own_cost_ms(table, decision_us(look_up, table, rows, budgets)) == 0
     in_usd = dataclasses.replace(table, unit="USD")
-    assert own_cost_ms(controller, in_usd, took) == 0
-    assert np.isfinite(took)
+    assert own_cost_ms(in_usd, took) == 0

@@ -253,14 +253,14 @@ def test_other_policies_under_chosen_mean_budgets_and_evaluated_again(
     folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = [word for word in QUICK if not word.startswith(("policy.experts", "seeds"))]
-    assert main(["train", *TABLE, *quick, *words, "seeds=[3]", "budgets_ms=[12.0,20.0]"]) == 0
+    assert main(["train", *TABLE, *quick, *words, "seeds=[3]", "budgets_ms=[12.0,20.0]", "own_cost=false"]) == 0
     results = results_in("runs/latest/results.json")
     assert results["budgets_ms"] == [12, 20]
     at = {row["budget_ms"]: row for row in results["rows"] if row["policy"] == "controller"}
     assert at[12.0]["price"] >= at[20.0]["price"]
     assert at[12.0]["latency_ms_mean"] <= at[20.0]["latency_ms_mean"]
     assert len(results["guard"]) == ("policy.guard=false" not in words)
-    assert main(["evaluate", *TABLE, "baselines=false", "json=again.json"]) == 0
+    assert main(["evaluate", *TABLE, "baselines=false", "json=again.json", "own_cost=false"]) == 0
     again = results_in("again.json")
     before = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
     assert {row["policy"] for row in again["rows"]} == {"controller", "static_mix", "best_single", "oracle"}
