@@ -43,7 +43,7 @@ class Metric:
 
 
 UTILITY, ACCURACY = Metric("utility", "utility"), Metric("accuracy", "accuracy")
-FREE = Metric("utility_free", "if it cost nothing")
+FREE = Metric("utility_free", "if free")
 GAP = Metric("gap_closed", "oracle gap closed", "%")
 LATENCY = Metric("latency_ms_mean", "mean latency", "ms")
 TAIL = Metric("latency_ms_p95", "95% latency", "ms")
