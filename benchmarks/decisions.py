@@ -2,18 +2,19 @@
 
 A simulated profile (16 configurations, no features), 5 seeds of a controller and 13 baselines at 5 budgets; all but
 budget-aware static and the oracle choose at random. Prints seconds of wall time for deciding and summarising, and for
-writing, the size of decisions.parquet, and the peak memory of the process (VmHWM).
+writing, the size of decisions.parquet, and the peak memory of the process.
 """
 
 from __future__ import annotations
 
+import resource
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from timing import memory, random_table
+from timing import random_table
 
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, Random
 from knobwise.envs.configurations.reward import RewardTable
@@ -27,13 +28,18 @@ BUDGETS_MS = torch.tensor([10.0, 20.0, 35.0, 50.0, 70.0])
 KNOBS = Knob("crops", (1, 2, 4, 8)), Knob("depth", (4, 8, 16, 24))
 
 
+def peak_memory() -> float:
+    """GiB, of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def main(decisions: int) -> None:
     table = random_table("simulated", KNOBS, decisions // (len(BUDGETS_MS) * (SEEDS + BASELINES)))
     rows = torch.arange(table.num_samples)
     baselines = [Random(seed) for seed in range(SEEDS, SEEDS + BASELINES - 2)]
     for number, baseline in enumerate(baselines):
         baseline.name = f"baseline {number}"
-    before, start = memory("VmHWM"), time.perf_counter()
+    before, start = peak_memory(), time.perf_counter()
     _, frame = judge_deadlines(
         table,
         rows,
@@ -49,8 +55,7 @@ def main(decisions: int) -> None:
         written = time.perf_counter()
         size = (Path(folder) / FILE).stat().st_size / 1024**2
     print(f"{len(frame):,} decisions: judged and summarised in {judged - start:.0f} s, written in", end=" ")
-    peak = memory("VmHWM") / 1024
-    print(f"{written - judged:.0f} s ({size:.0f} MiB); peak memory {peak:.2f} GiB ({before / 1024:.2f} before)")
+    print(f"{written - judged:.0f} s ({size:.0f} MiB); peak memory {peak_memory():.2f} GiB ({before:.2f} before)")
 
 
 if __name__ == "__main__":
