@@ -1,6 +1,6 @@
 """Median time of a decision by torch, NumPy, ONNX float32 and ONNX int8, in µs at batch 1 on one CPU thread.
 
-For the default stack, a student of it, the lean network, and a controller with 2,848 features (768 + 2,048 + 32), 240
+For the default stack, a student of it, the lean network, and a controller with 2,848 features (768 + 2,080), 240
 configurations and one head per knob; every request has its own budget. The time of a decision does not depend on how
 long a controller was trained, so all are fitted or set up here, in about a minute. The forms take turns, so that
 whatever else the machine does meets all alike; the fastest tenth is printed next to the median. With a number, so many
@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
-from timing import random_table
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
@@ -33,16 +32,11 @@ from knobwise.agents.serving.onnx_graph import export_onnx, onnx_session, quanti
 from knobwise.agents.stack.stacked_controller import fit_stack
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
+from knobwise.envs.tables.profile_table import ProfileTable
 
 BAR_US = 60.0
 WIDE = "2,848 features, 240 configurations"
-BLOCKS = {"image_features": 768, "language_features": 2048, "data_set": 32}
-KNOBS = (
-    Knob("max_crops", tuple(range(2, 14, 2))),
-    Knob("top_k", (4, 8, 12, 16, 20)),
-    Knob("num_active_blocks", tuple(range(12, 20))),
-)
 
 
 def built_in() -> tuple[ProfileTable, dict[str, Agent]]:
@@ -116,7 +110,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     threadpool_limits(1)  # NumPy's products; with more threads one of this size is slower
     table, agents = built_in()
-    wide = random_table("wide", KNOBS, 300, **BLOCKS)
+    wide = simulate_calibrated(CalibratedConfig(samples=100, image_width=768, language_width=2080))
     additive = Controller.for_table(wide, torch.arange(wide.num_samples), PolicyConfig()).eval()
     for table, name, agent in [*((table, name, agent) for name, agent in agents.items()), (wide, WIDE, additive)]:
         with tempfile.TemporaryDirectory() as folder:

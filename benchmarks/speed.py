@@ -1,23 +1,23 @@
-"""Speed of what training repeats, on the built-in profile, in CPU time on one thread; the fastest of 7 rounds counts.
+"""Speed of what training repeats, on the built-in profile and one thread.
 
 Decisions per second of the native environment with rows and budgets only (`lean`), at several batch sizes: `step`, a
 step and the contexts after it (`step_and_maybe_reset`), and a whole `rollout(1)`. The same for gymnasium's vector
-environment, at 64 environments with the ratio to gymnasium's own `SyncVectorEnv` around the single one. Then the CPU ms
-of a training iteration of the default policy, in both stages.
+environment, with the ratio to gymnasium's own `SyncVectorEnv` around the single one. Then the time of a training
+iteration of the default policy, in both stages.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
+from torch.utils.benchmark import Timer
 
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.envs import ConfigBandit, builtin_profile
@@ -25,29 +25,15 @@ from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBa
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import GROUPS
 
-ROUNDS, SECONDS, ITERATIONS = 7, 0.1, 4
+SECONDS = 1.0
+"""For which each is timed; the median counts."""
 
 
-def milliseconds(function: Callable[[], object], calls: int = 1) -> float:
-    """CPU time of one call, as a mean over several."""
-    start = time.process_time()
-    for _ in range(calls):
-        function()
-    return (time.process_time() - start) / calls * 1e3
-
-
-def per_millisecond(title: str, functions: Mapping[str, Callable[[], object]], decisions: int) -> list[float]:
-    """Print and return the decisions per CPU ms of each function; a call makes so many decisions. The functions take
-    turns, so that whatever else the machine does meets all alike."""
-    calls = {}
-    for name, function in functions.items():
-        function()  # warms up
-        calls[name] = max(1, round(SECONDS * 1e3 / max(milliseconds(function), 1e-3)))
-    rounds = [[milliseconds(function, calls[name]) for name, function in functions.items()] for _ in range(ROUNDS)]
-    rates = [decisions / min(times) for times in zip(*rounds, strict=True)]
-    listed = ", ".join(f"{name} {rate:,.1f} k/s" for name, rate in zip(functions, rates, strict=True))
-    print(f"{title}: {listed}", flush=True)
-    return rates
+def decisions_per_s(title: str, step: Callable[[], object], decisions: int) -> float:
+    """Print and return them; a step makes so many decisions."""
+    rate = decisions / Timer("step()", globals={"step": step}).blocked_autorange(min_run_time=SECONDS).median
+    print(f"{title}: {rate / 1e3:,.1f} k decisions a second", flush=True)
+    return rate
 
 
 def native(table: ProfileTable, size: int) -> None:
@@ -58,26 +44,19 @@ def native(table: ProfileTable, size: int) -> None:
     def fresh() -> TensorDict:
         return TensorDict({key: context[key] for key in keys}, [size])
 
-    functions = {
-        "step": lambda: env.step(fresh()),
-        "step_and_maybe_reset": lambda: env.step_and_maybe_reset(fresh()),
-        "rollout(1)": lambda: env.rollout(1),
-    }
-    per_millisecond(f"ConfigBandit, batch {size}", functions, size)
+    decisions_per_s(f"ConfigBandit, batch {size}, step", lambda: env.step(fresh()), size)
+    decisions_per_s("  step_and_maybe_reset", lambda: env.step_and_maybe_reset(fresh()), size)
+    decisions_per_s("  rollout(1)", lambda: env.rollout(1), size)
 
 
-def gymnasiums(table: ProfileTable, size: int, compared: bool) -> None:
-    envs: dict[str, VectorEnv] = {"ConfigBanditVectorEnv": ConfigBanditVectorEnv(size, table)}
-    if compared:
-        single = [lambda: ConfigBanditEnv(table)] * size
-        envs["SyncVectorEnv of ConfigBanditEnv"] = SyncVectorEnv(single, autoreset_mode=AutoresetMode.SAME_STEP)
-    actions = np.zeros((size, len(table.knobs)), dtype=np.int64)
-    for env in envs.values():
+def gymnasiums(table: ProfileTable, size: int) -> None:
+    single = [lambda: ConfigBanditEnv(table)] * size
+    rates = []
+    for env in (ConfigBanditVectorEnv(size, table), SyncVectorEnv(single, autoreset_mode=AutoresetMode.SAME_STEP)):
         env.reset(seed=0)
-    steps = {name: functools.partial(env.step, actions) for name, env in envs.items()}
-    first, *rest = per_millisecond(f"{size} environments", steps, size)
-    for other in rest:
-        print(f"  ratio {first / other:.1f}", flush=True)
+        actions = np.zeros((size, len(table.knobs)), dtype=np.int64)
+        rates.append(decisions_per_s(f"{size} {type(env).__name__}", functools.partial(env.step, actions), size))
+    print(f"  ratio {rates[0] / rates[1]:.1f}", flush=True)
 
 
 def training(table: ProfileTable, stage: str) -> None:
@@ -91,7 +70,8 @@ def training(table: ProfileTable, stage: str) -> None:
         trainer.iterate(stream)
         trainer.iteration += 1
 
-    print(f"training, {stage}: {min(milliseconds(iterate, ITERATIONS) for _ in range(ROUNDS)):.2f} ms an iteration")
+    seconds = Timer("iterate()", globals={"iterate": iterate}).blocked_autorange(min_run_time=SECONDS).median
+    print(f"training, {stage}: {seconds * 1e3:.2f} ms an iteration", flush=True)
 
 
 if __name__ == "__main__":
@@ -100,7 +80,6 @@ if __name__ == "__main__":
     TABLE = builtin_profile()
     for batch in (64, 1_024, 16_384):
         native(TABLE, batch)
-    for batch in (64, 256, 1_024):
-        gymnasiums(TABLE, batch, compared=batch == 64)
+    gymnasiums(TABLE, 64)
     for each in ("regression", "GRPO"):
         training(TABLE, each)
