@@ -20,21 +20,13 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.tensor_file import tensors_and_metadata, with_prefix
+from knobwise.profiling.demonstrations import tasks
 from knobwise.profiling.demonstrations.canvases import VARIANTS, digest
 from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
 from knobwise.profiling.demonstrations.profile import profile_beams
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, LearnerTaskConfig, PoolConfig
-from knobwise.profiling.demonstrations.tasks import (
-    DATA,
-    PARTS,
-    builtin_learner,
-    check_part,
-    draw_part,
-    embeddings_of,
-    learner_task,
-    part_table,
-)
+from knobwise.profiling.demonstrations.tasks import DATA, PARTS, builtin_learner, draw_part
 
 _COMMAND = "python -m knobwise.profiling.demonstrations.builtin FOLDER"
 _FORMAT = "knobwise.Demonstrations/1"
@@ -70,7 +62,7 @@ def careful_candidates(variant: str, part: str) -> Tensor:
 
 def demonstrations_path(variant: str, part: str) -> Path:
     """Where the file of a part of the built-in data is."""
-    check_part(variant, part)
+    tasks.check_part(variant, part)
     return DATA / f"demonstrations-{variant}-{part}.safetensors"
 
 
@@ -83,7 +75,7 @@ def save_demonstrations(table: BeamTable, variant: str, part: str, path: str | P
     """
     learner = builtin_learner()
     task = draw_part(variant, part, table.num_queries, len(table.candidates), seed)
-    for mine, drawn in zip((table.queries, table.candidates), embeddings_of(*task, learner), strict=True):
+    for mine, drawn in zip((table.queries, table.candidates), tasks.embeddings_of(*task, learner), strict=True):
         if not torch.equal(mine, drawn):
             raise InputError(
                 f"{path}: beam table {table.name!r} is not what task_table({variant!r}, {part!r}, seed={seed}) draws; "
@@ -125,7 +117,7 @@ def load_demonstrations(path: str | Path, variant: str, part: str) -> tuple[Beam
     fields = {name: field.float() for name, field in with_prefix(tensors, "fields.").items()}
     fields |= {name: derive(fields[origin]) for name, (origin, derive) in _DERIVED.items() if origin in fields}
     beams = {name: tensors[name].long() for name in _INTEGERS}
-    return part_table(variant, part, task, fields=fields, **beams), LearnerScorer(learner, *task)
+    return tasks.part_table(variant, part, task, fields=fields, **beams), LearnerScorer(learner, *task)
 
 
 def make_builtin(folder: str | Path) -> None:
@@ -139,7 +131,7 @@ def make_builtin(folder: str | Path) -> None:
     }
     for variant in VARIANTS:
         for part in PARTS:
-            task = learner_task(LearnerTaskConfig(variant=variant, part=part), PoolConfig())
+            task = tasks.learner_task(LearnerTaskConfig(variant=variant, part=part), PoolConfig())
             table = profile_beams(Path(folder) / f"{variant}-{part}", task, configs[part])
             save_demonstrations(table, variant, part, demonstrations_path(variant, part))
 
