@@ -68,9 +68,6 @@ def _print_options(console: Console, options: Iterable[Option]) -> None:
     console.print(table)
 
 
-# -- completion --------------------------------------------------------------------------------------------------------
-
-
 def complete(words: list[str]) -> None:
     """`knobwise completion SHELL`: print its script. Raises InputError for an unknown shell."""
     if len(words) == 2 and words[0] == "words":

@@ -111,9 +111,6 @@ def _panel(wr: Any, kind: str, **fields: Any) -> Any:
     return getattr(wr, kind)(**fields)
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------
-
-
 def _save(view: Any) -> str:
     """Save the view in place of an earlier one of this name; returns its address."""
     with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
