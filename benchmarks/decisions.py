@@ -1,43 +1,48 @@
 """How long it takes, and how much memory, to judge, write and summarise 10⁷ decisions.
 
-A simulated profile (16 configurations, no features), 5 seeds of a controller and 13 baselines at 5 budgets; all but
+A simulated profile (27 configurations, no features), 5 seeds of a controller and 13 baselines at 5 budgets; all but
 budget-aware static and the oracle choose at random. Prints seconds of wall time for deciding and summarising, and for
-writing, the size of decisions.parquet, and the peak memory of the process (VmHWM).
+writing, the size of decisions.parquet, and the peak memory of the process.
 """
 
 from __future__ import annotations
 
+import resource
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from timing import memory, random_table
 
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, Random
+from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.tables.profile_table import Knob
+from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
 from knobwise.experiments.results.controllers import judge_deadlines
 from knobwise.experiments.results.decisions import FILE, write_decisions
 
-SEEDS, BASELINES = 5, 13
-BUDGETS_MS = torch.tensor([10.0, 20.0, 35.0, 50.0, 70.0])
-KNOBS = Knob("crops", (1, 2, 4, 8)), Knob("depth", (4, 8, 16, 24))
+SEEDS, BASELINES, BUDGETS = 5, 13, 5
+
+
+def peak_memory() -> float:
+    """GiB, of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main(decisions: int) -> None:
-    table = random_table("simulated", KNOBS, decisions // (len(BUDGETS_MS) * (SEEDS + BASELINES)))
+    samples = decisions // (BUDGETS * (SEEDS + BASELINES))
+    table = simulate_calibrated(CalibratedConfig(("text_vqa",), samples, grid="27", image_width=0, language_width=0))
     rows = torch.arange(table.num_samples)
     baselines = [Random(seed) for seed in range(SEEDS, SEEDS + BASELINES - 2)]
     for number, baseline in enumerate(baselines):
         baseline.name = f"baseline {number}"
-    before, start = memory("VmHWM"), time.perf_counter()
+    before, start = peak_memory(), time.perf_counter()
     _, frame = judge_deadlines(
         table,
         rows,
-        BUDGETS_MS,
+        default_budgets(table),
         RewardTable(table, RewardConfig()),
         [Random(seed) for seed in range(SEEDS)],
         list(range(SEEDS)),
@@ -49,8 +54,7 @@ def main(decisions: int) -> None:
         written = time.perf_counter()
         size = (Path(folder) / FILE).stat().st_size / 1024**2
     print(f"{len(frame):,} decisions: judged and summarised in {judged - start:.0f} s, written in", end=" ")
-    peak = memory("VmHWM") / 1024
-    print(f"{written - judged:.0f} s ({size:.0f} MiB); peak memory {peak:.2f} GiB ({before / 1024:.2f} before)")
+    print(f"{written - judged:.0f} s ({size:.0f} MiB); peak memory {peak_memory():.2f} GiB ({before:.2f} before)")
 
 
 if __name__ == "__main__":

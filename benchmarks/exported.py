@@ -1,19 +1,19 @@
 """Median time of a decision by torch, NumPy, ONNX float32 and ONNX int8, in µs at batch 1 on one CPU thread.
 
-Begins with the network and every baseline in torch, and how many decisions a second the network makes in batches.
-
-For the default stack, a student of it, the lean network, and a controller with 2,848 features (768 + 2,048 + 32), 240
+For the default stack, a student of it, the lean network, and a controller with 2,848 features (768 + 2,080), 240
 configurations and one head per knob; every request has its own budget. The time of a decision does not depend on how
 long a controller was trained, so all are fitted or set up here, in about a minute. The forms take turns, so that
-whatever else the machine does meets all alike; the fastest tenth is printed next to the median. The last figure is the
-time of reading the first layer's weights (a product of 2,848 × 256), which no form can beat.
+whatever else the machine does meets all alike; the fastest tenth is printed next to the median. With a number, so many
+rounds of ten decisions:
+
+    python benchmarks/exported.py [60]
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -23,29 +23,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
-from timing import random_table
-from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
-from knobwise.agents.judging.baselines import make_baselines
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import Agent, to_numpy
 from knobwise.agents.serving.onnx_graph import export_onnx, onnx_session, quantise_onnx
 from knobwise.agents.stack.stacked_controller import fit_stack
 from knobwise.envs import builtin_profile
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.simulated.calibrated import CalibratedConfig, simulate_calibrated
+from knobwise.envs.tables.profile_table import ProfileTable
 
 BAR_US = 60.0
 WIDE = "2,848 features, 240 configurations"
-BATCH = 1_024
-BLOCKS = {"image_features": 768, "language_features": 2048, "data_set": 32}
-KNOBS = (
-    Knob("max_crops", tuple(range(2, 14, 2))),
-    Knob("top_k", (4, 8, 12, 16, 20)),
-    Knob("num_active_blocks", tuple(range(12, 20))),
-)
 
 
 def built_in() -> tuple[ProfileTable, dict[str, Agent]]:
@@ -101,26 +92,6 @@ def measure(forms: Mapping[str, Callable[[int], object]], requests: int, rounds:
     return micros
 
 
-def baselines(rounds: int) -> None:
-    """A network and every baseline but the oracle, which looks the outcome up, on the built-in profile."""
-    table = builtin_profile()
-    split = table.split()
-    controller = Controller.for_table(table, split.train, PolicyConfig()).eval()
-    budget = table.latency_ms[split.train].median().expand(1)
-
-    def request(rows: Tensor) -> tuple[object, ...]:
-        return {name: block[rows] for name, block in table.features.items()}, budget.expand(len(rows)), table.mask[rows]
-
-    requests = [request(row) for row in split.test[:40].split(1)]
-    policies = {each.name: each for each in make_baselines(table, split) if each.name != "oracle"}
-    choices = {name: policy.choose for name, policy in {"controller": controller, **policies}.items()}
-    forms = {name: lambda i, choose=choose: choose(*requests[i]) for name, choose in choices.items()}
-    show("baselines", measure(forms, len(requests), rounds))
-    many = request(torch.arange(BATCH) % table.num_samples)
-    micros = measure({"batch": lambda i: controller.choose(*many)}, 1, 2)["batch"]
-    print(f"controller in batches of {BATCH}: {BATCH / statistics.median(micros) * 1e3:.0f} k decisions a second")
-
-
 def show(title: str, micros: Mapping[str, list[float]]) -> dict[str, float]:
     """Print and return the medians."""
     median = {name: statistics.median(values) for name, values in micros.items()}
@@ -135,26 +106,13 @@ def show(title: str, micros: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=60, help="ten decisions of each form a round")
-    parser.add_argument("--only", default="", help="only what has this in its name")
-    options = parser.parse_args()
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 60  # ten decisions of each form a round
     torch.set_num_threads(1)
     threadpool_limits(1)  # NumPy's products; with more threads one of this size is slower
-    if options.only in "baselines":
-        baselines(options.rounds // 6)
-    wide = random_table("wide", KNOBS, 300, **BLOCKS)
+    table, agents = built_in()
+    wide = simulate_calibrated(CalibratedConfig(samples=100, image_width=768, language_width=2080))
     additive = Controller.for_table(wide, torch.arange(wide.num_samples), PolicyConfig()).eval()
-    cases = [(wide, WIDE, additive)]
-    if not options.only or options.only not in "2,848 features":
-        table, agents = built_in()
-        cases = [*((table, name, agent) for name, agent in agents.items()), *cases]
-    for table, name, agent in cases:
-        if options.only in name:
-            with tempfile.TemporaryDirectory() as folder:
-                median = show(name, measure(forms_of(agent, table, Path(folder)), table.num_samples, options.rounds))
-            if name == WIDE:
-                print(f"2,848 features by NumPy: {median['NumPy']:.1f} µs; bar {BAR_US:.0f} µs")
-    x, weight = np.ones((1, 2848), np.float32), np.ones((2848, 256), np.float32)
-    product = measure({"torch": lambda i: x @ weight}, 1, options.rounds)["torch"]
-    print(f"2,848 × 256 product alone: median {statistics.median(product):.1f} µs")
+    for table, name, agent in [*((table, name, agent) for name, agent in agents.items()), (wide, WIDE, additive)]:
+        with tempfile.TemporaryDirectory() as folder:
+            median = show(name, measure(forms_of(agent, table, Path(folder)), table.num_samples, rounds))
+    print(f"{WIDE} by NumPy: {median['NumPy']:.1f} µs; bar {BAR_US:.0f} µs")

@@ -128,12 +128,6 @@ def entropy(log_probs: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
-def kl_divergence(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """KL(p ‖ q) = Σ_c p_c (ln p_c − ln q_c), [*, C] → [*]; alternatives masked in p count 0, in q alone ∞."""
-    log_ratio = (log_probs - reference_log_probs).masked_fill(log_probs == -torch.inf, 0.0)
-    return (log_probs.exp() * log_ratio).sum(-1)
-
-
 def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Tensor:
     """(E ρ)² / E ρ² over everything given, a share in (0, 1]: 1 while the policy is still the behaviour policy.
 

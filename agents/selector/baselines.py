@@ -20,15 +20,14 @@ BATCH = 1024
 """Queries compared with their pools at a time."""
 
 
-def simple_ways(table: BeamTable, shots: int, *, seed: int = 0, trusted: Tensor | None = None) -> dict[str, Tensor]:
-    """The choices of every simple way that the table supports, by name: int64 [Q, T] each; `seed` is that of `random`.
+def simple_ways(table: BeamTable, shots: int, trusted: Tensor | None = None) -> dict[str, Tensor]:
+    """The choices of every simple way but `random` that the table supports, by name: int64 [Q, T] each.
 
     `image_similarity` and `question_similarity` need these names in `table.blocks`, `part_similarity` parts (see
     `parts_of`), `careful_rule` parts and `trusted`, bool [M]: whose annotators are known, from elsewhere, to be
     careful.
     """
-    ways = {"random": random_places(table, shots, seed)}
-    ways |= {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}
+    ways = {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}
     if parts_of(table) is not None:
         ways["part_similarity"] = part_similarity(table, shots)
         if trusted is not None:

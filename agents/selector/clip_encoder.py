@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The layers of CLIP's attention that get LoRA weights."""
+LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1}
+"""Of peft. Because of the dropout old and new log-probs must be taken in the same mode."""
 AT_ONCE = 256
 """Most items that go through CLIP together."""
 
@@ -72,8 +74,6 @@ class ClipEncoder(nn.Module):
         items: everything that may be embedded.
         query_items, candidate_items: int64 [Q] and [M], the item of each query and of each candidate of the bank; they
             may share items.
-        rank, alpha: the LoRA weights are scaled by alpha / rank.
-        dropout: before them, in train mode. Old and new log-probs must be taken in the same mode.
 
     Raises:
         InputError: peft is not installed, or the model has none of the layers.
@@ -82,22 +82,12 @@ class ClipEncoder(nn.Module):
     query_items: Tensor
     candidate_items: Tensor
 
-    def __init__(
-        self,
-        model: Any,
-        items: ClipItems,
-        query_items: Tensor,
-        candidate_items: Tensor,
-        rank: int = 16,
-        alpha: int = 32,
-        dropout: float = 0.1,
-    ) -> None:
+    def __init__(self, model: Any, items: ClipItems, query_items: Tensor, candidate_items: Tensor) -> None:
         super().__init__()
         with _loading("peft"):
             from peft import LoraConfig, inject_adapter_in_model
-        config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(ADAPTED))
         try:
-            self.model: Any = inject_adapter_in_model(config, model)
+            self.model: Any = inject_adapter_in_model(LoraConfig(**LORA, target_modules=list(ADAPTED)), model)
         except ValueError as error:
             raise InputError(f"LoRA on CLIP: this model has none of the layers {', '.join(ADAPTED)}") from error
         self.frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}

@@ -88,8 +88,8 @@ def decide_simple(
     if scorer is None:
         decided = _simple_recorded(part, shots, seeds)
     else:
-        ways = {name: [places] for name, places in simple_ways(part, shots, trusted=trusted).items()}
-        ways["random"] = [random_places(part, shots, seed) for seed in seeds]
+        ways = {"random": [random_places(part, shots, seed) for seed in seeds]}
+        ways |= {name: [places] for name, places in simple_ways(part, shots, trusted).items()}
         decided = {name: judged_choices(table, scorer, places, rows) for name, places in ways.items()}
         voted = scorer.vote(rows, bank_rows(table, voters(part), rows)).float().cpu()
         decided["vote"] = Decided(voted.unsqueeze(0), None)

@@ -19,7 +19,6 @@ from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 
 DECODINGS = ("greedy", "beam")
-STAGES = ("sft", "rce", "grpo")
 
 
 class StoredEmbeddings(nn.Module):
@@ -54,7 +53,6 @@ class Selector(nn.Module):
 
     def __init__(self, config: SelectorConfig, features: int) -> None:
         super().__init__()
-        at_least("features", features, 1)
         self.config, self.features, self.stage = config, features, "sft"
         self.register_buffer("mean", torch.zeros(features))
         self.register_buffer("scale", torch.ones(features))
@@ -136,7 +134,6 @@ class Selector(nn.Module):
         Raises:
             RuntimeError: weights that are missing, too many, or of another shape: none is left as it was drawn.
         """
-        one_of("stage", plain["stage"], STAGES)
         selector = cls(SelectorConfig(**plain["selector"]), plain["features"])
         selector.stage = plain["stage"]
         selector.load_state_dict(plain["state"])

@@ -214,6 +214,8 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
     docs = field_docs(type(settings))
     for f in fields(settings):
         value, key = getattr(settings, f.name), f"{prefix}{f.name}"
+        if f.name in groups:
+            docs[f.name] = f"Group: {', '.join(GROUPS[f.name])}. {docs[f.name]}"
         if f.name in groups and f.name in ("profile", "beams", "encoder"):  # each choice has options of its own
             yield Option(key, _DEFAULTS[f.name], docs[f.name])
             for name, node in GROUPS[f.name].items():

@@ -14,17 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.compose import (
-    GROUPS,
-    GROUPS_OF,
-    Option,
-    experiments,
-    options_in,
-    question_of,
-    read_settings,
-    schema_of,
-    schema_options,
-)
+from knobwise.experiments.command_line import compose
+from knobwise.experiments.command_line.compose import Option
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 
 TEXTS = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
@@ -36,11 +27,11 @@ SCRIPTS: dict[str, str] = TEXTS["completion"]
 
 def help_lines(verb: str) -> list[Option]:
     """Every option of a verb, with the default that holds when nothing else is set."""
-    needed = [f.name for f in fields(VERBS[verb]) if f.default is MISSING and f.name not in GROUPS_OF[verb]]
-    settings = read_settings(verb, [f"{key}=[]" for key in needed])
+    needed = [f.name for f in fields(VERBS[verb]) if f.default is MISSING and f.name not in compose.GROUPS_OF[verb]]
+    settings = compose.read_settings(verb, [f"{key}=[]" for key in needed])
     for key in needed:
         setattr(settings, key, MISSING)
-    return list(options_in(settings, GROUPS_OF[verb]))
+    return list(compose.options_in(settings, compose.GROUPS_OF[verb]))
 
 
 def show_help(verb: str) -> None:
@@ -63,8 +54,8 @@ def show_help(verb: str) -> None:
     if verb in EXPERIMENTS:
         print(f"\n{TEXTS['sweeps']}\n\nExperiments and their questions\n")
         table = Table(box=None, pad_edge=False, show_header=False)
-        for name in experiments():
-            table.add_row(f"experiment={name}", question_of(name).partition("?")[0] + "?")
+        for name in compose.experiments():
+            table.add_row(f"experiment={name}", compose.question_of(name).partition("?")[0] + "?")
         console.print(table)
 
 
@@ -75,9 +66,6 @@ def _print_options(console: Console, options: Iterable[Option]) -> None:
     for key, default, meaning, _ in options:
         table.add_row(*map(escape, (key, default, meaning)))
     console.print(table)
-
-
-# -- completion --------------------------------------------------------------------------------------------------------
 
 
 def complete(words: list[str]) -> None:
@@ -102,17 +90,17 @@ def completions(line: str) -> list[str]:
         return [name for name in SCRIPTS if name.startswith(word)]
     if typed[0] not in verbs:
         return []
-    verb = schema_of(typed[0], typed)
+    verb = compose.schema_of(typed[0], typed)
     key, equals, value = word.partition("=")
-    options = schema_options(verb)
+    options = compose.schema_options(verb)
     if equals:
         values = ["true", "false"] if key in options and options[key].default in ("True", "False") else []
-        if key in GROUPS_OF[verb] or key == "experiment":
-            values = list(GROUPS.get(key, ())) or experiments()
+        if key in compose.GROUPS_OF[verb] or key == "experiment":
+            values = list(compose.GROUPS.get(key, ())) or compose.experiments()
         return [f"{key}={name} " for name in values if name.startswith(value)]
     # one part of a key at a time: `policy.` before `policy.hidden=`
     depth = word.count(".") + 1
     names = [".".join(name.split(".")[:depth]) + ("." if name.count(".") >= depth else "=") for name in options]
-    sections = {name for name in names if name.endswith(".") and name[:-1] not in GROUPS_OF[verb]}
+    sections = {name for name in names if name.endswith(".") and name[:-1] not in compose.GROUPS_OF[verb]}
     names = [name for name in names if name in sections or f"{name[:-1]}." not in sections]
     return [name for name in dict.fromkeys(names) if name.startswith(word)]

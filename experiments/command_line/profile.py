@@ -64,7 +64,6 @@ def _check(config: ProfileRun) -> None:
 
 
 def _profile_beams(config: ProfileRun) -> None:
-    from knobwise.profiling.demonstrations.builtin import demonstrations_path, save_demonstrations
     from knobwise.profiling.demonstrations.profile import profile_beams
     from knobwise.profiling.demonstrations.tasks import learner_task, vlm_task
     from knobwise.profiling.measuring.machine import one_thread
@@ -77,11 +76,7 @@ def _profile_beams(config: ProfileRun) -> None:
         draw = _draws_of(config.checkpoint, task.table, config.beams.shots)
         drawn_by = hashlib.sha256(Path(config.checkpoint).read_bytes()).hexdigest()
     with one_thread() if is_learner else nullcontext():
-        table = profile_beams(config.out, task, config.beams, draw, drawn_by)
-    if is_learner:
-        learner = config.learner
-        compact = Path(config.out) / demonstrations_path(learner.variant, learner.part).name
-        save_demonstrations(table, learner.variant, learner.part, compact, seed=learner.seed)
+        profile_beams(config.out, task, config.beams, draw, drawn_by)
     print(f"beams: {config.out}")
 
 

@@ -95,9 +95,6 @@ def _numbers(comparison: Comparison, lines: list[tuple[ComparedRun, str, dict[st
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
-# -- training curves ---------------------------------------------------------------------------------------------------
-
-
 def _training(comparison: Comparison) -> charts.alt.FacetChart | None:
     """For each metric and step of a run the mean, the lowest and the highest seed."""
     frames = []

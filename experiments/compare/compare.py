@@ -46,13 +46,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     from knobwise.experiments.compare import charts  # imports altair, which is slow
     from knobwise.experiments.report.page import render_page
 
-    return render_page(
-        path,
-        "compare.html.j2",
-        charts=charts,
-        comparison=comparison,
-        words=words,
-    )
+    return render_page(path, "compare.html.j2", charts=charts, comparison=comparison, words=words)
 
 
 def write_numbers(comparison: Comparison, path: str | Path) -> None:

@@ -104,8 +104,6 @@ def find_runs(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
     finished: dict[Path, Path] = {}
     unfinished: list[str] = []
     for name in folders:
-        if name.startswith("-"):
-            raise InputError(f"{name}: no such option; options are key=value, such as html=FILE")
         folder = Path(name)
         if not folder.is_dir():
             raise InputError(f"{name}: no such folder; give the folders of finished runs, or a folder of runs")

@@ -49,19 +49,19 @@ class TrainRun(Training):
 
     experiment: str = "controller"
     profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated."""
+    """What was measured, or is simulated."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Shares of the samples."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Group: quantiles, relative, uniform, fixed (deadlines in training); mean (a limit on the mean over requests)."""
+    """Deadlines in training; or with mean a limit on the mean over requests."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """Group: utility, shaped. Under budget=mean it is always accuracy − latency/worth."""
+    """The reward in training. Under budget=mean it is always accuracy − latency/worth."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """Group: auto, utility, additive, autoregressive, independent, joint."""
+    """The network, with experts beside it or without."""
     loss: LossConfig = field(default_factory=LossConfig)
-    """Group: exact, sampled."""
+    """What GRPO minimises."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    """Group: the settings that suit each policy, under its name."""
+    """The settings that suit each policy, under its name."""
     init_from: str | None = None
     """A checkpoint of a controller whose weights training starts from, instead of fresh ones (a stack gives its
     network). Knobs, features and the network's settings must agree with it; the profile may be another one. Set
@@ -89,7 +89,7 @@ class InspectRun:
     """knobwise inspect: what a profile holds, what is wrong with it, how much there is to gain."""
 
     profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated."""
+    """What was measured, or is simulated."""
     json: str | None = None
     """Write the facts to this file."""
     html: str | None = None
@@ -148,20 +148,20 @@ class EvaluateRun:
     checkpoint: str = "runs/latest/checkpoints/best.pt"
     """The controller or selector."""
     beams: Any = MISSING
-    """Group: builtin, files. The beams to judge a selector on."""
+    """The beams to judge a selector on."""
     encoder: Any = MISSING
-    """Group: stored, clip. What embeds their queries and candidates, as in the selector's training."""
+    """What embeds their queries and candidates, as in the selector's training."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence, for a selector."""
     profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated."""
+    """What was measured, or is simulated."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Shares of the samples, for a profile that the controller was not trained on; baselines fit on the first."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller for mean budgets is
     judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """Group: utility, shaped. The reward in the column `reward`."""
+    """The reward in the column `reward`."""
     baselines: bool = True
     """Compare with every simple way."""
     own_cost: bool = True
@@ -221,8 +221,8 @@ class ExportRun:
     checkpoint: str = "runs/latest/checkpoints/best.pt"
     """The controller."""
     profile: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated. The profile that decisions are compared
-    on, best the one that the controller was trained on; configurations and features must be the same."""
+    """The profile that decisions are compared on, best the one that the controller was trained on; configurations and
+    features must be the same."""
     out: str = "exported"
     """Folder for the files."""
     onnx: bool = True

@@ -107,9 +107,9 @@ class SelectorRun(Training):
 
     experiment: str = "selector"
     beams: Any = MISSING
-    """Group: builtin, files."""
+    """Recorded sequences of demonstrations."""
     encoder: Any = MISSING
-    """Group: stored, clip. What embeds queries and candidates."""
+    """What embeds queries and candidates."""
     selector: SelectorConfig = field(default_factory=lambda: SelectorConfig(dropout=0.2))
     """The network."""
     reward: DemonstrationRewardConfig = field(default_factory=DemonstrationRewardConfig)

@@ -31,7 +31,7 @@ class Training:
     experiment: str
     """The experiment, a file in conf/experiment."""
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
-    """Group: auto, offline, online, disabled."""
+    """Where the run is logged."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Training seeds; results are means over them."""
     name: str | None = None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from jinja2 import Template
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
@@ -67,11 +67,12 @@ def view_of(config: WorkspaceRun) -> Any:
             from wandb_workspaces.expr import Config, Metric
         except ImportError as error:
             raise InputError("workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'") from error
-        content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+        template = Template(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+        content = yaml.safe_load(template.render(knobs=config.knobs, escape=re.escape))
         sections = [
             ws.Section(
                 name=section["name"],
-                panels=_panels(wr, section["panels"], config.knobs),
+                panels=[_panel(wr, **panel) for panel in section["panels"]],
                 is_open=section.get("is_open", False),
                 layout_settings=ws.SectionLayoutSettings(columns=section["columns"], rows=section["rows"]),
             )
@@ -91,19 +92,8 @@ def view_of(config: WorkspaceRun) -> Any:
             raise InputError(f"workspace: name={config.name!r}: W&B says {reason(error)!r}; choose another") from error
 
 
-def _panels(wr: Any, panels: Sequence[dict[str, Any]], knobs: Sequence[str]) -> list[Any]:
-    """The panels of a section of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
-    made = []
-    for fields in panels:
-        for knob in knobs if "{knob}" in fields.get("title", "") else [""]:
-            words = {key: text.replace("{knob}", knob) for key, text in fields.items() if isinstance(text, str)}
-            if "metric_regex" in words:
-                words["metric_regex"] = words["metric_regex"].replace("{pattern}", re.escape(knob))
-            made.append(_panel(wr, **fields | words))
-    return made
-
-
 def _panel(wr: Any, kind: str, **fields: Any) -> Any:
+    """A panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2."""
     if kind == "ScatterPlot":
         fields |= {axis: wr.SummaryMetric(fields[axis]) for axis in ("x", "y")}
     elif kind == "LinePlot":
@@ -119,9 +109,6 @@ def _panel(wr: Any, kind: str, **fields: Any) -> Any:
     elif kind == "RunComparer":
         fields["layout"] = wr.Layout(**fields["layout"])
     return getattr(wr, kind)(**fields)
-
-
-# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def _save(view: Any) -> str:

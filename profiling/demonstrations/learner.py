@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from knobwise.common.errors import InputError
 from knobwise.profiling.demonstrations.canvases import LABELS, PIXELS, QUESTIONS, VALUES, paint
 from knobwise.profiling.elastic.resumable_training import read_weights, save_weights, train_resumably
 
@@ -120,19 +119,11 @@ class Learner(nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> Learner:
-        """Read what `save` wrote; the learner is in evaluation mode, single precision.
-
-        Raises InputError for no such file, or another kind of file.
-        """
+        """Read what `save` wrote; the learner is in evaluation mode, single precision."""
+        weights, metadata = read_weights(path)
         learner = cls()
-        try:
-            weights, metadata = read_weights(path)
-            learner.training_s = float(metadata["training_s"])
-            learner.load_state_dict(weights)
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file") from None
-        except Exception as error:
-            raise InputError(f"{path}: not a learner that knobwise saved ({error})") from error
+        learner.training_s = float(metadata["training_s"])
+        learner.load_state_dict(weights)
         return learner.eval()
 
 

@@ -18,16 +18,8 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.profiling.demonstrations.canvases import (
-    ANNOTATORS,
-    QUESTIONS,
-    VARIANTS,
-    Bank,
-    Queries,
-    draw_bank,
-    draw_covering_pools,
-    draw_queries,
-)
+from knobwise.profiling.demonstrations import canvases
+from knobwise.profiling.demonstrations.canvases import ANNOTATORS, QUESTIONS, VARIANTS, Bank, Queries
 from knobwise.profiling.demonstrations.learner import WIDTH, Learner
 from knobwise.profiling.demonstrations.pools import draw_pools
 from knobwise.profiling.demonstrations.scorers import LearnerScorer, Scorer
@@ -139,7 +131,8 @@ def task_table(
     """Draw a part of the built-in task (see `LearnerTaskConfig`): its table without beams, and the scorer to find some
     with. Raises InputError for no such variant or part, and sizes below 1."""
     task = draw_part(variant, part, queries, candidates, seed)
-    pool = torch.from_numpy(draw_covering_pools(RandomState([seed, PARTS.index(part), 1]), *task, VARIANTS[variant]))
+    rng = RandomState([seed, PARTS.index(part), 1])
+    pool = torch.from_numpy(canvases.draw_covering_pools(rng, *task, VARIANTS[variant]))
     beams = no_beams(len(pool)) | {"pool": pool}
     return part_table(variant, part, task, **beams), LearnerScorer(builtin_learner(), *task)
 
@@ -163,8 +156,8 @@ def draw_part(variant: str, part: str, queries: int | None, candidates: int | No
     if q < 1 or m < 1:
         raise InputError(f"built-in demonstrations: at least one query and one candidate, not {q} and {m}")
     rng, held_out = RandomState([seed, PARTS.index(part)]), part == "test"
-    bank = draw_bank(rng, m, held_out, VARIANTS[variant])
-    return draw_queries(rng, q, held_out), bank
+    bank = canvases.draw_bank(rng, m, held_out, VARIANTS[variant])
+    return canvases.draw_queries(rng, q, held_out), bank
 
 
 def part_table(variant: str, part: str, task: Task, **beams: Any) -> BeamTable:

@@ -160,19 +160,11 @@ FAMILIES: dict[str, Callable[[Any, Any], ImageKnob]] = {
     "llama4": _tiles("max_patches"),
     "aria": _aria,
     "llava_next": _llava_next,
-    "qwen3_vl_moe": _pixels(),
-    "qwen3_5_moe": _pixels(),
-    "glm4v_moe": _pixels(frames=True),
     "gemma4": _gemma4,
-    "smolvlm": _idefics3,
-    "idefics3": _idefics3,
     "molmo2": _tiles("max_crops"),
-    # dense siblings with the processor of the above
-    "qwen2_vl": _pixels(),
-    "qwen2_5_vl": _pixels(),
-    "qwen3_vl": _pixels(),
-    "qwen3_5": _pixels(),
-    "glm4v": _pixels(frames=True),
+    **dict.fromkeys(("idefics3", "smolvlm"), _idefics3),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _pixels()),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), _pixels(frames=True)),
 }
 """By the model type of the configuration."""
 

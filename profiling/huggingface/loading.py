@@ -62,16 +62,13 @@ class PromptedModel:
 
     The image-text-to-text model is put into eval mode, and on the device if one is named. Without a chat template the
     prompt is "<image> Question: … Answer:" and the answer ends with its line. A tokenizer without a padding token gets
-    its end token as one. `instruction` is added to every question of a chat model.
+    its end token as one. `INSTRUCTION` is added to every question of a chat model.
     """
 
-    def __init__(
-        self, model: Any, processor: Any, *, instruction: str = INSTRUCTION, device: str | torch.device | None = None
-    ) -> None:
+    def __init__(self, model: Any, processor: Any, *, device: str | torch.device | None = None) -> None:
         self.model = (model if device is None else model.to(device)).eval()
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.chats = bool(getattr(processor, "chat_template", None))
-        self.instruction = f"\n{instruction}" if self.chats and instruction else ""
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         stops = getattr(model.generation_config, "eos_token_id", None)
@@ -98,7 +95,8 @@ class PromptedModel:
     def _turns(self, question: str, answer: str | None = None, *, image: bool = True) -> list[dict[str, Any]]:
         """A question, with its answer where there is one."""
         pictures = [{"type": "image"}] if image or not self.chats else []
-        turns = [{"role": "user", "content": [*pictures, {"type": "text", "text": question + self.instruction}]}]
+        text = f"{question}\n{INSTRUCTION}" if self.chats else question
+        turns = [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
         if answer is not None:
             turns.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
         return turns

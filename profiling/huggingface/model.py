@@ -20,7 +20,7 @@ from knobwise.profiling.huggingface.first_stage import (
     vision_modules,
 )
 from knobwise.profiling.huggingface.knobs import HuggingFaceKnobs
-from knobwise.profiling.huggingface.loading import GREEDY, INSTRUCTION, PromptedModel
+from knobwise.profiling.huggingface.loading import GREEDY, PromptedModel
 from knobwise.profiling.measuring.adaptive_model import Answer, Configuration, FirstStage, Request, clock_ms
 
 
@@ -34,8 +34,8 @@ class HuggingFaceVLM(PromptedModel):
     A group of requests is answered as one batch, padded on the left; times of an answer are then those of the whole
     batch, so measure one request at a time.
 
-    `processor`, `instruction` and `device` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`. Raises
-    InputError for a model whose knobs or vision tower are unknown.
+    `processor` and `device` are as for `PromptedModel`, `importance` as for `HuggingFaceKnobs`. Raises InputError for a
+    model whose knobs or vision tower are unknown.
     """
 
     def __init__(
@@ -45,10 +45,9 @@ class HuggingFaceVLM(PromptedModel):
         *,
         importance: Mapping[int, float] | None = None,
         max_new_tokens: int = 32,
-        instruction: str = INSTRUCTION,
         device: str | torch.device | None = None,
     ) -> None:
-        super().__init__(model, processor, instruction=instruction, device=device)
+        super().__init__(model, processor, device=device)
         self.max_new_tokens = max_new_tokens
         self.knobs_of_model = HuggingFaceKnobs(model, processor, importance)
         self.knobs = self.knobs_of_model.knobs

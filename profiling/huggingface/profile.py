@@ -169,6 +169,7 @@ class AnswerLikelihood:
     int64 [1, L], … on the model's device; `end_tokens` end an answer, None for the model's own.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         model: Any,
@@ -177,16 +178,13 @@ class AnswerLikelihood:
         end_tokens: Sequence[int] | None = None,
     ) -> None:
         self.model, self.prompts = model, prompts
-        self.answers = [self._greedy(prompt, max_new_tokens, end_tokens) for prompt in prompts]
+        options = GREEDY | ({} if end_tokens is None else {"eos_token_id": list(end_tokens)})
+        outputs = [model.generate(**prompt, **options, max_new_tokens=max_new_tokens) for prompt in prompts]
+        lengths = [prompt["input_ids"].shape[1] for prompt in prompts]
+        self.answers = [output[0, length:] for output, length in zip(outputs, lengths, strict=True)]
         """The tokens of each, int64 [T]."""
 
     @torch.inference_mode()
     def __call__(self) -> float:
         pairs = zip(self.prompts, self.answers, strict=True)
         return float(torch.stack([log_probs_of_answer(self.model, *pair).mean() for pair in pairs]).mean())
-
-    @torch.inference_mode()
-    def _greedy(self, prompt: Mapping[str, Tensor], max_new_tokens: int, end_tokens: Sequence[int] | None) -> Tensor:
-        stops = {} if end_tokens is None else {"eos_token_id": list(end_tokens)}
-        output = self.model.generate(**prompt, **GREEDY, **stops, max_new_tokens=max_new_tokens)
-        return torch.as_tensor(output[0, prompt["input_ids"].shape[1] :])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.huggingface.loading import INSTRUCTION, PromptedModel, log_probs_of_answer
+from knobwise.profiling.huggingface.loading import PromptedModel, log_probs_of_answer
 from knobwise.profiling.measuring.questions import VQAData, VQAItem, agreeing, check_rows, most_common, soft_accuracy
 
 Prompt = tuple[int, list[int]]
@@ -44,7 +44,7 @@ class VLMScorer(PromptedModel):
     `max_choices` and higher than that of free generation.
 
     Args:
-        model, processor, device, instruction: as for `PromptedModel`.
+        model, processor, device: as for `PromptedModel`.
         batch_size: prompts computed at a time; their cache is held once for each candidate.
         max_choices: the most candidates of a query for which the data name no choices, at least 2.
         reuse_prompt: whether answers go on from the prompt's cache. None finds out with the first batch: where that
@@ -64,12 +64,11 @@ class VLMScorer(PromptedModel):
         batch_size: int = 8,
         max_choices: int = 16,
         device: str | torch.device | None = None,
-        instruction: str = INSTRUCTION,
         reuse_prompt: bool | None = None,
     ) -> None:
         if batch_size < 1 or max_choices < 2:
             raise InputError(f"batch_size must be ≥ 1 and max_choices ≥ 2, are {batch_size} and {max_choices}")
-        super().__init__(model, processor, instruction=instruction, device=device)
+        super().__init__(model, processor, device=device)
         self.data = data
         self.batch_size, self.max_choices, self.reuse_prompt = batch_size, max_choices, reuse_prompt
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}

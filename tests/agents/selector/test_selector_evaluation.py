@@ -295,7 +295,7 @@ def test_simple_ways_by_hand(way: str, shots: int, wanted: list[list[int]]) -> N
 def test_ways_that_need_blocks_or_trust_are_left_out_without_them() -> None:
     assert "careful_rule" not in simple_ways(by_hand(), 2)
     mixed = simple_ways(by_hand(blocks={}), 2)
-    assert set(mixed) == {"random", "similarity"}
+    assert set(mixed) == {"similarity"}
     whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
 
@@ -324,7 +324,8 @@ def test_parts_are_known_only_where_every_column_is_a_thing_asked() -> None:
 @settings(max_examples=20, deadline=None)
 def test_every_way_takes_each_candidate_once_and_no_padding(shots: int, seed: int) -> None:
     data = by_hand()
-    for places in simple_ways(data, shots, seed=seed, trusted=CANDIDATES[:, 4].bool()).values():
+    ways = simple_ways(data, shots, trusted=CANDIDATES[:, 4].bool())
+    for places in [*ways.values(), random_places(data, shots, seed)]:
         assert places.shape == (4, shots)
         for row, size in zip(places.tolist(), data.pool_mask.sum(1).tolist(), strict=True):
             real, padding = row[: min(shots, size)], row[min(shots, size) :]

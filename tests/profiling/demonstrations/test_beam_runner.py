@@ -18,7 +18,6 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_files import read_beam_data
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
-from knobwise.profiling.demonstrations.builtin import load_demonstrations
 from knobwise.profiling.demonstrations.profile import profile_beams
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolConfig, VLMTaskConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask, no_beams, vlm_task
@@ -193,9 +192,6 @@ def test_the_built_in_learner_end_to_end(tmp_path, monkeypatch, capsys):
     by = {row["found_by"]: row for row in json.loads(Path("out/beams-info.json").read_text())["figures"]["found"]}
     assert by["beam"]["correct"] > 0.8 > 0.6 > by["random"]["correct"]
     assert (table.fields["beam_score"][table.found_by == BEAM] > 0).float().mean() > 0.9
-    again, _ = load_demonstrations("out/demonstrations-careless-train.safetensors", "careless", "train")
-    assert torch.equal(again.sequences, table.sequences)
-    assert torch.equal(again.pool, table.pool)
 
     # a selector's own draws
     selector = Selector.fitted(SelectorConfig(width=8), table.queries, table.candidates)

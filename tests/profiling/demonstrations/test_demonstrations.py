@@ -83,23 +83,12 @@ def test_what_was_saved_is_loaded(tmp_path):
     assert torch.equal(scorer(*rows)["logprob_score"], other(*rows)["logprob_score"])
 
 
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
-    path = tmp_path / "x.safetensors"
-    table, _ = recorded()
-    other = dataclasses.replace(table, candidates=table.candidates * 2)
-    for wrong, part, seed in ((table, "train", 0), (table, "test", 1), (other, "test", 0)):
-        with pytest.raises(InputError, match="could not be loaded again"):
-            save_demonstrations(wrong, "careless", part, path, seed=seed)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize(
     ("about", "message"),
     [
         ({"canvases": "sha256:0"}, r"x.safetensors: was recorded with other canvases than NumPy"),
         ({"learner": "sha256:0"}, "was recorded with another learner"),
         ({"seed": "1"}, "other canvases"),
-        ({"format": "other"}, "not demonstrations that knobwise saved"),
     ],
 )
 def test_files_of_other_canvases_or_learners_are_refused(tmp_path, about, message):
@@ -112,14 +101,10 @@ def test_files_of_other_canvases_or_learners_are_refused(tmp_path, about, messag
         load_demonstrations(path, "careless", "test")
 
 
-def test_other_files_are_refused(tmp_path):
+def test_files_of_another_variant_are_refused(tmp_path):
     save_demonstrations(recorded()[0], "careless", "test", tmp_path / "x.safetensors")
-    (tmp_path / "text.safetensors").write_text("what?")
-    for name, variant, message in (
-        ("x", "careful", "other canvases"), ("y", "careless", "no such file"), ("text", "careless", "cannot be read"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=message):
-            load_demonstrations(tmp_path / f"{name}.safetensors", variant, "test")
+    with pytest.raises(InputError, match="other canvases"):
+        load_demonstrations(tmp_path / "x.safetensors", "careful", "test")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -81,14 +81,6 @@ def test_a_saved_learner_is_the_same_but_for_half_precision(tmp_path):
     assert again.digest != learner.digest
 
 
-def test_other_files_are_refused(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
-        Learner.load(tmp_path / "nothing.safetensors")
-    (tmp_path / "text.safetensors").write_text("what?")
-    with pytest.raises(InputError, match="not a learner"):
-        Learner.load(tmp_path / "text.safetensors")
-
-
 def test_the_learner_that_comes_with_knobwise_answers_by_its_demonstrations():
     """On digits that it was not trained on; one question each, two demonstrations."""
     bank = draw_bank(RandomState(1), 4000, True, VARIANTS["careless"])

@@ -11,6 +11,7 @@ from PIL import Image
 from tiny_models import BLOCKS, FAMILIES, TOP_K, picture, saved, state_of, tiny_model, tower_of, watched
 
 from knobwise.common.errors import InputError
+from knobwise.profiling.huggingface.loading import INSTRUCTION
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
 from knobwise.profiling.measuring.adaptive_model import KNOBS, Request
 
@@ -82,10 +83,10 @@ def test_an_answer_runs_the_blocks_experts_and_crops_that_were_set(vlm):
 
 @pytest.mark.parametrize("name", ["llava_next", "qwen3_vl_moe", "idefics3", "aria"])
 def test_features_are_means_of_the_models_own_first_stage(name):
-    vlm = HuggingFaceVLM(*tiny_model(name), instruction="Be short.")
+    vlm = HuggingFaceVLM(*tiny_model(name))
     model, processor, (picture, question) = vlm.model, vlm.processor, (REQUESTS[0].image, REQUESTS[0].question)
     found = vlm.first_stage(REQUESTS[0]).features
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"{question}\nBe short."}]}]
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"{question}\n{INSTRUCTION}"}]}]
     text = processor.apply_chat_template(asked, add_generation_prompt=True)
     with vlm.set_knobs({"max_crops": vlm.knobs[0].least}), torch.no_grad():
         inputs = processor(text=text, images=picture, return_tensors="pt")
@@ -269,8 +270,8 @@ def test_an_answer_ends_with_the_end_of_the_text_the_turn_or_the_line():
 def test_a_model_that_can_reason_is_told_to_answer_at_once(llava):
     model, processor = tiny_model("llava_next")
     processor.chat_template += "{% if not enable_thinking | default(true) %}<s>{% endif %}"
-    vlm = HuggingFaceVLM(model, processor, instruction="")
-    assert vlm._text("Why?") == "user: <image>Why?<end>\nassistant:<s>"
+    vlm = HuggingFaceVLM(model, processor)
+    assert vlm._text("Why?") == f"user: <image>Why?\n{INSTRUCTION}<end>\nassistant:<s>"
     assert llava._text("Why?").endswith("assistant:")
     # a template that writes the token texts begin with gets no second one
     assert llava._token_options("<s>user: ") == {"add_special_tokens": False}
