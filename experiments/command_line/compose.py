@@ -53,6 +53,7 @@ _OPTIMISER |= {"warmup_lr": 3e-3, "lr": 2e-4, "weight_decay": 0.05, "clip_grad":
 
 GROUPS: dict[str, dict[str, Any]] = {
     "profile": PROFILES,
+    "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
     "encoder": ENCODERS,
     "budget": {
@@ -75,6 +76,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 _DEFAULTS = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
 _DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin", "encoder": "stored"}
+_DEFAULTS |= {"trained_on": "builtin"}
 GROUPS_OF = {
     "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
     "train_selector": ("beams", "encoder", "tracking"),
@@ -82,10 +84,13 @@ GROUPS_OF = {
     "evaluate": ("profile", "reward", "beams", "encoder"),
     "profile": (),
     "export": ("profile",),
+    "adapt": ("profile", "trained_on"),
     "compare": (),
     "workspace": (),
 }
 """The groups in the settings of each verb."""
+CHOICES_DIFFER = ("profile", "trained_on", "beams", "encoder")
+"""The groups of which each choice has options of its own."""
 
 # a run has its own folder and config.yaml, so Hydra writes none
 HYDRA = {
@@ -113,12 +118,17 @@ def register() -> None:
         for name, node in options.items():
             store.store(group=group, name=name, node=node)
     for verb, node in VERBS.items():
-        defaults: list[Any] = [{group: _DEFAULTS[group]} for group in GROUPS_OF[verb]]
+        defaults: list[Any] = [{group: _default(node, group)} for group in GROUPS_OF[verb]]
         if verb in EXPERIMENTS:
             defaults.append({"experiment": EXPERIMENTS[verb]})
         store.store(name=f"{verb}_schema", node=node)
         store.store(name=verb, node={"defaults": [f"{verb}_schema", *defaults, "_self_"], "hydra": HYDRA})
     store.store(name=SWEEP, node={"runs": "runs", "job": 0, "hydra": HYDRA})
+
+
+def _default(settings: Any, group: str) -> str | None:
+    """The choice of a group that holds when nothing else is set; None where a verb needs none."""
+    return None if getattr(settings, group, MISSING) is None else _DEFAULTS[group]
 
 
 def experiments() -> list[str]:
@@ -214,8 +224,8 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
     docs = field_docs(type(settings))
     for f in fields(settings):
         value, key = getattr(settings, f.name), f"{prefix}{f.name}"
-        if f.name in groups and f.name in ("profile", "beams", "encoder"):  # each choice has options of its own
-            yield Option(key, _DEFAULTS[f.name], docs[f.name])
+        if f.name in groups and f.name in CHOICES_DIFFER:
+            yield Option(key, _default(type(settings), f.name) or "none", docs[f.name])
             for name, node in GROUPS[f.name].items():
                 for option in options_in(node(), prefix=f"{key}."):
                     if option.key != f"{key}.format":
@@ -328,7 +338,7 @@ def _several_values(verb: str, key: str, values: str) -> str:
 
 def _no_such_choice(group: str, choice: str, choices: Iterable[str]) -> str:
     """What is wrong with `group=choice`; a file may be meant to be read."""
-    reader = {"profile": "table", "beams": "files"}.get(group)
+    reader = {"profile": "table", "trained_on": "table", "beams": "files"}.get(group)
     if reader is not None and (Path(choice).suffix or "/" in choice):
         return f"{group}={choice}: is a file; did you mean {group}={reader} {group}.path={choice}?"
     names = list(choices)
