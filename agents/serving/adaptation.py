@@ -31,8 +31,10 @@ FREE = 3.0
 """Prior standard deviation of β₀: hardware may be e⁶ times as fast, or as slow."""
 LEAST_CELLS = 5
 """With fewer nothing can be said about the noise."""
-OUTLYING = 3.0
-"""Differences count up to this many standard deviations of the noise: a stall does little harm."""
+OUTLYING = 4.0
+"""Cells further than this many standard deviations from a first fit are left out: stalls of the machine."""
+LEAST_NOISE = 0.02
+"""Least standard deviation that this is counted in."""
 Adaptable = TypeVar("Adaptable", Controller, StackedController)
 
 
@@ -78,16 +80,19 @@ def fit_offsets(configurations: Tensor, chosen: Tensor, differences: Tensor) -> 
         chosen: int64 [n], the configuration of each cell.
         differences: float [n], ln t_new − ln t_old of each cell.
     """
-    wanted = differences.double()
+    kept = torch.ones_like(differences, dtype=torch.bool)
     for _ in range(3):
-        offsets = max((posterior(configurations, chosen, wanted, s) for s in TRIED), key=lambda each: each.evidence)
-        expected, most = offsets.mean[chosen], OUTLYING * offsets.scales.noise
-        wanted = expected + (differences - expected).clamp(-most, most)
+        offsets = max(
+            (posterior(configurations, chosen[kept], differences[kept], s) for s in TRIED),
+            key=lambda each: each.evidence,
+        )
+        residuals = (differences - offsets.mean[chosen]).abs()
+        kept = residuals <= OUTLYING * max(1.4826 * float(residuals.median()), LEAST_NOISE)
     return offsets
 
 
 def posterior(configurations: Tensor, chosen: Tensor, differences: Tensor, scales: Scales) -> Offsets:
-    """The same at fixed scales, without a bound on the differences: normal prior, normal noise."""
+    """The same at fixed scales, from all cells."""
     timed, group = chosen.unique(return_inverse=True)
     count = group.bincount(minlength=len(timed)).double()
     mean = torch.zeros_like(count).index_add_(0, group, differences.double()) / count

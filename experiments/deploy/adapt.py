@@ -19,7 +19,6 @@ from knobwise.agents.serving.export import export_numpy
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text, written_whole
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.report.words import sentences
@@ -82,10 +81,12 @@ def _listed(config: AdaptRun, loaded: Loaded, table: ProfileTable) -> pl.DataFra
     agent: Any = loaded.controller
     weights = decision_weights(agent, table, rows[:WEIGHED], default_budgets(table))
     cells = cells_to_time(table.configurations, table.mask[rows], weights, config.cells, config.seed)
-    places = torch.full(table.mask.shape, -1)
-    places[table.mask] = torch.arange(int(table.mask.sum()))
-    frame = long_frame(table)[places[rows[cells[:, 0]], cells[:, 1]].tolist()]
-    return frame.with_columns(latency_ms=pl.lit(None, pl.Float64))
+    named = []
+    for row, column in zip(rows[cells[:, 0]].tolist(), cells[:, 1].tolist(), strict=True):
+        key = {"dataset": table.datasets[row]} if table.datasets else {}
+        key |= {"sample_id": table.sample_ids[row], **table.configuration(column)}
+        named.append(key | {"accuracy": float(table.accuracy[row, column]), "latency_ms": None})
+    return pl.DataFrame(named)
 
 
 def _adapt(loaded: Loaded, table: ProfileTable, timed: ProfileTable, out: Path) -> None:
