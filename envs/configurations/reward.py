@@ -14,6 +14,21 @@ def utility(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
     return torch.where(latency_ms <= budget_ms, accuracy, 0.0)
 
 
+def share_in_time(measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
+    """The share of a cell's measurements that are within the budget: [*, R] with NaN for no measurement, and budgets
+    that broadcast with [*] → float [*]; 0 where nothing was measured."""
+    count = (~measurements_ms.isnan()).sum(-1).clamp_min(1)
+    in_time = (measurements_ms <= budget_ms.unsqueeze(-1)).sum(-1)
+    return in_time.to(measurements_ms.dtype) / count
+
+
+def expected_utility(accuracy: Tensor, measurements_ms: Tensor, budget_ms: Tensor) -> Tensor:
+    """The mean of `utility` over a cell's measurements, accuracy · share in time: accuracy [*], measurements [*, R],
+    budgets [*]. Shapes broadcast; NaN cells give 0; for R = 1 it is `utility`, bit for bit."""
+    share = share_in_time(measurements_ms, budget_ms)
+    return torch.where(share > 0, accuracy * share, 0.0)
+
+
 def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: Tensor, config: RewardConfig) -> Tensor:
     """The reward of running a configuration under a budget.
 

@@ -21,7 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.tables.splits import Split, split_samples
 from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
-__all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split"]
+__all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split", "median_of"]
 
 KnobValue = int | float | str
 
@@ -74,6 +74,15 @@ class ActionIndex(nn.Module):
         return torch.where(self.codes[place] == code, self.order[place], -1)
 
 
+def median_of(repeats_ms: Tensor) -> Tensor:
+    """The median of each cell's measurements, [*, R] → [*], the mean of the middle two where their number is even; NaN
+    stands for no measurement."""
+    ordered = repeats_ms.sort(-1).values  # NaN last
+    count = (~ordered.isnan()).sum(-1, keepdim=True)
+    low, high = ((count - 1) // 2).clamp_min(0), (count // 2).clamp_max(ordered.shape[-1] - 1)
+    return torch.lerp(ordered.gather(-1, low), ordered.gather(-1, high), 0.5).squeeze(-1)
+
+
 @dataclass(frozen=True, eq=False)
 class ProfileTable:
     """Measured accuracy and latency of N samples under C configurations of K knobs.
@@ -82,8 +91,9 @@ class ProfileTable:
     is loud. Every configuration and every sample has at least one profiled cell.
 
     Raises:
-        InputError: if shapes do not fit, a profiled cell is not finite, a latency is negative, an accuracy is outside
-            [0, 1], ids or configurations occur twice, or a sample or a configuration has no profiled cell.
+        InputError: if shapes do not fit, a profiled cell is not finite, a latency is negative or not the median of its
+            repeats, an accuracy is outside [0, 1], ids or configurations occur twice, or a sample or a configuration
+            has no profiled cell.
     """
 
     WORDS: ClassVar = ("datasets", "image_ids", "parts", "question_types")
@@ -97,7 +107,7 @@ class ProfileTable:
     accuracy: Tensor
     """float32 [N, C], in [0, 1]; NaN where not profiled."""
     latency_ms: Tensor
-    """float32 [N, C], milliseconds, ≥ 0; NaN where not profiled."""
+    """float32 [N, C], milliseconds, ≥ 0, the median of each cell's measurements; NaN where not profiled."""
     mask: Tensor
     """bool [N, C]: True where the cell was profiled."""
     sample_ids: tuple[str, ...]
@@ -116,12 +126,15 @@ class ProfileTable:
     """What the reader skipped or could not join, with counts. Not part of the digest."""
     unit: str = "ms"
     """Unit of `latency_ms` and of budgets in reports; another cost may stand for latency. Not part of the digest."""
+    repeats_ms: Tensor | None = None
+    """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was measured once."""
 
     def __post_init__(self) -> None:
         parts: dict[str, tuple[Any, str]] = {k: (getattr(self, k), "NC") for k in ("accuracy", "latency_ms", "mask")}
         parts |= {"knobs": (self.knobs, "K"), "configurations": (self.configurations, "CK")}
         parts |= {"sample_ids": (self.sample_ids, "N"), **{k: (v, "N") for k in self.WORDS if (v := getattr(self, k))}}
         parts |= {f"features[{k}]": (block, "N_") for k, block in self.features.items()}
+        parts |= {} if self.repeats_ms is None else {"repeats_ms": (self.repeats_ms, "NCR")}
         check_axes(f"profile {self.name!r}", parts)
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
@@ -141,17 +154,35 @@ class ProfileTable:
         for what, count in counts.items():
             if count:
                 raise InputError(f"profile {self.name!r}: {count} × {what}")
+        if self.repeats_ms is not None:
+            self._check_repeats(self.repeats_ms)
         names = zip(self.datasets, self.sample_ids, strict=True) if self.datasets else self.sample_ids
         if len(set(names)) != n:
             raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
         if len(self.configurations.unique(dim=0)) != c:
             raise InputError(f"profile {self.name!r}: a configuration occurs twice")
 
+    def _check_repeats(self, repeats_ms: Tensor) -> None:
+        for repeats, median in zip(repeats_ms.split(1 << 16), self.latency_ms.split(1 << 16), strict=True):
+            missing = repeats.isnan()
+            if bool((missing[..., :-1] & ~missing[..., 1:]).any() | (repeats < 0).any() | repeats.isinf().any()):
+                raise InputError(
+                    f"profile {self.name!r}: repeats_ms must be finite and not negative, and NaN only after the last "
+                    "measurement of a cell"
+                )
+            wrong = ~torch.isclose(median_of(repeats), median, rtol=1e-5, atol=0.0, equal_nan=True)
+            if wrong.any():
+                raise InputError(
+                    f"profile {self.name!r}: in {int(wrong.sum())} cells latency_ms is not the median of repeats_ms. "
+                    "Set latency_ms=median_of(repeats_ms)"
+                )
+
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {block.shape[1]} wide" for name, block in self.features.items())
         return (
             f"ProfileTable {self.name!r}: {self.num_samples} samples × {self.num_configurations} configurations of "
-            f"{', '.join(knob.name for knob in self.knobs)}; {self.mask.double().mean():.1%} profiled; "
+            f"{', '.join(knob.name for knob in self.knobs)}; {self.mask.double().mean():.1%} profiled"
+            f"{f', up to {self.num_repeats} times' * (self.num_repeats > 1)}; "
             f"features: {blocks or 'none'}"
         )
 
@@ -162,6 +193,16 @@ class ProfileTable:
     @property
     def num_configurations(self) -> int:
         return self.accuracy.shape[1]
+
+    @property
+    def num_repeats(self) -> int:
+        """R, the most measurements of a cell."""
+        return 1 if self.repeats_ms is None else self.repeats_ms.shape[-1]
+
+    @property
+    def measurements_ms(self) -> Tensor:
+        """Every measurement of each cell, float32 [N, C, R], NaN after its last; a view of what the table holds."""
+        return self.latency_ms.unsqueeze(-1) if self.repeats_ms is None else self.repeats_ms
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
@@ -194,8 +235,11 @@ class ProfileTable:
         names = [[k.name, list(k.values)] for k in self.knobs]
         text = [names, self.sample_ids, self.datasets, self.image_ids, self.parts, list(self.features)]
         text += [self.question_types] if self.question_types else []
+        text += [self.num_repeats] if self.repeats_ms is not None else []
         sha.update(json.dumps(text).encode())
-        for tensor in (self.configurations, self.mask, self.accuracy, self.latency_ms, *self.features.values()):
+        repeats = [] if self.repeats_ms is None else [self.repeats_ms]
+        parts = (self.configurations, self.mask, self.accuracy, self.latency_ms, *repeats)
+        for tensor in (*parts, *self.features.values()):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
@@ -219,6 +263,7 @@ class ProfileTable:
             **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
         }
         tensors = {name: getattr(self, name) for name in self.TENSORS}
+        tensors |= {} if self.repeats_ms is None else {"repeats_ms": self.repeats_ms}
         tensors |= {f"features.{name}": block for name, block in self.features.items()}
         write_tensors(path, head, tensors)
 
@@ -231,6 +276,7 @@ class ProfileTable:
             parts |= {name: tuple(head.get(name, ())) for name in ("sample_ids", *cls.WORDS, "notes")}
             knobs = tuple(Knob(name, tuple(values)) for name, values in head["knobs"])
             features = with_prefix(tensors, "features.")
+            parts["repeats_ms"] = tensors.get("repeats_ms")
             return cls(name=head["name"], unit=head.get("unit", "ms"), knobs=knobs, features=features, **parts)
 
         return read_table(path, "table", build)
