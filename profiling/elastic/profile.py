@@ -59,22 +59,25 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
     for configuration in config.configurations:
         check_configuration(knobs, configuration._asdict())
 
+    samples = draw_samples(config.samples, config.seed)
+    plan = _plan(samples, config)
+    plan = plan.only(config.cells) if config.cells else plan
     out, state = Path(out_dir), Path(out_dir) / "state"
     # latencies of two machines or two versions of torch must not end up in one table
     identity = {"cpu": cpu_name(), "torch": torch.__version__}
     left_out = {"exp_json", "cells"} | ({"clock"} if config.clock == "wall" else set())
     claim(state / "config.json", identity | {k: v for k, v in asdict(config).items() if k not in left_out})
     with one_thread():
-        about = _profile(out, state, config)
+        about = _profile(out, state, config, samples, plan)
     if about is not None:
         print(rendered("figures", figures=about["figures"]))
     return out
 
 
-def _profile(out: Path, state: Path, config: ElasticProfileConfig) -> dict[str, Any] | None:
-    path, samples = out / MODEL_FILE, draw_samples(config.samples, config.seed)
-    plan = _plan(samples, config)
-    plan = plan.only(config.cells) if config.cells else plan
+def _profile(
+    out: Path, state: Path, config: ElasticProfileConfig, samples: Sequence[Scenes], plan: Plan
+) -> dict[str, Any] | None:
+    path = out / MODEL_FILE
     if not path.exists():
         if config.model:
             with written_whole(path) as temporary:
