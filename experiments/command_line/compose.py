@@ -89,8 +89,6 @@ GROUPS_OF = {
     "workspace": (),
 }
 """The groups in the settings of each verb."""
-CHOICES_DIFFER = ("profile", "trained_on", "beams", "encoder")
-"""The groups of which each choice has options of its own."""
 
 # a run has its own folder and config.yaml, so Hydra writes none
 HYDRA = {
@@ -118,17 +116,14 @@ def register() -> None:
         for name, node in options.items():
             store.store(group=group, name=name, node=node)
     for verb, node in VERBS.items():
-        defaults: list[Any] = [{group: _default(node, group)} for group in GROUPS_OF[verb]]
+        # a group whose field is None may be left out
+        choices = {group: None if getattr(node, group, "") is None else _DEFAULTS[group] for group in GROUPS_OF[verb]}
+        defaults: list[Any] = [{group: choice} for group, choice in choices.items()]
         if verb in EXPERIMENTS:
             defaults.append({"experiment": EXPERIMENTS[verb]})
         store.store(name=f"{verb}_schema", node=node)
         store.store(name=verb, node={"defaults": [f"{verb}_schema", *defaults, "_self_"], "hydra": HYDRA})
     store.store(name=SWEEP, node={"runs": "runs", "job": 0, "hydra": HYDRA})
-
-
-def _default(settings: Any, group: str) -> str | None:
-    """The choice of a group that holds when nothing else is set; None where a verb needs none."""
-    return None if getattr(settings, group, MISSING) is None else _DEFAULTS[group]
 
 
 def experiments() -> list[str]:
@@ -224,8 +219,9 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
     docs = field_docs(type(settings))
     for f in fields(settings):
         value, key = getattr(settings, f.name), f"{prefix}{f.name}"
-        if f.name in groups and f.name in CHOICES_DIFFER:
-            yield Option(key, _default(type(settings), f.name) or "none", docs[f.name])
+        if f.name in groups and f.name in ("profile", "trained_on", "beams", "encoder"):
+            # each choice has options of its own
+            yield Option(key, "none" if value is None else _DEFAULTS[f.name], docs[f.name])
             for name, node in GROUPS[f.name].items():
                 for option in options_in(node(), prefix=f"{key}."):
                     if option.key != f"{key}.format":

@@ -246,12 +246,9 @@ class AdaptRun:
     """Number of cells to list."""
     out: str = "adapted"
     """Folder for the files."""
-    seed: int = 0
-    """Seed of the samples that are listed."""
 
     def __post_init__(self) -> None:
         at_least("cells", self.cells, 1)
-        a_seed("seed", self.seed)
 
 
 @dataclass

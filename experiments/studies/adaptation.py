@@ -1,7 +1,7 @@
-"""How many timed cells does a controller need on other hardware? → docs/adaptation.md
+"""How many timed cells a controller needs on other hardware → docs/adaptation.md
 
-python experiments/studies/adaptation.py run=runs/latest               # on simulated hardware
-python experiments/studies/adaptation.py timed=profiles/there/table.parquet   # on hardware where all was measured
+python experiments/studies/adaptation.py                                # on simulated machines
+python experiments/studies/adaptation.py timed=profiles/there/table.parquet   # where the whole profile was measured
 """
 
 from __future__ import annotations
@@ -29,46 +29,47 @@ from knobwise.experiments.studies.decisions import Mean
 from knobwise.experiments.studies.running import rendered, run_from_words
 
 COUNTS = (0, 10, 30, 100, None)
-"""Numbers of timed cells; None for all cells of the samples that the controller was fitted on."""
+"""Numbers of timed cells; None for all of the samples that the controller was fitted on."""
 WAYS = ("offsets", "random", "factor", "static")
-"""The controller with an offset for each configuration, from chosen or random cells; with one factor; static."""
+"""The controller with offsets, of listed or of random cells, or with one factor; budget-aware static with offsets."""
 
 
 @dataclass
 class AdaptationConfig:
-    """The settings, each as key=value."""
+    """The settings, each as key=value. The simulated machines draw offsets of ln ms with these standard deviations."""
 
     run: str = "runs/latest"
     """A finished run on the built-in profile; its seeds take turns."""
     timed: str | None = None
-    """The built-in profile measured on other hardware, as a long table; None simulates hardware."""
+    """The built-in profile measured on other hardware, a long table; None simulates machines."""
     machines: int = 12
-    """How many machines are simulated, or with `timed` how often cells are chosen."""
+    """How many machines are simulated, or with `timed` how often cells are drawn."""
     knob: float = 0.25
-    """Standard deviation of a simulated offset of ln ms, for each value of a knob."""
+    """For each value of each knob."""
     configuration: float = 0.05
-    """The same for each configuration."""
+    """For each configuration."""
     jitter: float = 0.05
-    """The same for each timed cell."""
+    """For each timed cell."""
     out: str = "docs/adaptation.md"
     """The page."""
 
 
 def run(config: AdaptationConfig) -> list[str]:
-    """Adapt and judge on every machine, and write the page. Raises InputError: no run on the built-in profile."""
+    """Adapt and judge, print the page and write it. Raises InputError: no run on the built-in profile, other cells."""
     table = builtin_profile()
-    timed = None if config.timed is None else replace(read_long_table(config.timed), features=table.features)
     loaded = [load_checkpoint(path) for path in sorted(Path(config.run).glob("checkpoints/seed*/best.pt"))]
     if not loaded or any(each.profile_digest != table.digest for each in loaded):
         raise InputError(f"run={config.run}: holds no finished training on the built-in profile")
+    timed = None if config.timed is None else replace(read_long_table(config.timed), features=table.features)
     if timed is not None and (timed.sample_ids, timed.knobs) != (table.sample_ids, table.knobs):
         raise InputError(f"timed={config.timed}: has other samples or configurations than the built-in profile")
     cases = []
     with progress("machines", config.machines) as tick:
-        for number in range(config.machines):
-            machine = _simulated(table, config, number) if timed is None else (timed, timed)
-            cases.append(measure(loaded[number % len(loaded)], table, *machine, number))
-            tick(number + 1, "")
+        for seed in range(config.machines):
+            jitter = torch.Generator().manual_seed(seed)
+            machine = timed or _simulated(table, config, jitter)
+            cases.append(measure(loaded[seed % len(loaded)], table, machine, 0.0 if timed else config.jitter, jitter))
+            tick(seed + 1, "")
     means = {key: Mean.over(case[key] for case in cases) for key in cases[0]}
     gains = {key: Mean.over(100 * (case[key] - case["factor", 30]) for case in cases) for key in cases[0]}
     page = rendered("adaptation.md.j2", config=config, means=means, gains=gains, COUNTS=COUNTS, WAYS=WAYS)
@@ -77,40 +78,39 @@ def run(config: AdaptationConfig) -> list[str]:
     return []
 
 
-def _simulated(table: ProfileTable, config: AdaptationConfig, seed: int) -> tuple[ProfileTable, ProfileTable]:
-    """The profile of a simulated machine, and the same with the jitter of measuring."""
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.randn(1, generator=generator) + config.configuration * torch.randn(
-        table.num_configurations, generator=generator
-    )
+def _simulated(table: ProfileTable, config: AdaptationConfig, generator: torch.Generator) -> ProfileTable:
+    """The profile of a simulated machine, without jitter."""
+    offsets = torch.randn(1, generator=generator)
+    offsets = offsets + config.configuration * torch.randn(table.num_configurations, generator=generator)
     for knob, values in zip(table.knobs, table.configurations.T, strict=True):
         offsets += config.knob * torch.randn(len(knob.values), generator=generator)[values]
-    jitter = config.jitter * torch.randn(table.latency_ms.shape, generator=generator)
-    machine = replace(table, latency_ms=table.latency_ms * offsets.exp(), repeats_ms=None)
-    return machine, replace(machine, latency_ms=machine.latency_ms * jitter.exp())
+    return replace(table, latency_ms=table.latency_ms * offsets.exp(), repeats_ms=None)
 
 
 def measure(
-    loaded: Loaded, table: ProfileTable, machine: ProfileTable, timed: ProfileTable, seed: int
+    loaded: Loaded, table: ProfileTable, machine: ProfileTable, jitter: float, generator: torch.Generator
 ) -> dict[tuple[str, int | None], float]:
-    """Mean utility over the test samples and the default budgets of a machine, by `WAYS` and `COUNTS`."""
+    """Mean utility over the test samples and the default budgets of a machine, by `WAYS` and `COUNTS`; ln ms of a timed
+    cell has a standard deviation of `jitter`."""
     agent: Any = loaded.controller
-    fitted, test = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]), loaded.extra["test_rows"]
-    budgets_ms, static = default_budgets(machine), BudgetAwareStatic(table, fitted)
-    weights = decision_weights(agent, table, fitted[::4], default_budgets(table))
-    every = table.mask[fitted].nonzero()
-    listed = cells_to_time(table.configurations, table.mask[fitted], weights, max(filter(None, COUNTS)), seed)
-    drawn = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))]
-    ratios = log_measured(timed.latency_ms[fitted]).double() - log_measured(table.latency_ms[fitted]).double()
+    fitted = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
+    fitted = fitted[torch.randperm(len(fitted), generator=generator)]
+    ratios = log_measured(machine.latency_ms[fitted]) - log_measured(table.latency_ms[fitted])
+    ratios = (ratios + jitter * torch.randn(ratios.shape, generator=generator)).double()
+    weights = decision_weights(agent, table, fitted[:500], default_budgets(table))
+    every, static = table.mask[fitted].nonzero(), BudgetAwareStatic(table, fitted)
+    listed = cells_to_time(table.configurations, table.mask[fitted], weights, max(filter(None, COUNTS)))
+    drawn = every[torch.randperm(len(every), generator=generator)]
     utilities = {}
     for count in COUNTS:
         for way in WAYS:
-            rows, chosen = (every if count is None else drawn[:count] if way == "random" else listed[:count]).T
+            rows, chosen = (every if count is None else (drawn if way == "random" else listed)[:count]).T
             offsets = fit_offsets(table.configurations, chosen, ratios[rows, chosen]).mean
             if way == "factor":
                 offsets = ratios[rows, chosen].median().nan_to_num().expand_as(offsets)
             policy = static.scaled(offsets.exp()) if way == "static" else adapted(agent, offsets)
-            utilities[way, count] = judge(policy, machine, test, budgets_ms).metrics()["Utility"]
+            judged = judge(policy, machine, loaded.extra["test_rows"], default_budgets(machine))
+            utilities[way, count] = float(judged.utility.mean())
     return utilities
 
 

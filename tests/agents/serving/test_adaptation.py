@@ -76,7 +76,7 @@ def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(see
     grid = torch.cartesian_prod(*[torch.arange(4)] * 3)
     truth = factor + sum(0.25 * torch.randn(4, generator=generator)[values] for values in grid.T)
     weights = torch.full((64,), 1 / 64, dtype=torch.float64)
-    chosen = cells_to_time(grid, torch.ones(64, 64, dtype=torch.bool), weights, 40, seed)[:, 1]
+    chosen = cells_to_time(grid, torch.ones(64, 64, dtype=torch.bool), weights, 40)[:, 1]
     differences = truth[chosen] + 0.02 * torch.randn(40, generator=generator)
     differences[7] += 3.0  # twenty times as long, once
     error = (fit_offsets(grid, chosen, differences).mean - truth).square().mean().sqrt()
@@ -120,12 +120,11 @@ def test_every_cell_listed_is_the_best_next_one() -> None:
 
 def test_samples_differ_and_only_measured_cells_are_listed() -> None:
     mask = torch.rand(30, 4, generator=torch.Generator().manual_seed(0)) < 0.4
-    cells = cells_to_time(GRID, mask, EVEN, 16, seed=1)
+    cells = cells_to_time(GRID, mask, EVEN, 16)
     assert mask[cells[:, 0], cells[:, 1]].all()
     assert len(cells[:, 0].unique()) == 16
     every = cells_to_time(GRID, mask, EVEN, 1000)
     assert torch.equal(every.unique(dim=0), mask.nonzero())  # each once, and no more than there are
-    assert not torch.equal(cells, cells_to_time(GRID, mask, EVEN, 16, seed=2))
 
 
 def test_weights_are_those_of_what_a_controller_chooses() -> None:
