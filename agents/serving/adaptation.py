@@ -2,8 +2,9 @@
 
     ln t_new(sample, c) = ln t_old(sample, c) + β₀ + Σ_k β_k[value of knob k] + γ_c + ε
 
-All terms are normal with mean 0: β₀ is almost free, γ_c is shrunk more than the β_k. The offset of a configuration is
-the posterior mean of all terms but ε, 0 if no cell was timed. The accuracies of the controller stay.
+All terms are normal with mean 0: β₀ is almost free, γ_c is shrunk more than the β_k. The posterior mean of all terms
+but ε, 0 if no cell was timed, is the offset of a configuration; its posterior variance is added to that of the
+controller's predictions. The accuracies stay.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.predictors.experts import Expert
 from knobwise.agents.serving.export import configurations_of
-from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.stacked_controller import StackedController, network_outcomes
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import log_measured
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -39,7 +40,7 @@ class Scales(NamedTuple):
 
 FREE = 3.0
 """Prior standard deviation of β₀."""
-PLANNED = Scales(0.2, 0.05, 0.1)
+PLANNED = Scales(0.2, 0.05, 0.05)
 """What is assumed when cells are chosen."""
 TRIED = [Scales(*each) for each in itertools.product((0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))]
 """What is tried when offsets are fitted."""
@@ -50,11 +51,11 @@ LEAST_CELLS = 5
 
 
 class Offsets(NamedTuple):
-    """Posterior mean and standard deviation of the offsets, float64 [C] each, and ln of the marginal likelihood of the
-    timed cells up to a constant."""
+    """Posterior mean and variance of the offsets, float64 [C] each, and ln of the marginal likelihood of the timed
+    cells up to a constant."""
 
     mean: Tensor
-    spread: Tensor
+    variance: Tensor
     evidence: float
 
 
@@ -67,16 +68,24 @@ def prior_covariance(configurations: Tensor, scales: Scales) -> Tensor:
 
 
 def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offsets:
-    """Offsets at the scales with the greatest marginal likelihood (MacKay 1992, "Bayesian Interpolation", Neural
-    Computation 4): configurations int64 [C, K], and of n timed cells the configuration int64 [n] and the logarithm of
-    t_new / t_old, float [n]."""
+    """Offsets from timed cells, averaged over the scales by their marginal likelihoods (Hoeting et al. 1999, "Bayesian
+    Model Averaging", Statistical Science 14).
+
+    Args:
+        configurations: int64 [C, K].
+        chosen: int64 [n], the configuration of each cell.
+        ratios: float [n], ln(t_new / t_old).
+    """
     kept = torch.ones_like(chosen, dtype=torch.bool)
     for _ in range(3):
-        fits = (posterior(configurations, chosen[kept], ratios[kept], scales) for scales in TRIED)
-        offsets = max(fits, key=lambda fit: fit.evidence)
-        residuals = (ratios - offsets.mean[chosen]).abs()
+        fits = [posterior(configurations, chosen[kept], ratios[kept], scales) for scales in TRIED]
+        means, variances = (torch.stack(parts) for parts in list(zip(*fits, strict=True))[:2])
+        evidence = torch.tensor([fit.evidence for fit in fits], dtype=torch.float64)
+        share = evidence.softmax(0)
+        mean = share @ means
+        residuals = (ratios - mean[chosen]).abs()
         kept = residuals <= OUTLYING * max(1.4826 * float(residuals.median()), LEAST_NOISE)
-    return offsets
+    return Offsets(mean, share @ (variances + means.square()) - mean.square(), float(evidence.logsumexp(0)))
 
 
 def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Scales) -> Offsets:
@@ -90,8 +99,8 @@ def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Sc
     within = (ratios - mean[group]).square().sum() / scales.noise**2
     between = torch.linalg.solve_triangular(factor, mean.unsqueeze(1), upper=False).square().sum()
     volume = factor.diagonal().log().sum() + (len(chosen) - len(timed)) * math.log(scales.noise)
-    variance = prior.diagonal() - (gain * prior[timed]).sum(0)
-    return Offsets(gain.T @ mean, variance.clamp_min(0).sqrt(), float(-0.5 * (within + between) - volume))
+    variance = (prior.diagonal() - (gain * prior[timed]).sum(0)).clamp_min(0)
+    return Offsets(gain.T @ mean, variance, float(-0.5 * (within + between) - volume))
 
 
 def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
@@ -160,20 +169,27 @@ def cells_to_time(configurations: Tensor, mask: Tensor, weights: Tensor, count: 
 
 
 @torch.no_grad()
-def adapted(agent: Adaptable, offsets: Tensor) -> Adaptable:
-    """A copy of a `utility` controller for deadlines that expects e^offset times the latency of each configuration,
-    offsets [C]. What belongs to budgets (the guard, their encoding) moves by the mean offset."""
+def adapted(agent: Adaptable, offsets: Offsets, x: Tensor) -> Adaptable:
+    """A copy of a `utility` controller for deadlines that expects e^offset times the latency of each configuration, and
+    is less sure of it. What belongs to budgets (the guard, their encoding) moves by the mean offset.
+
+    A network's spreads get one factor for each configuration, from those at `x`, normalised features [n, width].
+    """
     agent = copy.deepcopy(agent)
-    network, count, mean = network_of(agent).network, len(offsets), offsets.mean()
-    assert isinstance(network, UtilityNetwork)
-    network.outcome_head.bias[..., count : 2 * count] += offsets
-    network.encoding.mean += mean
+    controller, factors, overall = network_of(agent), offsets.mean.exp(), offsets.mean.mean()
+    spread = network_outcomes(controller, x).spread
+    assert isinstance(controller.network, UtilityNetwork)
+    _, log_latency, log_spread = controller.network.outcome_head.bias.chunk(3, -1)
+    log_latency += offsets.mean
+    log_spread += 0.5 * (offsets.variance / spread.square().mean(1, keepdim=True)).log1p()
+    controller.network.encoding.mean += overall
     if isinstance(agent, StackedController):
         for expert in agent.experts:
             assert isinstance(expert, Expert)
-            expert.log_latency = expert.log_latency.rescaled(torch.ones(count), offsets.float())
+            expert.log_latency = expert.log_latency.rescaled(torch.ones(len(factors)), offsets.mean.float())
+            expert.spread = torch.hypot(expert.spread, offsets.variance.sqrt().float())
         if agent.guard is not None:
-            agent.guard.budgets_ms *= mean.exp()
+            agent.guard.budgets_ms *= overall.exp()
         if agent.static is not None:
-            agent.static = agent.static.scaled(offsets.exp())
+            agent.static = agent.static.scaled(factors)
     return agent

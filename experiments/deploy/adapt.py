@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.serving.adaptation import adapted, cells_to_time, decision_weights, fit_offsets, log_ratios
@@ -22,8 +23,8 @@ from knobwise.experiments.report.words import sentences
 from knobwise.experiments.settings.options import AdaptRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 
-WEIGHED = 500
-"""Requests that show which configurations are chosen."""
+REQUESTS = 500
+"""How many show which configurations are chosen, and how sure the controller is."""
 
 
 def run(config: AdaptRun) -> Path:
@@ -43,7 +44,7 @@ def run(config: AdaptRun) -> Path:
             f"{table.name!r}; name that of the training, such as trained_on=table trained_on.path=FILE"
         )
     if config.profile is None:
-        write_text(out / "cells.csv", listed(loaded, table, config.cells).write_csv())
+        write_text(out / "cells.csv", _listed(loaded, table, config.cells).write_csv())
     else:
         profile = config.profile
         if isinstance(profile, LongTables) and profile.knobs is None:  # few rows do not show which columns are knobs
@@ -66,13 +67,18 @@ def _problem(loaded: Loaded) -> str:
     return "was adapted before; give the controller as it was trained" if "adapted" in loaded.extra else ""
 
 
-def listed(loaded: Loaded, table: ProfileTable, count: int) -> pl.DataFrame:
-    """Cells to time, of samples that the controller was fitted on, as rows of a long table without latencies."""
+def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
+    """The rows that the controller was fitted on, all if it does not say, int64 in random order."""
     parts = [loaded.extra[f"{part}_rows"] for part in ("train", "validation") if f"{part}_rows" in loaded.extra]
     rows = torch.cat(parts) if parts else torch.arange(table.num_samples)
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+
+
+def _listed(loaded: Loaded, table: ProfileTable, count: int) -> pl.DataFrame:
+    """Cells to time, as rows of a long table without latencies."""
     agent: Any = loaded.controller
-    weights = decision_weights(agent, table, rows[:WEIGHED], default_budgets(table))
+    rows = _fitted(loaded, table)
+    weights = decision_weights(agent, table, rows[:REQUESTS], default_budgets(table))
     cells = []
     for row, column in cells_to_time(table.configurations, table.mask[rows], weights, count).tolist():
         sample = int(rows[row])
@@ -87,9 +93,12 @@ def _adapt(loaded: Loaded, table: ProfileTable, timed: ProfileTable, out: Path) 
     chosen, ratios = log_ratios(table, timed)
     offsets = fit_offsets(table.configurations, chosen, ratios)
     facts = {"timed": timed.name, "digest": timed.digest, "cells": len(chosen)}
-    facts |= {"factors": offsets.mean.exp().tolist(), "spread": offsets.spread.tolist()}
+    facts |= {"factors": offsets.mean.exp().tolist(), "spread": offsets.variance.sqrt().tolist()}
     facts["one_factor"] = float(ratios.median().exp())
-    agent: Any = adapted(loaded.controller, offsets.mean)  # type: ignore[type-var]
+    agent: Any = loaded.controller
+    rows = _fitted(loaded, table)[:REQUESTS]
+    x = agent.features({name: block[rows] for name, block in table.features.items()}, len(rows))
+    agent = adapted(agent, offsets, x)
     loaded._replace(agent=agent, extra=loaded.extra | {"adapted": facts}).save(out / "controller.pt")
     export_numpy(agent, out / "controller.npz")
     rows = [

@@ -17,7 +17,7 @@ import torch
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.judging.evaluation import judge
-from knobwise.agents.serving.adaptation import adapted, cells_to_time, decision_weights, fit_offsets
+from knobwise.agents.serving.adaptation import Offsets, Scales, adapted, cells_to_time, decision_weights, fit_offsets
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.common.progress import progress
@@ -28,6 +28,8 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.studies.decisions import Mean
 from knobwise.experiments.studies.running import rendered, run_from_words
 
+SIMULATED = Scales(knob=0.25, configuration=0.05, noise=0.05)
+"""What simulated machines are drawn from; their overall speed has a standard deviation of 1 in ln ms."""
 COUNTS = (0, 10, 30, 100, None)
 """Numbers of timed cells; None for all of the samples that the controller was fitted on."""
 WAYS = ("offsets", "random", "factor", "static")
@@ -36,7 +38,7 @@ WAYS = ("offsets", "random", "factor", "static")
 
 @dataclass
 class AdaptationConfig:
-    """The settings, each as key=value. The simulated machines draw offsets of ln ms with these standard deviations."""
+    """The settings, each as key=value."""
 
     run: str = "runs/latest"
     """A finished run on the built-in profile; its seeds take turns."""
@@ -44,12 +46,6 @@ class AdaptationConfig:
     """The built-in profile measured on other hardware, a long table; None simulates machines."""
     machines: int = 12
     """How many machines are simulated, or with `timed` how often cells are drawn."""
-    knob: float = 0.25
-    """For each value of each knob."""
-    configuration: float = 0.05
-    """For each configuration."""
-    jitter: float = 0.05
-    """For each timed cell."""
     out: str = "docs/adaptation.md"
     """The page."""
 
@@ -66,24 +62,25 @@ def run(config: AdaptationConfig) -> list[str]:
     cases = []
     with progress("machines", config.machines) as tick:
         for seed in range(config.machines):
-            jitter = torch.Generator().manual_seed(seed)
-            machine = timed or _simulated(table, config, jitter)
-            cases.append(measure(loaded[seed % len(loaded)], table, machine, 0.0 if timed else config.jitter, jitter))
+            draws = torch.Generator().manual_seed(seed)
+            machine, jitter = (timed, 0.0) if timed else (_simulated(table, draws), SIMULATED.noise)
+            cases.append(measure(loaded[seed % len(loaded)], table, machine, jitter, draws))
             tick(seed + 1, "")
     means = {key: Mean.over(case[key] for case in cases) for key in cases[0]}
     gains = {key: Mean.over(100 * (case[key] - case["factor", 30]) for case in cases) for key in cases[0]}
-    page = rendered("adaptation.md.j2", config=config, means=means, gains=gains, COUNTS=COUNTS, WAYS=WAYS)
+    numbers = {"means": means, "gains": gains, "counts": COUNTS, "ways": WAYS, "simulated": SIMULATED}
+    page = rendered("adaptation.md.j2", config=config, **numbers)
     print(page)
     write_text(config.out, page)
     return []
 
 
-def _simulated(table: ProfileTable, config: AdaptationConfig, generator: torch.Generator) -> ProfileTable:
+def _simulated(table: ProfileTable, generator: torch.Generator) -> ProfileTable:
     """The profile of a simulated machine, without jitter."""
     offsets = torch.randn(1, generator=generator)
-    offsets = offsets + config.configuration * torch.randn(table.num_configurations, generator=generator)
+    offsets = offsets + SIMULATED.configuration * torch.randn(table.num_configurations, generator=generator)
     for knob, values in zip(table.knobs, table.configurations.T, strict=True):
-        offsets += config.knob * torch.randn(len(knob.values), generator=generator)[values]
+        offsets += SIMULATED.knob * torch.randn(len(knob.values), generator=generator)[values]
     return replace(table, latency_ms=table.latency_ms * offsets.exp(), repeats_ms=None)
 
 
@@ -97,6 +94,7 @@ def measure(
     fitted = fitted[torch.randperm(len(fitted), generator=generator)]
     ratios = log_measured(machine.latency_ms[fitted]) - log_measured(table.latency_ms[fitted])
     ratios = (ratios + jitter * torch.randn(ratios.shape, generator=generator)).double()
+    some = {name: block[fitted[:500]] for name, block in table.features.items()}
     weights = decision_weights(agent, table, fitted[:500], default_budgets(table))
     every, static = table.mask[fitted].nonzero(), BudgetAwareStatic(table, fitted)
     listed = cells_to_time(table.configurations, table.mask[fitted], weights, max(filter(None, COUNTS)))
@@ -105,10 +103,13 @@ def measure(
     for count in COUNTS:
         for way in WAYS:
             rows, chosen = (every if count is None else (drawn if way == "random" else listed)[:count]).T
-            offsets = fit_offsets(table.configurations, chosen, ratios[rows, chosen]).mean
-            if way == "factor":
-                offsets = ratios[rows, chosen].median().nan_to_num().expand_as(offsets)
-            policy = static.scaled(offsets.exp()) if way == "static" else adapted(agent, offsets)
+            offsets = fit_offsets(table.configurations, chosen, ratios[rows, chosen])
+            if way == "factor" or count == 0:  # without cells nothing is known, and nothing changes
+                factor = ratios[rows, chosen].median().nan_to_num().expand_as(offsets.mean)
+                offsets = Offsets(factor, torch.zeros_like(factor), 0.0)
+            policy = adapted(agent, offsets, agent.features(some, 500))
+            if way == "static":
+                policy = static.scaled(offsets.mean.exp())
             judged = judge(policy, machine, loaded.extra["test_rows"], default_budgets(machine))
             utilities[way, count] = float(judged.utility.mean())
     return utilities

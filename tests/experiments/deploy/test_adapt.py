@@ -36,7 +36,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write_table(120)
-        words = ["policy=utility", "policy.members=2", "seeds=[0]", "name=run", "optimiser.warmup_iterations=60"]
+        words = [
+            "policy=utility",
+            "policy.members=2",
+            "seeds=[0]",
+            "name=run",
+            "optimiser.warmup_iterations=60",
+            "baselines=false",
+        ]
         assert main(["train", *TABLE, *OPTIMISER, *words]) == 0
     return folder
 
@@ -111,7 +118,7 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
     for name, message in messages.items():
         words = ["adapt", *TRAINED_ON, "profile=table", f"profile.path={name}", "out=nothing"]
         assert message in refused(words, capsys)
-    assert "is another, 'elastic_scenes'" in refused(["adapt"], capsys)
+    assert "is another, 'builtin'" in refused(["adapt"], capsys)
     assert "cells=0: must be at least 1" in refused(["adapt", "cells=0"], capsys)
     assert "trained_on=table trained_on.path=a.csv" in refused(["adapt", "trained_on=a.csv"], capsys)
 
