@@ -53,6 +53,7 @@ _OPTIMISER |= {"warmup_lr": 3e-3, "lr": 2e-4, "weight_decay": 0.05, "clip_grad":
 
 GROUPS: dict[str, dict[str, Any]] = {
     "profile": PROFILES,
+    "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
     "encoder": ENCODERS,
     "budget": {
@@ -75,6 +76,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 _DEFAULTS = {"profile": "builtin", "budget": "quantiles", "reward": "utility", "policy": "auto", "loss": "exact"}
 _DEFAULTS |= {"optimiser": "${policy}", "tracking": "auto", "beams": "builtin", "encoder": "stored"}
+_DEFAULTS |= {"trained_on": "builtin"}
 GROUPS_OF = {
     "train": ("profile", "budget", "reward", "policy", "loss", "optimiser", "tracking"),
     "train_selector": ("beams", "encoder", "tracking"),
@@ -82,6 +84,7 @@ GROUPS_OF = {
     "evaluate": ("profile", "reward", "beams", "encoder"),
     "profile": (),
     "export": ("profile",),
+    "adapt": ("profile", "trained_on"),
     "compare": (),
     "workspace": (),
 }
@@ -113,7 +116,9 @@ def register() -> None:
         for name, node in options.items():
             store.store(group=group, name=name, node=node)
     for verb, node in VERBS.items():
-        defaults: list[Any] = [{group: _DEFAULTS[group]} for group in GROUPS_OF[verb]]
+        # a group whose field is None may be left out
+        choices = {group: None if getattr(node, group, "") is None else _DEFAULTS[group] for group in GROUPS_OF[verb]}
+        defaults: list[Any] = [{group: choice} for group, choice in choices.items()]
         if verb in EXPERIMENTS:
             defaults.append({"experiment": EXPERIMENTS[verb]})
         store.store(name=f"{verb}_schema", node=node)
@@ -216,8 +221,9 @@ def options_in(settings: Any, groups: Sequence[str] = (), prefix: str = "") -> I
         value, key = getattr(settings, f.name), f"{prefix}{f.name}"
         if f.name in groups:
             docs[f.name] = f"Group: {', '.join(GROUPS[f.name])}. {docs[f.name]}"
-        if f.name in groups and f.name in ("profile", "beams", "encoder"):  # each choice has options of its own
-            yield Option(key, _DEFAULTS[f.name], docs[f.name])
+        if f.name in groups and f.name in ("profile", "trained_on", "beams", "encoder"):
+            # each choice has options of its own
+            yield Option(key, "none" if value is None else _DEFAULTS[f.name], docs[f.name])
             for name, node in GROUPS[f.name].items():
                 for option in options_in(node(), prefix=f"{key}."):
                     if option.key != f"{key}.format":
@@ -330,7 +336,7 @@ def _several_values(verb: str, key: str, values: str) -> str:
 
 def _no_such_choice(group: str, choice: str, choices: Iterable[str]) -> str:
     """What is wrong with `group=choice`; a file may be meant to be read."""
-    reader = {"profile": "table", "beams": "files"}.get(group)
+    reader = {"profile": "table", "trained_on": "table", "beams": "files"}.get(group)
     if reader is not None and (Path(choice).suffix or "/" in choice):
         return f"{group}={choice}: is a file; did you mean {group}={reader} {group}.path={choice}?"
     names = list(choices)

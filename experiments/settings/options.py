@@ -237,6 +237,27 @@ class ExportRun:
 
 
 @dataclass
+class AdaptRun:
+    """knobwise adapt: a trained controller for other hardware, from a few timed cells. Without a profile it lists the
+    cells whose times would tell most; with their times it writes the controller."""
+
+    checkpoint: str = "runs/latest/checkpoints/best.pt"
+    """The controller: for deadlines, and one that predicts latencies (policy=auto or policy=utility)."""
+    profile: Any = None
+    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated. What was timed on the other hardware,
+    at least the listed cells; all that it shares with `trained_on` count. None lists the cells to time."""
+    trained_on: Any = MISSING
+    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated. The profile of the training."""
+    cells: int = 30
+    """Number of cells to list."""
+    out: str = "adapted"
+    """Folder for the files."""
+
+    def __post_init__(self) -> None:
+        at_least("cells", self.cells, 1)
+
+
+@dataclass
 class CompareRun:
     """knobwise compare RUN RUN …: finished runs side by side, on the terminal and as one page. RUN is a run or a folder
     of runs, such as a sweep leaves."""
@@ -275,6 +296,7 @@ VERBS: dict[str, type[Any]] = {
     "evaluate": EvaluateRun,
     "profile": ProfileRun,
     "export": ExportRun,
+    "adapt": AdaptRun,
     "compare": CompareRun,
     "workspace": WorkspaceRun,
 }

@@ -59,18 +59,24 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
     for configuration in config.configurations:
         check_configuration(knobs, configuration._asdict())
 
+    samples = draw_samples(config.samples, config.seed)
+    plan = _plan(samples, config)
+    plan = plan.only(config.cells) if config.cells else plan
     out, state = Path(out_dir), Path(out_dir) / "state"
     # latencies of two machines or two versions of torch must not end up in one table
     identity = {"cpu": cpu_name(), "torch": torch.__version__}
-    left_out = {"exp_json"} | ({"clock"} if config.clock == "wall" else set())
+    left_out = {"exp_json", "cells"} | ({"clock"} if config.clock == "wall" else set())
     claim(state / "config.json", identity | {k: v for k, v in asdict(config).items() if k not in left_out})
     with one_thread():
-        about = _profile(out, state, config)
-    print(rendered("figures", figures=about["figures"]))
+        about = _profile(out, state, config, samples, plan)
+    if about is not None:
+        print(rendered("figures", figures=about["figures"]))
     return out
 
 
-def _profile(out: Path, state: Path, config: ElasticProfileConfig) -> dict[str, Any]:
+def _profile(
+    out: Path, state: Path, config: ElasticProfileConfig, samples: Sequence[Scenes], plan: Plan
+) -> dict[str, Any] | None:
     path = out / MODEL_FILE
     if not path.exists():
         if config.model:
@@ -80,8 +86,6 @@ def _profile(out: Path, state: Path, config: ElasticProfileConfig) -> dict[str, 
             train(config.training, config.size, state / "training.pt").save(path)
     # measured as it will be loaded: with weights rounded to half precision
     model = ElasticVLM.load(path)
-    samples = draw_samples(config.samples, config.seed)
-    plan = _plan(samples, config)
     with appended(state / "measured-0.jsonl") as log:
         measure(ElasticAdaptive(model, features=False), plan, log, plan.done(read_logs(state)))
     return _write(out, config, model, samples, plan, read_logs(state))
@@ -102,8 +106,9 @@ def _plan(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
 
 def _write(
     out: Path, config: ElasticProfileConfig, model: ElasticVLM, samples: Sequence[Scenes], plan: Plan, log: pl.DataFrame
-) -> dict[str, Any]:
-    """Write everything that a run leaves in ``out``, each file whole or not at all; return the description."""
+) -> dict[str, Any] | None:
+    """Write everything that a run leaves in ``out``, each file whole or not at all; return the description, None where
+    only some cells were measured."""
     right = [item.answers[0] for item in plan.items]
     cells = cells_of(plan, log, lambda i, text: float(text == right[i]))
     soft = [share_of_right(text.split(), right[i].split()) for i, text in cells.select("sample", "pred").iter_rows()]
@@ -116,6 +121,8 @@ def _write(
     records = records.with_columns(pl.col("sample_id", *KNOBS).cast(pl.Int32), pl.col("accuracy").cast(pl.Float32))
     measured = ("accuracy", "soft_score", "latency_ms", "cpu_ms", "prefill_ms")
     write_table(out / "table.parquet", records.select("sample_id", *KNOBS, *measured, "dataset"))
+    if plan.cells is not None:
+        return None
     _write_features(out / "features.npz", model, samples)
     # what each sample is, for studying results
     about_samples = {

@@ -101,8 +101,9 @@ def write_vlm_profile(
     judge: Judge,
     knobs: Sequence[KnobSupport],
     about: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Write `table.parquet`, `exp5/`, `exp6/` and, last, `profile.json`; return what the latter holds.
+) -> dict[str, Any] | None:
+    """Write `table.parquet`, `exp5/`, `exp6/` and, last, `profile.json`; return what the latter holds. Where only some
+    cells were measured, write the table alone.
 
     The log holds all of the plan; `about` is what else is known of the run: `name` of the data set, and what goes into
     the exp5/exp6 files too, `split`, `model`, `machine` and `command`.
@@ -112,6 +113,8 @@ def write_vlm_profile(
     measures = [c for c in records.columns if c.endswith("_ms")]
     keys = [c for c in ("sample_id", "image_id", *plan.knobs) if c in records.columns]
     write_table(out / "table.parquet", records.select(*keys, "accuracy", *measures, "pred", "dataset"))
+    if plan.cells is not None:
+        return None
     metadata = {key: about[key] for key in ("split", "model", "machine", "command")}
     note = write_exp_files(out, records, plan.knobs, metadata)
 
