@@ -244,10 +244,10 @@ class AdaptRun:
     checkpoint: str = "runs/latest/checkpoints/best.pt"
     """The controller: for deadlines, and one that predicts latencies (policy=auto or policy=utility)."""
     profile: Any = None
-    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated. What was timed on the other hardware,
-    at least the listed cells; all that it shares with `trained_on` count. None lists the cells to time."""
+    """What was timed on the other hardware, at least the listed cells; all that it shares with `trained_on` count. None
+    lists the cells to time."""
     trained_on: Any = MISSING
-    """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated. The profile of the training."""
+    """The profile of the training."""
     cells: int = 30
     """Number of cells to list."""
     out: str = "adapted"
