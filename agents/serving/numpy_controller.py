@@ -15,6 +15,7 @@ mean of the offsets acts as if the budget were exp(−mean) times itself.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import math
 import operator
@@ -58,6 +59,11 @@ class NumpyController:
         if not known:
             raise ValueError(f"not an exported controller (expected format {FORMAT})")
         self.header: dict[str, Any] = head
+        content = hashlib.sha256()
+        for name in sorted(arrays):
+            content.update(name.encode() + np.ascontiguousarray(arrays[name]).tobytes())
+        self.digest = content.hexdigest()[:16]
+        """Of all arrays: controllers with the same digest decide alike."""
         self.knobs: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in head["knobs"]}
         """The values of each knob, by name."""
         self.configurations: Array = arrays["configurations"]
