@@ -268,7 +268,7 @@ class AdaptiveModel:
         if arrived is not None:
             if self.clock == "cpu":
                 raise InputError("runtime: arrivals need clock=wall; clock=cpu counts the work of a request only")
-            left -= _positive((begun - arrived) * 1e3)
+            left -= (begun - arrived) * 1e3
         return left if left > LEAST_LATENCY_MS else LEAST_LATENCY_MS
 
     def _first_stage(self, request: Request) -> FirstStage:

@@ -208,15 +208,11 @@ class TrackedStatic:
 
     Args:
         arrays: what `knobwise.agents.serving.export.arrays_of_static` gives.
-        tracker: None for one without drift.
         budgets_ms: take the configuration that is best on average over these, whatever the budget.
     """
 
     def __init__(
-        self,
-        arrays: Mapping[str, NDArray[Any]],
-        tracker: LatencyTracker | None = None,
-        budgets_ms: Sequence[float] | None = None,
+        self, arrays: Mapping[str, NDArray[Any]], tracker: LatencyTracker, budgets_ms: Array | None = None
     ) -> None:
         self.tracker = tracker
         logs = np.log(np.maximum(arrays["sorted_ms"].astype(np.float64), 1e-9))
@@ -230,7 +226,7 @@ class TrackedStatic:
         self._running = arrays["running"].reshape(-1)
         # among equals the faster; a mean over samples differs by more
         self._slow = 1e-12 * np.argsort(np.argsort(arrays["latency_ms"], kind="stable"))
-        self._budgets = None if budgets_ms is None else np.log(np.asarray(budgets_ms, np.float64))
+        self._log_budgets = None if budgets_ms is None else np.log(budgets_ms)
 
     def mean_utility(self, log_budgets: Array, offset: Any = 0.0, scale: Any = 1.0) -> Array:
         """Of every configuration: ln ms [n], and a drift that expands to [n, C] → [n, C], less by nearly nothing the
@@ -243,12 +239,11 @@ class TrackedStatic:
 
     def decide(self, budget_ms: float) -> int:
         """The index of a configuration for one request."""
-        drift = (self.tracker and self.tracker.drift) or (0.0, 1.0)
-        budgets = np.array([math.log(budget_ms)]) if self._budgets is None else self._budgets
+        drift = self.tracker.drift or (0.0, 1.0)
+        budgets = np.array([math.log(budget_ms)]) if self._log_budgets is None else self._log_budgets
         return int(self.mean_utility(budgets, *drift).sum(0).argmax())
 
     def update(self, configuration: int, measured_ms: float) -> None:
         """Learn from the time of an answer."""
-        if self.tracker is not None:
-            expected = self.log_latency[configuration], self.spread[configuration]
-            self.tracker.update(configuration, *map(float, expected), measured_ms)
+        expected = self.log_latency[configuration], self.spread[configuration]
+        self.tracker.update(configuration, *map(float, expected), measured_ms)
