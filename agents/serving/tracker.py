@@ -2,9 +2,9 @@
 
 An answer's residual r = ln(measured ms) − μ, with μ predicted, is modelled as h·x + κ·σ·ε: x holds a level and an
 offset of each knob value, h marks those of the configuration, σ is the predicted spread. A Kalman filter follows x
-(Kalman 1960, "A New Approach to Linear Filtering and Prediction Problems"): the level is a random walk with the steady
-gain `GAIN` (Harvey 1989, "Forecasting, Structural Time Series Models and the Kalman Filter", section 4.1), and the
-offsets return to 0 within `VALUE_MEMORY` answers, which shrinks them. κ² is an exponentially weighted mean of squared
+(Kalman 1960, "A New Approach to Linear Filtering and Prediction Problems"): the level is a random walk (the local level
+model of Harvey 1989, "Forecasting, Structural Time Series Models and the Kalman Filter", section 2.3), and the offsets
+return to 0 within `VALUE_MEMORY` answers, which shrinks them. κ² is an exponentially weighted mean of squared
 residuals, each in units of its expected spread. Three things keep this robust:
 
 - Residuals are clipped at `CLIP` spreads (Huber 1964, "Robust Estimation of a Location Parameter"; for the filter
@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from knobwise.common.errors import InputError
 
 FORMAT = "knobwise.LatencyTracker/1"
-GAIN, SPREAD_GAIN = 1 / 25, 1 / 40
-"""The share of a residual that the level moves by in the long run, and the weight of the newest square in κ²."""
+WANDER, SPREAD_GAIN = 0.003, 1 / 50
+"""Standard deviation of the level's step from one answer to the next, in ln ms; the weight of the newest square in κ²."""
 CLIP, SHIFT_AFTER, SHIFT_VARIANCE = 2.0, 6, 4.0
 """In spreads of a residual; in answers; and the variance added to the level then, in variances of a residual."""
-FIRST_SPREAD, VALUE_SPREAD, VALUE_MEMORY = 0.5, 0.05, 2000
+FIRST_SPREAD, VALUE_SPREAD, VALUE_MEMORY = 0.5, 0.03, 4000
 """Standard deviations of level and offsets before the first answer, in ln ms; and answers."""
 SCALES = 0.25, 3.0
 """Bounds of κ."""
@@ -103,7 +103,7 @@ class LatencyTracker:
         if not self.answers % FORGET_EVERY:
             self._forget()
         mean, covariance = self._mean, self._covariance
-        covariance[0, 0] += GAIN**2 / (1 - GAIN) * noise
+        covariance[0, 0] += WANDER**2
         along = covariance.dot(row)
         variance = float(row.dot(along)) + noise
         error = residual - float(row.dot(mean))

@@ -26,7 +26,7 @@ from scipy.special import ndtr, ndtri
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving.export import arrays_of_static, configurations_of
-from knobwise.agents.serving.tracker import CLIP, CLIPPED_SQUARE, GAIN, SCALES, LatencyTracker, TrackedStatic
+from knobwise.agents.serving.tracker import CLIP, CLIPPED_SQUARE, SCALES, LatencyTracker, TrackedStatic
 from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
@@ -219,14 +219,15 @@ class Weighted(Frozen):
     """Exponentially weighted mean and spread of clipped residuals (Roberts 1959, "Control Chart Tests Based on Geometric
     Moving Averages")."""
 
-    def __init__(self) -> None:
+    def __init__(self, gain: float = 1 / 25) -> None:
+        self.gain = gain
         self.drift: tuple[float, float] = (0.0, 1.0)
 
     def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None:
         mean, scale = self.drift
         z = float(np.clip((np.log(measured_ms) - log_latency - mean) / (scale * spread), -CLIP, CLIP))
-        mean += GAIN * z * scale * spread
-        self.drift = mean, float(np.clip(scale * (1 + GAIN * (z * z / CLIPPED_SQUARE - 1)) ** 0.5, *SCALES))
+        mean += self.gain * z * scale * spread
+        self.drift = mean, float(np.clip(scale * (1 + self.gain * (z * z / CLIPPED_SQUARE - 1)) ** 0.5, *SCALES))
 
 
 class Conformal(Frozen):

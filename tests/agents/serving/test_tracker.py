@@ -26,10 +26,11 @@ from knobwise.agents.serving.tracker import (
     CLIP,
     CLIPPED_SQUARE,
     FIRST_SPREAD,
-    GAIN,
     MOST_OFFSET,
     SHIFT_AFTER,
     SPREAD_GAIN,
+    VALUE_SPREAD,
+    WANDER,
     LatencyTracker,
     TrackedStatic,
 )
@@ -71,7 +72,7 @@ def test_a_level_alone_is_updated_as_by_hand() -> None:
     for residual in (0.3, 0.28, 0.9):  # the last is clipped
         tracker.update(0, 2.0, 0.1, math.exp(2.0 + residual))
         noise = square * 0.1**2
-        variance += GAIN**2 / (1 - GAIN) * noise
+        variance += WANDER**2
         total = variance + noise
         z = (residual - level) / math.sqrt(total)
         z = min(max(z, -CLIP), CLIP)
@@ -89,7 +90,7 @@ def test_the_first_answer_is_shared_between_level_and_values_by_their_variances(
     tracker = LatencyTracker([{"a": 1}, {"a": 2}])
     tracker.update(1, 0.0, 0.1, math.exp(0.2))
     noise = 0.01
-    level, value = 0.25 + GAIN**2 / (1 - GAIN) * noise, 0.0025
+    level, value = FIRST_SPREAD**2 + WANDER**2, VALUE_SPREAD**2
     step = 0.2 / (level + value + noise)
     assert tracker.drift is not None
     np.testing.assert_allclose(tracker.drift[0], [level * step, (level + value) * step])
