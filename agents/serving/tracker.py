@@ -31,7 +31,7 @@ from knobwise.common.errors import InputError
 
 FORMAT = "knobwise.LatencyTracker/1"
 WANDER, SPREAD_GAIN = 0.003, 1 / 50
-"""Standard deviation of the level's step from one answer to the next, in ln ms; the weight of the newest square in κ²."""
+"""Standard deviation of the level's step from one answer to the next, in ln ms; weight of the newest square in κ²."""
 CLIP, SHIFT_AFTER, SHIFT_VARIANCE = 2.0, 6, 4.0
 """In spreads of a residual; in answers; and the variance added to the level then, in variances of a residual."""
 FIRST_SPREAD, VALUE_SPREAD, VALUE_MEMORY = 0.5, 0.03, 4000
