@@ -3,7 +3,7 @@
     first stage ─▶ the rest of the budget ─▶ decision ─▶ groups of equal configuration ─▶ answers, in their order
 
 A request pays for everything that it would not have cost without the controller: pooling features, the decision,
-setting knobs, and, where arrivals are known, all waiting.
+setting knobs, learning from the answer's time, and, where arrivals are known, all waiting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.serving.export import configurations_of, to_numpy
 from knobwise.agents.serving.knob_policy import KnobPolicy
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.numpy_controller import Drift, Expected, NumpyController
+from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -56,13 +57,15 @@ class Result:
     """The controller's index of the configuration."""
     budget_ms: float
     limit_ms: float
-    """The rest of the budget that the decision was made under, in the profile's ms."""
+    """The rest of the budget that the decision was made under."""
+    drift: Drift | None
+    """What the decision allowed for: offsets of ln ms [C] and the factor on their spread; None for nothing."""
     total_ms: float
     """waited_ms + overhead_ms + answer.total_ms."""
     waited_ms: float
     """Time since its arrival without its own work; 0 if the arrival is unknown."""
     overhead_ms: float
-    """What the controller adds: pooled features, decision, knobs set, and the calls between them."""
+    """What the controller adds: pooled features, decision, knobs set, tracking, and the calls between them."""
     decision_us: float
     """The part of the overhead that the decision took, for the whole batch."""
 
@@ -81,17 +84,25 @@ class AdaptiveModel:
         model: its knobs may have any names.
         controller: a trained `Controller` or `StackedController` for deadlines, also in a `KnobPolicy`, or the same in
             NumPy, which decides in any case.
-        speed: latency here / latency in the controller's profile. Budgets are divided by it; `calibrate` measures it.
+        tracker: follows how far latencies here are from those predicted, for the next decisions to allow for: True for
+            a new one, or one for this controller to go on with. False: nothing but `calibrate` changes it.
         cache: how many first stages are kept, with what the model keeps of them, by the content of image and question.
         clock: wall, or cpu for the CPU time of the thread, on a machine that others use too; then there are no arrivals
             (waiting takes no CPU time), and the model must run on one thread and take its times from `clock_ms`.
 
     Raises:
-        InputError: a controller for mean budgets, one whose configurations the model cannot run, an unknown clock.
+        InputError: a controller for mean budgets, one whose configurations the model cannot run, the tracker of another
+            controller, an unknown clock.
     """
 
     def __init__(
-        self, model: AdaptiveVLM, controller: Any, *, speed: float = 1.0, cache: int = 0, clock: str = "wall"
+        self,
+        model: AdaptiveVLM,
+        controller: Any,
+        *,
+        tracker: bool | LatencyTracker = True,
+        cache: int = 0,
+        clock: str = "wall",
     ) -> None:
         controller = controller.agent if isinstance(controller, KnobPolicy) else controller
         exported = getattr(controller, "header", {})
@@ -100,17 +111,20 @@ class AdaptiveModel:
                 "runtime: the controller keeps a mean over requests (budget=mean), but every request here has a "
                 "deadline; train one with budget=quantiles"
             )
-        if not 0 < speed < math.inf:
-            raise InputError(f"runtime: speed={speed}; it must be positive")
         if isinstance(controller, Controller | StackedController):
             controller = to_numpy(controller)  # the same decisions, several times faster
         self.controller: NumpyController = controller
-        self.model, self.speed, self.clock = model, speed, clock
+        self.model, self.clock = model, clock
         self._clocked = clocked_by(clock)  # entered with the lock only
         self._now: Callable[[], float] = time.thread_time if clock == "cpu" else time.perf_counter
         self.configurations = configurations_of(controller)
         for configuration in self.configurations:
             check_configuration(model.knobs, configuration)
+        fresh = LatencyTracker(self.configurations, controller.digest)
+        self.tracker = tracker if isinstance(tracker, LatencyTracker) else fresh
+        if (self.tracker.digest, self.tracker.names) != (fresh.digest, fresh.names):
+            raise InputError("runtime: the tracker is of another controller; start with tracker=True")
+        self._tracks = tracker is not False
         self._lock = threading.Lock()
         self._stages: OrderedDict[tuple[bytes, bytes], FirstStage] = OrderedDict()
         self._cache = cache
@@ -141,14 +155,16 @@ class AdaptiveModel:
             stage = self._first_stage(request)
             start = now()
             limit = self._limit(stage, budget_ms, arrived, begun)
-            choice = self.controller.decide_index(stage.features, limit)
+            drift = self.tracker.drift
+            expected = self.controller.decide_expected(stage.features, limit, drift)
             decided = now()
-            (answer,) = self.model.answer((stage,), self.configurations[choice])
+            (answer,) = self._answers((stage,), (expected,))
             done = now()
-            decision_ms = (decided - start) * 1e3
-            # what is neither in the answer nor counted yet: calls, clocks, setting knobs
-            beyond_ms = max((done - begun) * 1e3 - answer.total_ms - stage.extra_ms - decision_ms, 0.0)
-            return self._result((stage, budget_ms, limit, arrived), choice, answer, decision_ms, beyond_ms, done)
+            decision_ms = _positive((decided - start) * 1e3)
+            # what is neither in the answer nor counted yet: calls, clocks, setting knobs, tracking
+            beyond_ms = _positive((done - begun) * 1e3 - answer.total_ms - stage.extra_ms - decision_ms)
+            about = stage, budget_ms, limit, drift, arrived
+            return self._result(about, expected[0], answer, decision_ms, beyond_ms, done)
 
     def generate(
         self, requests: Sequence[Request], budgets_ms: float | Sequence[float], arrived: Sequence[float] | None = None
@@ -190,54 +206,70 @@ class AdaptiveModel:
         begun = [start - stage.total_ms / 1e3 for stage in stages]
         limits = [self._limit(*each) for each in zip(stages, budgets, moments, begun, strict=True)]
         arrays = {name: np.stack([stage.features[name] for stage in stages]) for name in stages[0].features}
-        chosen = self.controller.choose(arrays, np.array(limits, np.float32)).tolist()
-        decision_ms = (self._now() - start) * 1e3
+        drift = self.tracker.drift
+        expected = self.controller.choose_expected(arrays, np.array(limits, np.float32), None, drift)
+        each = list(zip(*(values.tolist() for values in expected), strict=True))
+        decision_ms = _positive((self._now() - start) * 1e3)
 
         groups: dict[int, list[int]] = {}
-        for i in sorted(range(len(chosen)), key=limits.__getitem__):
-            groups.setdefault(chosen[i], []).append(i)
+        for i in sorted(range(len(each)), key=limits.__getitem__):
+            groups.setdefault(each[i][0], []).append(i)
         results: dict[int, Result] = {}
         for choice, members in groups.items():
             before = self._now()
-            answers = self.model.answer([stages[i] for i in members], self.configurations[choice])
+            answers = self._answers([stages[i] for i in members], [each[i] for i in members])
             done = self._now()
-            # what the group took beyond its answers: setting knobs
+            # what the group took beyond its answers: setting knobs, tracking
             work = (a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True))
-            beyond_ms = max((done - before) * 1e3 - sum(work), 0.0)
+            beyond_ms = _positive((done - before) * 1e3 - sum(work))
             for i, answer in zip(members, answers, strict=True):
-                about = stages[i], budgets[i], limits[i], moments[i]
+                about = stages[i], budgets[i], limits[i], drift, moments[i]
                 results[i] = self._result(about, choice, answer, decision_ms, beyond_ms, done)
         return [results[i] for i in range(len(requests))]
 
+    def _answers(self, stages: Sequence[FirstStage], expected: Sequence[Expected]) -> list[Answer]:
+        """Answers under one configuration, and learn from their times."""
+        choice = expected[0][0]
+        try:
+            answers = self.model.answer(stages, self.configurations[choice])
+        except Exception as error:
+            self.tracker.ignore(f"the model raised {type(error).__name__}")
+            raise
+        if self._tracks:
+            for (_, log_latency, spread), answer in zip(expected, answers, strict=True):
+                self.tracker.update(choice, log_latency, spread, answer.total_ms)
+        return answers
+
     def _result(
         self,
-        about: tuple[FirstStage, float, float, float | None],
+        about: tuple[FirstStage, float, float, Drift | None, float | None],
         choice: int,
         answer: Answer,
         decision_ms: float,
         beyond_ms: float,
         done: float,
     ) -> Result:
-        """`about`: first stage, budget, limit, arrival."""
-        stage, budget, limit, arrived = about
+        """`about`: first stage, budget, limit, drift, arrival."""
+        stage, budget, limit, drift, arrived = about
         overhead = stage.extra_ms + decision_ms + beyond_ms
         total = overhead + answer.total_ms
-        waited = 0.0 if arrived is None else max((done - arrived) * 1e3 - total, 0.0)
+        waited = 0.0 if arrived is None else _positive((done - arrived) * 1e3 - total)
         self._latest.append((decision_ms, beyond_ms))
         self._count += 1
         if self._count < 8 or self._count % DECISIONS_KEPT == 0:  # the medians take time too
             self._decision_ms, self._beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
         configuration = self.configurations[choice]
-        return Result(answer, configuration, choice, budget, limit, waited + total, waited, overhead, decision_ms * 1e3)
+        total += waited
+        return Result(answer, configuration, choice, budget, limit, drift, total, waited, overhead, decision_ms * 1e3)
 
     def _limit(self, stage: FirstStage, budget: float, arrived: float | None, begun: float) -> float:
-        """The rest of a budget whose first stage began at `begun`, for the answer, in the profile's ms."""
+        """The rest of a budget whose first stage began at `begun`, for the answer."""
         left = budget - stage.extra_ms - self._decision_ms - self._beyond_ms
         if arrived is not None:
             if self.clock == "cpu":
                 raise InputError("runtime: arrivals need clock=wall; clock=cpu counts the work of a request only")
             left -= (begun - arrived) * 1e3
-        return max(left, LEAST_LATENCY_MS) / self.speed
+        return left if left > LEAST_LATENCY_MS else LEAST_LATENCY_MS
 
     def _first_stage(self, request: Request) -> FirstStage:
         if not self._cache:
@@ -260,12 +292,22 @@ class AdaptiveModel:
     def calibrate(
         self, table: ProfileTable, samples: Mapping[int, Request], cells: int = 200, warm_up: int = 20, seed: int = 0
     ) -> float:
-        """Measure `speed` on random cells of the controller's profile, set it, and return it.
+        """Begin tracking anew from random cells of the controller's profile, timed here, and return the median of
+        their latencies here / in the profile. Arguments and errors as for `timed_cells`."""
+        choices, ratios = self.timed_cells(table, samples, cells, warm_up, seed)
+        with self._lock:
+            self.tracker.warm_start(choices, ratios)
+        return float(np.exp(np.nanmedian(ratios)))
+
+    def timed_cells(
+        self, table: ProfileTable, samples: Mapping[int, Request], cells: int, warm_up: int = 20, seed: int = 0
+    ) -> tuple[list[int], list[float]]:
+        """Time random cells of the controller's profile: configurations, and ln(latency here / in the profile).
 
         Args:
             table: the profile.
             samples: row of the table → the request that was measured there; about a hundred are enough.
-            cells: pairs of sample and configuration that are timed; the median of their ratios counts.
+            cells: pairs of sample and configuration that are timed.
             warm_up: how many are answered untimed before.
 
         Raises:
@@ -277,16 +319,22 @@ class AdaptiveModel:
         known = table.mask[rows].nonzero() if len(rows) else torch.zeros(0, 2)
         if not len(known):
             raise InputError(f"runtime: nothing to calibrate on, none of the samples is in profile {table.name!r}")
-        drawn, ratios = np.random.default_rng(seed).integers(len(known), size=warm_up + cells), []
+        drawn = known[np.random.default_rng(seed).integers(len(known), size=warm_up + cells)].tolist()
+        took = []
         with self._lock, self._clocked, progress("timing this machine", len(drawn), quiet_s=5) as tick:
-            for done, (place, column) in enumerate(known[drawn].tolist(), 1):
-                row = int(rows[place])
-                stage = self.model.first_stage(samples[row])
+            for done, (place, column) in enumerate(drawn, 1):
+                stage = self.model.first_stage(samples[int(rows[place])])
                 (answer,) = self.model.answer([stage], self.configurations[column])
-                ratios.append(answer.total_ms / max(float(table.latency_ms[row, column]), LEAST_LATENCY_MS))
+                took.append(answer.total_ms)
                 tick(done, "")
-            self.speed = statistics.median(ratios[warm_up:])
-        return self.speed
+        choices, latency_ms = [column for _, column in drawn], table.latency_ms[rows][tuple(zip(*drawn, strict=True))]
+        here, profiled = (np.log(np.maximum(ms, LEAST_LATENCY_MS)) for ms in (took, latency_ms.double().numpy()))
+        return choices[warm_up:], (here - profiled)[warm_up:].tolist()
+
+
+def _positive(ms: float) -> float:
+    """0 for what is not: a clock went back, or a time is NaN."""
+    return ms if ms > 0 else 0.0
 
 
 def content_key(content: Any) -> bytes:

@@ -2,19 +2,20 @@
 
 Arrivals, budgets and the order of the requests are drawn; the model, its answers and the clock are real. Every request
 is served by the controller (`knobwise.agents.serving.adaptive_model`), by budget-aware static and by fixed
-configurations. The controller is charged everything that it takes beyond the model's own time, the others nothing. Then
-the same decisions are looked up in the profile: a replay that disagrees with the real model would be worth nothing.
+configurations. Each follows the drift of this machine by a tracker fed with its own answers; the frozen controller and
+two fixed configurations, which do not depend on latencies, do not. The controller is charged everything that it takes
+beyond the model's own time, the others nothing. Then the same decisions are looked up in the profile: a replay that
+disagrees with the real model would be worth nothing.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, ave
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.distillation import student_of
 from knobwise.agents.serving.export import arrays_of_static, to_numpy
-from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.serving.numpy_controller import Drift, NumpyController
+from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
@@ -40,7 +42,7 @@ from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.live import print_live, write_live_page
-from knobwise.experiments.report.words import LEARNED, STATIC
+from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.results.statistics import mean_interval
 from knobwise.experiments.settings.options import LiveConfig
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
@@ -51,8 +53,7 @@ from knobwise.profiling.measuring.measuring import collected_between
 
 METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
 """What is known of every request."""
-LATELY = 100
-"""The number of timed cells whose median ratio is the speed of the machine."""
+BEST_STATIC = "best_static"
 IN_A_ROW = 20
 """Requests that one policy serves, as a server meets them with its caches, before the next serves the same."""
 
@@ -84,11 +85,16 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
     with one_thread(), threadpool_limits(1), collected_between():
         model = AdaptiveModel(vlm, exported, clock=config.clock)
         samples = {row: request_of(stream.scenes[row]) for row in stream.others}
-        speed = model.calibrate(table, samples, config.calibration)
+        choices, ratios = model.timed_cells(table, samples, config.calibration)
+        speed = float(np.exp(np.nanmedian(ratios)))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
-        record = Server(model, table, BudgetAwareStatic(table, fitted), fixed, stream, config).serve()
+        server = Server(model, table, BudgetAwareStatic(table, fitted), fixed, stream, config)
+        for follower in (model, server.frozen, *server.statics.values()):
+            follower.tracker.warm_start(choices, ratios)
+        record = server.serve()
     results = live_results(table, stream, record, exported, speed)
+    results |= {"tracker": model.tracker.factors(), "ignored": model.tracker.ignored}
     results |= {"student": by_student, "repeats": config.repeats, "rate": config.rate, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
@@ -103,7 +109,7 @@ def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor
     accuracy, latency = averages(table, fitted)
     everything = torch.ones(1, table.num_configurations, dtype=torch.bool)
     best = BestStatic(table, fitted, budgets_ms).choose({}, budgets_ms[:1], everything)
-    chosen = {"best_static": best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
+    chosen = {BEST_STATIC: best, "cheapest": latency.argmin(), "most_accurate": accuracy.argmax()}
     return {name: int(choice) for name, choice in list(chosen.items())[:count]}
 
 
@@ -168,8 +174,10 @@ class Served(NamedTuple):
     """Time beyond the model's own; static and fixed configurations are charged nothing."""
     waited_ms: float
     limit_ms: float
-    """The limit that the decision had to meet, in the profile's ms; NaN for a fixed configuration."""
+    """The limit that the decision had to meet; NaN for a fixed configuration."""
     decision_us: float
+    drift: Drift | None
+    """What the decision allowed for."""
 
 
 @dataclass
@@ -179,8 +187,6 @@ class Record:
     policies: list[str]
     served: dict[str, NDArray[Any]]
     """The fields of `Served`, [P, n, R] each."""
-    ratios: list[float] = field(default_factory=list)
-    """Latency here / latency in the profile, of cells that the model alone ran between the requests."""
 
 
 class Server:
@@ -197,31 +203,41 @@ class Server:
     ) -> None:
         assert isinstance(model.model, ElasticAdaptive)
         self.model, self.vlm, self.table, self.stream, self.config = model, model.model.model, table, stream, config
+        self.frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
         self.clock = time.thread_time if model.clock == "cpu" else time.perf_counter
         self.requests = {row: request_of(scene) for row, scene in stream.scenes.items()}
         self.configurations = [Configuration(**chosen) for chosen in model.configurations]
         self.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
-        # its choices as a step function of the budget: decided in torch they would slow down the answers that follow
-        steps = arrays_of_static(static)
-        self.starts, self.choices = steps["starts"].tolist(), steps["choices"].tolist()
-        self.policies: dict[str, Callable[[int, float, float], Served]]
-        self.policies = {LEARNED: self.by_controller, STATIC: self.by_static}
-        self.policies |= {name: partial(self.by_configuration, choice) for name, choice in fixed.items()}
+        # its choices from tables: decided in torch they would slow down the answers that follow
+        tables = arrays_of_static(static)
+        self.statics = {
+            name: TrackedStatic(tables, LatencyTracker(model.configurations, name), budgets)
+            for name, budgets in ((STATIC, None), (BEST_STATIC, np.unique(stream.budgets_ms)))
+        }
+        self.policies: dict[str, Callable[[int, float, float], Served]] = {
+            LEARNED: partial(self.by_controller, self.model),
+            FROZEN: partial(self.by_controller, self.frozen),
+            **{name: partial(self.by_static, static) for name, static in self.statics.items()},
+            **{name: partial(self.by_configuration, fixed[name]) for name in fixed if name != BEST_STATIC},
+        }
         shape = (len(self.policies), len(stream.rows), config.repeats)
-        self.record = Record(list(self.policies), {name: np.zeros(shape) for name in Served._fields})
+        fields = {name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields}
+        self.record = Record(list(self.policies), fields)
 
-    def by_controller(self, row: int, budget: float, waited: float) -> Served:
+    def by_controller(self, model: AdaptiveModel, row: int, budget: float, waited: float) -> Served:
         start = self.clock()
-        result = self.model.answer(self.requests[row], max(budget - waited, LEAST_LATENCY_MS))
+        result = model.answer(self.requests[row], max(budget - waited, LEAST_LATENCY_MS))
         took_ms, inference_ms = (self.clock() - start) * 1e3, result.answer.total_ms
         score = score_of(result.answer.text.split(), self.stream.scenes[row], self.soft)
-        overhead_ms = max(took_ms - inference_ms, 0.0)
-        return Served(result.choice, score, inference_ms, overhead_ms, waited, result.limit_ms, result.decision_us)
+        costs = max(took_ms - inference_ms, 0.0), waited
+        return Served(result.choice, score, inference_ms, *costs, result.limit_ms, result.decision_us, result.drift)
 
-    def by_static(self, row: int, budget: float, waited: float) -> Served:
-        limit = float(np.float32(max(budget - waited, LEAST_LATENCY_MS) / self.model.speed))
-        choice = self.choices[bisect.bisect_right(self.starts, limit) - 1]
-        return self.by_configuration(choice, row, budget, waited)._replace(limit_ms=limit)
+    def by_static(self, static: TrackedStatic, row: int, budget: float, waited: float) -> Served:
+        limit = max(budget - waited, LEAST_LATENCY_MS)
+        drift = static.tracker.drift
+        served = self.by_configuration(static.decide(limit), row, budget, waited)
+        static.update(served.choice, served.inference_ms)
+        return served._replace(limit_ms=limit, drift=drift)
 
     def by_configuration(self, choice: int, row: int, budget: float, waited: float) -> Served:
         request = self.requests[row]
@@ -229,11 +245,12 @@ class Server:
         run = self.vlm.generate(request.image, request.question, self.configurations[choice])
         took_ms = (self.clock() - start) * 1e3
         answer = [WORDS[token] for token in run.tokens if token != END]
-        return Served(choice, score_of(answer, self.stream.scenes[row], self.soft), took_ms, 0.0, waited, np.nan, 0.0)
+        score = score_of(answer, self.stream.scenes[row], self.soft)
+        return Served(choice, score, took_ms, 0.0, waited, np.nan, 0.0, None)
 
     def serve(self) -> Record:
-        """Serve the stream by every policy, with cells of the profile timed between them: `IN_A_ROW` requests by one of
-        them, then the same by the next, in random order, so that the drift of the machine hits all alike."""
+        """Serve the stream by every policy: `IN_A_ROW` requests by one of them, then the same by the next, in random
+        order, so that the drift of the machine hits all alike."""
         n, repeats, rng = len(self.stream.rows), self.config.repeats, np.random.default_rng((self.config.seed, 1))
         for i, policy in itertools.product(range(self.config.warm_up), self.policies.values()):
             policy(int(self.stream.rows[i % n]), float(self.stream.budgets_ms[i % n]), 0.0)
@@ -242,23 +259,10 @@ class Server:
                 free = np.zeros(len(self.policies))  # when each policy has answered all requests before, in seconds
                 for first in range(0, n, IN_A_ROW):
                     block = range(first, min(first + IN_A_ROW, n))
-                    for p in rng.permutation(len(self.policies) + 1).tolist():
-                        if p == len(self.policies):
-                            self._time_cells(len(block), rng)
-                        else:
-                            free[p] = self._serve_block(block, p, repeat, float(free[p]))
-                    # the machine may be shared and change its speed; who reads the profile must know
-                    if len(self.record.ratios) >= LATELY:
-                        self.model.speed = float(np.median(self.record.ratios[-LATELY:]))
+                    for p in rng.permutation(len(self.policies)).tolist():
+                        free[p] = self._serve_block(block, p, repeat, float(free[p]))
                     tick(repeat * n + block[-1] + 1, "")
         return self.record
-
-    def _time_cells(self, count: int, rng: np.random.Generator) -> None:
-        others = np.array(self.stream.others)
-        for _ in range(count):
-            row, choice = int(rng.choice(others)), int(rng.integers(len(self.configurations)))
-            took_ms = self.by_configuration(choice, row, np.inf, 0.0).inference_ms
-            self.record.ratios.append(took_ms / max(float(self.table.latency_ms[row, choice]), LEAST_LATENCY_MS))
 
     def _serve_block(self, block: range, p: int, repeat: int, free: float) -> float:
         """Serve some requests by policy p, which is free after so many seconds, and return when it is free again."""
@@ -288,21 +292,22 @@ def live_results(
     """What is printed and written: a row for each policy, the replay of the same decisions, and the overhead.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if every answer is the
-    same. Only the model's part is replayed: overhead and waiting stay as they were. Intervals are 95 % bootstrap
-    intervals over requests, and ignore that requests which wait for one another are not independent.
+    same. Only the model's part is replayed, at the median speed of all answers: overhead and waiting stay as they
+    were. Intervals are 95 % bootstrap intervals over requests, and ignore that requests which wait for one another are
+    not independent.
     """
-    served = {name: torch.from_numpy(values) for name, values in record.served.items()}
+    served = {name: torch.from_numpy(values) for name, values in record.served.items() if name != "drift"}
     choice, rows = served["choice"].long(), torch.from_numpy(stream.rows)
     budgets = torch.from_numpy(stream.budgets_ms)[:, None]
     at = rows[:, None].expand(choice.shape), choice
-    during, half_width = _speed(record.ratios)
+    during, half_width = _speed(served["inference_ms"] / table.latency_ms[at].clamp_min(LEAST_LATENCY_MS))
     costs = served["overhead_ms"] + served["waited_ms"]
     live = _outcomes(served["score"], served["inference_ms"] + costs, budgets)
     replay = _outcomes(table.accuracy[at].double(), during * table.latency_ms[at].double() + costs, budgets)
     gained = live["utility"].mean(-1)
-    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, STATIC)]
+    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC)]
     feasible = during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
-    # the speed of this machine is known only as well as its cells allow
+    # the speed of this machine is known only as well as its answers allow
     unsure = half_width * table.latency_ms[at].double().mean((1, 2))
     learned = record.policies.index(LEARNED)
     policies, agreement = [], []
@@ -328,19 +333,19 @@ def live_results(
         "rows": policies,
         "agreement": agreement,
         "overhead": _overhead({name: values[learned] for name, values in served.items()}),
-        "decisions": _replayed_decisions(table, stream, controller, speed, record, learned),
-        "configurations": {name: table.configuration(int(choice[p, 0, 0])) for p, name in fixed},
+        "decisions": _replayed_decisions(table, stream, controller, record, learned),
+        "configurations": {name: table.configuration(int(choice[p, -1, -1])) for p, name in fixed},
     }
 
 
-def _speed(ratios: Sequence[float]) -> tuple[float, float]:
-    """Latency here / latency in the profile, and half the width of its 95 % interval.
+def _speed(ratios: Tensor) -> tuple[float, float]:
+    """Latency here / latency in the profile, from those of all answers, and half the width of its 95 % interval.
 
     Medians, since a single stall of the machine is longer than many answers. The standard error of a median is
     1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978, "Variations of Box Plots").
     """
     low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
-    return median, 1.96 * 1.25 / 1.35 * (high - low) / len(ratios) ** 0.5
+    return median, 1.96 * 1.25 / 1.35 * (high - low) / ratios.numel() ** 0.5
 
 
 def _outcomes(accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor) -> dict[str, Tensor]:
@@ -375,16 +380,20 @@ def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _replayed_decisions(
-    table: ProfileTable, stream: Stream, controller: NumpyController, speed: float, record: Record, learned: int
+    table: ProfileTable, stream: Stream, controller: NumpyController, record: Record, learned: int
 ) -> dict[str, float]:
-    """How often a replay decides as the controller did: at its limits, and at whole budgets."""
-    blocks = {name: block[stream.rows].numpy() for name, block in table.features.items()}
-    limits, chosen = (record.served[name][learned] for name in ("limit_ms", "choice"))
-    whole = controller.choose(blocks, stream.budgets_ms / speed)
-    same = np.stack([controller.choose(blocks, column) for column in limits.T], 1) == chosen
+    """How often a replay that allows for the same drift decides as the controller did: at its limits, and at whole
+    budgets."""
+    blocks = {name: block.numpy() for name, block in table.features.items()}
+    limits, chosen, drifts = (record.served[name][learned] for name in ("limit_ms", "choice", "drift"))
+    same = np.zeros((2, *chosen.shape), bool)
+    for (i, repeat), choice in np.ndenumerate(chosen):
+        features = {name: block[stream.rows[i]] for name, block in blocks.items()}
+        for place, limit in enumerate((limits[i, repeat], stream.budgets_ms[i])):
+            same[place, i, repeat] = controller.decide_index(features, float(limit), drifts[i, repeat]) == choice
     return {
-        "as_replayed_at_the_same_limit": float(same.mean()),
-        "as_replayed_at_the_whole_budget": float((whole[:, None] == chosen).mean()),
+        "as_replayed_at_the_same_limit": float(same[0].mean()),
+        "as_replayed_at_the_whole_budget": float(same[1].mean()),
     }
 
 

@@ -42,9 +42,9 @@ def vlm() -> ElasticAdaptive:
 
 
 class ByFeatures:
-    """Any of eight configurations, by a sum of what it sees; notes the limits that it was given."""
+    """Any of eight configurations, by a sum of what it sees; notes the limits that it was given, and expects 3 ms."""
 
-    knobs = KNOBS
+    knobs, digest = KNOBS, "by features"
     configurations = torch.cartesian_prod(*[torch.arange(2)] * 3)
 
     def __init__(self) -> None:
@@ -59,9 +59,14 @@ class ByFeatures:
         seen = np.concatenate(list(features.values()), 1).astype(np.float64).sum(1)
         return (np.floor(seen * 1e3).astype(np.int64) % 8).astype(np.int64)
 
-    def decide_index(self, features: Mapping[str, Any], limit: float) -> int:
+    def choose_expected(self, features: Mapping[str, Any], limits: Any, mask: Any, drift: Any) -> Any:
+        limits = limits if drift is None else limits * math.exp(-drift[0].mean())
+        return self.choose(features, limits), np.full(len(limits), math.log(3)), np.full(len(limits), 0.05)
+
+    def decide_expected(self, features: Mapping[str, Any], limit: float, drift: Any) -> tuple[int, float, float]:
         blocks = {name: block[None] for name, block in features.items()}
-        return int(self.choose(blocks, np.array([limit], np.float32))[0])
+        choice, mean, spread = self.choose_expected(blocks, np.array([limit], np.float32), None, drift)
+        return int(choice[0]), float(mean[0]), float(spread[0])
 
 
 class Slow(ByFeatures):
@@ -171,9 +176,11 @@ def test_what_a_decision_costs_is_charged_to_the_budget() -> None:
     assert first.total_ms == pytest.approx(first.overhead_ms + 3.0)
     assert first.met
     assert not model.generate(requests_of("c"), 3.5)[0].met
-    # what is left is divided by the speed
+    # what is left is decided under the drift that timed cells found, here a machine twice as slow
     controller = ByLimit()
-    AdaptiveModel(Noting(), controller, speed=2.0).generate(requests_of("a"), 21.0)
+    slow = AdaptiveModel(Noting(), controller)
+    slow.tracker.warm_start([0] * 20, [math.log(2)] * 20)
+    slow.generate(requests_of("a"), 21.0)
     assert controller.limits == [pytest.approx(10.0)]
     # a budget that is spent before the decision is still decided under
     (late,) = AdaptiveModel(Noting(), ByLimit()).generate(requests_of("a"), 0.5)
@@ -225,7 +232,7 @@ def test_calibration_finds_the_ratio_of_two_machines() -> None:
     latency_ms[0, 0] = torch.nan
     table = table_like(latency_ms * 0, latency_ms)
     assert model.calibrate(table, dict(enumerate(requests)), cells=5, warm_up=2) == pytest.approx(0.25)
-    assert model.speed == pytest.approx(0.25)
+    assert model.tracker.factors()["level"] == pytest.approx(0.25)
     assert len(noting.groups) == 7
     assert all(len(questions) == 1 for _, questions in noting.groups)
     times = iter([100.0] * 5 + [3.0] * 5)
@@ -347,14 +354,13 @@ def test_a_trained_controller_decides_alike_in_every_form(vlm: ElasticAdaptive) 
 
 def test_what_cannot_work_is_refused_at_once(vlm: ElasticAdaptive) -> None:
     too_many = SimpleNamespace(knobs=(Knob("top_k", (1, 4)),), configurations=torch.tensor([[0], [1]]))
-    for message, controller, speed in (
-        ("mean over requests", SimpleNamespace(priced=True), 1.0),
-        ("mean over requests", SimpleNamespace(header={"priced": True}), 1.0),
-        ("top_k=4: this model takes 1 to 3", too_many, 1.0),
-        ("speed", ByFeatures(), 0.0),
+    for message, controller in (
+        ("mean over requests", SimpleNamespace(priced=True)),
+        ("mean over requests", SimpleNamespace(header={"priced": True})),
+        ("top_k=4: this model takes 1 to 3", too_many),
     ):
         with pytest.raises(InputError, match=message):
-            AdaptiveModel(vlm, controller, speed=speed)
+            AdaptiveModel(vlm, controller)
     model = AdaptiveModel(vlm, ByFeatures())
     for message, count, *wrong in (
         ("2 requests with 1 budgets", 2, [1.0]),

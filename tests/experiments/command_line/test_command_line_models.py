@@ -155,7 +155,7 @@ def test_export_compares_on_another_profile_but_fits_no_student_to_it(
 def test_a_live_run_on_the_elastic_model(folder: Path, train: Callable[..., Path], capsys: Capture) -> None:
     assert main([*LIVE, best_of("BUILTIN", train), "json=live.json", "stream.html=live.html", "budgets_ms=[2,4]"]) == 0
     results = json.loads(Path("live.json").read_text())
-    policies = ["controller", "budget_aware_static", "best_static", "cheapest", "most_accurate"]
+    policies = ["controller", "controller_frozen", "budget_aware_static", "best_static", "cheapest", "most_accurate"]
     assert sorted(row["policy"] for row in results["rows"]) == sorted(policies)
     for row in results["rows"]:
         assert 0 <= row["utility"] <= row["accuracy"] <= 1

@@ -79,19 +79,23 @@ def test_live_answers_are_those_that_the_profile_recorded(case: Case, served: tu
     assert np.array_equal(record.served["score"].astype(np.float32), recorded)
 
 
-def test_live_decisions_are_those_that_a_replay_makes(case: Case, served: tuple[Stream, Record]) -> None:
-    stream, record = served
-    table, _, fitted, controller = case
-    rows = torch.from_numpy(stream.rows)
-    features = {name: block[rows] for name, block in table.features.items()}
-    limits = torch.from_numpy(record.served["limit_ms"])[:, :, 0].float()
-    learned, static = (record.policies.index(name) for name in ("controller", "budget_aware_static"))
-    assert record.served["choice"][learned, :, 0].tolist() == controller.choose(features, limits[learned]).tolist()
-    everything = torch.ones(len(rows), table.num_configurations, dtype=torch.bool)
-    by_static = BudgetAwareStatic(table, fitted).choose({}, limits[static], everything)
-    assert record.served["choice"][static, :, 0].tolist() == by_static.tolist()
-    assert (limits[learned].double() < torch.from_numpy(stream.budgets_ms)).all()  # its own costs are taken off
-    assert torch.equal(limits[static].double(), torch.from_numpy(stream.budgets_ms).float().double())
+def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case: Case) -> None:
+    stream, server = server_of(case, replace(SHORT, requests=30))
+    record, table = server.serve(), case.table
+    blocks = [{name: block[row].numpy() for name, block in table.features.items()} for row in stream.rows]
+    of_policy = [record.policies.index(name) for name in ("controller", "controller_frozen", "budget_aware_static")]
+    learned, frozen, static = ({key: record.served[key][p, :, 0].tolist() for key in Served._fields} for p in of_policy)
+    for served in (learned, frozen):
+        cells = zip(blocks, served["limit_ms"], served["drift"], strict=True)
+        assert served["choice"] == [server.model.controller.decide_index(*cell) for cell in cells]
+    tracked = server.statics["budget_aware_static"]
+    for limit, drift, choice in zip(static["limit_ms"], static["drift"], static["choice"], strict=True):
+        tracked.tracker.drift = drift
+        assert tracked.decide(limit) == choice
+    assert set(frozen["drift"]) == {None}
+    assert None not in (*learned["drift"], *static["drift"])  # each learns from its own answers, from the first on
+    assert (np.array(learned["limit_ms"]) < stream.budgets_ms).all()  # its own costs are taken off
+    assert static["limit_ms"] == stream.budgets_ms.tolist()
 
 
 def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +111,7 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
     for words in ("learned controller", "budget-aware static", "cheapest", "most accurate", "It added", "replay"):
         assert words in printed
     assert [row["policy"] for row in results["rows"]] == [
-        *("controller", "budget_aware_static", "best_static", "cheapest", "most_accurate")
+        *("controller", "controller_frozen", "budget_aware_static", "best_static", "cheapest", "most_accurate")
     ]
     for row in results["rows"]:
         for what in ("accuracy", "satisfaction", "utility"):
@@ -125,9 +129,9 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
 def test_the_controller_is_charged_all_that_its_way_takes_and_static_nothing(served: tuple[Stream, Record]) -> None:
     _, record = served
     overhead, decision = record.served["overhead_ms"], record.served["decision_us"]
-    assert (overhead[0] > decision[0] / 1e3).all()
-    assert (decision[0] > 0).all()
-    assert (overhead[1:] == 0).all()
+    assert (overhead[:2] > decision[:2] / 1e3).all()
+    assert (decision[:2] > 0).all()
+    assert (overhead[2:] == 0).all()
     assert (record.served["inference_ms"] > 0).all()
 
 
@@ -153,8 +157,8 @@ def test_who_falls_behind_waits_for_itself_alone(case: Case) -> None:
     busy = served["inference_ms"] + served["overhead_ms"]
     before = np.pad(busy.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
     np.testing.assert_allclose(served["waited_ms"], before - (arrivals - arrivals[0])[None, :, None] * 1e3, atol=1e-6)
-    left = np.maximum(stream.budgets_ms - served["waited_ms"][1, :, 0], 1e-9)
-    np.testing.assert_allclose(served["limit_ms"][1, :, 0], left, rtol=1e-6)
+    left = np.maximum(stream.budgets_ms - served["waited_ms"][2, :, 0], 1e-9)
+    np.testing.assert_allclose(served["limit_ms"][2, :, 0], left, rtol=1e-6)
     left = np.maximum(stream.budgets_ms - served["waited_ms"][0, :, 0], 1e-9)
     assert (served["limit_ms"][0, 1:, 0] <= left[1:] + 1e-9).all()
 
@@ -205,14 +209,14 @@ def by_hand(slower: float) -> tuple[Stream, Record]:
     table, _ = small()
     rows, choices = np.array([0, 1]), {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
     shape = (len(choices), 2, 1)
-    fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields}
+    fields: dict[str, Any] = {name: np.zeros(shape) for name in Served._fields} | {"drift": np.full(shape, None)}
     for p, chosen in enumerate(choices.values()):
         fields["choice"][p, :, 0] = chosen
         fields["score"][p, :, 0] = table.accuracy[rows, chosen]
         fields["inference_ms"][p, :, 0] = slower * table.latency_ms[rows, chosen].double()
     fields["overhead_ms"][0] = 0.5
     fields["limit_ms"][0, :, 0] = 30.0
-    return Stream(rows, np.array([1000.0, 1e-6]), None, {}), Record(list(choices), fields, [slower, slower])
+    return Stream(rows, np.array([1000.0, 1e-6]), None, {}), Record(list(choices), fields)
 
 
 def judged(stream: Stream, record: Record, speed: float) -> dict[str, Any]:
@@ -245,16 +249,18 @@ def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine() -> No
     chosen = controller.choose(blocks, stream.budgets_ms / 3)
     assert chosen.tolist() != controller.choose(blocks, stream.budgets_ms).tolist()
     record.served["choice"][0, :, 0] = chosen
+    for i in range(2):
+        record.served["drift"][0, i, 0] = (np.log(3), 1.0)
     assert judged(stream, record, speed=3.0)["decisions"]["as_replayed_at_the_whole_budget"] == 1
 
 
-def test_the_speed_is_known_as_well_as_its_cells_say() -> None:
+def test_the_speed_is_known_as_well_as_the_answers_say() -> None:
     stream, record = by_hand(slower=1.0)
-    record.ratios = [1.0, 1.2, 1.4, 1.6, 1.8]
+    record.served["inference_ms"] *= np.linspace(1, 2, 6).reshape(3, 2, 1)
     speed = judged(stream, record, speed=1.0)["speed"]
-    off = 1.96 * 1.25 * 0.4 / (1.35 * 5**0.5)
-    assert speed["during"] == pytest.approx(1.4)
-    assert speed["during_ci95"] == pytest.approx([1.4 - off, 1.4 + off])
+    off = 1.96 * 1.25 * 0.5 / (1.35 * 6**0.5)
+    assert speed["during"] == pytest.approx(1.5)
+    assert speed["during_ci95"] == pytest.approx([1.5 - off, 1.5 + off])
 
 
 def test_a_replay_that_is_wrong_is_found_out() -> None:

@@ -175,8 +175,13 @@ def controller_of(names):
     return SimpleNamespace(
         knobs=names,
         configurations=np.array([[0, 0, 0], [1, 1, 1]]),
-        decide_index=lambda blocks, limit: next(turns) % 2,
-        choose=lambda blocks, limits: np.array([next(turns) % 2 for _ in limits]),
+        digest="in turn",
+        decide_expected=lambda blocks, limit, drift: (next(turns) % 2, 0.0, 0.1),
+        choose_expected=lambda blocks, limits, mask, drift: (
+            np.array([next(turns) % 2 for _ in limits]),
+            0 * limits,
+            0 * limits + 0.1,
+        ),
     )
 
 

@@ -1,0 +1,249 @@
+"""Follows how far latencies drift from what a controller predicts, from the answers alone.
+
+An answer's residual r = ln(measured ms) − μ, with μ predicted, is modelled as h·x + κ·σ·ε: x holds a level and an
+offset of each knob value, h marks those of the configuration, σ is the predicted spread. A Kalman filter follows x
+(Kalman 1960, "A New Approach to Linear Filtering and Prediction Problems"): the level is a random walk (the local level
+model of Harvey 1989, "Forecasting, Structural Time Series Models and the Kalman Filter", section 2.3), and the offsets
+return to 0 within `VALUE_MEMORY` answers, which shrinks them. κ² is an exponentially weighted mean of squared
+residuals, each in units of its expected spread. Three things keep this robust:
+
+- Residuals are clipped at `CLIP` spreads (Huber 1964, "Robust Estimation of a Location Parameter"; for the filter
+  Masreliez and Martin 1977, "Robust Bayesian estimation for the linear model"), so that one stall moves little.
+- The spread grows with clipped residuals, up to `SCALES`, and what is clipped with it.
+- `SHIFT_AFTER` clipped residuals in a row on the same side are no stall but a shift of the level: its variance is
+  raised until they stop (a run rule, as in Western Electric 1956, "Statistical Quality Control Handbook").
+
+What was chosen looked fast, so residuals are positive on average even without drift. That is right for the choices to
+come, which are chosen alike. `experiments/studies/streams.py` compares this form with others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knobwise.common.errors import InputError
+
+FORMAT = "knobwise.LatencyTracker/1"
+WANDER, SPREAD_GAIN = 0.003, 1 / 50
+"""Standard deviation of the level's step from one answer to the next, in ln ms; weight of the newest square in κ²."""
+CLIP, SHIFT_AFTER, SHIFT_VARIANCE = 2.0, 6, 4.0
+"""In spreads of a residual; in answers; and the variance added to the level then, in variances of a residual."""
+FIRST_SPREAD, VALUE_SPREAD, VALUE_MEMORY = 0.5, 0.03, 4000
+"""Standard deviations of level and offsets before the first answer, in ln ms; and answers."""
+SCALES = 0.25, 3.0
+"""Bounds of κ."""
+LEAST_SPREAD, MOST_OFFSET, MOST_VALUE_OFFSET = 1e-3, math.log(1000), 1.0
+"""Bounds of a predicted spread, a residual or the level, and an offset, in ln ms."""
+FORGET_EVERY = 16
+"""Answers after which offsets are shrunk; each time would cost as much as all the rest."""
+CLIPPED_SQUARE = math.erf(CLIP / math.sqrt(2)) * (1 - CLIP**2) + CLIP**2
+CLIPPED_SQUARE -= 2 * CLIP * math.exp(-(CLIP**2) / 2) / math.sqrt(2 * math.pi)
+"""E[min(z², CLIP²)] of a standard normal z."""
+
+Array = NDArray[np.float64]
+
+
+class LatencyTracker:
+    """The drift of one controller's predictions on one machine. An update takes some microseconds; not thread-safe.
+
+    Attributes:
+        drift: offset of ln ms of each configuration, float64 [C], and the factor κ on its spread, as the decisions of
+            `NumpyController` take it; None before the first answer. Replaced by each update, never changed in place.
+        answers: how many it has learned from.
+        ignored: how many it has not learned from, by reason.
+
+    Args:
+        configurations: the knob values of each configuration, by name.
+        digest: of the controller, to tell its states from those of others.
+    """
+
+    def __init__(self, configurations: Sequence[Mapping[str, Any]], digest: str = "") -> None:
+        self.digest = digest
+        pairs = list(dict.fromkeys(pair for values in configurations for pair in values.items()))
+        names = [name for name, _ in pairs]
+        pairs = [(name, value) for name, value in pairs if names.count(name) > 1]
+        self.names = ["level", *(f"{name}={value}" for name, value in pairs)]
+        rows = [[1.0, *(float(values[name] == value) for name, value in pairs)] for values in configurations]
+        self._design = np.array(rows)
+        self._rows = list(self._design)
+        self._bounds = np.array([MOST_OFFSET] + [MOST_VALUE_OFFSET] * len(pairs))
+        self._prior = np.diag([FIRST_SPREAD**2] + [VALUE_SPREAD**2] * len(pairs))
+        self._kept = np.array([1.0] + [(1 - 1 / VALUE_MEMORY) ** FORGET_EVERY] * len(pairs))
+        self._kept_squares = np.multiply.outer(self._kept, self._kept)
+        self._returning = self._prior * (1 - self._kept_squares)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._mean, self._covariance = np.zeros(len(self.names)), self._prior.copy()
+        self._scale, self._run, self.answers = 1.0, 0, 0
+        self.ignored: dict[str, int] = {}
+        self.drift: tuple[Array, float] | None = None
+
+    def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None:
+        """Learn from an answer: the index of its configuration, the mean and standard deviation of ln ms predicted
+        without drift, and its time. A time that is not positive and finite is ignored and counted."""
+        if not (0 < measured_ms < math.inf and -math.inf < log_latency < math.inf and 0 <= spread < math.inf):
+            return self.ignore("an answer without a positive, finite time")
+        residual = min(max(math.log(measured_ms) - log_latency, -MOST_OFFSET), MOST_OFFSET)
+        scale = self._scale
+        z = self._follow(self._rows[configuration], residual, (scale * max(spread, LEAST_SPREAD)) ** 2)
+        scale *= math.sqrt(1 + SPREAD_GAIN * (z * z / CLIPPED_SQUARE - 1))
+        self._scale = min(max(scale, SCALES[0]), SCALES[1])
+        self.drift = self._design.dot(self._mean), self._scale
+
+    def _follow(self, row: Array, residual: float, noise: float) -> float:
+        """One step of the filter, with noise of this variance; returns the clipped residual in its own spreads."""
+        self.answers += 1
+        if not self.answers % FORGET_EVERY:
+            self._forget()
+        mean, covariance = self._mean, self._covariance
+        covariance[0, 0] += WANDER**2
+        along = covariance.dot(row)
+        variance = float(row.dot(along)) + noise
+        error = residual - float(row.dot(mean))
+        if abs(error) <= CLIP * math.sqrt(variance):
+            self._run = 0
+        else:
+            side = 1 if error > 0 else -1
+            self._run = self._run + side if self._run * side > 0 else side
+            if abs(self._run) >= SHIFT_AFTER:
+                covariance[0, 0] += SHIFT_VARIANCE * noise
+                along[0] += SHIFT_VARIANCE * noise
+                variance += SHIFT_VARIANCE * noise
+        spread = math.sqrt(variance)
+        z = min(max(error / spread, -CLIP), CLIP)
+        mean += along * (z / spread)
+        along /= spread
+        covariance -= np.multiply.outer(along, along)
+        return z
+
+    def _forget(self) -> None:
+        """Shrink the offsets towards 0, and their covariance towards the prior."""
+        self._mean *= self._kept
+        np.maximum(self._mean, -self._bounds, out=self._mean)
+        np.minimum(self._mean, self._bounds, out=self._mean)
+        self._covariance *= self._kept_squares
+        self._covariance += self._returning
+
+    def warm_start(self, configurations: Sequence[int], log_ratios: Sequence[float]) -> None:
+        """Begin anew with timed cells: their configurations and ln(time here / time in the profile), n each. The level
+        begins at the median."""
+        self._begin()
+        cells = [(c, r) for c, r in zip(configurations, log_ratios, strict=True) if math.isfinite(r)]
+        if not cells:
+            return
+        ratios = np.array([ratio for _, ratio in cells])
+        level = float(np.median(ratios))
+        spread = max(1.4826 * float(np.median(np.abs(ratios - level))), LEAST_SPREAD)
+        self._mean[0] = min(max(level, -MOST_OFFSET), MOST_OFFSET)
+        for configuration, ratio in cells:
+            self._follow(self._rows[configuration], ratio, spread**2)
+        self.drift = self._design.dot(self._mean), self._scale
+
+    def ignore(self, reason: str) -> None:
+        """Count an answer that nothing can be learned from; the first for a reason is logged in one line."""
+        self.ignored[reason] = self.ignored.get(reason, 0) + 1
+        if self.ignored[reason] == 1:
+            logging.getLogger(__name__).warning("tracker: %s; ignored and counted, as all that follow", reason)
+
+    def factors(self) -> dict[str, float]:
+        """Latency here / latency predicted: `level`, the typical one, and for each knob value (as `max_crops=12`) what
+        comes on top; `spread` is κ."""
+        offset, scale = self.drift or (np.zeros(len(self._rows)), self._scale)
+        values = dict(zip(self.names, np.exp(self._mean).tolist(), strict=True))
+        return values | {"level": math.exp(float(offset.mean())), "spread": scale}
+
+    def state(self) -> dict[str, Any]:
+        """Everything it has learned, in plain values that JSON keeps exactly."""
+        return {
+            "format": FORMAT,
+            "controller": self.digest,
+            "names": list(self.names),
+            "mean": self._mean.tolist(),
+            "covariance": self._covariance.tolist(),
+            "scale": self._scale,
+            "run": self._run,
+            "answers": self.answers,
+            "ignored": dict(self.ignored),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave.
+
+        Raises:
+            InputError: a state of another controller, or none.
+        """
+        try:
+            if state["format"] != FORMAT:
+                raise ValueError(f"format {state['format']}, expected {FORMAT}")
+            if state["controller"] != self.digest or state["names"] != self.names:
+                raise InputError("tracker: the state is of another controller; start without it")
+            mean, covariance = (np.array(state[name], np.float64) for name in ("mean", "covariance"))
+            if mean.shape != self._mean.shape or covariance.shape != self._covariance.shape:
+                raise ValueError("wrong sizes")
+            valid = np.isfinite(mean).all() and np.isfinite(covariance).all()
+            if not (valid and np.linalg.eigvalsh(covariance)[0] > -1e-9 and SCALES[0] <= state["scale"] <= SCALES[1]):
+                raise ValueError("numbers out of range")
+            scale, run, answers = float(state["scale"]), int(state["run"]), int(state["answers"])
+            ignored = {str(reason): int(count) for reason, count in state["ignored"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"tracker: no state of a tracker ({type(error).__name__}: {error})") from None
+        self._mean, self._covariance = mean, (covariance + covariance.T) / 2
+        self._scale, self._run, self.answers, self.ignored = scale, run, answers, ignored
+        self.drift = (self._design.dot(mean), scale) if answers else None
+
+
+class TrackedStatic:
+    """Budget-aware static, or one configuration for all budgets, under the drift that its own tracker follows.
+
+    It predicts for every request the mean m_c and the standard deviation of ln ms over the samples that it was fitted
+    on. Under drift a time t becomes exp(m_c + offset_c + scale·(ln t − m_c)), so that under a budget b a configuration
+    is worth what it was under ln b′ = m_c + (ln b − offset_c − m_c)/scale.
+
+    Args:
+        arrays: what `knobwise.agents.serving.export.arrays_of_static` gives.
+        budgets_ms: take the configuration that is best on average over these, whatever the budget.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, NDArray[Any]], tracker: LatencyTracker, budgets_ms: Array | None = None
+    ) -> None:
+        self.tracker = tracker
+        logs = np.log(np.maximum(arrays["sorted_ms"].astype(np.float64), 1e-9))
+        measured = np.isfinite(logs)
+        some = np.where(measured.any(1, keepdims=True), np.where(measured, logs, np.nan), 0.0)
+        self.log_latency, self.spread = np.nanmean(some, 1), np.nanstd(some, 1)
+        # one sorted array for all configurations: each has its own interval
+        self._low, self._width = float(logs[measured].min()) - 1, float(np.ptp(logs[measured])) + 3
+        self._starts = self._width * np.arange(len(logs))
+        self._keys = (np.minimum(logs - self._low, self._width) + self._starts[:, None]).reshape(-1)
+        self._running = arrays["running"].reshape(-1)
+        # among equals the faster; a mean over samples differs by more
+        self._slow = 1e-12 * np.argsort(np.argsort(arrays["latency_ms"], kind="stable"))
+        self._log_budgets = None if budgets_ms is None else np.log(budgets_ms)
+
+    def mean_utility(self, log_budgets: Array, offset: Any = 0.0, scale: Any = 1.0) -> Array:
+        """Of every configuration: ln ms [n], and a drift that expands to [n, C] → [n, C], less by nearly nothing the
+        slower a configuration is."""
+        budgets = self.log_latency + (log_budgets[:, None] - offset - self.log_latency) / scale
+        keys = np.minimum(np.maximum(budgets - self._low, 0.0), self._width - 1)
+        keys += self._starts + 1e-9  # a budget that equals a latency meets it, in spite of rounding
+        place = np.searchsorted(self._keys, keys, side="right")
+        return np.asarray(self._running[place + np.arange(len(self._starts))] - self._slow)
+
+    def decide(self, budget_ms: float) -> int:
+        """The index of a configuration for one request."""
+        drift = self.tracker.drift or (0.0, 1.0)
+        budgets = np.array([math.log(budget_ms)]) if self._log_budgets is None else self._log_budgets
+        return int(self.mean_utility(budgets, *drift).sum(0).argmax())
+
+    def update(self, configuration: int, measured_ms: float) -> None:
+        """Learn from the time of an answer."""
+        expected = self.log_latency[configuration], self.spread[configuration]
+        self.tracker.update(configuration, *map(float, expected), measured_ms)

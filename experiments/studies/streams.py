@@ -1,0 +1,275 @@
+"""How a tracker follows a machine that is not as fast as its profile: simulated streams of requests.
+
+    python experiments/studies/streams.py checkpoint=runs/latest/checkpoints/best.pt key=value …
+
+Writes docs/streams.md, in some minutes. Requests are test samples of the built-in profile under its default budgets; an
+answer takes its profiled latency times a drift and jitter, which are drawn. The controller decides by what a checkpoint
+predicts, joined as its student learns it, inside its guard. `LatencyTracker` is the product's, the others were tried.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import ndtr, ndtri
+
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.serving.export import arrays_of_static, configurations_of
+from knobwise.agents.serving.tracker import CLIP, CLIPPED_SQUARE, SCALES, LatencyTracker, TrackedStatic
+from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
+from knobwise.common.errors import InputError
+from knobwise.common.files import write_text
+from knobwise.common.progress import progress
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.readers.builtin import builtin_profile
+from knobwise.experiments.studies.decisions import Mean
+from knobwise.experiments.studies.running import run_from_words
+
+Array = NDArray[Any]
+Choose = Callable[[Array, Array, Array, Array], tuple[Array, Array, Array]]
+"""Rows [S], ln budgets [S], offsets of ln ms [S, C] and factors on its spread [S, 1] → configurations, and mean and
+standard deviation of their ln ms, predicted without drift, [S] each."""
+KINDS = {
+    "as profiled": "neither drift nor jitter",
+    "no drift": "jitter of 3 %, as in all that follow",
+    "× 1.05": "slower all the time",
+    "× 1.15": "slower all the time",
+    "× 1.40": "slower all the time",
+    "step": "× 1.40 in the second third",
+    "ramp": "from × 1 to × 1.40",
+    "wandering": "around × 1.08 by 5 %, forgotten within 100 requests; jitter of 5 %",
+    "stalls": "one answer in 150 begins a burst of 4 on average that take 3 to 20 times as long",
+    "values": "each knob slows down with its value, by up to × 1 to 1.35",
+}
+"""Kind of stream → what is drawn."""
+KNOWN = "knowing the drift"
+
+
+@dataclass
+class StreamsConfig:
+    """The settings, each as key=value."""
+
+    checkpoint: str = "runs/latest/checkpoints/best.pt"
+    """A stack or its student, trained on the built-in profile."""
+    requests: int = 1500
+    """Requests of each stream."""
+    seeds: int = 20
+    """Streams of each kind."""
+    out: str = "docs/streams.md"
+    """The page."""
+
+
+class World:
+    """What a controller predicts of n test samples, what they take, and static's tables. Raises InputError if the
+    checkpoint holds no stack for deadlines, trained on the built-in profile as it is now."""
+
+    def __init__(self, checkpoint: str) -> None:
+        loaded, table = load_checkpoint(checkpoint), builtin_profile()
+        stack, rows = loaded.controller, loaded.extra
+        if not isinstance(stack, StackedController) or stack.guard is None or loaded.profile_digest != table.digest:
+            raise InputError(
+                f"checkpoint={checkpoint}: needs a guarded stack, trained with profile=builtin as it is now"
+            )
+        test, fitted = rows["test_rows"], torch.cat([rows["train_rows"], rows["validation_rows"]])
+        self.configurations, self.places = configurations_of(table), table.configurations.numpy()
+        self.budgets_ms, self.level = default_budgets(table).double().numpy(), stack.guard.level
+        self.accuracy = table.accuracy[test].double().numpy()
+        self.log_latency = table.latency_ms[test].double().log().numpy()
+        self.steps = arrays_of_static(BudgetAwareStatic(table, fitted))
+        self.static = TrackedStatic(self.steps, LatencyTracker(self.configurations))
+        self.logs, self.miss = stack.guard.budgets_ms.log().numpy(), stack.guard.miss.numpy()
+        self.deploy = stack.guard.deploy.numpy()
+        with torch.no_grad():
+            members = stack.predictions(stack.features({k: v[test] for k, v in table.features.items()}, len(test)))
+        parts = [(p.accuracy, p.log_latency, p.log_latency**2 + p.spread**2) for p in members.experts]
+        if (network := members.outcomes) is not None:
+            each = network.accuracy, network.log_latency, network.log_latency**2 + network.spread**2
+            parts.insert(0, tuple(part.mean(0) for part in each))  # type: ignore[arg-type]
+        joined = (sum(map(torch.mul, column, members.weights)) for column in zip(*parts, strict=True))
+        self.expected, self.mean, square = (part.double().numpy() for part in joined)  # type: ignore[union-attr]
+        self.spread = np.sqrt(np.maximum(square - self.mean**2, 1e-6))
+
+    def by_controller(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
+        """As `NumpyController` decides under drift."""
+        mean, scaled = self.mean[rows] + offset, logs - offset.mean(1)
+        meets = ndtr((logs[:, None] - mean) / (scale * self.spread[rows]))
+        group = np.abs(scaled[:, None] - self.logs).argmin(1)
+        score = (np.clip(self.expected[rows], 1e-3, 1) + self.miss[group][:, None]) * meets
+        static = self.steps["choices"][np.searchsorted(self.steps["starts"], np.exp(scaled), side="right") - 1]
+        choice = np.where(self.deploy[group], score.argmax(1), static)
+        choice = np.where(meets.max(1) < HOPELESS, mean.argmin(1), choice)
+        return choice, self.mean[rows, choice], self.spread[rows, choice]
+
+    def by_static(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
+        choice = self.static.mean_utility(logs, offset, scale).argmax(1)
+        return choice, self.static.log_latency[choice], self.static.spread[choice]
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+class Stream(NamedTuple):
+    """S streams of T requests: rows and ln budgets [S, T], drift of ln ms [S, T], the same of each configuration
+    [S, C], and jitter and stalls, which nobody can know, [S, T]."""
+
+    rows: Array
+    logs: Array
+    drift: Array
+    offset: Array
+    noise: Array
+
+
+def draw(kind: str, world: World, requests: int, seeds: int) -> Stream:
+    """Streams of one kind; those of all kinds have the same requests."""
+    rng, shape, samples = np.random.default_rng(0), (seeds, requests), len(world.accuracy)
+    rounds = range(-(-requests // samples))
+    rows = np.stack([np.concatenate([rng.permutation(samples) for _ in rounds])[:requests] for _ in range(seeds)])
+    logs, noise, normal = rng.choice(np.log(world.budgets_ms), shape), rng.normal(size=shape), rng.normal(size=shape)
+    noise *= {"as profiled": 0.0, "wandering": 0.05}.get(kind, 0.03)
+    offset, drift = np.zeros((seeds, len(world.configurations))), np.zeros(shape)
+    time = np.arange(requests) / requests
+    if kind.startswith("×"):
+        drift += np.log(float(kind[2:]))
+    elif kind in ("step", "ramp"):
+        drift += np.log(1.4) * (time if kind == "ramp" else (time >= 1 / 3) & (time < 2 / 3))
+    elif kind == "wandering":
+        kept = np.exp(-1 / 100)
+        drift[:, 0] = normal[:, 0]
+        for t in range(1, requests):
+            drift[:, t] = kept * drift[:, t - 1] + np.sqrt(1 - kept**2) * normal[:, t]
+        drift = np.log(1.08) + 0.05 * drift
+    elif kind == "stalls":
+        for stream, first in zip(*np.nonzero(rng.random(shape) < 1 / 150), strict=True):
+            noise[stream, first : first + rng.geometric(1 / 4)] += np.log(rng.uniform(3, 20))
+    elif kind == "values":
+        offset = rng.uniform(0, 0.3, (seeds, len(world.places[0]))) @ (world.places / world.places.max(0)).T
+    return Stream(rows, logs, drift, offset, noise)
+
+
+# -- trackers ----------------------------------------------------------------------------------------------------------
+
+
+class Frozen:
+    """Follows nothing."""
+
+    drift: tuple[Any, float] | None = None
+
+    def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None: ...
+
+
+class Weighted(Frozen):
+    """Exponentially weighted mean and spread of clipped residuals (Roberts 1959, "Control Chart Tests Based on
+    Geometric Moving Averages")."""
+
+    def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None:
+        (mean, scale), gain = self.drift or (0.0, 1.0), 1 / 25
+        z = np.clip((np.log(measured_ms) - log_latency - mean) / (scale * spread), -CLIP, CLIP)
+        scaled = scale * (1 + gain * (z * z / CLIPPED_SQUARE - 1)) ** 0.5
+        self.drift = mean + gain * z * scale * spread, np.clip(scaled, *SCALES)
+
+
+class Conformal(Frozen):
+    """Adaptive conformal inference (Gibbs and Candès 2021, "Adaptive Conformal Inference Under Distribution Shift",
+    equation 2): α ← α + γ·(1 − level − late), where late is beyond the 1 − α quantile q of the latest 100 standardised
+    residuals. The offset moves the predicted quantile of the level to q."""
+
+    def __init__(self, level: float = 0.95, gamma: float = 0.02) -> None:
+        self.level, self.gamma, self.alpha = level, gamma, 1 - level
+        self.latest: deque[float] = deque(maxlen=100)
+        self.quantile = self.expected = float(ndtri(level))
+
+    def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None:
+        z = (float(np.log(measured_ms)) - log_latency) / spread
+        self.alpha += self.gamma * (1 - self.level - (z > self.quantile))
+        self.latest.append(z)
+        place = int(min(max(1 - self.alpha, 0.0), 1.0) * len(self.latest))
+        self.quantile = sorted(self.latest)[min(place, len(self.latest) - 1)]
+        self.drift = (self.quantile - self.expected) * spread, 1.0
+
+
+FOLLOWERS: dict[str, Callable[[World], Any]] = {
+    "frozen": lambda world: Frozen(),
+    "tracked": lambda world: LatencyTracker(world.configurations),
+    "level only": lambda world: LatencyTracker([{}] * len(world.configurations)),
+    "weighted": lambda world: Weighted(),
+    "conformal": lambda world: Conformal(),
+}
+
+
+def serve(world: World, stream: Stream, choose: Choose, followers: Sequence[Any] | None) -> tuple[Array, Array]:
+    """One policy on S streams with a tracker each, None for knowing the drift: utility, and the share of feasible
+    requests on time, [S] each."""
+    shape, every = stream.rows.shape, np.arange(len(stream.rows))
+    utility, met, feasible = (np.zeros(shape) for _ in range(3))
+    for t in range(shape[1]):
+        rows, logs = stream.rows[:, t], stream.logs[:, t]
+        offset, scale = stream.drift[:, t, None] + stream.offset, np.ones((shape[0], 1))
+        took = world.log_latency[rows] + offset + stream.noise[:, t, None]
+        if followers is not None:
+            drifts = [follower.drift or (0.0, 1.0) for follower in followers]
+            offset = np.stack([np.broadcast_to(each, offset.shape[1]) for each, _ in drifts])
+            scale = np.array([factor for _, factor in drifts])[:, None]
+        choice, mean, spread = choose(rows, logs, offset, scale)
+        taken = took[every, choice]
+        met[:, t], feasible[:, t] = taken <= logs, took.min(1) <= logs
+        utility[:, t] = world.accuracy[rows, choice] * met[:, t]
+        answers = zip(choice.tolist(), mean.tolist(), spread.tolist(), np.exp(taken).tolist(), strict=True)
+        for follower, answer in zip(followers or (), answers, strict=False):
+            follower.update(*answer)
+    return utility.mean(1), (met * feasible).sum(1) / np.maximum(feasible.sum(1), 1)
+
+
+def run(config: StreamsConfig) -> list[str]:
+    """Simulate every kind of stream, and write the page. Raises InputError as `World` does."""
+    world, head, tables = World(config.checkpoint), "", (list[str](), list[str]())
+    with progress("kinds of streams", len(KINDS), 0) as tick:
+        for done, (kind, words) in enumerate(KINDS.items(), 1):
+            stream = draw(kind, world, config.requests, config.seeds)
+            served = {KNOWN: serve(world, stream, world.by_controller, None)}
+            for name, fresh in FOLLOWERS.items():
+                served[name] = serve(world, stream, world.by_controller, [fresh(world) for _ in range(config.seeds)])
+            for name in ("frozen", "tracked"):
+                followers = [FOLLOWERS[name](world) for _ in range(config.seeds)]
+                served[f"static, {name}"] = serve(world, stream, world.by_static, followers)
+            best, head = served[KNOWN][0], " | ".join(served)
+            gains = [Mean.over(utility - best).words() for utility, _ in list(served.values())[1:]]
+            tables[0].append(f"| {kind}: {words} | {Mean.over(best).words()} | {' | '.join(gains)} |")
+            shares = [f"{100 * share.mean():.1f}" for _, share in served.values()]
+            tables[1].append(f"| {kind} | {' | '.join(shares)} |")
+            tick(done, kind)
+    rule = "| --- |" + " --- |" * (head.count("|") + 1)
+    utilities, shares = ("\n".join([f"| stream | {head} |", rule, *lines]) for lines in tables)
+    text = PAGE.format(seeds=config.seeds, requests=config.requests, level=world.level, u=utilities, shares=shares)
+    write_text(config.out, text)
+    return []
+
+
+PAGE = """# Simulated streams
+
+Written by `python experiments/studies/streams.py`. Nothing here was timed: requests are test samples of the built-in
+profile under its default budgets, and an answer takes its profiled latency times a drift and jitter, which are drawn.
+`tracked` is what `AdaptiveModel` does, without timed cells to begin with; `level only` is the same without knob values,
+`weighted` an exponentially weighted mean and spread, `conformal` adaptive conformal inference. Static gets the same
+tracker. {seeds} streams of {requests} requests each; intervals are 95 % (Student's t over streams), differences paired.
+
+## Utility: of knowing the drift, and the others minus that
+
+{u}
+
+## Feasible requests on time, %
+
+The guard was calibrated for {level:.0%} without drift.
+
+{shares}
+"""
+
+if __name__ == "__main__":
+    sys.exit(run_from_words("streams", StreamsConfig, run, sys.argv[1:]))
