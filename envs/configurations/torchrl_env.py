@@ -26,7 +26,8 @@ class ConfigBandit(ContextEnv):
     Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`; with
     `lean=True`, as in the training loop, nothing else. Otherwise also the feature blocks [P, d], `mask` bool [P, C]
     (the configurations profiled for the sample), and `accuracy` and `latency_ms` float32 [P, G] of the actions, 0
-    before the step. With `full_information=True` also `reward_per_configuration` float32 [P, C], NaN if not profiled.
+    before the step. With `full_information=True` also `reward_per_configuration` float32 [P, C], means over repeated
+    measurements, NaN if not profiled.
 
     Action: `action` int64 [P, G, K], for each knob the index of its value; under `action="configuration"` [P, G], the
     index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis G, and
