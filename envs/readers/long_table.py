@@ -100,7 +100,7 @@ def table_from_frame(
         measured = measured.with_columns(cell=cell).sort("cell", "repeat", "latency", "accuracy")
         cell = measured["cell"].to_numpy()
         _refuse_repeated(measured, samples, configurations, settings, source)
-        _note_repeated(measured, int(times.max()), notes)
+        _note_repeated(measured, times, notes)
     accuracies, latencies, repeats = _place_cells(measured, cell, times, (len(samples), len(configurations)))
     table = ProfileTable(
         name=name,
@@ -191,10 +191,10 @@ def _refuse_repeated(
 ) -> None:
     """Raise if measurements of a cell cannot be told apart by `repeat`, or without it by accuracy and latency."""
     numbered = measured["repeat"].null_count() == 0
-    same = measured.group_by("cell", "repeat", *([] if numbered else ["accuracy", "latency"])).len()
-    same = same.filter(pl.col("len") > 1).sort("len", "cell", descending=[True, False])
-    if same.is_empty():
+    keys = ["cell", "repeat"] if numbered else ["cell", "latency", "accuracy"]
+    if not _as_above(measured, keys).any():
         return
+    same = measured.group_by(keys).len().filter(pl.col("len") > 1).sort("len", "cell", descending=[True, False])
     sample, configuration = divmod(same["cell"][0], len(configurations))
     setting = zip(knobs, configurations.row(configuration), strict=True)
     pair = " ".join((str(samples["sample_id"][sample]), *(f"{k.name}={k.values[v]}" for k, v in setting)))
@@ -207,14 +207,20 @@ def _refuse_repeated(
     )
 
 
-def _note_repeated(measured: pl.DataFrame, most: int, notes: list[str]) -> None:
+def _as_above(rows: pl.DataFrame, columns: Sequence[str]) -> np.ndarray:
+    """bool [n]: which rows have the same values in these columns as the row above them."""
+    same = [values[1:] == values[:-1] for values in (rows[column].to_numpy() for column in columns)]
+    return np.append(False, np.logical_and.reduce(same))
+
+
+def _note_repeated(measured: pl.DataFrame, times: np.ndarray, notes: list[str]) -> None:
     """Note what was taken as repeated measurements of a cell without being numbered, and where accuracies differ."""
-    cells = measured.group_by("cell").agg(pl.len(), differ=pl.col("accuracy").n_unique() > 1)
-    repeated = cells.filter(pl.col("len") > 1).height
     if measured["repeat"].null_count():
-        notes.append(f"{repeated} cells occur up to {most} times: taken as repeated measurements")
-    if cells["differ"].any():
-        notes.append(f"{cells['differ'].sum()} cells differ in accuracy between measurements: the mean is used")
+        notes.append(f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated measurements")
+    differ = _as_above(measured, ["cell"]) & ~_as_above(measured, ["accuracy"])
+    if differ.any():
+        count = len(np.unique(measured["cell"].to_numpy()[differ]))
+        notes.append(f"{count} cells differ in accuracy between measurements: the mean is used")
 
 
 def _refuse(bad: pl.Series, what: str, keys: pl.DataFrame, source: str) -> None:

@@ -110,11 +110,9 @@ def _write(
     soft = [share_of_right(text.split(), right[i].split()) for i, text in cells.select("sample", "pred").iter_rows()]
     cells = cells.with_columns(pl.Series("soft_score", soft, dtype=pl.Float32).round(4))
     records = long_records(plan, cells, DATASET).drop("question_id")
-    records = _rounded(measurements_of(plan, log, records))
     records = records.with_columns(pl.col("sample_id", *KNOBS).cast(pl.Int32), pl.col("accuracy").cast(pl.Float32))
-    keys = [c for c in ("sample_id", *KNOBS, "repeat") if c in records.columns]
-    measured = ("accuracy", "soft_score", "latency_ms", "cpu_ms", "prefill_ms")
-    write_table(out / "table.parquet", records.select(*keys, *measured, "dataset"))
+    records = measurements_of(plan, log, records)
+    _write_table(out / "table.parquet", records)
     _write_features(out / "features.npz", model, samples)
     # what each sample is, for studying results
     about_samples = {
@@ -129,13 +127,25 @@ def _write(
     about = _about(out, config, model, samples, plan, log, _rounded(cells))
     if config.exp_json:
         metadata = {"split": "held-out", **{key: about[key] for key in ("model", "machine", "torch", "command")}}
-        write_exp_files(out, records, KNOBS, metadata)
+        write_exp_files(out, _rounded(records), KNOBS, metadata)
     write_json(out / "profile.json", about)
     return about
 
 
+def _write_table(path: Path, records: pl.DataFrame) -> None:
+    """Write every latency; of the other times their medians, in the first row of each cell, since the file that comes
+    with knobwise has to be small."""
+    keys = ["sample_id", *KNOBS]
+    if "repeat" in records.columns:
+        medians = pl.col("cpu_ms", "prefill_ms").median().over(keys)
+        records = records.with_columns(pl.when(pl.col("repeat") == 0).then(medians))
+        keys.append("repeat")
+    measured = ("accuracy", "soft_score", "latency_ms", "cpu_ms", "prefill_ms")
+    write_table(path, _rounded(records).select(*keys, *measured, "dataset"))
+
+
 def _rounded(frame: pl.DataFrame) -> pl.DataFrame:
-    """Times to 4 significant digits: the table is a fifth as large, and no clock is steadier than that."""
+    """Times in 4 significant digits, which compress well; measurements of the same cell differ by far more."""
     times = ("latency_ms", "cpu_ms", "prefill_ms", "decode_ms")
     return frame.with_columns(pl.col(c).round_sig_figs(4).cast(pl.Float32) for c in times)
 
