@@ -10,7 +10,7 @@ from torch import Tensor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 
 
 def small_table(samples: int = 60, seed: int = 0, holes: float = 0.0, features: bool = True) -> ProfileTable:
@@ -32,12 +32,14 @@ def small_table(samples: int = 60, seed: int = 0, holes: float = 0.0, features: 
     return replace(cells, name="small", knobs=knobs, configurations=grid, features=blocks)
 
 
-Cells = Tensor | list[list[float]]
+Cells = Tensor | list[list[float]] | list[list[list[float]]]
 
 
 def table_of(accuracy: Cells, latency_ms: Cells, features: Tensor | None = None) -> ProfileTable:
-    """A table of one knob with these cells; NaN where not profiled."""
+    """A table of one knob with these cells, measured once or, [N, C, R], repeatedly; NaN where not profiled."""
     a, ms = torch.as_tensor(accuracy), torch.as_tensor(latency_ms)
+    repeats = ms if ms.ndim == 3 else None
+    ms = ms if repeats is None else median_of(repeats)
     n, c = a.shape
     return ProfileTable(
         name="by hand",
@@ -48,7 +50,19 @@ def table_of(accuracy: Cells, latency_ms: Cells, features: Tensor | None = None)
         mask=~a.isnan(),
         sample_ids=tuple(str(i) for i in range(n)),
         features={} if features is None else {"x": features},
+        repeats_ms=repeats,
     )
+
+
+def repeated(table: ProfileTable, most: int = 4, seed: int = 0, jitter: float = 0.1) -> ProfileTable:
+    """The table with 1 to `most` measurements of each cell, which vary by a factor; some cell has `most`."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*table.latency_ms.shape, most)
+    count = torch.randint(1, most + 1, shape[:2], generator=generator).masked_fill(~table.mask, 0)
+    count[tuple(table.mask.nonzero()[0])] = most
+    factors = (jitter * torch.randn(shape, generator=generator)).exp()
+    measured = table.latency_ms.unsqueeze(-1) * factors.where(torch.arange(most) < count.unsqueeze(-1), torch.nan)
+    return replace(table, latency_ms=median_of(measured), repeats_ms=measured)
 
 
 def two_kinds(samples: int, shown: bool, seed: int = 0) -> ProfileTable:

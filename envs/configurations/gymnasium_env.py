@@ -22,7 +22,7 @@ from knobwise.envs.configurations.contexts import ContextSampler, limit_key
 from knobwise.envs.configurations.options import chosen_context
 from knobwise.envs.configurations.rendering import View, close_window, show
 from knobwise.envs.configurations.replay import Replay
-from knobwise.envs.configurations.reward import utility
+from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -58,11 +58,11 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         for `env.action_space.sample(info["action_mask"])` to draw a profiled action (None if no mask of the knobs
         allows the profiled configurations only). After a step also `accuracy`, `latency_ms`, `violation` (not under a
         mean budget), `configuration` (the knob values that were replayed, by name), and the same four with the prefix
-        `oracle_` for the best configuration.
+        `oracle_` for the best configuration (its median latency, where it was measured repeatedly).
     Arguments:
-        table: the profile; None for the built-in one. budget, reward, unprofiled, action: as `Replay` takes them.
-        rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words), "rgb_array" (uint8
-        [520, 900, 3]) or "human" (a window). inputs: sample id → question and picture, for rendering; a text
+        table: the profile; None for the built-in one. budget, reward, unprofiled, action, repeats: as `Replay` takes
+        them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words), "rgb_array"
+        (uint8 [520, 900, 3]) or "human" (a window). inputs: sample id → question and picture, for rendering; a text
         `module:function` names such a function for the built-in profile alone.
 
     Raises InputError for settings, options of `reset` and actions that do not exist.
@@ -80,10 +80,12 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         unprofiled: str = "nearest",
         action: str = "knobs",
         inputs: Inputs | str | None = None,
+        repeats: str = "draw",
     ) -> None:
         if render_mode is not None:
             one_of("render_mode", render_mode, self.metadata["render_modes"])
-        self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, unprofiled=unprofiled, action=action)
+        options = {"unprofiled": unprofiled, "action": action, "repeats": repeats}
+        self._batch = ConfigBanditVectorEnv(1, table, budget, reward, rows, **options)
         self.table, self.render_mode = self._batch.table, render_mode
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
@@ -180,6 +182,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         action: str = "knobs",
         inputs: Inputs | str | None = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
+        repeats: str = "draw",
     ) -> None:
         if table is None:
             from knobwise.envs.readers.builtin import builtin_profile
@@ -189,7 +192,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.limit_key = limit_key(budget)
-        self._replay = Replay(table, budget, reward, unprofiled, action)
+        self._repeats = repeats
+        self._replay = Replay(table, budget, reward, unprofiled, action, repeats=repeats)
         self._contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed=None)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
         self._features = {
@@ -274,9 +278,9 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             raise gymnasium.error.ResetNeeded("call reset() before step(): every episode is one decision")
         rows, limits = self._context
         grouped = self._replay.grouped(torch.from_numpy(np.array(actions)), self.num_envs)
-        replayed = self._replay(rows, grouped, limits)
+        replayed = self._replay(rows, grouped, limits, self._contexts.generator)
         priced = self.limit_key == "worth_ms"
-        best = oracle(self.table, rows, limits, priced).unsqueeze(1)
+        best = oracle(self.table, rows, limits, priced, self._repeats).unsqueeze(1)
         observations, info = self._observe(rows, limits)
         for prefix, choice, outcome in (
             ("", replayed.configuration, self._replay.outcome(rows, replayed)),
@@ -305,13 +309,17 @@ def _box(block: Tensor) -> spaces.Box:
     return spaces.Box(float(low), float(high) or 1.0, block.shape[1:])
 
 
-def oracle(table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False) -> Tensor:
+def oracle(table: ProfileTable, rows: Tensor, limits: Tensor, priced: bool = False, repeats: str = "draw") -> Tensor:
     """The best profiled configuration of each sample, int64 [n]: highest utility, then lowest latency. The limits,
     float [n], are budgets in ms; or if `priced`, worths of a right answer in ms, and best is the highest accuracy −
-    latency/worth."""
+    latency/worth. Both are means over a cell's measurements, or under `repeats="median"` those of its median."""
     # an unprofiled cell counts as infinitely late: it gains nothing, and any other cell that gains nothing is faster
     latency = table.latency_ms.index_select(0, rows).nan_to_num(torch.inf)
+    measured = latency.unsqueeze(-1) if repeats == "median" else table.measurements_ms.index_select(0, rows)
     accuracy = table.accuracy.index_select(0, rows)
     limits = limits.unsqueeze(1)
-    gain = accuracy.nan_to_num() - latency / limits if priced else utility(accuracy, latency, limits)
+    if priced:
+        gain = accuracy.nan_to_num() - measured.nanmean(-1).nan_to_num(torch.inf) / limits
+    else:
+        gain = expected_utility(accuracy, measured, limits)
     return latency.masked_fill(gain < gain.amax(1, keepdim=True), torch.inf).argmin(1)

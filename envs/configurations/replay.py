@@ -17,6 +17,7 @@ from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
 ACTIONS = ("knobs", "configuration")
 """What an action is: for each knob the index of its value, or the index of a configuration of the table."""
 UNPROFILED = ("nearest", "error", "penalty")
+REPEATS = ("draw", "median")
 
 
 class Outcome(NamedTuple):
@@ -28,6 +29,8 @@ class Outcome(NamedTuple):
     """float32."""
     missing: Tensor | None
     """bool: which actions were never profiled for their sample; None if all were."""
+    repeat: Tensor | None = None
+    """int64: which measurement was drawn, see `RewardTable.outcome`; None if it is the median, or the only one."""
 
 
 class Replay:
@@ -43,6 +46,8 @@ class Replay:
             `penalty`: the same as `nearest`, but the accuracy is 0 and the reward is 1 below that of the sample's worst
             profiled configuration.
         action: one of `ACTIONS`.
+        repeats: which of a cell's measurements a decision gets. `draw`: one of them at random; `median`: the median
+            latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
 
     Raises:
@@ -57,11 +62,13 @@ class Replay:
         unprofiled: str = "nearest",
         action: str = "knobs",
         device: torch.device | str | None = None,
+        repeats: str = "draw",
     ) -> None:
+        one_of("repeats", repeats, REPEATS)
         one_of("unprofiled", unprofiled, UNPROFILED)
         one_of("action", action, ACTIONS)
         self.table, self.unprofiled, self.action = table, unprofiled, action
-        self.rewards = RewardTable(table, reward_under(budget, reward), device)
+        self.rewards = RewardTable(table, reward_under(budget, reward), device, repeats)
         self.find = table.find if device is None else ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
         names, sizes = ["the configuration"], [table.num_configurations]
@@ -69,9 +76,12 @@ class Replay:
             names, sizes = [f"knob {knob.name}" for knob in table.knobs], list(table.knob_sizes)
         self.names, self.sizes = names, torch.tensor(sizes, device=self.configurations.device)
 
-    def __call__(self, rows: Tensor, action: Tensor, limits: Tensor) -> Outcome:
+    def __call__(
+        self, rows: Tensor, action: Tensor, limits: Tensor, generator: torch.Generator | None = None
+    ) -> Outcome:
         """Decide for P contexts: int64 [P] rows, actions int64 [P, G, K] (or [P, G] under `action="configuration"`),
-        limits float32 [P], in ms.
+        limits float32 [P], in ms. Measurements are drawn from the generator, one for each decision, if there are
+        several to draw from.
 
         Raises:
             InputError: an action outside its range; under `error` an action that was never profiled for its sample.
@@ -81,10 +91,13 @@ class Replay:
         else:
             self._refuse_outside(action.unsqueeze(-1))
             configuration = action
-        reward = self.rewards.chosen(rows, configuration, limits)
+        repeat = None
+        if self.rewards.repeats_ms is not None:
+            repeat = torch.randint(1 << 62, configuration.shape, generator=generator).to(configuration.device)
+        reward = self.rewards.chosen(rows, configuration, limits, repeat)
         if not ((configuration.amin() < 0) | reward.sum().isnan()):
-            return Outcome(configuration, reward, None)
-        return self._with_unprofiled(rows, action, configuration, limits)
+            return Outcome(configuration, reward, None, repeat)
+        return self._with_unprofiled(rows, action, configuration, limits, repeat)
 
     def grouped(self, action: Tensor, contexts: int, group: int = 1) -> Tensor:
         """Actions with all axes that decisions have, of which those of length 1 may be missing. Raises InputError for
@@ -97,12 +110,14 @@ class Replay:
 
     def outcome(self, rows: Tensor, replayed: Outcome) -> tuple[Tensor, Tensor]:
         """Accuracy and latency in ms of these decisions, float32 [P, G] each."""
-        accuracy, latency_ms = self.rewards.outcome(rows, replayed.configuration)
+        accuracy, latency_ms = self.rewards.outcome(rows, replayed.configuration, replayed.repeat)
         if replayed.missing is not None and self.unprofiled == "penalty":
             accuracy = accuracy.masked_fill(replayed.missing, 0.0)
         return accuracy, latency_ms
 
-    def _with_unprofiled(self, rows: Tensor, action: Tensor, configuration: Tensor, limits: Tensor) -> Outcome:
+    def _with_unprofiled(
+        self, rows: Tensor, action: Tensor, configuration: Tensor, limits: Tensor, repeat: Tensor | None
+    ) -> Outcome:
         mask = ~self.rewards.accuracy.index_select(0, rows).isnan()
         missing = (configuration < 0) | ~mask.gather(1, configuration.clamp_min(0))
         knobs = action if self.action == "knobs" else self.configurations[action]
@@ -119,11 +134,11 @@ class Replay:
         steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
         nearest = steps.masked_fill(~mask[at], torch.inf).argmin(1)
         configuration = configuration.masked_scatter(missing, nearest)
-        reward = self.rewards.chosen(rows, configuration, limits)
+        reward = self.rewards.chosen(rows, configuration, limits, repeat)
         if self.unprofiled == "penalty":
             every = self.rewards.all(rows[at], limits[at])
             reward = reward.masked_scatter(missing, every.nan_to_num(torch.inf).amin(1) - 1)
-        return Outcome(configuration, reward, missing)
+        return Outcome(configuration, reward, missing, repeat)
 
     def _refuse_outside(self, indices: Tensor) -> None:
         """Refuse indices that no value has, int64 [P, G, K], or no configuration, [P, G, 1]."""

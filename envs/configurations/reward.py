@@ -67,23 +67,56 @@ def complexity(table: ProfileTable) -> Tensor:
 
 
 class RewardTable:
-    """The rewards of a table's configurations, computed on demand; without a device, where the table is."""
+    """The rewards of a table's configurations, computed on demand; without a device, where the table is.
 
-    def __init__(self, table: ProfileTable, config: RewardConfig, device: torch.device | str | None = None) -> None:
+    A cell that was measured repeatedly has a reward for each measurement. `repeats="median"` keeps the one of its
+    median latency alone.
+    """
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        config: RewardConfig,
+        device: torch.device | str | None = None,
+        repeats: str = "draw",
+    ) -> None:
         self.config, self.complexity = config, complexity(table).to(device)
         self.accuracy, self.latency_ms = table.accuracy.to(device), table.latency_ms.to(device)
+        several = table.repeats_ms is not None and repeats == "draw"
+        self.repeats_ms = table.measurements_ms.to(device) if several else None
 
     def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
-        """int64 [n], float [n] → float32 [n, C]; NaN where a cell was not profiled."""
-        cells = self.accuracy.index_select(0, rows), self.latency_ms.index_select(0, rows)
-        return reward(*cells, budgets_ms.unsqueeze(-1), self.complexity, self.config)
+        """int64 [n], float [n] → float32 [n, C], means over the measurements; NaN where a cell was not profiled."""
+        accuracy, budgets_ms = self.accuracy.index_select(0, rows), budgets_ms.unsqueeze(-1)
+        if self.repeats_ms is None:
+            latency_ms = self.latency_ms.index_select(0, rows)
+            return reward(accuracy, latency_ms, budgets_ms, self.complexity, self.config)
+        return self._mean(accuracy, self.repeats_ms.index_select(0, rows), budgets_ms, self.complexity)
 
-    def outcome(self, rows: Tensor, configurations: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [n] rows, int64 [n, G] configurations → accuracy and latency in ms, float32 [n, G] each."""
+    def outcome(self, rows: Tensor, configurations: Tensor, repeats: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """int64 [n] rows, int64 [n, G] configurations → accuracy and latency in ms, float32 [n, G] each.
+
+        `repeats` int64 [n, G] ≥ 0 says which measurement's latency, modulo how many the cell has; None is the median.
+        """
         cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
-        return self.accuracy.take(cells), self.latency_ms.take(cells)
+        if repeats is None or self.repeats_ms is None:
+            return self.accuracy.take(cells), self.latency_ms.take(cells)
+        measured = self.repeats_ms.flatten(0, 1)[cells]
+        place = repeats % (~measured.isnan()).sum(-1).clamp_min(1)
+        return self.accuracy.take(cells), measured.gather(-1, place.unsqueeze(-1)).squeeze(-1)
 
-    def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
-        """int64 [n] rows, int64 [n, G] configurations, float [n] budgets → float32 [n, G]."""
-        cells = self.outcome(rows, configurations)
-        return reward(*cells, budgets_ms.unsqueeze(-1), self.complexity.take(configurations), self.config)
+    def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor, repeats: Tensor | None = None) -> Tensor:
+        """int64 [n] rows, int64 [n, G] configurations, float [n] budgets → float32 [n, G]: the reward of the
+        measurements in `repeats`, see `outcome`; for None the mean over all measurements of each cell."""
+        budgets_ms, complexities = budgets_ms.unsqueeze(-1), self.complexity.take(configurations)
+        if repeats is None and self.repeats_ms is not None:
+            cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
+            measured = self.repeats_ms.flatten(0, 1)[cells]
+            return self._mean(self.accuracy.take(cells), measured, budgets_ms, complexities)
+        return reward(*self.outcome(rows, configurations, repeats), budgets_ms, complexities, self.config)
+
+    def _mean(self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, complexities: Tensor) -> Tensor:
+        """The mean reward over measurements [*, R] of cells [*]."""
+        cells = (each.unsqueeze(-1) for each in (accuracy, budgets_ms, complexities))
+        accuracy, budgets_ms, complexities = cells
+        return reward(accuracy, measured, budgets_ms, complexities, self.config).nanmean(-1)

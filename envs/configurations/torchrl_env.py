@@ -26,7 +26,8 @@ class ConfigBandit(ContextEnv):
     Observation: `row` int64 [P] (row of the table), `budget_ms` float32 [P], or under a mean budget `worth_ms`; with
     `lean=True`, as in the training loop, nothing else. Otherwise also the feature blocks [P, d], `mask` bool [P, C]
     (the configurations profiled for the sample), and `accuracy` and `latency_ms` float32 [P, G] of the actions, 0
-    before the step. With `full_information=True` also `reward_per_configuration` float32 [P, C], NaN if not profiled.
+    before the step. With `full_information=True` also `reward_per_configuration` float32 [P, C], means over repeated
+    measurements, NaN if not profiled.
 
     Action: `action` int64 [P, G, K], for each knob the index of its value; under `action="configuration"` [P, G], the
     index of a configuration. Reward: float32 [P, G]. With `group_size=None` actions and outcomes have no axis G, and
@@ -38,9 +39,9 @@ class ConfigBandit(ContextEnv):
 
     Args:
         batch_size, group_size: P, G.
-        budget, reward, unprofiled, action: see `Replay`. Under `nearest`, the default, any policy may play; with
-            `action="configuration"` and without an axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones
-            draw profiled configurations only.
+        budget, reward, unprofiled, action, repeats: see `Replay`; measurements are drawn from the generator of the
+            contexts. Under `nearest`, the default, any policy may play; with `action="configuration"` and without an
+            axis G, TorchRL's `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.
         rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
             drawn in turn, context i from list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
@@ -74,11 +75,12 @@ class ConfigBandit(ContextEnv):
         full_information: bool = False,
         weights: Tensor | None = None,
         device: torch.device | str | None = None,
+        repeats: str = "draw",
     ) -> None:
         contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
         super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
-        self.replay = Replay(table, budget, reward, unprofiled, action, device)
+        self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats)
         self.rewards = self.replay.rewards
         p, c, sizes = batch_size, table.num_configurations, table.knob_sizes
         self.outcome_shape = (p,) if group_size is None else (p, group_size)
@@ -122,7 +124,7 @@ class ConfigBandit(ContextEnv):
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows, limits = self.current["row"], self.current[self.limit_key]
         action = self.replay.grouped(tensordict["action"], *self.decisions)
-        replayed = self.replay(rows, action, limits)
+        replayed = self.replay(rows, action, limits, self.contexts.generator)
         changed = self._described()
         if not self.lean:
             outcome = zip(("accuracy", "latency_ms"), self.replay.outcome(rows, replayed), strict=True)

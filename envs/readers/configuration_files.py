@@ -20,7 +20,7 @@ from knobwise.common.progress import progress
 
 IDS = ("sample_id", "question_id", "image_id")
 WORDS = (*IDS, "question_type")
-"""What is read of a row besides its numbers; it may also be in the row's `metadata`."""
+"""What is read of a row besides its numbers, and besides `repeat`; it may also be in the row's `metadata`."""
 
 Record = dict[str, Any]
 
@@ -34,7 +34,7 @@ def read_configurations(
     columns: Mapping[str, Sequence[Sequence[str]]],
     notes: list[str],
 ) -> tuple[pl.DataFrame, list[Record]]:
-    """The cells of one data set: `WORDS`, columns, knobs, file; and the summaries, with knobs and file.
+    """The cells of one data set: `WORDS`, `repeat`, columns, knobs, file; and the summaries, with knobs and file.
 
     Rows are under the first of `keys` that a file has. A column is the sum of some values of a row, each under the
     first of its spellings. If there is a merge of `_rankN` files, the rank files only serve to check it. `directory`
@@ -210,7 +210,7 @@ def _rows_frame(
     columns: Mapping[str, Sequence[Sequence[str]]],
 ) -> pl.DataFrame:
     """The rows as a frame, with the knobs of the setting, or where it has none those of each row."""
-    values = {key: _row_words(path, rows, key) for key in WORDS}
+    values = {key: _row_words(path, rows, key) for key in (*WORDS, "repeat")}
     for column, terms in columns.items():
         values[column] = functools.reduce(operator.add, [_row_numbers(path, rows, names) for names in terms])
     for knob in knobs:
@@ -261,7 +261,11 @@ def in_range(frame: pl.DataFrame, column: str) -> pl.DataFrame:
 
 
 def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: list[str]) -> list[pl.DataFrame]:
-    """The frames with one id each: `question_id` where every row has it. Refuses ids that occur twice."""
+    """The frames with one id each: `question_id` where every row has it.
+
+    Several rows of a pair with latencies are repeated measurements. Raises InputError for a row without id, and for a
+    pair that occurs more than once without latencies, in several files or with several images.
+    """
     key = "question_id" if all(side["question_id"].null_count() == 0 for side in sides) else "sample_id"
     if key == "sample_id" and any(side["question_id"].is_not_null().any() for side in sides):
         notes.append(f"{dataset}: not every row has a question_id, so sample_id is the key")
@@ -269,7 +273,10 @@ def keyed(sides: list[pl.DataFrame], knobs: Sequence[str], dataset: str, notes: 
     for side in sides:
         if (without := side.filter(pl.col(key).is_null())).height:
             raise InputError(f"{without['file'][0]}: {without.height} rows without sample_id in the files of {dataset}")
-        cells = side.group_by(key, *knobs).agg(pl.len(), pl.col("file").unique()).filter(pl.col("len") > 1)
+        cells = side.group_by(key, *knobs).agg(pl.len(), pl.col("file").unique(), pl.col("image_id").n_unique())
+        cells = cells.filter(pl.col("len") > 1)
+        if "latency_ms" in side.columns:
+            cells = cells.filter((pl.col("file").list.len() > 1) | (pl.col("image_id") > 1))
         if cells.height:
             first = cells.sort("file", *knobs, key).row(0, named=True)
             where = ", ".join(sorted(first["file"]))

@@ -41,8 +41,9 @@ def read_exp5_exp6(
 ) -> ProfileTable:
     """Join the accuracy and latency files of one or more data sets, cell by cell; notes count what does not join.
 
-    The key of a sample is its `question_id` if every row on both sides has one, otherwise its `sample_id`. Images and
-    question types come from the accuracy files.
+    The key of a sample is its `question_id` if every row on both sides has one, otherwise its `sample_id`. Several rows
+    of a sample in a latency file are repeated measurements, see `table_from_frame`. Images and question types come from
+    the accuracy files.
 
     Args:
         exp5_dir, exp6_dir: hold `exp5_accuracy_<data set with dashes>/` and `exp6_latency_<…>/`, or `<data set>/`, or
@@ -124,7 +125,7 @@ def _broadcast(
 def _join(scores: pl.DataFrame, times: pl.DataFrame, dataset: str, notes: list[str]) -> pl.DataFrame:
     """The cells that have both; notes how many have only one."""
     on = ["sample_id", *KNOBS]
-    cells = scores.join(times.select(*on, "latency_ms"), on=on)
+    cells = scores.drop("repeat").join(times.select(*on, "repeat", "latency_ms"), on=on)
     sides = (("exp5", scores), ("exp6", times))
     for (name, side), (other_name, other) in (sides, sides[::-1]):
         alone = side.select(KNOBS).unique().join(other, on=KNOBS, how="anti").sort(KNOBS)
@@ -134,7 +135,7 @@ def _join(scores: pl.DataFrame, times: pl.DataFrame, dataset: str, notes: list[s
             notes.append(f"{dataset}: {alone.height} configurations are only in {name} ({some}{more})")
         lost = side.join(other, on=on, how="anti").join(alone, on=KNOBS, how="anti")
         if lost.height:
-            count = f"{lost.height} cells of {lost['sample_id'].n_unique()} samples"
+            count = f"{lost.select(on).n_unique()} cells of {lost['sample_id'].n_unique()} samples"
             notes.append(f"{dataset}: {count} have no partner in {other_name}: not profiled")
     if cells.is_empty():
         ids = [sorted(side["sample_id"].unique())[:3] for side in (scores, times)]
@@ -152,11 +153,12 @@ def write_exp5_exp6(
     dataset_name: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write one accuracy file and one latency file per configuration, as `read_exp5_exp6` reads them.
+    """Write one accuracy file and one latency file per configuration, as `read_exp5_exp6` reads them. The latency files
+    have a row for each measurement, the accuracy files one for each sample.
 
     Args:
-        frame: one row per (sample, configuration): `sample_id`, the knobs max_crops, top_k and num_active_blocks (whole
-            numbers), `accuracy`, `latency_ms`; optionally `soft_score`, `prefill_ms`, `decode_ms`, `num_*_tokens`,
+        frame: one row per measurement: `sample_id`, the knobs max_crops, top_k and num_active_blocks (whole numbers),
+            `accuracy`, `latency_ms`; optionally `repeat`, `soft_score`, `prefill_ms`, `decode_ms`, `num_*_tokens`,
             `question_id`, `image_id`, `question_type`, `pred`, `answers`. Rows without accuracy or latency are left
             out.
         metadata: added to the `config` of every file: the machine, the model, the split of the data set.
@@ -171,15 +173,17 @@ def write_exp5_exp6(
     stages = [stage for stage in ("total", "prefill", "decode") if f"T_{stage}_ms" in frame.columns]
     tokens = [f"num_{kind}_tokens" for kind in ("vision", "language", "output", "total")]
     exp5_keys = [*WORDS, "score", "soft_score", "pred", "answers"]
-    exp6_keys = [*IDS, *KNOBS, *(f"T_{stage}_ms" for stage in stages), *tokens, "accuracy"]
+    exp6_keys = [*IDS, *KNOBS, "repeat", *(f"T_{stage}_ms" for stage in stages), *tokens, "accuracy"]
     dashed = dataset_name.replace("_", "-")
     for _, cells in frame.group_by(KNOBS, maintain_order=True):
         setting = cells.row(0, named=True)
-        summary = {k: setting[k] for k in KNOBS} | {"accuracy": cells["accuracy"].mean(), "num_samples": cells.height}
+        samples = cells.with_columns(score=pl.col("score").mean().over("sample_id"))
+        samples = samples.unique("sample_id", keep="first", maintain_order=True)
+        summary = {k: setting[k] for k in KNOBS} | {"accuracy": samples["score"].mean(), "num_samples": samples.height}
         stem = "crops{max_crops}_topk{top_k}_blocks{num_active_blocks}.json".format(**setting)
         exp5, exp6 = ([k for k in keys if k in cells.columns] for keys in (exp5_keys, exp6_keys))
         times = {f"latency_{stage}_ms": _spread(cells[f"T_{stage}_ms"]) for stage in stages}
-        scores = {"summary": [summary], "all_samples": cells.select(exp5).to_dicts(), "config": config}
+        scores = {"summary": [summary], "all_samples": samples.select(exp5).to_dicts(), "config": config}
         latencies = {
             "summary": [summary | times],
             "per_sample_latencies": cells.select(exp6).to_dicts(),

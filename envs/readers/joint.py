@@ -35,11 +35,15 @@ def join_tables(
     places = place.split([len(code) for code in codes])
     shape = sum(table.num_samples for table in tables), len(configurations)
     accuracy, latency_ms = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    most = max(table.num_repeats for table in tables)
+    repeats_ms = torch.full((*shape, most), torch.nan) if most > 1 else None
     first = 0
     for table, columns in zip(tables, places, strict=True):
         rows = slice(first, first := first + table.num_samples)
         accuracy[rows].index_copy_(1, columns, table.accuracy)
         latency_ms[rows].index_copy_(1, columns, table.latency_ms)
+        if repeats_ms is not None:
+            repeats_ms[rows, :, : table.num_repeats].index_copy_(1, columns, table.measurements_ms)
     parts, notes = _parts(tables)
     typed, with_images = (any(getattr(t, name) for t in tables) for name in ("question_types", "image_ids"))
     joint = ProfileTable(
@@ -58,6 +62,7 @@ def join_tables(
         question_types=_all(t.question_types or ("unknown",) * t.num_samples for t in tables) if typed else (),
         notes=(*(f"{table.name}: {note}" for table in tables for note in table.notes), *notes),
         unit=tables[0].unit,
+        repeats_ms=repeats_ms,
     )
     return with_dataset_input(joint) if dataset_input else joint
 

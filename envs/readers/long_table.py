@@ -1,7 +1,7 @@
-"""Long tables: one row per (sample, configuration), read into a `ProfileTable` and written again.
+"""Long tables: a row for each measurement of a (sample, configuration), read into a `ProfileTable` and written again.
 
-The columns are `sample_id`, one per knob, an accuracy and a cost; optionally `dataset`, `split`, `image_id` and
-`question_type`. Measurements of any system come in this form, and all readers end in `table_from_frame`.
+The columns are `sample_id`, one per knob, an accuracy and a cost; optionally `repeat`, `dataset`, `split`, `image_id`
+and `question_type`. Measurements of any system come in this form, and all readers end in `table_from_frame`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from knobwise.envs.readers.feature_files import attach_features as attach_featur
 from knobwise.envs.readers.feature_files import read_features as read_features
 from knobwise.envs.readers.feature_files import write_features as write_features
 from knobwise.envs.readers.frames import KEYS, knob_column, name_column, number_column, read_frame
-from knobwise.envs.tables.profile_table import Knob, ProfileTable
+from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 
-MEASURES = frozenset({"accuracy", "score", "soft_score", "pred", "prediction", "answer", "answers", "question"})
+MEASURES = frozenset(
+    {"accuracy", "score", "soft_score", "pred", "prediction", "answer", "answers", "question", "repeat"}
+)
 WORD_COLUMNS = {
     "datasets": "dataset",
     "sample_ids": "sample_id",
@@ -57,28 +59,31 @@ def table_from_frame(
     source: str = "",
     notes: Sequence[str] = (),
 ) -> ProfileTable:
-    """Make the dense table from one row per (sample, configuration).
+    """Make the dense table from one row per (sample, configuration), or several where it was measured repeatedly.
 
-    A row without accuracy or latency (null) is an unprofiled cell, as if the row were missing. Samples are sorted by
-    data set and id, configurations by knob value; the order of the rows does not matter.
+    A row without accuracy or latency (null) counts as missing, and a cell without rows is not profiled. Samples are
+    sorted by data set and id, configurations by knob value, the measurements of a cell by `repeat`, or without that
+    column by size; the order of the rows does not matter. Where they differ in accuracy, it is their mean.
 
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a cost ≥ 0; optionally
-            `dataset`, and `image_id`, `split` and `question_type`, constant inside a sample.
+            `repeat` (numbers that tell the measurements of a cell apart), `dataset`, and `image_id`, `split` and
+            `question_type`, constant inside a sample.
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
         latency, unit: the column that the budget limits, a time or any other cost (energy, price), and its unit.
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
-        InputError: if columns are missing or wrong, values out of range, a cell occurs twice, or features do not fit.
+        InputError: if columns are missing or wrong, values out of range, a measurement occurs twice, or features do
+            not fit.
     """
     source, notes = source or name, list(notes)
     if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
         accuracy = "score"
     frame, keys, measured = _check_columns(frame, accuracy, latency, source, notes)
     columns = _find_knobs(frame, keys, {accuracy, latency}, notes) if knobs is None else knobs
-    _check_knobs(frame, columns, {*keys.columns, accuracy, latency}, source)
+    _check_knobs(frame, columns, {*keys.columns, accuracy, latency, "repeat"}, source)
     settings, codes = zip(*(knob_column(frame[column], source) for column in columns), strict=True)
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
@@ -90,8 +95,13 @@ def table_from_frame(
             f"a measurement: {sizes}. Name the knobs with knobs="
         )
     cell = _row_numbers(keys, samples) * len(configurations) + _row_numbers(chosen, configurations)
-    _refuse_repeated(cell, samples, configurations, settings, source)
-    accuracies, latencies = _place_cells(measured, cell, (len(samples), len(configurations)))
+    times = np.bincount(cell, minlength=len(samples) * len(configurations))
+    if times.max() > 1:
+        measured = measured.with_columns(cell=cell).sort("cell", "repeat", "latency", "accuracy")
+        cell = measured["cell"].to_numpy()
+        _refuse_repeated(measured, samples, configurations, settings, source)
+        _note_repeated(measured, times, notes)
+    accuracies, latencies, repeats = _place_cells(measured, cell, times, (len(samples), len(configurations)))
     table = ProfileTable(
         name=name,
         knobs=settings,
@@ -102,23 +112,26 @@ def table_from_frame(
         **_names(samples, notes),
         notes=tuple(notes),
         unit=unit,
+        repeats_ms=repeats,
     )
     return table if features is None else attach_features(table, features)
 
 
 def long_frame(table: ProfileTable) -> pl.DataFrame:
-    """The profiled cells as one row per (sample, configuration), the inverse of `table_from_frame`."""
-    row, column = table.mask.nonzero().numpy().T
+    """The profiled cells as one row per measurement, the inverse of `table_from_frame`."""
+    row, column, repeat = (~table.measurements_ms.isnan()).nonzero().numpy().T
     words = {column: getattr(table, field) for field, column in WORD_COLUMNS.items()}
     columns = [pl.Series(column, names).gather(row) for column, names in words.items() if names]
     for knob, chosen in zip(table.knobs, table.configurations.numpy().T, strict=True):
         columns.append(pl.Series(knob.name, list(knob.values), strict=False).gather(chosen[column]))
-    columns += [pl.Series(m, getattr(table, m).numpy()[row, column]) for m in ("accuracy", "latency_ms")]
+    columns += [pl.Series("repeat", repeat)] if table.num_repeats > 1 else []
+    columns.append(pl.Series("accuracy", table.accuracy.numpy()[row, column]))
+    columns.append(pl.Series("latency_ms", table.measurements_ms.numpy()[row, column, repeat]))
     return pl.DataFrame(columns)
 
 
 def write_long_table(table: ProfileTable, path: str | Path) -> None:
-    """Write the profiled cells as CSV, Parquet or JSON lines (by suffix). Features go to `write_features`."""
+    """Write every measurement as CSV, Parquet or JSON lines (by suffix). Features go to `write_features`."""
     frame, suffix = long_frame(table), Path(path).suffix
     writers = {".csv": "write_csv", ".parquet": "write_parquet", ".jsonl": "write_ndjson"}
     if suffix not in writers:
@@ -130,7 +143,8 @@ def write_long_table(table: ProfileTable, path: str | Path) -> None:
 def _check_columns(
     frame: pl.DataFrame, accuracy: str, latency: str, source: str, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """The profiled rows, their keys (`dataset` if there is one, and `sample_id`) and their measurements."""
+    """The profiled rows, their keys (`dataset` if there is one, and `sample_id`) and their measurements: accuracy,
+    latency and, null where there is no such column, `repeat`."""
     if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
         raise InputError(
             f"{source}: no column {', '.join(missing)}; its columns are {', '.join(frame.columns) or 'none'}. A "
@@ -139,6 +153,9 @@ def _check_columns(
     measured = pl.DataFrame(
         {"accuracy": number_column(frame[accuracy], source), "latency": number_column(frame[latency], source)}
     )
+    numbered = "repeat" in frame.columns and not frame["repeat"].is_null().all()
+    repeat = number_column(frame["repeat"], source).fill_null(0.0) if numbered else pl.lit(None, pl.Float64)
+    measured = measured.with_columns(repeat=repeat)
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():
         notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
@@ -151,28 +168,59 @@ def _check_columns(
     return frame, keys, measured
 
 
-def _place_cells(measured: pl.DataFrame, cell: np.ndarray, shape: tuple[int, int]) -> list[Tensor]:
-    """Accuracy and latency as float32 [N, C], NaN where not profiled, from the cell number of each row."""
-    dense = np.full((2, shape[0] * shape[1]), np.nan, np.float32)
-    dense[:, cell] = measured["accuracy"].clip(0, 1), measured["latency"].clip(0)
-    return list(torch.from_numpy(dense).view(2, *shape).unbind())
+def _place_cells(
+    measured: pl.DataFrame, cell: np.ndarray, times: np.ndarray, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Accuracy and median latency, float32 [N, C], NaN where not profiled, and if cells occur repeatedly all latencies
+    [N, C, R]; from the cell number of each row, ascending if some repeat, and how often each cell occurs, [N·C]."""
+    if times.max() == 1:
+        dense = np.full((2, times.size), np.nan, np.float32)
+        dense[:, cell] = measured["accuracy"].clip(0, 1), measured["latency"].clip(0)
+        accuracy, latency_ms = torch.from_numpy(dense).view(2, *shape).unbind()
+        return accuracy, latency_ms, None
+    total = np.bincount(cell, measured["accuracy"].clip(0, 1), times.size)
+    mean = np.divide(total, times, out=np.full(times.size, np.nan), where=times > 0).astype(np.float32)
+    repeats = np.full((times.size, times.max()), np.nan, np.float32)
+    repeats[cell, np.arange(cell.size) - (times.cumsum() - times)[cell]] = measured["latency"].clip(0)
+    repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
+    return torch.from_numpy(mean).view(shape), median_of(repeats_ms), repeats_ms
 
 
 def _refuse_repeated(
-    cell: np.ndarray, samples: pl.DataFrame, configurations: pl.DataFrame, knobs: Sequence[Knob], source: str
+    measured: pl.DataFrame, samples: pl.DataFrame, configurations: pl.DataFrame, knobs: Sequence[Knob], source: str
 ) -> None:
-    """Raise if a (sample, configuration) pair occurs more than once, naming the most frequent."""
-    times = np.bincount(cell)
-    if times.max() == 1:
+    """Raise if measurements of a cell cannot be told apart by `repeat`, or without it by accuracy and latency."""
+    numbered = measured["repeat"].null_count() == 0
+    keys = ["cell", "repeat"] if numbered else ["cell", "latency", "accuracy"]
+    if not _as_above(measured, keys).any():
         return
-    sample, configuration = divmod(int(times.argmax()), len(configurations))
+    same = measured.group_by(keys).len().filter(pl.col("len") > 1).sort("len", "cell", descending=[True, False])
+    sample, configuration = divmod(same["cell"][0], len(configurations))
     setting = zip(knobs, configurations.row(configuration), strict=True)
     pair = " ".join((str(samples["sample_id"][sample]), *(f"{k.name}={k.values[v]}" for k, v in setting)))
+    alike = "with the same `repeat`" if numbered else "with the same accuracy and latency"
     raise InputError(
-        f"{source}: {(times > 1).sum()} (sample, configuration) pairs occur more than once, such as {pair}, "
-        f"{times.max()} times. Ids must be unique inside a data set (do they restart in every batch or on "
-        "every rank?), and every knob a column"
+        f"{source}: {same['cell'].n_unique()} (sample, configuration) pairs occur more than once {alike}, such as "
+        f"{pair}, {same['len'][0]} times. Remove the copies; or number the measurements of each pair in a column "
+        "`repeat`. Ids must be unique inside a data set (do they restart in every batch or on every rank?), and every "
+        "knob a column"
     )
+
+
+def _as_above(rows: pl.DataFrame, columns: Sequence[str]) -> np.ndarray:
+    """bool [n]: which rows have the same values in these columns as the row above them."""
+    same = [values[1:] == values[:-1] for values in (rows[column].to_numpy() for column in columns)]
+    return np.append(False, np.logical_and.reduce(same))
+
+
+def _note_repeated(measured: pl.DataFrame, times: np.ndarray, notes: list[str]) -> None:
+    """Note what was taken as repeated measurements of a cell without being numbered, and where accuracies differ."""
+    if measured["repeat"].null_count():
+        notes.append(f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated measurements")
+    differ = _as_above(measured, ["cell"]) & ~_as_above(measured, ["accuracy"])
+    if differ.any():
+        count = len(np.unique(measured["cell"].to_numpy()[differ]))
+        notes.append(f"{count} cells differ in accuracy between measurements: the mean is used")
 
 
 def _refuse(bad: pl.Series, what: str, keys: pl.DataFrame, source: str) -> None:

@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.action_index import ActionIndex
+from knobwise.envs.tables.repeats import check_repeats, median_of
 from knobwise.envs.tables.splits import Split, split_samples
 from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
@@ -34,53 +36,6 @@ class Knob:
     values: tuple[KnobValue, ...]
     """Every value in the profile: numbers in ascending order, the tiers low, medium, high in this order, other names
     alphabetically."""
-
-
-class ActionIndex(nn.Module):
-    """Finds configurations (int64 [C, K]: the index of each knob's value) by their knob values, even if most
-    combinations of values do not exist: int64 [*, K] → int64 [*]; −1 if no configuration has these values."""
-
-    codes: Tensor
-    order: Tensor
-
-    def __init__(self, configurations: Tensor) -> None:
-        super().__init__()
-        # A knob's value is a digit. One more digit at either end stands for all values that do not exist; the lower one
-        # is −1, so that codes below 0 index `order` from its end, where nothing else is.
-        self.most = int(configurations.max()) + 1
-        base, width = self.most + 2, configurations.shape[1]
-        self.dense = base**width <= 1 << 20
-        self.strides = [base**knob for knob in range(width)]
-        if base**width >= 1 << 62:  # more combinations than int64 can number: hash them instead
-            self.strides = torch.randint(1 << 62, (width,), generator=torch.Generator().manual_seed(0)).tolist()
-        codes, order = self._code(configurations).sort()
-        if self.dense:
-            codes, order = codes[:0], torch.full((base**width,), -1).scatter_(0, codes, order)
-        self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("order", order, persistent=False)
-
-    def _code(self, actions: Tensor) -> Tensor:
-        digits = actions.clamp(-1, self.most).unbind(-1)
-        code = digits[0] * self.strides[0]
-        for digit, stride in zip(digits[1:], self.strides[1:], strict=True):
-            code = torch.add(code, digit, alpha=stride)
-        return code
-
-    def forward(self, actions: Tensor) -> Tensor:
-        code = self._code(actions)
-        if self.dense:
-            return self.order.take(code)
-        place = torch.searchsorted(self.codes, code).clamp_max(len(self.codes) - 1)
-        return torch.where(self.codes[place] == code, self.order[place], -1)
-
-
-def median_of(repeats_ms: Tensor) -> Tensor:
-    """The median of each cell's measurements, [*, R] → [*], the mean of the middle two where their number is even; NaN
-    stands for no measurement."""
-    ordered = repeats_ms.sort(-1).values  # NaN last
-    count = (~ordered.isnan()).sum(-1, keepdim=True)
-    low, high = ((count - 1) // 2).clamp_min(0), (count // 2).clamp_max(ordered.shape[-1] - 1)
-    return torch.lerp(ordered.gather(-1, low), ordered.gather(-1, high), 0.5).squeeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,27 +112,12 @@ class ProfileTable:
             if count:
                 raise InputError(f"profile {self.name!r}: {count} × {what}")
         if self.repeats_ms is not None:
-            self._check_repeats(self.repeats_ms)
+            check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
         names = zip(self.datasets, self.sample_ids, strict=True) if self.datasets else self.sample_ids
         if len(set(names)) != n:
             raise InputError(f"profile {self.name!r}: sample ids are not unique inside a data set")
         if len(self.configurations.unique(dim=0)) != c:
             raise InputError(f"profile {self.name!r}: a configuration occurs twice")
-
-    def _check_repeats(self, repeats_ms: Tensor) -> None:
-        for repeats, median in zip(repeats_ms.split(1 << 16), self.latency_ms.split(1 << 16), strict=True):
-            missing = repeats.isnan()
-            if bool((missing[..., :-1] & ~missing[..., 1:]).any() | (repeats < 0).any() | repeats.isinf().any()):
-                raise InputError(
-                    f"profile {self.name!r}: repeats_ms must be finite and not negative, and NaN only after the last "
-                    "measurement of a cell"
-                )
-            wrong = ~torch.isclose(median_of(repeats), median, rtol=1e-5, atol=0.0, equal_nan=True)
-            if wrong.any():
-                raise InputError(
-                    f"profile {self.name!r}: in {int(wrong.sum())} cells latency_ms is not the median of repeats_ms. "
-                    "Set latency_ms=median_of(repeats_ms)"
-                )
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {block.shape[1]} wide" for name, block in self.features.items())

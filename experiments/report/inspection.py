@@ -18,8 +18,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.configurations.budgets import default_budgets, log_measured
+from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.report.words import policy_name, quantity, sentences
 
@@ -32,9 +32,12 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
 
     `samples`, `configurations`, `coverage` (share of cells profiled), `config_dependent_share` (of samples: accuracy
     differs between configurations), `latency_cv_within_configuration` (mean over the configurations of standard
-    deviation / mean over the samples), `knobs` (marginal means over profiled cells), `headroom` (utility per default
-    budget: the best static configuration, and the best of each sample), `static_choices`, `feasible_share`,
-    `configuration_means` with `pareto`, `datasets`, `features`, `digest`, `notes` (the reader's), `warnings` (ours).
+    deviation / mean over the samples), `latency_jitter_within_cell` (standard deviation of ln latency over a cell's
+    measurements, median over the cells; None if each was measured once), `latency_spread_between_configurations` (the
+    same over a sample's configurations, median over the samples), `knobs` (marginal means over profiled cells),
+    `headroom` (utility per default budget: the best static configuration, and the best of each sample),
+    `static_choices`, `feasible_share`, `configuration_means` with `pareto`, `datasets`, `features`, `digest`, `notes`
+    (the reader's), `warnings` (ours).
     """
     from knobwise.experiments.report.charts import pareto_front
 
@@ -53,6 +56,8 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "coverage": float(mask.double().mean()),
         "config_dependent_share": float((highest - lowest > 1e-6).double().mean()),
         "latency_cv_within_configuration": float((spread / means["latency_ms"].clamp_min(1e-9)).mean()),
+        "latency_jitter_within_cell": _log_spread(table.measurements_ms),
+        "latency_spread_between_configurations": _log_spread(table.latency_ms),
         "knobs": {knob.name: _marginal(table, place, accuracy, latency) for place, knob in enumerate(table.knobs)},
         **_headroom(table, accuracy),
         "configuration_means": [
@@ -81,6 +86,16 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 def _range(values: Tensor) -> tuple[Tensor, Tensor]:
     """The lowest and the highest known value of each column: float [n, d] → two float [d]."""
     return values.nan_to_num(nan=torch.inf).amin(0), values.nan_to_num(nan=-torch.inf).amax(0)
+
+
+def _log_spread(latency_ms: Tensor) -> float | None:
+    """The median of the standard deviations of ln latency along the last axis, over rows with at least two latencies;
+    None if there is no such row. NaN is left out."""
+    logs = log_measured(latency_ms)
+    count = (~logs.isnan()).sum(-1)
+    squares = (logs - logs.nanmean(-1, keepdim=True)).square().nansum(-1)
+    spreads = (squares / (count - 1)).sqrt()[count > 1]
+    return float(median_of(spreads)) if len(spreads) else None
 
 
 def _marginal(table: ProfileTable, place: int, accuracy: Tensor, latency: Tensor) -> dict[str, list[Any]]:

@@ -31,6 +31,7 @@ from knobwise.profiling.measuring.outputs import (
     CLOCK_NAMES,
     cells_of,
     long_records,
+    measurements_of,
     profile_figures,
     steadiness,
     write_exp_files,
@@ -112,15 +113,11 @@ def _write(
     right = [item.answers[0] for item in plan.items]
     cells = cells_of(plan, log, lambda i, text: float(text == right[i]))
     soft = [share_of_right(text.split(), right[i].split()) for i, text in cells.select("sample", "pred").iter_rows()]
-    times = ("latency_ms", "cpu_ms", "prefill_ms", "decode_ms")
-    cells = cells.with_columns(
-        pl.Series("soft_score", soft, dtype=pl.Float32).round(4),
-        *(pl.col(c).round_sig_figs(4).cast(pl.Float32) for c in times),
-    )
+    cells = cells.with_columns(pl.Series("soft_score", soft, dtype=pl.Float32).round(4))
     records = long_records(plan, cells, DATASET).drop("question_id")
     records = records.with_columns(pl.col("sample_id", *KNOBS).cast(pl.Int32), pl.col("accuracy").cast(pl.Float32))
-    measured = ("accuracy", "soft_score", "latency_ms", "cpu_ms", "prefill_ms")
-    write_table(out / "table.parquet", records.select("sample_id", *KNOBS, *measured, "dataset"))
+    records = measurements_of(plan, log, records)
+    _write_table(out / "table.parquet", records)
     if plan.cells is not None:
         return None
     _write_features(out / "features.npz", model, samples)
@@ -134,12 +131,30 @@ def _write(
         "columns": [s.images.shape[3] // CELL for s in samples],
     }
     write_table(out / "samples.parquet", pl.DataFrame(about_samples))
-    about = _about(out, config, model, samples, plan, log, cells)
+    about = _about(out, config, model, samples, plan, log, _rounded(cells))
     if config.exp_json:
         metadata = {"split": "held-out", **{key: about[key] for key in ("model", "machine", "torch", "command")}}
-        write_exp_files(out, records, KNOBS, metadata)
+        write_exp_files(out, _rounded(records), KNOBS, metadata)
     write_json(out / "profile.json", about)
     return about
+
+
+def _write_table(path: Path, records: pl.DataFrame) -> None:
+    """Write every latency; of the other times their medians, in the first row of each cell, since the file that comes
+    with knobwise has to be small."""
+    keys = ["sample_id", *KNOBS]
+    if "repeat" in records.columns:
+        medians = pl.col("cpu_ms", "prefill_ms").median().over(keys)
+        records = records.with_columns(pl.when(pl.col("repeat") == 0).then(medians))
+        keys.append("repeat")
+    measured = ("accuracy", "soft_score", "latency_ms", "cpu_ms", "prefill_ms")
+    write_table(path, _rounded(records).select(*keys, *measured, "dataset"))
+
+
+def _rounded(frame: pl.DataFrame) -> pl.DataFrame:
+    """Times in 4 significant digits, which compress well; measurements of the same cell differ by far more."""
+    times = ("latency_ms", "cpu_ms", "prefill_ms", "decode_ms")
+    return frame.with_columns(pl.col(c).round_sig_figs(4).cast(pl.Float32) for c in times)
 
 
 def _about(

@@ -74,6 +74,24 @@ def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
     ).with_columns(dataset=pl.lit(dataset))
 
 
+def measurements_of(plan: Plan, log: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
+    """The records of `long_records` with a row for each measurement and a column `repeat`: times are those of the
+    measurement, all else that of its cell. With a single repeat they stay as they are.
+
+    The log holds all of the plan.
+    """
+    if plan.repeats == 1:
+        return records
+    measured = plan.select(log).sort("sample", "configuration", "repeat")
+    rows = records[np.arange(len(records)).repeat(plan.repeats)]
+    extra = [c for c in measured.columns if c.startswith(EXTRA) and c.removeprefix(EXTRA) in records.columns]
+    times = {column.removeprefix(EXTRA): measured[column] for column in extra}
+    times |= {name: measured[name].round(4) for name in TIMES if name in records.columns}
+    times["latency_ms"] = measured["total_ms"].round(4)
+    rows = rows.with_columns(measured["repeat"].cast(pl.Int32), **times)
+    return rows.with_columns(decode_ms=(pl.col("latency_ms") - pl.col("prefill_ms")).round(4))
+
+
 def write_table(path: Path, columns: pl.DataFrame) -> None:
     """Write a long table."""
     with written_whole(path) as temporary:
@@ -110,13 +128,14 @@ def write_vlm_profile(
     """
     cells = cells_of(plan, log, judge)
     records = long_records(plan, cells, about["name"])
+    measured = measurements_of(plan, log, records)
     measures = [c for c in records.columns if c.endswith("_ms")]
-    keys = [c for c in ("sample_id", "image_id", *plan.knobs) if c in records.columns]
-    write_table(out / "table.parquet", records.select(*keys, "accuracy", *measures, "pred", "dataset"))
+    keys = [c for c in ("sample_id", "image_id", *plan.knobs, "repeat") if c in measured.columns]
+    write_table(out / "table.parquet", measured.select(*keys, "accuracy", *measures, "pred", "dataset"))
     if plan.cells is not None:
         return None
     metadata = {key: about[key] for key in ("split", "model", "machine", "command")}
-    note = write_exp_files(out, records, plan.knobs, metadata)
+    note = write_exp_files(out, measured, plan.knobs, metadata)
 
     shape = (len(plan.items), len(plan.configurations))
     accuracy, latency = (cells[c].to_numpy().reshape(shape) for c in ("accuracy", "latency_ms"))

@@ -46,7 +46,8 @@ class VLMProfileConfig:
     count: int = 0
     """How many configurations, unless the grid is measured in full."""
     repeats: int = 3
-    """Measurements of each sample with each configuration; the median is kept."""
+    """Measurements of each sample with each configuration. The table keeps all of them; figures are those of their
+    medians."""
     clock: str = "wall"
     """What times are: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a machine that
     others use too and a model that runs on one thread."""

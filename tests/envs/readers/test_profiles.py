@@ -206,7 +206,10 @@ def test_splits_that_do_not_divide_samples():
         ({"latency_ms": [None] * 4}, "no row with both accuracy and latency_ms"),
         ({"accuracy": [50.0, 100.0, 0.0, 0.0]}, r"2 rows with accuracy outside \[0, 1\]"),
         ({"accuracy": [1.0, float("nan"), 0.0, 0.0]}, r"1 rows with accuracy outside \[0, 1\]"),
-        ({"sample_id": ["a"] * 4}, r"2 \(sample, configuration\) pairs occur more than once.* a top_k=4.* 2 times"),
+        (
+            {"sample_id": ["a"] * 4, "accuracy": [1.0] * 4, "latency_ms": [20.0, 10.0, 20.0, 10.0]},
+            r"2 \(sample, configuration\) pairs occur more than once .* a top_k=4.* 2 times",
+        ),
         ({"sample_id": ["a", None, "b", "b"]}, "'sample_id' is empty in 1 rows"),
         ({"sample_id": [[1]] * 4}, "'sample_id' holds List"),
         ({"top_k": [8, None, 8, 4]}, "knob 'top_k' must be a number or a name in every row; 1 are empty"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 from pathlib import Path
 
 import commands
@@ -109,6 +110,25 @@ def test_training_on_exp5_and_exp6_files_written_by_hand(folder: Path) -> None:
     assert facts["knobs"]["max_crops"]["values"] == [2, 6]
     assert "<html" in Path("page.html").read_text()
     assert len(json.loads(Path("runs/latest/results.json").read_text())["configurations"]) == 3
+
+
+def test_inspect_shows_how_much_repeated_measurements_vary(folder: Path, capsys: Capture) -> None:
+    # ln ms varies by √2·.05 in a cell of two measurements .1 apart; configurations are ln 4 apart
+    ms = [math.exp(base + shift) for base in (0, math.log(4)) for shift in (0, 0.1)]
+    frame = pl.DataFrame({"sample_id": ["a"] * 4 + ["b"] * 4, "size": [1, 1, 4, 4] * 2, "repeat": [0, 1] * 4})
+    frame = frame.with_columns(accuracy=pl.Series([0.0, 0.0, 1.0, 1.0] * 2), latency_ms=pl.Series(ms * 2))
+    frame.write_csv("repeats.csv")
+    assert main(["inspect", "profile=table", "profile.path=repeats.csv", "json=facts.json", "html=page.html"]) == 0
+    facts = json.loads(Path("facts.json").read_text())
+    assert facts["latency_jitter_within_cell"] == pytest.approx(0.1 / math.sqrt(2), rel=1e-4)
+    assert facts["latency_spread_between_configurations"] == pytest.approx(math.log(4) / math.sqrt(2), rel=1e-2)
+    sentence = "Measurements of the same sample and configuration vary by 7.1%, the configurations of a sample by 98%"
+    assert sentence in " ".join(capsys.readouterr().out.split())
+    assert sentence in Path("page.html").read_text()
+    frame.filter(repeat=0).drop("repeat").write_csv("once.csv")
+    assert main(["inspect", "profile=table", "profile.path=once.csv", "json=facts.json"]) == 0
+    assert json.loads(Path("facts.json").read_text())["latency_jitter_within_cell"] is None
+    assert "Measurements of the same" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_evaluate_repeats_what_training_reported(folder: Path) -> None:

@@ -19,6 +19,7 @@ from knobwise.profiling.elastic.model import ElasticVLM
 from knobwise.profiling.elastic.profile import DATASET, command, profile_elastic
 from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig, ElasticSize, TrainingConfig
 from knobwise.profiling.elastic.training import calibrate, train
+from knobwise.profiling.measuring.measuring import read_logs
 
 TINY = ElasticSize(width=16, heads=2, blocks=4, experts=4, expert_width=8, max_top_k=2)
 CONFIG = ElasticProfileConfig(
@@ -125,12 +126,19 @@ def out(tmp_path_factory):
 
 def test_the_table_has_every_sample_at_every_configuration(out):
     table = pl.read_parquet(out / "table.parquet")
-    keys = ["sample_id", *Configuration._fields]
-    assert table.height == table.select(keys).unique().height == 5 * 8
+    keys = ["sample_id", *Configuration._fields, "repeat"]
+    assert table.height == table.select(keys).unique().height == 5 * 8 * 2
+    log = read_logs(out / "state").sort(pl.col("sample_id").cast(pl.Int32), *keys[1:])
+    assert table["latency_ms"].to_list() == pytest.approx(log["total_ms"].to_list(), rel=6e-4)  # 4 digits
     assert set(table["accuracy"]) <= {0.0, 1.0}
     assert (table["soft_score"] >= table["accuracy"]).all()
-    assert (table["latency_ms"] > table["prefill_ms"]).all()
-    assert (table["cpu_ms"] > 0).all()
+    first = table.filter(repeat=0)  # which has the medians of the other times; the other rows have none
+    assert table.drop_nulls().equals(first)
+    assert table.filter(repeat=1).select("cpu_ms", "prefill_ms").null_count().row(0) == (40, 40)
+    medians = log.group_by(keys[:-1], maintain_order=True).agg(pl.median("extra.cpu_ms", "prefill_ms"))
+    assert first["cpu_ms"].to_list() == pytest.approx(medians["extra.cpu_ms"].to_list(), rel=6e-4)
+    assert first["prefill_ms"].to_list() == pytest.approx(medians["prefill_ms"].to_list(), rel=6e-4)
+    assert (table["latency_ms"] > 0).all()
 
 
 def test_the_exp_files_hold_the_same_profile_and_every_sample_has_features(out):
@@ -139,7 +147,8 @@ def test_the_exp_files_hold_the_same_profile_and_every_sample_has_features(out):
     assert [knob.name for knob in table.knobs] == list(Configuration._fields)
     assert table.sample_ids == again.sample_ids
     assert torch.equal(table.accuracy, again.accuracy)
-    assert torch.equal(table.latency_ms, again.latency_ms)
+    assert torch.equal(table.repeats_ms, again.repeats_ms)
+    assert table.num_repeats == 2
     with np.load(out / "features.npz", allow_pickle=False) as features:
         assert features["sample_id"].tolist() == list(range(5))
         assert (features["image_features"].shape, features["language_features"].shape) == ((5, 32), (5, 16))

@@ -96,9 +96,10 @@ def out(tmp_path_factory):
     return profile_vlm(tmp_path_factory.mktemp("profile"), Blurred(), DATA, CONFIG, {"weights": "none"})
 
 
-def test_the_table_holds_what_the_model_answered_how_right_it_was_and_the_median_of_its_times(out):
+def test_the_table_holds_what_the_model_answered_how_right_it_was_and_every_time(out):
     table = pl.read_parquet(out / "table.parquet")
-    assert table.height == table.select("sample_id", *KNOBS).unique().height == CELLS
+    assert table.height == table.select("sample_id", *KNOBS, "repeat").unique().height == 2 * CELLS
+    assert table.select("sample_id", *KNOBS).unique().height == CELLS
     assert set(table["sample_id"]) == {item.id for item in ITEMS}
     assert set(table.select("dataset", "top_k").rows()) == {("colours", 0)}
     assert set(table.select("max_crops", "accuracy").rows()) == {(8, 1), (1, 0)}
@@ -106,9 +107,16 @@ def test_the_table_holds_what_the_model_answered_how_right_it_was_and_the_median
     assert (table["latency_ms"] >= table["prefill_ms"]).all()
     assert (table["prefill_ms"] >= table["vision_ms"]).all()
     cell = {"sample_id": "id3", "max_crops": 8, "num_active_blocks": 3}
-    times = read_logs(out / "state").filter(**cell)["total_ms"].to_list()
-    assert len(times) == 2
-    assert table.filter(**cell)["latency_ms"].to_list() == pytest.approx([sum(times) / 2], abs=1e-4)
+    log, rows = (frame.filter(**cell).sort("repeat") for frame in (read_logs(out / "state"), table))
+    assert rows["repeat"].to_list() == [0, 1]
+    for written, measured in {"latency_ms": "total_ms", "vision_ms": "vision_ms", "cpu_ms": "extra.cpu_ms"}.items():
+        assert rows[written].to_list() == pytest.approx(log[measured].to_list(), abs=1e-4)
+    decoding = rows["latency_ms"] - rows["prefill_ms"]
+    assert rows["decode_ms"].to_list() == pytest.approx(decoding.to_list(), abs=1e-4)
+    described = json.loads((out / "profile.json").read_text())["by_configuration"]
+    medians = table.filter(max_crops=8, num_active_blocks=3).group_by("sample_id").agg(pl.median("latency_ms"))
+    (mean,) = (r["latency_ms"]["mean"] for r in described if (r["max_crops"], r["num_active_blocks"]) == (8, 3))
+    assert mean == pytest.approx(medians["latency_ms"].mean(), abs=1e-3)
 
 
 def test_exp_files_and_long_table_are_the_same_profile_with_features(out):
@@ -118,7 +126,8 @@ def test_exp_files_and_long_table_are_the_same_profile_with_features(out):
     assert table.sample_ids == again.sample_ids == tuple(item.id for item in ITEMS)
     assert table.image_ids == again.image_ids == tuple(item.image_id for item in ITEMS)
     assert torch.equal(table.accuracy, again.accuracy)
-    assert torch.equal(table.latency_ms, again.latency_ms)
+    assert torch.equal(table.repeats_ms, again.repeats_ms)
+    assert (table.num_repeats, table.notes, again.notes) == (2, (), ())
     assert torch.equal(table.features["image_features"], again.features["image_features"])
     mean = torch.from_numpy(np.asarray(ITEMS[1].image, dtype=np.float32).mean((0, 1)))
     assert torch.equal(table.features["image_features"][1], mean)
@@ -199,7 +208,7 @@ def test_a_sample_whose_question_changed_is_measured_again_and_no_other(tmp_path
     assert len(model.asked) == 4 * 2
     assert {question for question, *_ in model.asked} == {"Another?"}
     table = pl.read_parquet(tmp_path / "table.parquet")
-    assert table.height == CELLS
+    assert table.height == 2 * CELLS
     changed = table.filter((pl.col("sample_id") == "id1") & (pl.col("max_crops") == 1))
     assert (changed["accuracy"] == 1).all()  # judged by the answer as it now is
 
@@ -255,7 +264,7 @@ def test_parts_measure_each_their_configurations_and_the_last_one_merges(tmp_pat
     parts = [{asked[1:] for asked in model.asked} for model in models]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 4
     assert sum(len(model.asked) for model in models) == 2 * CELLS
-    assert pl.read_parquet(tmp_path / "table.parquet").height == CELLS
+    assert pl.read_parquet(tmp_path / "table.parquet").height == 2 * CELLS
     assert read_features(tmp_path / "features.safetensors").sample_ids == tuple(item.id for item in ITEMS)
     assert sum(model.first for model in models) == 2 * CELLS  # features came with the measurements
     # another number of parts goes on from the same state

@@ -1,0 +1,44 @@
+"""From the knob values of an action to the configuration that has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ActionIndex(nn.Module):
+    """Finds configurations (int64 [C, K]: the index of each knob's value) by their knob values, even if most
+    combinations of values do not exist: int64 [*, K] → int64 [*]; −1 if no configuration has these values."""
+
+    codes: Tensor
+    order: Tensor
+
+    def __init__(self, configurations: Tensor) -> None:
+        super().__init__()
+        # A knob's value is a digit. One more digit at either end stands for all values that do not exist; the lower one
+        # is −1, so that codes below 0 index `order` from its end, where nothing else is.
+        self.most = int(configurations.max()) + 1
+        base, width = self.most + 2, configurations.shape[1]
+        self.dense = base**width <= 1 << 20
+        self.strides = [base**knob for knob in range(width)]
+        if base**width >= 1 << 62:  # more combinations than int64 can number: hash them instead
+            self.strides = torch.randint(1 << 62, (width,), generator=torch.Generator().manual_seed(0)).tolist()
+        codes, order = self._code(configurations).sort()
+        if self.dense:
+            codes, order = codes[:0], torch.full((base**width,), -1).scatter_(0, codes, order)
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("order", order, persistent=False)
+
+    def _code(self, actions: Tensor) -> Tensor:
+        digits = actions.clamp(-1, self.most).unbind(-1)
+        code = digits[0] * self.strides[0]
+        for digit, stride in zip(digits[1:], self.strides[1:], strict=True):
+            code = torch.add(code, digit, alpha=stride)
+        return code
+
+    def forward(self, actions: Tensor) -> Tensor:
+        code = self._code(actions)
+        if self.dense:
+            return self.order.take(code)
+        place = torch.searchsorted(self.codes, code).clamp_max(len(self.codes) - 1)
+        return torch.where(self.codes[place] == code, self.order[place], -1)

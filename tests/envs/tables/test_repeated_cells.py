@@ -1,0 +1,101 @@
+"""Cells that were measured repeatedly: medians, what is refused, the digest, the disk, joins and features."""
+
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import repeated, small_table, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.feature_files import Features, attach_features
+from knobwise.envs.readers.joint import join_tables, with_dataset_input
+from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
+
+NAN = math.nan
+CELLS = [[[3.0, 1.0, 2.0], [8.0, 4.0, NAN]], [[5.0, NAN, NAN], [NAN, NAN, NAN]]]
+TABLE = table_of([[0.5, 1.0], [0.25, NAN]], CELLS)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 2**20, width=32), max_size=7), st.integers(1, 3))
+def test_the_median_is_that_of_python(values: list[float], missing: int) -> None:
+    median = median_of(torch.tensor([values + [NAN] * missing])).item()
+    assert math.isnan(median) if not values else median == pytest.approx(statistics.median(values), rel=1e-6)
+
+
+def test_a_table_knows_all_measurements_and_their_medians() -> None:
+    assert TABLE.latency_ms[0].tolist() == [2.0, 6.0]
+    assert (TABLE.latency_ms[1, 0], TABLE.num_repeats) == (5.0, 3)
+    assert TABLE.measurements_ms is TABLE.repeats_ms
+    assert "75.0% profiled, up to 3 times; " in repr(TABLE)
+
+
+def test_a_table_measured_once_holds_nothing_more() -> None:
+    table = small_table()
+    assert (table.repeats_ms, table.num_repeats) == (None, 1)
+    assert table.measurements_ms.shape == (60, 12, 1)
+    assert table.measurements_ms.data_ptr() == table.latency_ms.data_ptr()
+    # the digest that such a table had before there were repeats
+    plain = table_of([[0.5, 1.0]], [[1.0, 2.0]])
+    assert plain.digest == "sha256:1219ad662736af706c381415d001bb786d1d67a591a77f4d51d041323d28f70f"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repeats_ms": torch.ones(2, 2)}, r"repeats_ms has shape \(2, 2\), expected \[N, C, R\]"),
+        ({"repeats_ms": torch.ones(2, 3, 1)}, r"repeats_ms has shape \(2, 3, 1\)"),
+        ({"repeats_ms": torch.tensor(CELLS).flip(-1)}, "NaN only after the last measurement"),
+        ({"repeats_ms": -torch.tensor(CELLS)}, "finite, not negative"),
+        ({"repeats_ms": torch.tensor(CELLS) * torch.inf}, "finite, not negative"),
+        ({"repeats_ms": torch.tensor(CELLS).nan_to_num(1.0)}, "in 3 cells latency_ms is not the median"),
+        ({"latency_ms": 2 * TABLE.latency_ms}, r"in 3 cells .* Set latency_ms=median_of\(repeats_ms\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=f"^profile 'by hand': .*{message}"):
+        replace(TABLE, **changes)
+
+
+def test_repeats_are_part_of_the_digest_and_of_the_file(tmp_path) -> None:
+    table = repeated(small_table(holes=0.3))
+    once = replace(table, repeats_ms=None)
+    assert table.digest != once.digest
+    table.save(tmp_path / "t.safetensors")
+    again = ProfileTable.load(tmp_path / "t.safetensors")
+    assert again.digest == table.digest
+    assert torch.equal(again.repeats_ms.nan_to_num(-1), table.repeats_ms.nan_to_num(-1))
+    once.save(tmp_path / "once.safetensors")
+    assert ProfileTable.load(tmp_path / "once.safetensors").repeats_ms is None
+
+
+def test_one_other_measurement_is_another_digest() -> None:
+    changed = torch.tensor(CELLS)
+    changed[0, 0, 0] = 4.0  # the median stays
+    other = table_of(TABLE.accuracy, changed)
+    assert torch.equal(other.latency_ms.nan_to_num(), TABLE.latency_ms.nan_to_num())
+    assert other.digest != TABLE.digest
+
+
+def test_joined_tables_keep_every_measurement() -> None:
+    one = replace(TABLE, name="one", knobs=(Knob("size", (0, 2)),))
+    two = replace(table_of([[1.0, 0.0]], [[7.0, 9.0]]), name="two", knobs=(Knob("size", (1, 2)),))
+    joint = join_tables([one, two])
+    wanted = torch.full((3, 3, 3), NAN)
+    wanted[:2, [0, 2]] = torch.tensor(CELLS)
+    wanted[2, 1, 0], wanted[2, 2, 0] = 7.0, 9.0
+    assert torch.equal(joint.repeats_ms.nan_to_num(-1), wanted.nan_to_num(-1))
+    assert join_tables([replace(t, repeats_ms=None) for t in (one, two)]).repeats_ms is None
+    with_input = with_dataset_input(joint)
+    assert with_input.repeats_ms is joint.repeats_ms
+
+
+def test_features_are_attached_to_a_table_with_repeats() -> None:
+    features = Features(("1", "0"), {"x": torch.tensor([[1.0], [2.0]])})
+    table = attach_features(TABLE, features)
+    assert table.repeats_ms is TABLE.repeats_ms
+    assert table.features["x"].tolist() == [[2.0], [1.0]]
