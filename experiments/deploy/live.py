@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -320,12 +321,16 @@ def live_results(
             agreement.append({"policy": name, "what": what, **compared})
         row["latency_ms_p95"] = float(live["latency_ms"][p].quantile(0.95))
         row |= _mean("satisfaction_feasible", live["satisfaction"][p].mean(-1)[feasible])
-        row["waited_ms"] = float(served["waited_ms"][p].mean())
+        row |= {
+            "waited_ms": float(served["waited_ms"][p].mean()),
+            "utility_per_run": live["utility"][p].mean(0).tolist(),
+        }
         policies.append(row | _mean("behind", gained[learned] - gained[p]))
+    decisions, timeline = _replayed_decisions(table, stream, controller, record, learned)
     return {
         "kind": "simulated request stream, served live",
         "profile": {"name": table.name, "digest": table.digest},
-        "machine": {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1},
+        "machine": {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1, "load": os.getloadavg()[0]},
         "requests": len(rows),
         "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
         "infeasible": float((~feasible).double().mean()),
@@ -333,7 +338,8 @@ def live_results(
         "rows": policies,
         "agreement": agreement,
         "overhead": _overhead({name: values[learned] for name, values in served.items()}),
-        "decisions": _replayed_decisions(table, stream, controller, record, learned),
+        "decisions": decisions,
+        "timeline": timeline,
         "configurations": {name: table.configuration(int(choice[p, -1, -1])) for p, name in fixed},
     }
 
@@ -381,20 +387,32 @@ def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
 
 def _replayed_decisions(
     table: ProfileTable, stream: Stream, controller: NumpyController, record: Record, learned: int
-) -> dict[str, float]:
-    """How often a replay that allows for the same drift decides as the controller did: at its limits, and at whole
-    budgets."""
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """How often a replay that allows for the same drift decides as the controller did, at its limits and at whole
+    budgets; and the first run, request by request, with residuals in units of the expected spread."""
     blocks = {name: block.numpy() for name, block in table.features.items()}
-    limits, chosen, drifts = (record.served[name][learned] for name in ("limit_ms", "choice", "drift"))
-    same = np.zeros((2, *chosen.shape), bool)
-    for (i, repeat), choice in np.ndenumerate(chosen):
-        features = {name: block[stream.rows[i]] for name, block in blocks.items()}
-        for place, limit in enumerate((limits[i, repeat], stream.budgets_ms[i])):
-            same[place, i, repeat] = controller.decide_index(features, float(limit), drifts[i, repeat]) == choice
-    return {
-        "as_replayed_at_the_same_limit": float(same[0].mean()),
-        "as_replayed_at_the_whole_budget": float(same[1].mean()),
-    }
+    served = {name: values[learned] for name, values in record.served.items()}
+    same, timeline = np.zeros((2, *served["choice"].shape), bool), []
+    for (i, repeat), choice in np.ndenumerate(served["choice"]):
+        features, drift = {name: block[stream.rows[i]] for name, block in blocks.items()}, served["drift"][i, repeat]
+        limit, budget = float(served["limit_ms"][i, repeat]), float(stream.budgets_ms[i])
+        index, log_latency, spread = controller.decide_expected(features, limit, drift)
+        same[:, i, repeat] = index == choice, controller.decide_index(features, budget, drift) == choice
+        if repeat == 0:
+            offsets, scale = drift or (np.zeros(len(controller.configurations)), 1.0)
+            inference, *costs = (float(served[name][i, 0]) for name in ("inference_ms", "overhead_ms", "waited_ms"))
+            residual = np.log(max(inference, LEAST_LATENCY_MS)) - log_latency - offsets[index]
+            row = {
+                "latency_ms": inference + sum(costs),
+                "budget_ms": budget,
+                "residual": residual / max(scale * spread, 1e-3),
+            }
+            row |= {"level": float(np.exp(np.mean(offsets))), "spread": float(scale)}
+            timeline.append({name: round(float(value), 4) for name, value in row.items()})
+    shares = same.mean((1, 2)).tolist()
+    return dict(
+        zip(("as_replayed_at_the_same_limit", "as_replayed_at_the_whole_budget"), shares, strict=True)
+    ), timeline
 
 
 def _mean(name: str, values: Tensor) -> dict[str, Any]:

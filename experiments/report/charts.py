@@ -244,6 +244,34 @@ def share_bars(shares: pl.DataFrame) -> alt.HConcatChart:
     return alt.hconcat(*sides)
 
 
+def timeline(requests: pl.DataFrame) -> alt.VConcatChart:
+    """Requests in order, with their latency_ms and budget_ms, and the `level` that a tracker expects: latency here /
+    latency predicted."""
+    rows = requests.with_row_index("request", 1).with_columns(share=pl.col("latency_ms") / pl.col("budget_ms"))
+    x = alt.X("request:Q", title=None)
+    share = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
+    dots = alt.Chart(rows).mark_circle(size=14, opacity=0.7).encode(x, share, tooltip=_tooltip(rows))
+    budget = alt.Chart(pl.DataFrame({"share": [1.0]})).mark_rule(**DASHED).encode(y=share)
+    level = alt.Y("level:Q", title="tracked level", scale=CLOSE)
+    line = alt.Chart(rows).mark_line(strokeWidth=1.5).encode(alt.X("request:Q", title="request"), level)
+    sides = alt.layer(dots, budget).properties(width=680, height=240), line.properties(width=680, height=110)
+    return alt.vconcat(*sides)
+
+
+def residuals(requests: pl.DataFrame) -> alt.LayerChart:
+    """How far ln(latency) was from what was expected, in units of the expected spread (`residual`): a histogram, and
+    dashed the normal distribution that decisions assume. Residuals beyond ±6 count as ±6."""
+    width, edges = 0.25, np.arange(-6, 6.25, 0.25)
+    counts, _ = np.histogram(requests["residual"].clip(-6, 6).to_numpy(), edges)
+    middle = edges[:-1] + width / 2
+    normal = np.exp(-(middle**2) / 2) / np.sqrt(2 * np.pi) * width
+    rows = pl.DataFrame({"residual": middle, "share": counts / max(counts.sum(), 1), "normal": normal})
+    x = alt.X("residual:Q", title="residual in expected spreads")
+    bars = alt.Chart(rows).mark_bar(size=12).encode(x, alt.Y("share:Q", title="share of the requests"))
+    curve = alt.Chart(rows).mark_line(**DASHED).encode(x, alt.Y("normal:Q"))
+    return alt.layer(bars, curve).properties(width=680, height=220)
+
+
 def weights(chosen: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> alt.LayerChart:
     """The weight of each member of the stack: a bar for the mean over the seeds and a dot for each of them."""
     rows = [

@@ -88,6 +88,11 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
         results=results,
         verdict=verdict(results),
         bars=charts.share_bars(frame),
+        run_columns=[policy_name(row["policy"]) for row in results["rows"]],
+        timeline=charts.timeline(pl.DataFrame(results["timeline"])),
+        residuals=charts.residuals(pl.DataFrame(results["timeline"])),
+        learned=next(row for row in results["rows"] if row["policy"] == LEARNED),
+        static=next(row for row in results["rows"] if row["policy"] == STATIC),
         policies=Table(table.header[:-2], [row[:-2] for row in table.rows], table.strong),
         name_of=name_of,
     )
