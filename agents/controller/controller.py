@@ -76,6 +76,8 @@ class Controller(nn.Module):
         if isinstance(controller.network, UtilityNetwork):
             x = controller.features({name: block[rows] for name, block in table.features.items()}, len(rows))
             controller.network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
+        else:
+            controller.network.start_from(table.accuracy[rows], table.latency_ms[rows])
         return controller
 
     @property

@@ -25,7 +25,12 @@ BINS = 8
 
 
 class KnobNetwork(nn.Module):
-    """A plain MLP with a head over the knobs (`knobwise.agents.controller.heads`)."""
+    """A plain MLP with a head over the knobs (`knobwise.agents.controller.heads`).
+
+    `typical`, [2, C], is not used for decisions: mean and standard deviation of each configuration's ln ms.
+    """
+
+    typical: Tensor
 
     def __init__(self, features: int, configurations: Tensor, encoding: BudgetEncoding, config: PolicyConfig) -> None:
         super().__init__()
@@ -33,6 +38,12 @@ class KnobNetwork(nn.Module):
         widths = [features + encoding.width] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
         self.head = HEADS[config.structure](config.hidden, configurations, members)
+        self.register_buffer("typical", torch.zeros(2, len(configurations)))
+
+    def start_from(self, accuracy: Tensor, latency_ms: Tensor) -> None:
+        """Note what is typical in a table: accuracy and latency [n, C], NaN where not profiled."""
+        _, mean, log_spread = _means(accuracy, log_measured(latency_ms))
+        self.typical.copy_(torch.stack([mean, log_spread.exp()]))
 
     def forward(self, x: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
         hidden = torch.cat([x, self.encoding(limit)], -1)

@@ -4,6 +4,10 @@ This file needs only NumPy: copy it next to the `.npz` that `knobwise export` wr
 `_Normaliser` → `_UtilityNetwork` or `_KnobNetwork`, and experts → expected utility of each configuration → guard → a
 configuration. Everything learned or calibrated is in the `.npz`; the rules are here.
 
+On a machine that is not as fast as the profile's, latencies drift: measured ln ms = predicted ln ms + offset, with a
+spread that is `scale` times the predicted one. A decision given `drift=(offset, scale)` takes both into account; the
+mean of the offsets acts as if the budget were exp(−mean) times itself.
+
     controller = NumpyController.load("controller.npz")
     controller.decide({"image_features": image, "language_features": language}, budget_ms=25.0)
 """
@@ -22,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = "knobwise.NumpyController/1"
+FORMAT = "knobwise.NumpyController/2"
 LEAST_MS, MOST_MS = 1e-9, 1e30
 """Lower bound that budgets are raised to, and upper bound that they must stay below."""
 HOPELESS = 0.01
@@ -32,6 +36,10 @@ AT_ONCE = 512
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
+Drift = tuple[Any, float]
+"""The offset of ln ms, a number or float [C], and the factor on its spread, a number above 0."""
+Expected = tuple[int, float, float]
+"""The index of a configuration, and the predicted mean and standard deviation of its ln ms, without drift."""
 
 
 class NumpyController:
@@ -55,6 +63,9 @@ class NumpyController:
         self.configurations: Array = arrays["configurations"]
         """int64 [C, K]: for each configuration the index of each knob's value."""
         self.feature_sizes: dict[str, int] = head["features"]
+        self.typical: tuple[Array, Array] | None = None
+        """Of a controller that predicts no latency: mean and standard deviation of ln ms of each configuration over the
+        training samples, float [C] each."""
         named = zip(self.knobs.items(), self.configurations.T.tolist(), strict=True)
         columns = [[(name, values[place]) for place in places] for (name, values), places in named]
         self._named = [dict(pairs) for pairs in zip(*columns, strict=True)]
@@ -63,13 +74,15 @@ class NumpyController:
         network = _under(arrays, "network.")
         self._utility = _UtilityNetwork(network, head) if head["structure"] == "utility" else None
         self._heads = None if self._utility else _KnobNetwork(network, head, self.configurations)
+        if self._heads:
+            self.typical = arrays["network.typical"][0], arrays["network.typical"][1]
         self._weights = [weight for weight in head["weights"] if weight > 0]
-        self._members: list[Callable[[Array, Array], tuple[Array, ...]]] = []
+        self._members: list[Callable[[Array, _Deadlines | None], tuple[Array, ...]]] = []
         if self._utility and head["weights"][0] > 0:
             self._members.append(self._utility)
         for number, (weight, kinds) in enumerate(zip(head["weights"][1:], head["experts"], strict=True)):
             if weight > 0:
-                self._members.append(_Expert(_under(arrays, f"experts.{number}."), head["priced"], *kinds))
+                self._members.append(_Expert(_under(arrays, f"experts.{number}."), *kinds))
         self._guard = _Guard(_under(arrays, "guard."), _Static(_under(arrays, "static."))) if head["guard"] else None
         self._mean = _MeanBudgets(_under(arrays, "mean."), self._names) if head["mean_budgets"] else None
         self._fast: _Fast | None = None
@@ -97,42 +110,51 @@ class NumpyController:
         """The knob values of configuration `index`, by knob name."""
         return dict(self._named[index])
 
-    def decide(self, features: Mapping[str, Array], budget_ms: float) -> dict[str, Any]:
+    def decide(self, features: Mapping[str, Array], budget_ms: float, drift: Drift | None = None) -> dict[str, Any]:
         """Knob values by name for one request: blocks [d] and a budget in ms.
 
         Raises:
-            ValueError: if a block is missing or has another shape, the budget is not positive and finite, or a mean
-                budget is not calibrated.
+            ValueError: if a block is missing or has another shape, the budget is not positive and finite, a mean budget
+                is not calibrated, or the drift has another shape, is not finite, or is for a mean budget.
         """
-        return self.configuration(self.decide_index(features, budget_ms))
+        return self.configuration(self.decide_index(features, budget_ms, drift))
 
-    def decide_index(self, features: Mapping[str, Array], budget_ms: float) -> int:
+    def decide_index(self, features: Mapping[str, Array], budget_ms: float, drift: Drift | None = None) -> int:
         """The same as the index of a configuration."""
-        if not 0 < budget_ms < MOST_MS:
-            raise ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
-        blocks = [features[name] for name in self._names if name in features]
-        if tuple(map(len, blocks)) != self._widths:
-            raise ValueError(self._wrong(features))
-        raw = np.concatenate(blocks, dtype=np.float32) if blocks else np.zeros(0, np.float32)
-        if raw.ndim != 1:
-            raise ValueError(self._wrong(features))
-        if self._fast is not None and (best := self._fast(raw, budget_ms)) is not None:
-            return best
-        limit = np.array([budget_ms], np.float64 if self._mean else np.float32)
-        return int(self._chosen(raw[None], limit, None)[0])
+        return self._decided(features, budget_ms, drift)[0]
 
-    def choose(self, features: Mapping[str, Array], limits: Array, mask: Array | None = None) -> NDArray[np.int64]:
+    def decide_expected(self, features: Mapping[str, Array], budget_ms: float, drift: Drift | None = None) -> Expected:
+        """The same with the predicted mean and standard deviation of the configuration's ln ms, both without drift;
+        `typical` ones where the controller predicts none.
+
+        Raises:
+            ValueError: as `decide`, and for a mean budget.
+        """
+        if self.header["priced"]:
+            raise ValueError("a controller for mean budgets predicts no spread of latencies")
+        return self._decided(features, budget_ms, drift)
+
+    def choose(
+        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, drift: Drift | None = None
+    ) -> NDArray[np.int64]:
         """Configurations int64 [n] for n requests: blocks [n, d], budgets [n] in ms, mask bool [n, C] of the choices.
 
         Raises a ValueError as `decide` does, and if the mask has another shape or leaves a request no configuration.
         """
+        return self.choose_expected(features, limits, mask, drift)[0]
+
+    def choose_expected(
+        self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, drift: Drift | None = None
+    ) -> tuple[NDArray[np.int64], Array, Array]:
+        """The same with predicted means and standard deviations of ln ms, [n] each; NaN for mean budgets."""
         limits = np.asarray(limits, np.float64)
         if limits.ndim != 1:
             raise ValueError(f"budgets must have shape [n], got {limits.shape}")
         n, wrong = len(limits), limits[~((limits > 0) & (limits < MOST_MS))]
         if len(wrong):
             raise ValueError(f"a budget of {wrong[0]}: must be positive and finite, in ms")
-        limits = limits if self._mean else limits.astype(np.float32)
+        factor, *rest = self._split(drift)
+        limits = limits if self._mean else (limits * factor).astype(np.float32)
         blocks = [np.asarray(features[name], np.float32) for name in self._names if name in features]
         if tuple(block.shape for block in blocks) != tuple((n, width) for width in self._widths):
             raise ValueError(self._wrong(features, n))
@@ -143,9 +165,46 @@ class NumpyController:
             if not mask.any(1).all():
                 raise ValueError("the mask leaves a request without any configuration")
         raw = np.concatenate(blocks, 1) if blocks else np.zeros((n, 0), np.float32)
-        parts = [slice(first, first + AT_ONCE) for first in range(0, n, AT_ONCE)]
-        chosen = [self._chosen(raw[p], limits[p], None if mask is None else mask[p]) for p in parts]
-        return np.concatenate(chosen).astype(np.int64) if chosen else np.zeros(0, np.int64)
+        # at least one part, so that no request gives arrays [0]
+        parts = [slice(first, first + AT_ONCE) for first in range(0, max(n, 1), AT_ONCE)]
+        chosen = [self._chosen(raw[p], limits[p], None if mask is None else mask[p], *rest) for p in parts]
+        index, log_latency, spread = map(np.concatenate, zip(*chosen, strict=True))
+        return index.astype(np.int64), log_latency, spread
+
+    def _decided(self, features: Mapping[str, Array], budget_ms: float, drift: Drift | None) -> Expected:
+        if not 0 < budget_ms < MOST_MS:
+            raise ValueError(f"a budget of {budget_ms}: must be positive and finite, in ms")
+        blocks = [features[name] for name in self._names if name in features]
+        if tuple(map(len, blocks)) != self._widths:
+            raise ValueError(self._wrong(features))
+        raw = np.concatenate(blocks, dtype=np.float32) if blocks else np.zeros(0, np.float32)
+        if raw.ndim != 1:
+            raise ValueError(self._wrong(features))
+        factor, offset, scale = self._split(drift)
+        if self._fast is not None and (best := self._fast(raw, budget_ms * factor)) is not None:
+            assert self.typical is not None
+            return best, float(self.typical[0][best]), float(self.typical[1][best])
+        limit = np.array([budget_ms * factor], np.float64 if self._mean else np.float32)
+        index, log_latency, spread = self._chosen(raw[None], limit, None, offset, scale)
+        return int(index[0]), float(log_latency[0]), float(spread[0])
+
+    def _split(self, drift: Drift | None) -> tuple[float, Any, float]:
+        """The factor on a budget that stands for the mean offset, the offsets that remain, and the scale."""
+        if drift is None:
+            return 1.0, 0.0, 1.0
+        offset, scale = drift
+        rest: Any = 0.0
+        if np.ndim(offset):
+            mean = float(offset.mean()) if offset.shape == (len(self.configurations),) else math.nan
+            rest = offset - mean
+        else:
+            mean = float(offset)
+        if self.header["priced"] or not (math.isfinite(mean) and 0 < scale < math.inf):
+            raise ValueError(
+                f"a drift of {drift}: must be a finite offset, a number or [{len(self.configurations)}], and a scale "
+                "above 0, for a controller under deadlines"
+            )
+        return math.exp(min(max(-mean, -20.0), 20.0)), rest, scale
 
     def _wrong(self, features: Mapping[str, Array], n: int | None = None) -> str:
         wanted = {name: (size,) if n is None else (n, size) for name, size in self.feature_sizes.items()}
@@ -156,28 +215,58 @@ class NumpyController:
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
-    def _chosen(self, raw: Array, limits: Array, mask: Array | None) -> Array:
+    def _chosen(self, raw: Array, limits: Array, mask: Array | None, offset: Any, scale: float) -> tuple[Array, ...]:
+        """Configurations, and predicted means and standard deviations of their ln ms, [n] each."""
         x = raw if self._normal is None else self._normal(raw)
-        if self._mean is None:
-            return self._under_limits(x, limits, mask)
-        group = self._mean.groups(limits)
-        chosen = self._under_limits(x, self._mean.worths[group], mask)
-        return self._mean.or_mix(chosen, raw, group, mask)
-
-    def _under_limits(self, x: Array, limits: Array, mask: Array | None) -> Array:
+        if self._mean is not None:
+            group = self._mean.groups(limits)
+            chosen = self._at_prices(x, self._mean.worths[group], mask)
+            unknown = np.full(len(chosen), np.nan)
+            return self._mean.or_mix(chosen, raw, group, mask), unknown, unknown
         if self._heads is not None:
-            return _best(self._heads(x, limits, mask), mask)
-        if not self.header["stacked"]:
-            return self._by_network(x, limits, mask)
-        members = [member(x, limits) for member in self._members]
-        joined = members[0]
-        if len(members) > 1:  # Σ_k w_k·part_k over the members k
-            joined = tuple(sum(map(operator.mul, self._weights, parts)) for parts in zip(*members, strict=True))
-        if self.header["priced"]:
-            accuracy, cost = joined
+            assert self.typical is not None
+            chosen = _best(self._heads(x, limits, mask), mask)
+            return chosen, *(values[chosen] for values in self.typical)
+        under = _Deadlines(limits, offset, scale)
+        if self.header["stacked"]:
+            joined = self._joined([member(x, under) for member in self._members])
+            chosen = self._guarded(*joined[:3], under, mask)
+        else:  # a network without guard; several members decide by the mean of their log-probs
+            assert self._utility is not None
+            parts = self._utility.of_members(x, under)
+            score, *_ = parts
+            joined = parts
+            if self._utility.members > 1:
+                score = _log_softmax(self._utility.sharpness * score, mask).mean(0)
+                joined = tuple(part.mean(0) for part in parts)
+            chosen = _best(score, mask)
+        mean, square = (part[np.arange(len(limits)), chosen].astype(np.float64) for part in joined[2:])
+        return chosen, mean, np.sqrt(np.maximum(square - mean * mean, 0))
+
+    def _joined(self, members: list[tuple[Array, ...]]) -> tuple[Array, ...]:
+        """Σ_k w_k·part_k over the members k."""
+        if len(members) == 1:
+            return members[0]
+        return tuple(sum(map(operator.mul, self._weights, parts)) for parts in zip(*members, strict=True))
+
+    def _at_prices(self, x: Array, worths: Array, mask: Array | None) -> Array:
+        """Decisions for worths of a right answer [n], in ms."""
+        if self._heads is not None:
+            return _best(self._heads(x, worths, mask), mask)
+        if self.header["stacked"]:
+            accuracy, cost = self._joined([member(x, None) for member in self._members])
             cost = cost.astype(np.float64)
-            return _pick(accuracy - cost / limits.astype(np.float64)[:, None], cost, mask)
-        score, meets, log_latency = joined
+            return _pick(accuracy - cost / worths.astype(np.float64)[:, None], cost, mask)
+        assert self._utility is not None
+        accuracy, cost = self._utility.of_members(x, None)
+        score = accuracy - cost / worths[:, None]
+        if self._utility.members > 1:
+            score = _log_softmax(self._utility.sharpness * score, mask).mean(0)
+        return _best(score, mask)
+
+    def _guarded(self, score: Array, meets: Array, log_latency: Array, under: _Deadlines, mask: Array | None) -> Array:
+        """Decisions of a stack from what its members expect together, [n, C] each."""
+        limits, log_latency = under.limits, log_latency + under.offset
         if len(limits) == 1 and mask is None:
             return np.array([self._single(score[0], meets[0], log_latency[0], float(limits[0]))])
         if mask is not None:
@@ -201,18 +290,19 @@ class NumpyController:
         equal = np.flatnonzero(score == score[best])
         return best if len(equal) == 1 else int(equal[tie[equal].argmin()])
 
-    def _by_network(self, x: Array, limits: Array, mask: Array | None) -> Array:
-        """A network without guard; several members decide by the mean of their log-probs."""
-        assert self._utility is not None
-        score, cost, *_ = self._utility.of_members(x, limits)
-        if self.header["priced"]:
-            score = score - cost / limits[:, None]
-        if self._utility.members == 1:
-            return _best(score, mask)
-        return _best(_log_softmax(self._utility.sharpness * score, mask).mean(0), mask)
-
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+class _Deadlines:
+    """Budgets float32 [n] in ms, offsets of ln ms, a number or [C], and a factor on its spread."""
+
+    def __init__(self, limits: Array, offset: Any, scale: float) -> None:
+        self.limits, self.offset, self.scale = limits, offset, scale
+
+    def met(self, log_latency: Array, spread: Array) -> Array:
+        """Φ((ln b − μ − offset)/(scale·σ)) from μ [*, n, C] and σ that expands to it."""
+        return _ndtr((_log(self.limits)[:, None] - (log_latency + self.offset)) / (self.scale * spread))
 
 
 def _under(arrays: Arrays, prefix: str) -> dict[str, Array]:
@@ -384,21 +474,26 @@ class _UtilityNetwork:
         np.exp(spread, out=spread)
         return accuracy, log_latency, spread, hidden
 
-    def of_members(self, x: Array, limits: Array) -> tuple[Array, ...]:
-        """Expected utility, probability of being on time, log-latency, or at a price accuracy and latency in ms: [n, C]
-        each, or [M, n, C] of several members."""
+    def of_members(self, x: Array, under: _Deadlines | None) -> tuple[Array, ...]:
+        """Expected utility, probability of being on time, and of ln ms the mean and the mean square, or at a price
+        accuracy and latency in ms: [n, C] each, or [M, n, C] of several members."""
         accuracy, log_latency, spread, hidden = self._outcomes(x)
-        if self.priced:
+        if under is None:
             return accuracy, np.exp(log_latency + spread * spread / 2)
-        meets = _ndtr((_log(limits)[:, None] - log_latency) / spread)
-        hidden *= self.modulation(self.encoding(limits))
+        meets = under.met(log_latency, spread)
+        hidden *= self.modulation(self.encoding(under.limits))
         score = self.residual(hidden) + accuracy * meets
-        return score, meets, log_latency
+        return score, meets, log_latency, _mean_square(log_latency, spread)
 
-    def __call__(self, x: Array, limits: Array) -> tuple[Array, ...]:
+    def __call__(self, x: Array, under: _Deadlines | None) -> tuple[Array, ...]:
         """The same, as means over the members, [n, C]."""
-        parts = self.of_members(x, limits)
+        parts = self.of_members(x, under)
         return parts if self.members == 1 else tuple(part.mean(0) for part in parts)
+
+
+def _mean_square(log_latency: Array, spread: Array) -> Array:
+    """μ² + σ², of which the mean over members is that of their mixture; in double because μ² is subtracted later."""
+    return log_latency.astype(np.float64) ** 2 + spread.astype(np.float64) ** 2
 
 
 def _log(limits: Array) -> Array:
@@ -531,20 +626,19 @@ class _PrefixTree:
 class _Expert:
     """Predicts accuracy and log-latency of every configuration, by a regressor each."""
 
-    def __init__(self, arrays: Arrays, priced: bool, accuracy: str, log_latency: str) -> None:
-        self.priced = priced
+    def __init__(self, arrays: Arrays, accuracy: str, log_latency: str) -> None:
         self.accuracy = _REGRESSORS[accuracy](_under(arrays, "accuracy."))
         self.log_latency = _REGRESSORS[log_latency](_under(arrays, "log_latency."))
         self.spread = arrays["spread"]
 
-    def __call__(self, x: Array, limits: Array) -> tuple[Array, ...]:
+    def __call__(self, x: Array, under: _Deadlines | None) -> tuple[Array, ...]:
         """See `_UtilityNetwork.of_members`."""
         x = x if x.shape[1] else np.zeros((len(x), 1), np.float32)
         accuracy, log_latency = self.accuracy(x), self.log_latency(x)
-        if self.priced:
+        if under is None:
             return accuracy, np.exp(log_latency + self.spread * self.spread / 2)
-        meets = _ndtr((_log(limits)[:, None] - log_latency) / self.spread)
-        return np.clip(accuracy, 1e-3, 1.0) * meets, meets, log_latency
+        meets = under.met(log_latency, self.spread)
+        return np.clip(accuracy, 1e-3, 1.0) * meets, meets, log_latency, _mean_square(log_latency, self.spread)
 
 
 def _kernel(arrays: Arrays, x: Array) -> Array:
