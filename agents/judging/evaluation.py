@@ -131,11 +131,13 @@ def judge_all(
     controllers: Sequence[Policy[Tensor]],
     baselines: Sequence[Baseline],
     costs_ms: Mapping[str, float] | None = None,
+    teachers: Sequence[Policy[Tensor]] = (),
 ) -> dict[str, list[Judged]]:
-    """The outcomes by policy: one for each seed of `controller`, one for each baseline. Arguments as in `judge`, the
-    costs by policy."""
+    """The outcomes by policy: one for each seed of `controller` and of `teacher`, one for each baseline. Arguments as
+    in `judge`, the costs by policy."""
     judged: dict[str, list[Judged]] = {}
-    named = [*(("controller", c) for c in controllers), *((b.name, b) for b in baselines)]
+    named = [*(("controller", c) for c in controllers), *(("teacher", t) for t in teachers)]
+    named += [(b.name, b) for b in baselines]
     with progress("judging", len(named), quiet_s=2) as tick:
         for done, (name, policy) in enumerate(named, 1):
             cost = (costs_ms or {}).get(name, 0.0)

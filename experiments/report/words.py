@@ -17,8 +17,8 @@ from knobwise.experiments.results.problem import Metric
 
 Row = Mapping[str, Any]
 
-LEARNED, STATIC, MIX, SINGLE, ORACLE = "controller", "budget_aware_static", "static_mix", "best_single", "oracle"
-FROZEN = "controller_frozen"
+LEARNED, TEACHER, STATIC, ORACLE = "controller", "teacher", "budget_aware_static", "oracle"
+FROZEN, MIX, SINGLE = "controller_frozen", "static_mix", "best_single"
 POLICIES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("policies.json").read_text(encoding="utf-8"))
 """Policy → its name, its colour and a description."""
 

@@ -47,6 +47,7 @@ def judge_deadlines(
     seeds: Sequence[int],
     baselines: Sequence[Baseline],
     own_cost: bool = True,
+    teachers: Sequence[Policy[Tensor]] = (),
 ) -> tuple[Results, pl.DataFrame]:
     """The contents of `results.json` and of `decisions.parquet`: controllers, one for each of `seeds`, and baselines on
     the same samples under the same deadlines.
@@ -60,13 +61,14 @@ def judge_deadlines(
         rewards: the reward of the column `reward`.
         baselines: `budget_aware_static` and `oracle` must be among them.
         own_cost: whether to charge it.
+        teachers: what taught the controllers, if they are students.
     """
-    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, own_cost)
-    free = judge_all(table, test, budgets_ms, rewards, controllers, baselines)
+    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, own_cost, teachers)
+    free = judge_all(table, test, budgets_ms, rewards, controllers, baselines, teachers=teachers)
     charged = [baseline for baseline in baselines if costs.get(baseline.name)]
-    judged = free | judge_all(
-        table, test, budgets_ms, rewards, controllers if costs["controller"] else [], charged, costs
-    )
+    judged = free
+    if any(costs.values()):
+        judged = free | judge_all(table, test, budgets_ms, rewards, controllers, charged, costs, teachers)
     decisions = _decisions(table, test, judged, seeds, times, free)
     return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
 
@@ -120,9 +122,11 @@ def _own_costs(
     controllers: Sequence[Any],
     baselines: Sequence[Any],
     own_cost: bool,
+    teachers: Sequence[Any] = (),
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median time of a decision in µs, and what a decision is charged in ms, by policy."""
     timed = {"controller": controllers[0], **{b.name: b for b in baselines if b.name not in KNOW_THE_ROWS}}
+    timed |= {"teacher": teachers[0]} if teachers else {}
     times = {name: decision_us(policy, table, rows, budgets_ms) for name, policy in timed.items()}
     return times, {name: own_cost_ms(table, time) if own_cost else 0.0 for name, time in times.items()}
 

@@ -130,7 +130,7 @@ DEADLINE = Problem(
     metrics=(UTILITY, FREE, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
     low="budget_aware_static",
     high="oracle",
-    trained=("controller",),
+    trained=("controller", "teacher"),
     usage=("controller", "budget_aware_static", "oracle"),
     by_dataset=("controller", "budget_aware_static", "static_per_dataset", "oracle"),
 )
