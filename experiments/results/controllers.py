@@ -277,7 +277,6 @@ def _rows(outcomes: Iterable[Outcome], budgets: Sequence[float] = ()) -> Rows:
             row = {"policy": policy, "budget_ms": budget}
             row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
             row |= {key: float(gain.mean()) for key, gain in zip(COMPARED, gains, strict=False)}
-            row["utility"] = float(score.mean())
             row["gap_closed"] = float(score.mean() - low.mean()) / between if between > 1e-9 else 0.0
             if len(score) > 1:
                 row["utility_per_seed"] = score.mean(1).tolist()
@@ -310,6 +309,7 @@ def _under_deadlines(arrays: DecisionArrays) -> Iterator[Outcome]:
             "satisfaction_feasible": served / np.where(servable, servable, np.nan),
             "infeasible": 1 - feasible.mean((0, 1)),
             "reward": reward.mean((0, 1)),
+            "utility": score.mean((0, 1)),
             "utility_free": free.mean((0, 1)),
         }
         yield policy, numbers, [score, low, high]
@@ -328,6 +328,7 @@ def _under_mean_budgets(
         best = reference.oracle(spent * (1 + 1e-9)).accuracy.numpy()
         price = prices[policy].mean(0).numpy() if policy in prices else np.full(len(spent), np.nan)
         numbers = {
+            "utility": accuracy.mean((0, 1)),
             "latency_ms_mean": spent.numpy(),
             "latency_ms_p95": np.where(mixed, np.nan, np.quantile(latency, 0.95, axis=1).mean(0)),
             "price": price,
