@@ -100,7 +100,7 @@ def test_features_are_means_of_the_models_own_first_stage(name):
             states = tower_of(model)(inputs["pixel_values"], patch_attention_mask=shown).last_hidden_state[:, :20]
         else:
             states = tower_of(model)(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).last_hidden_state
-        letters = processor.tokenizer(f"user: {question}\nBe short.<end>\nassistant:")["input_ids"]
+        letters = processor.tokenizer(f"user: {question}\n{INSTRUCTION}<end>\nassistant:")["input_ids"]
         words = model.get_input_embeddings().weight[letters]
     torch.testing.assert_close(torch.tensor(found["image_features"]), states.flatten(0, -2).mean(0))
     torch.testing.assert_close(torch.tensor(found["language_features"]), words.mean(0))
