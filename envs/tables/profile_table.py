@@ -175,7 +175,7 @@ class ProfileTable:
         """`sha256:…` of the content (measurements, features, names); it does not depend on the file."""
         sha = hashlib.sha256()
         names = [[k.name, list(k.values)] for k in self.knobs]
-        text = [names, self.sample_ids, self.datasets, self.image_ids, self.parts, list(self.features)]
+        text: list[Any] = [names, self.sample_ids, self.datasets, self.image_ids, self.parts, list(self.features)]
         text += [self.question_types] if self.question_types else []
         text += [self.num_repeats] if self.repeats_ms is not None else []
         sha.update(json.dumps(text).encode())
