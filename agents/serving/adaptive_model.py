@@ -328,8 +328,8 @@ class AdaptiveModel:
                 took.append(answer.total_ms)
                 tick(done, "")
         choices, latency_ms = [column for _, column in drawn], table.latency_ms[rows][tuple(zip(*drawn, strict=True))]
-        here, profiled = (np.log(np.maximum(ms, LEAST_LATENCY_MS)) for ms in (took, latency_ms.double().numpy()))
-        return choices[warm_up:], (here - profiled)[warm_up:].tolist()
+        timed, profiled = (np.log(np.maximum(ms, LEAST_LATENCY_MS)) for ms in (took, latency_ms.double().numpy()))
+        return choices[warm_up:], (timed - profiled)[warm_up:].tolist()
 
 
 def _positive(ms: float) -> float:

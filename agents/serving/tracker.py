@@ -38,8 +38,8 @@ FIRST_SPREAD, VALUE_SPREAD, VALUE_MEMORY = 0.5, 0.03, 4000
 """Standard deviations of level and offsets before the first answer, in ln ms; and answers."""
 SCALES = 0.25, 3.0
 """Bounds of κ."""
-LEAST_SPREAD, MOST_OFFSET, MOST_VALUE_OFFSET = 1e-3, math.log(1000), 1.0
-"""Bounds of a predicted spread, a residual or the level, and an offset, in ln ms."""
+LEAST_SPREAD, MOST_OFFSET = 1e-3, math.log(1000)
+"""Bounds of a predicted spread and of a residual, in ln ms."""
 FORGET_EVERY = 16
 """Answers after which offsets are shrunk; each time would cost as much as all the rest."""
 CLIPPED_SQUARE = math.erf(CLIP / math.sqrt(2)) * (1 - CLIP**2) + CLIP**2
@@ -72,7 +72,6 @@ class LatencyTracker:
         rows = [[1.0, *(float(values[name] == value) for name, value in pairs)] for values in configurations]
         self._design = np.array(rows)
         self._rows = list(self._design)
-        self._bounds = np.array([MOST_OFFSET] + [MOST_VALUE_OFFSET] * len(pairs))
         self._prior = np.diag([FIRST_SPREAD**2] + [VALUE_SPREAD**2] * len(pairs))
         self._kept = np.array([1.0] + [(1 - 1 / VALUE_MEMORY) ** FORGET_EVERY] * len(pairs))
         self._kept_squares = np.multiply.outer(self._kept, self._kept)
@@ -126,8 +125,6 @@ class LatencyTracker:
     def _forget(self) -> None:
         """Shrink the offsets towards 0, and their covariance towards the prior."""
         self._mean *= self._kept
-        np.maximum(self._mean, -self._bounds, out=self._mean)
-        np.minimum(self._mean, self._bounds, out=self._mean)
         self._covariance *= self._kept_squares
         self._covariance += self._returning
 
@@ -135,16 +132,14 @@ class LatencyTracker:
         """Begin anew with timed cells: their configurations and ln(time here / time in the profile), n each. The level
         begins at the median."""
         self._begin()
-        cells = [(c, r) for c, r in zip(configurations, log_ratios, strict=True) if math.isfinite(r)]
-        if not cells:
-            return
-        ratios = np.array([ratio for _, ratio in cells])
-        level = float(np.median(ratios))
-        spread = max(1.4826 * float(np.median(np.abs(ratios - level))), LEAST_SPREAD)
-        self._mean[0] = min(max(level, -MOST_OFFSET), MOST_OFFSET)
-        for configuration, ratio in cells:
-            self._follow(self._rows[configuration], ratio, spread**2)
-        self.drift = self._design.dot(self._mean), self._scale
+        ratios = np.clip(log_ratios, -MOST_OFFSET, MOST_OFFSET)
+        timed = ~np.isnan(ratios)
+        if timed.any():
+            self._mean[0] = level = np.median(ratios[timed])
+            spread = max(1.4826 * float(np.median(np.abs(ratios[timed] - level))), LEAST_SPREAD)
+            for place in np.flatnonzero(timed).tolist():
+                self._follow(self._rows[configurations[place]], float(ratios[place]), spread**2)
+            self.drift = self._design.dot(self._mean), self._scale
 
     def ignore(self, reason: str) -> None:
         """Count an answer that nothing can be learned from; the first for a reason is logged in one line."""
@@ -245,5 +240,5 @@ class TrackedStatic:
 
     def update(self, configuration: int, measured_ms: float) -> None:
         """Learn from the time of an answer."""
-        expected = self.log_latency[configuration], self.spread[configuration]
-        self.tracker.update(configuration, *map(float, expected), measured_ms)
+        mean, spread = float(self.log_latency[configuration]), float(self.spread[configuration])
+        self.tracker.update(configuration, mean, spread, measured_ms)

@@ -83,8 +83,8 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets_ms, config.fixed)
         server = Server(model, table, BudgetAwareStatic(table, fitted), fixed, stream, config)
-        for follower in (model, server.frozen, *server.statics.values()):
-            follower.tracker.warm_start(choices, ratios)
+        for tracker in (model.tracker, server.frozen.tracker, *(each.tracker for each in server.statics.values())):
+            tracker.warm_start(choices, ratios)
         record = server.serve()
     results = live_results(table, stream, record, exported, speed)
     results |= {"tracker": model.tracker.factors(), "ignored": model.tracker.ignored}

@@ -113,7 +113,7 @@ class LiveConfig:
     fixed: int = 3
     """Fixed configurations to compare with: 1 the best static one, 2 also the cheapest, 3 also the most accurate."""
     calibration: int = 200
-    """Cells of the profile that are timed first, to find the speed of this machine."""
+    """Cells of the profile that are timed first, to find the speed of this machine and to begin tracking with."""
     warm_up: int = 50
     """Requests that are served first and do not count."""
     clock: str = "wall"

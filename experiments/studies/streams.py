@@ -242,8 +242,8 @@ def run(config: StreamsConfig) -> list[str]:
             best, head = served[KNOWN][0], " | ".join(served)
             gains = [Mean.over(utility - best).words() for utility, _ in list(served.values())[1:]]
             tables[0].append(f"| {kind}: {words} | {Mean.over(best).words()} | {' | '.join(gains)} |")
-            shares = [f"{100 * share.mean():.1f}" for _, share in served.values()]
-            tables[1].append(f"| {kind} | {' | '.join(shares)} |")
+            on_time = [f"{100 * share.mean():.1f}" for _, share in served.values()]
+            tables[1].append(f"| {kind} | {' | '.join(on_time)} |")
             tick(done, kind)
     rule = "| --- |" + " --- |" * (head.count("|") + 1)
     utilities, shares = ("\n".join([f"| stream | {head} |", rule, *lines]) for lines in tables)
