@@ -343,17 +343,6 @@ def test_the_same_seed_gives_the_same_student_whatever_was_drawn_before_or_stand
     assert equal_states(students[0], student_of(teacher, otherwise(table, torch.arange(40, 60)), rows, 3, FEW))
 
 
-def test_predictions_of_some_requests_are_those_of_the_stack() -> None:
-    for table in (gappy(), small_table(90, features=False)):
-        stack = stack_of(table, torch.arange(90), experts=EXPERTS)
-        stack.weights.copy_(torch.ones(len(stack.weights)) / len(stack.weights))
-        x = stack.features(table.features, 90)
-        rows, limits = torch.tensor([5, 3, 80]), torch.tensor([9.0, 15.0, 30.0])
-        wanted = stack.view(x[rows], limits)
-        for mine, expected in zip(stack.predictions(x).take(rows).view(limits), wanted, strict=True):
-            torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("deploy", [True, False])
 @pytest.mark.parametrize("price", [0.0, 0.3, 1e6])
 def test_what_a_teacher_prefers_most_is_what_the_stack_chooses(deploy: bool, price: float) -> None:

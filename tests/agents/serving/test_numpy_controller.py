@@ -225,55 +225,10 @@ def test_the_normal_distribution() -> None:
     )
 
 
-# -- one request through a plain network -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("column", [(1.0, 0.0), (0.0, 7.0), (1.0, 1e4)], ids=["", "constant", "far from 0"])
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("structure", ["additive", "joint"])
-def test_the_short_way_decides_as_the_policy(structure: str, layers: int, column: tuple[float, float]) -> None:
-    table, (factor, added) = small_table(60), column
-    table.features["image_features"][:, 1].mul_(factor).add_(added)
-    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12, layers=layers))
-    light = to_numpy(controller)
-    assert light._fast is not None
-    assert_same(controller, table, one_by_one(light))
-
-
-@pytest.mark.parametrize("structure", ["additive", "joint"])
-def test_the_short_way_sees_what_is_missing_and_what_is_far_out(structure: str) -> None:
-    table, new = small_table(60), small_table(60, seed=1)
-    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12))
-    for number, block in enumerate(new.features.values()):
-        block[::3, number] = torch.nan
-        block[1::3, number] = 1e6
-        block[2::3, number] = -1e6
-    new.features["image_features"][5] = torch.nan
-    light = to_numpy(controller)
-    assert agreement(controller, one_by_one(light), new, budgets_of(table))["different"] == 0
-    blocks = arrays(new.features)
-    decided = one_by_one(light)(blocks, np.full(60, 15.0))
-    assert len(set(decided.tolist())) > 1
-    doubles = {name: block.astype(np.float64) for name, block in blocks.items()}
-    assert one_by_one(light)(doubles, np.full(60, 15.0)).tolist() == decided.tolist()
-
-
-@pytest.mark.parametrize("name", ["gappy", "no features", "simulated"])
-@pytest.mark.parametrize("structure", ["additive", "joint"])
-def test_what_is_not_plain_goes_the_long_way(structure: str, name: str) -> None:
-    table = TABLES[name]()
-    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12))
-    light = to_numpy(controller)
-    assert light._fast is None
-    assert_same(controller, table, one_by_one(light), samples=20)
-    assert to_numpy(driven_apart(table, PolicyConfig(structure=structure, hidden=12, members=2)))._fast is None
-
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was(plain: bool) -> None:
+@pytest.mark.parametrize("short", [True, False])
+def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was(short: bool) -> None:
     table, _, light = stacked("gappy")
-    if plain:
-        light = to_numpy(driven_apart(small_table(90), PolicyConfig(structure="joint", hidden=12)))
+    light = to_numpy(light_stack(small_table(90))) if short else light
     blocks, limits, mask = copy.deepcopy(arrays(table.features)), np.linspace(5, 40, 90), np.ones((90, 12), bool)
     alone = one_by_one(light)(blocks, limits).tolist()
     with ThreadPoolExecutor(4) as pool:
@@ -324,6 +279,35 @@ def test_the_short_way_inside_a_guard_decides_as_the_long_way_and_the_policy(gua
         assert decided[0] == pytest.approx(decided[1], rel=1e-5)
         many = {key: block[[row, row]] for key, block in arrays(table.features).items()}
         assert short.choose(many, np.full(2, budget), drift=drift).tolist() == [decided[0][0]] * 2
+
+
+@pytest.mark.parametrize("column", [(1.0, 0.0), (0.0, 7.0), (1.0, 1e4)], ids=["", "constant", "far from 0"])
+def test_the_short_way_sees_what_is_missing_and_what_is_far_out(column: tuple[float, float]) -> None:
+    table, new, (factor, added) = small_table(60), small_table(60, seed=1), column
+    table.features["image_features"][:, 1].mul_(factor).add_(added)
+    stack = light_stack(table, miss=[0.0, 0.05, 0.3, 2.0, 0.0])
+    for number, block in enumerate(new.features.values()):
+        block[::3, number] = torch.nan
+        block[1::3, number] = 1e6
+        block[2::3, number] = -1e6
+    new.features["image_features"][5] = torch.nan
+    light = to_numpy(stack)
+    assert light._fast is not None
+    for each in (table, new):
+        assert agreement(stack, one_by_one(light), each, budgets_of(table))["different"] == 0
+    blocks = arrays(new.features)
+    decided = one_by_one(light)(blocks, np.full(60, 15.0))
+    doubles = {name: block.astype(np.float64) for name, block in blocks.items()}
+    assert one_by_one(light)(doubles, np.full(60, 15.0)).tolist() == decided.tolist()
+
+
+@pytest.mark.parametrize("name", ["gappy", "no features"])
+def test_what_is_not_plain_goes_the_long_way(name: str) -> None:
+    table = TABLES[name]()
+    stack = light_stack(table, **GUARDS["prices"])
+    light = to_numpy(stack)
+    assert light._fast is None
+    assert_same(stack, table, one_by_one(light), samples=20)
 
 
 def test_ties_go_to_the_fastest_by_the_short_way_too() -> None:
