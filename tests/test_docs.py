@@ -227,14 +227,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 LEAN = ["policy=utility", "policy.hidden=16", "policy.members=2", "baselines=false"]
-SHORTER_LIVE = ["stream.requests=6", "stream.calibration=6", "stream.warm_up=1", "stream.student=false"]
+SHORTER_LIVE = ["stream.requests=6", "stream.calibration=6", "stream.warm_up=1"]
 
 
 def shortened(words: list[str]) -> list[str]:
     if words[0] == "evaluate" and "live=true" in words:
         return words + SHORTER_LIVE
-    if words[0] == "export":
-        return [word for word in words if word != "student=true"]  # its fitting takes half a minute
     if words[0] != "train" or any(word.startswith("-") for word in words):
         return words
     if any(word.startswith("experiment=selector") for word in words):

@@ -242,7 +242,8 @@ class NumpyController:
         under = _Deadlines(limits, offset, scale)
         if self.header["stacked"]:
             joined = self._joined([member(x, under) for member in self._members])
-            chosen = self._guarded(*joined[:3], under, mask)
+            score, meets, log_latency, _ = joined
+            chosen = self._guarded(score, meets, log_latency, under, mask)
         else:  # a network without guard; several members decide by the mean of their log-probs
             assert self._utility is not None
             parts = self._utility.of_members(x, under)
@@ -614,7 +615,7 @@ class _Fast:
             best = int(slow.argmin())
         elif likely >= HOPELESS_Z:
             price, deploy = (0.0, True) if self.guard is None else self.guard.single(budget_ms)
-            if deploy:
+            if self.guard is None or deploy:
                 meets = _ndtr(z)
                 accuracy += _ONE
                 score = accuracy * meets
