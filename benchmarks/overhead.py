@@ -3,7 +3,8 @@
 Every request is served by the controller in front of the model, and by the model alone at the configuration that was
 chosen, all in random order, so that both meet caches filled by other requests. The difference is the whole overhead;
 its parts, as the runtime measures them, are printed next to it. The time of a decision does not depend on how long a
-controller was trained, so these are fresh ones; exported or trained ones can be given:
+controller was trained, so these are fresh ones, first a student as a run deploys it; exported or trained ones can be
+given:
 
     python benchmarks/overhead.py [controller.npz | best.pt …]
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from exported import student_on
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.controller import Controller
@@ -36,7 +38,7 @@ from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
 from knobwise.profiling.elastic.scenes import draw_samples
 from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
 
-REQUESTS, REPEATS, BAR = 150, 5, 0.05
+REQUESTS, REPEATS, BAR = 150, 5, 0.04
 
 
 def controllers(table: ProfileTable, paths: Iterable[str]) -> dict[str, Any]:
@@ -44,7 +46,8 @@ def controllers(table: ProfileTable, paths: Iterable[str]) -> dict[str, Any]:
     rows = table.split().train
     network = {"structure": "utility", "hidden": 96, "layers": 2, "dropout": 0.2}
     single, five = (Controller.for_table(table, rows, PolicyConfig(**network, members=m)).eval() for m in (1, 5))
-    fresh: dict[str, Any] = {"one network, exported": to_numpy(single), "five networks, exported": to_numpy(five)}
+    fresh: dict[str, Any] = {"student, exported": to_numpy(student_on(table))}
+    fresh |= {"one network, exported": to_numpy(single), "five networks, exported": to_numpy(five)}
     for path in paths:
         exported = path.endswith(".npz")
         fresh[path] = NumpyController.load(path) if exported else to_numpy(load_checkpoint(path).controller)

@@ -24,7 +24,7 @@ from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.report.report import verdict
-from knobwise.experiments.results.run_folder import UNFINISHED
+from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.train.controller import ControllerExperiment
 
@@ -60,21 +60,21 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     return read_profile(TableProfile(path=str(path), features=content, **options))
 
 
-def load(path: str | Path = "runs/latest") -> KnobPolicy:
+def load(path: str | Path = "runs/latest", form: str = "deployed") -> KnobPolicy:
     """Load a trained policy: the folder of a run, of whose seeds it takes the best on validation, or a checkpoint.
 
+    Of a run `form` is what it deployed, or the `teacher` that this was taught by (`policy.deploy`).
+
     Raises:
-        InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a selector.
+        InputError: no such run, checkpoint or form, a run that is not finished, the checkpoint of a selector.
     """
-    path = Path(path)
-    if (path / UNFINISHED).exists():
-        raise InputError(f"{path}: the run is not finished; repeat its command to resume it")
-    return KnobPolicy(load_checkpoint(path / "checkpoints" / "best.pt" if path.is_dir() else path))
+    return KnobPolicy(load_checkpoint(checkpoint_at(path, form)))
 
 
 def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int = 0, **options: Any) -> KnobPolicy:
     """Train a policy as `knobwise train` does with one seed, and say how it did on test samples beside budget-aware
-    static. Writes no files.
+    static. Returns what a run would deploy (`**{"policy.deploy": "teacher"}` for the trained policy itself). Writes no
+    files.
 
     Args:
         data: a profile, or what `read` takes.
@@ -104,11 +104,13 @@ def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int
             say(note)
         (trainer,) = experiment.trainers
         loaded = experiment.completed(trainer, copy.deepcopy(trainer.run()).cpu())
-        loaded.extra["judged"] = judged = experiment.judged([loaded])[0]
+        deployed = experiment.deployed(loaded, seed)
+        judged, _ = experiment.judged([loaded], [deployed])
+        deployed.extra["judged"] = judged
     finally:
         torch.set_num_threads(threads)
     say(" ".join(verdict(judged)))
-    return KnobPolicy(loaded)
+    return KnobPolicy(deployed)
 
 
 def _words(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

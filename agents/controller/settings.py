@@ -37,6 +37,9 @@ class PolicyConfig:
     enforced and the report says so. 1 keeps the level at any cost."""
     confidence: float = 0.8
     """One-sided confidence that the guard requires for the policy to be better than budget-aware static."""
+    deploy: str = "auto"
+    """What is deployed: `teacher`, the trained policy itself; `student`, one small network taught by it
+    (`knobwise.agents.serving.distillation`); `auto`, a student of a policy with experts."""
     hidden: int = 256
     """Width of the hidden layers."""
     layers: int = 2
@@ -57,6 +60,12 @@ class PolicyConfig:
             raise InputError(
                 f"policy.{key}={getattr(self, key)}: policy.experts ({', '.join(self.experts)}) need "
                 "policy.structure=utility and policy.members of at least 2; policy.experts=[] leaves them out"
+            )
+        one_of("policy.deploy", self.deploy, ("auto", "student", "teacher"))
+        if self.deploy == "student" and (self.structure != "utility" or self.members < 2):
+            raise InputError(
+                "policy.deploy=student: needs policy.structure=utility and policy.members of at least 2; others are "
+                "deployed as they are"
             )
         for name in ("level", "confidence"):
             if not 0 < getattr(self, name) < 1:

@@ -128,10 +128,13 @@ def judge_all(
     rewards: RewardTable,
     controllers: Sequence[Policy[Tensor]],
     baselines: Sequence[Baseline],
+    students: Sequence[Policy[Tensor]] = (),
 ) -> dict[str, list[Judged]]:
-    """The outcomes by policy: one for each seed of `controller`, one for each baseline. Arguments as in `judge`."""
+    """The outcomes by policy: one for each seed of `controller` and of `deployed`, its students, one for each baseline.
+    Arguments as in `judge`."""
     judged: dict[str, list[Judged]] = {}
-    named = [*(("controller", c) for c in controllers), *((b.name, b) for b in baselines)]
+    named = [*(("controller", c) for c in controllers), *(("deployed", s) for s in students)]
+    named += [(b.name, b) for b in baselines]
     with progress("judging", len(named), quiet_s=2) as tick:
         for done, (name, policy) in enumerate(named, 1):
             judged.setdefault(name, []).append(judge(policy, table, rows, budgets_ms, rewards))

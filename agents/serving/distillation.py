@@ -1,9 +1,14 @@
-"""Distillation: a small network that imitates the decisions of a whole stack, for when milliseconds are too slow.
+"""Distillation: a stack taught to one small network that predicts the same outcomes, for when milliseconds are too
+slow.
 
-The teacher can label any request, so the student sees far more than was measured: the samples, and requests composed of
-them (feature blocks of different samples, then mixtures of two such requests). At budgets redrawn in each step it is
-fitted to the softmax of the teacher's preference, guard included (Hinton, Vinyals and Dean 2015, "Distilling the
-Knowledge in a Neural Network"). It predicts only this preference, by one product per layer.
+The student is a `StackedController` of one network without experts, inside the teacher's guard; what works on a stack
+works on it: explanations, exports, a tracker of latencies. It learns the moments of the teacher's mixture: accuracy
+Â = Σ_k w_k·Â_k, and of ln ms the mean μ = Σ_k w_k·μ_k and the variance σ² = Σ_k w_k·(σ_k² + μ_k²) − μ² (Hinton, Vinyals
+and Dean 2015, "Distilling the Knowledge in a Neural Network", with outcomes in the place of classes). Fitted to the
+teacher's decisions too, it predicts outcomes far less exactly and decides no better.
+
+The teacher can label any request. The student learns from requests composed of samples and never from the samples
+themselves: what the teacher predicts of those that it was fitted on is too close to what was measured.
 """
 
 from __future__ import annotations
@@ -11,38 +16,77 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.stack.stacked_controller import StackedController
+from knobwise.agents.stack.weights import weighted
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.configurations.budgets import BudgetSampler
-from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
+
+WIDE = 1024
+"""Number of inputs from which on the first layer takes most of a decision's time: fewer hidden units, no skip."""
+AT_ONCE = 1024
+"""Requests that the teacher labels together."""
 
 
 @dataclass
 class StudentConfig:
-    """The network of a student and how it is fitted."""
+    """How a student is fitted."""
 
-    hidden: int = 64
-    """Width of its hidden layers."""
-    layers: int = 2
-    """Number of its hidden layers."""
-    requests: int = 16384
-    """Number of requests that the teacher labels; those beyond the samples are composed of them."""
-    steps: int = 3000
+    requests: int = 8192
+    """Number of composed requests that the teacher labels."""
+    steps: int = 1500
     """Steps of AdamW."""
     minibatch: int = 256
     """Requests in each step."""
     lr: float = 3e-3
     """Peak learning rate; it falls to 0 as a cosine."""
-    sharpness: float = 40.0
-    """Factor on the teacher's preference before the softmax."""
+
+
+class Lessons(NamedTuple):
+    """What a teacher predicts of n requests with normalised features x [n, width]: accuracy, and mean and standard
+    deviation of ln ms, [n, C] each."""
+
+    x: Tensor
+    accuracy: Tensor
+    log_latency: Tensor
+    spread: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of_teacher(cls, stack: StackedController, x: Tensor) -> Lessons:
+        """The moments of the mixture of a stack's members by their weights."""
+        parts = []
+        for some in x.split(AT_ONCE):
+            predicted = stack.predictions(some)
+            experts = predicted.experts
+            members = [(p.accuracy.clamp(0, 1), p.log_latency, p.spread**2 + p.log_latency**2) for p in experts]
+            if (network := predicted.outcomes) is not None:
+                squares = network.spread**2 + network.log_latency**2
+                members.insert(0, (network.accuracy.mean(0), network.log_latency.mean(0), squares.mean(0)))
+            accuracy, mean, square = (weighted(each, predicted.weights) for each in zip(*members, strict=True))
+            parts.append((some, accuracy, mean, (square - mean**2).clamp_min(1e-6).sqrt()))
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    def take(self, rows: Tensor) -> Lessons:
+        """For some of the requests, int64 [m]."""
+        return Lessons(*(part[rows] for part in self))
+
+    def divergence(self, network: UtilityNetwork) -> Tensor:
+        """How far a network's predictions are from these, up to constants, as a mean over configurations: the binary
+        cross-entropy of the accuracies, and Kullback and Leibler's divergence of normal variables ln ms."""
+        outcomes = Outcomes(*(part[0] for part in network.outcomes(self.x.unsqueeze(0))))
+        entropy = binary_cross_entropy_with_logits(outcomes.accuracy_logits, self.accuracy)
+        squares = self.spread**2 + (self.log_latency - outcomes.log_latency) ** 2
+        return entropy + (outcomes.spread.log() + squares / (2 * outcomes.spread**2)).mean()
 
 
 def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
@@ -63,59 +107,69 @@ def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generato
 
 def student_of(
     stack: StackedController, table: ProfileTable, rows: Tensor, seed: int, config: StudentConfig | None = None
-) -> Controller:
-    """Fit a student to a stack's decisions; it is saved, judged and exported like any other controller.
+) -> StackedController:
+    """Fit a student; it is saved, judged and exported like any other stack.
 
-    It imitates the teacher's guard but has no guard itself: measure how often it keeps a budget. `rows`, int64 [n], are
-    those of `table` that the stack was fitted on; no other row is read. The seed is that of the network and all draws.
+    `rows`, int64 [n], are those of `table` that the stack was fitted on; no other row is read. The seed is that of the
+    network and all draws.
 
     Raises:
         InputError: if the stack is for mean budgets.
     """
     if stack.priced:
         raise InputError("student: only a controller for deadlines can be distilled")
-    config = config or StudentConfig()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        student = _fresh(stack.network, config)
-    samples = student.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    widths = list(student.normaliser.sizes.values())
-    if indicators := student.normaliser.width - sum(widths):  # of missing values
+    config, generator = config or StudentConfig(), torch.Generator().manual_seed(seed)
+    samples = stack.features({name: block[rows] for name, block in table.features.items()}, len(rows))
+    widths = list(stack.normaliser.sizes.values())
+    if indicators := stack.normaliser.width - sum(widths):  # of missing values
         widths.append(indicators)
-    more = composed(samples, widths, max(config.requests - len(samples), 0), generator)
-    x = torch.cat([samples, more])
-    with torch.no_grad():
-        predictions = stack.predictions(x)
-    budgets = BudgetSampler(table, BudgetConfig(), rows)
-    optimiser = torch.optim.AdamW(student.network.parameters(), lr=config.lr, weight_decay=1e-3)
-
-    def rate(step: int) -> float:
-        """A short rise, then half a cosine."""
-        share = (step + 1) / config.steps
-        return min(share / 0.05, 0.5 + 0.5 * math.cos(math.pi * share))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, rate)
-    drawn_from = rows[torch.randint(len(rows), (config.steps, config.minibatch), generator=generator)]
+    lessons = Lessons.of_teacher(stack, composed(samples, widths, config.requests, generator))
+    network = _beginner(stack.network, lessons, seed)
+    student = StackedController(network, [], torch.ones(1), stack.guard, stack.static, stack.held_out_worth)
+    inner, weights = network.network, [weight for weight in network.parameters() if weight.requires_grad]
+    assert isinstance(inner, UtilityNetwork)
+    optimiser = torch.optim.AdamW(weights, lr=config.lr, weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate((step + 1) / config.steps))
     with progress("fitting a student", config.steps, quiet_s=2) as tick:
-        for step, of_samples in enumerate(drawn_from, 1):
-            some = torch.randint(len(x), (config.minibatch,), generator=generator)
-            limits = budgets(of_samples, generator)
-            preference = stack.preference(predictions.take(some).view(limits), limits)
-            wanted = (config.sharpness * preference).softmax(-1).float()
+        for step in range(1, config.steps + 1):
+            some = torch.randint(config.requests, (config.minibatch,), generator=generator)
+            loss = lessons.take(some).divergence(inner)
             optimiser.zero_grad()
-            loss = -(wanted * student(x[some], limits)).sum(-1).mean()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(student.network.parameters(), 5.0)
+            torch.nn.utils.clip_grad_norm_(weights, 5.0)
             optimiser.step()
             schedule.step()
             tick(step, "")
-    return student.requires_grad_(False).eval()
+    network.requires_grad_(False)
+    return student.eval()
 
 
-def _fresh(teacher: Controller, config: StudentConfig) -> Controller:
-    """A student with the teacher's normaliser and encoding."""
+def _beginner(teacher: Controller, lessons: Lessons, seed: int) -> Controller:
+    """A student's network, with the teacher's normaliser and encoding, that begins at the mean of the lessons. Only
+    weights that are trained require a gradient: the residual stays 0, and for many inputs the skip too."""
+    origin = teacher.network
+    assert isinstance(origin, UtilityNetwork)
+    wide = origin.skip.weight.shape[1] >= WIDE
     of_budgets = {name: getattr(teacher.config, name) for name in ("budget_encoding", "budget_width")}
-    policy = PolicyConfig(structure="joint", hidden=config.hidden, layers=config.layers, dropout=0.0, **of_budgets)
-    encoding = copy.deepcopy(teacher.network.encoding)
-    return Controller(teacher.knobs, teacher.configurations, copy.deepcopy(teacher.normaliser), encoding, policy)
+    config = PolicyConfig(structure="utility", hidden=64 if wide else 128, layers=1, dropout=0.0, **of_budgets)
+    normaliser, encoding = copy.deepcopy(teacher.normaliser), copy.deepcopy(origin.encoding)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        student = Controller(teacher.knobs, teacher.configurations, normaliser, encoding, config)
+    network = student.network
+    assert isinstance(network, UtilityNetwork)
+    network.edges.copy_(origin.edges)
+    means = (
+        lessons.accuracy.mean(0).clamp(0.01, 0.99).logit(),
+        lessons.log_latency.mean(0),
+        lessons.spread.log().mean(0),
+    )
+    network.outcome_head.bias.data[0, 0] = torch.cat(means)
+    for fixed in (network.residual, network.modulation, *([network.skip] if wide else [])):
+        fixed.requires_grad_(False)
+    return student
+
+
+def _rate(share: float) -> float:
+    """A short rise, then half a cosine."""
+    return min(share / 0.05, 0.5 + 0.5 * math.cos(math.pi * share))

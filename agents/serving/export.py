@@ -5,6 +5,8 @@ included, and comparisons of the decisions of this and other forms with the trai
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,18 @@ def _mean_arrays(agent: PricedChooser, network: Controller) -> Arrays:
         parts |= {name: plain[name] for name in ("first", "second", "share")}
         arrays |= {f"mix.{name}": values.numpy() for name, values in parts.items()}
     return arrays
+
+
+def exported_us(agent: Agent, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, calls: int = 100) -> float:
+    """Median time of a decision by the exported form for these samples, one at a time, in µs, features at hand."""
+    controller, times = to_numpy(agent), []
+    for i in range(calls):
+        features = {name: block[rows[i % len(rows)]].numpy() for name, block in table.features.items()}
+        budget = float(budgets_ms[i % len(budgets_ms)])
+        start = time.perf_counter_ns()
+        controller.decide_index(features, budget)
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    return statistics.median(times)
 
 
 # -- parity ------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Decision(nn.Module):
     def __init__(self, agent: Agent) -> None:
         super().__init__()
         if isinstance(agent, PricedChooser) or agent.priced:
-            raise InputError("export: a controller for mean budgets has no ONNX form; export it with onnx=false")
+            raise InputError("export: a controller for mean budgets has no ONNX form; leave onnx=true out")
         agent = copy.deepcopy(agent)
         self.network = network_of(agent)
         self.names = list(self.network.normaliser.sizes)
@@ -125,7 +125,7 @@ def check_packages() -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
-            f"export: {', '.join(missing)} not installed; pip install 'knobwise[export]', or export with onnx=false"
+            f"export: {', '.join(missing)} not installed; pip install 'knobwise[export]', or leave onnx=true out"
         )
 
 

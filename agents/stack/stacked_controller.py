@@ -72,12 +72,6 @@ class MemberPredictions(NamedTuple):
         predictions = [expert(x) for weight, expert in zip(weights[1:], experts, strict=True) if weight > 0]
         return cls([weight for weight in weights if weight > 0], network, outcomes, predictions)
 
-    def take(self, rows: Tensor) -> MemberPredictions:
-        """For some of the requests, int64 [m]."""
-        outcomes = self.outcomes and Outcomes(*(part[:, rows] for part in self.outcomes))
-        experts = [Prediction(p.accuracy[rows], p.log_latency[rows], p.spread) for p in self.experts]
-        return self._replace(outcomes=outcomes, experts=experts)
-
     def view(self, limits: Tensor) -> View:
         """Joint predictions under deadlines [n] in ms."""
         views = [View.of_expert(prediction, limits) for prediction in self.experts]

@@ -28,6 +28,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.report.report import on_decisions, print_results
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.encoder import read_encoder, stored_embeddings
@@ -47,14 +48,15 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
-    loaded = load_checkpoint(config.checkpoint)
+    checkpoint = checkpoint_at(config.checkpoint)
+    loaded = load_checkpoint(checkpoint)
     selector = isinstance(loaded.agent, Selector)
     if config.live and not selector:
         from knobwise.experiments.deploy.live import run_live
 
         shared = {name: getattr(config, name) for name in ("json", "budgets_ms")}
         missing = {name: value for name, value in shared.items() if getattr(config.stream, name) is None}
-        return run_live(config.checkpoint, read_profile(config.profile), replace(config.stream, **missing))
+        return run_live(checkpoint, read_profile(config.profile), replace(config.stream, **missing))
     if config.stream != LiveConfig() and not selector:
         raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
     results = (evaluate_selector if selector else evaluate_controller)(loaded, config)

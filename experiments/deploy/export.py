@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,24 +18,19 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from knobwise.agents.checkpoint import Loaded, load_checkpoint, network_of
-from knobwise.agents.controller.controller import Controller
+from knobwise.agents.checkpoint import load_checkpoint, network_of
 from knobwise.agents.serving import export as forms
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.export import Agent, parity
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.serving.onnx_graph import by_onnx, check_packages, export_onnx, onnx_session, quantise_onnx
-from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text, written_whole
-from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import check_fits
 from knobwise.experiments.report.tables import print_lines, print_table
-from knobwise.experiments.report.words import sentences
+from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.settings.profiles import read_profile
 
@@ -45,7 +39,7 @@ CALLS = 300
 
 
 def run(config: ExportRun) -> Path:
-    """Write controller.npz, controller.onnx, numpy_controller.py and export.json; returns their folder.
+    """Write controller.npz, numpy_controller.py, export.json and what else is chosen; returns their folder.
 
     Raises:
         InputError: if there is no such checkpoint, the profile has other configurations or features, the controller
@@ -53,13 +47,11 @@ def run(config: ExportRun) -> Path:
     """
     at_least("threads", config.threads, 1)
     torch.set_num_threads(config.threads)
-    loaded = load_checkpoint(config.checkpoint)
+    checkpoint = checkpoint_at(config.checkpoint)
+    loaded = load_checkpoint(checkpoint)
     agent, table, out = loaded.controller, read_profile(config.profile), Path(config.out)
     _check(config, agent, table)
-    summary: dict[str, Any] = {"checkpoint": {"path": config.checkpoint, "digest": _digest(Path(config.checkpoint))}}
-    if config.student:
-        assert isinstance(agent, StackedController)
-        agent, summary["student"] = _student(loaded, agent, table)
+    summary: dict[str, Any] = {"checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)}}
     budgets_ms = forms.contexts_of(agent, table)
     summary |= {
         "trained_on": {"name": loaded.profile_name, "digest": loaded.profile_digest},
@@ -72,8 +64,6 @@ def run(config: ExportRun) -> Path:
         with threadpool_limits(config.threads):
             summary["forms"] = _make(config, agent, table, budgets_ms, made)
         shutil.copy(numpy_controller.__file__, made)
-        if config.student:
-            loaded._replace(agent=agent).save(made / "student.pt")
         summary["files"] = {}
         for path in sorted(made.iterdir()):
             summary["files"][path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
@@ -94,7 +84,7 @@ def run(config: ExportRun) -> Path:
         for form, result in summary["forms"].items()
     ]
     print_table(Console(), header, rows, range(len(header)))
-    print_lines(Console(), [*sentences("export.txt.j2", student=summary.get("student")), f"exported: {out}"])
+    print_lines(Console(), [f"exported: {out}"])
     return out
 
 
@@ -103,36 +93,8 @@ def _check(config: ExportRun, agent: Agent, table: ProfileTable) -> None:
     if config.onnx or config.int8:
         check_packages()
     check_fits(config.checkpoint, agent, table)
-    if config.student and (not isinstance(agent, StackedController) or agent.priced):
-        raise InputError(
-            f"{config.checkpoint}: student=true needs a controller of several members under deadlines (policy=auto or "
-            "policy=utility); this one is light already, or decides for mean budgets"
-        )
     if network_of(agent).priced and (config.onnx or config.int8):
-        raise InputError(f"{config.checkpoint}: a controller for mean budgets has no ONNX form; add onnx=false")
-
-
-def _student(loaded: Loaded, teacher: StackedController, table: ProfileTable) -> tuple[Controller, dict[str, Any]]:
-    """Fit a student on the teacher's samples, and judge both on the teacher's test samples."""
-    from knobwise.agents.judging.evaluation import judge
-    from knobwise.agents.serving.distillation import student_of
-
-    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(
-            f"student=true: needs the profile that the controller was trained on ({loaded.profile_name!r}), not "
-            f"{table.name!r}, and a best.pt, which lists the test samples"
-        )
-    print("fitting a student to the controller …", file=sys.stderr, flush=True)
-    rows, test = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]]), loaded.extra["test_rows"]
-    student = student_of(teacher, table, rows, seed=0)
-    budgets_ms, rewards = default_budgets(table), RewardTable(table, RewardConfig())
-    judged = [judge(policy, table, test, budgets_ms, rewards) for policy in (teacher, student)]
-    same = (judged[0].chosen == judged[1].chosen).double().mean()
-    about = {"test_samples": len(test), "same_decision_on_test": float(same)}
-    for name, metrics in zip(("teacher", "student"), (outcomes.metrics() for outcomes in judged), strict=True):
-        about[f"utility_of_{name}"] = metrics["Utility"]
-        about[f"satisfaction_feasible_of_{name}"] = metrics["Satisfaction_Feasible"]
-    return student, about
+        raise InputError(f"{config.checkpoint}: a controller for mean budgets has no ONNX form; leave onnx=true out")
 
 
 def _make(config: ExportRun, agent: Agent, table: ProfileTable, budgets_ms: Tensor, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,12 +29,10 @@ from torch import Tensor
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.distillation import student_of
 from knobwise.agents.serving.export import arrays_of_static, to_numpy
 from knobwise.agents.serving.numpy_controller import Drift, NumpyController
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
 from knobwise.agents.stack.priced_policy import PricedChooser
-from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.common.progress import progress
@@ -76,11 +73,6 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
     vlm, budgets_ms = ElasticAdaptive(), judged_budgets(table, config.budgets_ms)
     stream = draw_stream(table, test, fitted, budgets_ms, config)
     check_features(vlm, table, stream)
-    by_student = config.student and isinstance(controller, StackedController) and bool(controller.experts)
-    if by_student:
-        print("fitting a light student to the controller …", file=sys.stderr, flush=True)
-        with one_thread():
-            controller = student_of(controller, table, fitted, seed=0)  # type: ignore[arg-type]
     exported = to_numpy(controller)
     with one_thread(), threadpool_limits(1), collected_between():
         model = AdaptiveModel(vlm, exported, clock=config.clock)
@@ -95,7 +87,7 @@ def run_live(checkpoint: str | Path, table: ProfileTable, config: LiveConfig | N
         record = server.serve()
     results = live_results(table, stream, record, exported, speed)
     results |= {"tracker": model.tracker.factors(), "ignored": model.tracker.ignored}
-    results |= {"student": by_student, "repeats": config.repeats, "rate": config.rate, "clock": config.clock}
+    results |= {"repeats": config.repeats, "rate": config.rate, "clock": config.clock}
     print_live(results, Console())
     if config.json is not None:
         write_text(config.json, json.dumps(results, indent=1))

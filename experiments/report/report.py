@@ -16,7 +16,7 @@ from knobwise.experiments.report import result_charts as drawn
 from knobwise.experiments.report.page import render_page
 from knobwise.experiments.report.result_charts import result_images as result_images
 from knobwise.experiments.report.tables import print_lines, print_table
-from knobwise.experiments.report.words import LEARNED, MIX, ORACLE, SINGLE, STATIC, policy_name, quantity
+from knobwise.experiments.report.words import DEPLOYED, LEARNED, MIX, ORACLE, SINGLE, STATIC, policy_name, quantity
 from knobwise.experiments.results.problem import DEADLINE, DEMONSTRATIONS, MEAN_BUDGET, problem_of, shown_at
 
 if TYPE_CHECKING:
@@ -88,16 +88,17 @@ def on_decisions(results: Mapping[str, Any]) -> str:
     share = micros / 1e3 / mean
     sentence = f"A decision takes {quantity(micros, 'µs')}, {share:.1%} of the mean latency"
     if share > WORTH_EXPORTING:
-        sentence += "; an exported controller is faster, and its student the fastest (knobwise export student=true)"
+        sentence += "; an exported controller is faster, and what a run deploys the fastest (checkpoint=RUN)"
     return f"{sentence}."
 
 
 def _under_deadlines(results: Mapping[str, Any]) -> dict[str, Any]:
     ranked = {row["policy"]: row for row in words.ranked(results)}
     learned = ranked.get(LEARNED)
-    rivals = [row for name, row in ranked.items() if name not in (LEARNED, STATIC, ORACLE)]
+    rivals = [row for name, row in ranked.items() if name not in (LEARNED, DEPLOYED, STATIC, ORACLE)]
     return {
         "learned": learned,
+        "deployed": ranked.get(DEPLOYED),
         "static": ranked.get(STATIC),
         "best": next((row for name, row in ranked.items() if name != ORACLE), None),
         "rivals": rivals,

@@ -17,7 +17,8 @@ from knobwise.experiments.results.problem import Metric
 
 Row = Mapping[str, Any]
 
-LEARNED, STATIC, MIX, SINGLE, ORACLE = "controller", "budget_aware_static", "static_mix", "best_single", "oracle"
+LEARNED, DEPLOYED, STATIC, ORACLE = "controller", "deployed", "budget_aware_static", "oracle"
+MIX, SINGLE = "static_mix", "best_single"
 FROZEN = "controller_frozen"
 POLICIES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("policies.json").read_text(encoding="utf-8"))
 """Policy → its name, its colour and a description."""

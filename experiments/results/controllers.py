@@ -16,6 +16,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import Judged, decision_us, judge_all
 from knobwise.agents.judging.policy import Baseline, Policy
+from knobwise.agents.serving.export import exported_us
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.envs.configurations.reward import RewardTable
@@ -45,6 +46,7 @@ def judge_deadlines(
     controllers: Sequence[Policy[Tensor]],
     seeds: Sequence[int],
     baselines: Sequence[Baseline],
+    students: Sequence[StackedController] = (),
 ) -> tuple[Results, pl.DataFrame]:
     """The contents of `results.json` and of `decisions.parquet`: controllers, one for each of `seeds`, and baselines on
     the same samples under the same deadlines.
@@ -54,10 +56,13 @@ def judge_deadlines(
         budgets_ms: float [B].
         rewards: the reward of the column `reward`.
         baselines: `budget_aware_static` and `oracle` must be among them.
+        students: what is deployed of each controller, if it is something else.
     """
-    judged = judge_all(table, test, budgets_ms, rewards, controllers, baselines)
+    judged = judge_all(table, test, budgets_ms, rewards, controllers, baselines, students)
     timed = {"controller": controllers[0], **{b.name: b for b in baselines if b.name not in KNOW_THE_ROWS}}
     times = {name: decision_us(policy, table, test, budgets_ms) for name, policy in timed.items()}
+    if students:
+        times["deployed"] = exported_us(students[0], table, test, budgets_ms)
     decisions = _decisions(table, test, judged, seeds, times)
     return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
 

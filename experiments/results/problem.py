@@ -129,7 +129,7 @@ DEADLINE = Problem(
     metrics=(UTILITY, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
     low="budget_aware_static",
     high="oracle",
-    trained=("controller",),
+    trained=("controller", "deployed"),
     usage=("controller", "budget_aware_static", "oracle"),
     by_dataset=("controller", "budget_aware_static", "static_per_dataset", "oracle"),
 )

@@ -107,9 +107,6 @@ class LiveConfig:
     budgets_ms: list[float] | None = None
     """Budgets to draw from, in ms of the profile; None for five quantiles of its latencies. They are scaled by the
     speed of this machine."""
-    student: bool = True
-    """Serve a student in place of a controller with experts, whose decisions take as long as an answer. Fitting it
-    takes half a minute."""
     fixed: int = 3
     """Fixed configurations to compare with: 1 the best static one, 2 also the cheapest, 3 also the most accurate."""
     calibration: int = 200
@@ -142,8 +139,8 @@ class EvaluateRun:
     """knobwise evaluate: evaluate a trained controller again, on the test samples of its profile or on another profile;
     or a trained selector, on held-out queries of its beams or on other beams."""
 
-    checkpoint: str = "runs/latest/checkpoints/best.pt"
-    """The controller or selector."""
+    checkpoint: str = "runs/latest"
+    """The controller or selector: a checkpoint, or the folder of a run, for what it deploys."""
     beams: Any = MISSING
     """Group: builtin, files. The beams to judge a selector on."""
     encoder: Any = MISSING
@@ -212,20 +209,17 @@ class ProfileRun:
 class ExportRun:
     """knobwise export: write a trained controller as files that decide alone, and compare them with it."""
 
-    checkpoint: str = "runs/latest/checkpoints/best.pt"
-    """The controller."""
+    checkpoint: str = "runs/latest"
+    """The controller: a checkpoint, or the folder of a run, for what it deploys."""
     profile: Any = MISSING
     """Group: builtin, exp5_exp6, core_exp, table, joint, simulated, calibrated. The profile that decisions are compared
     on, best the one that the controller was trained on; configurations and features must be the same."""
     out: str = "exported"
     """Folder for the files."""
-    onnx: bool = True
-    """Write controller.onnx; needs the packages of knobwise[export]."""
+    onnx: bool = False
+    """Write controller.onnx too; needs the packages of knobwise[export]."""
     int8: bool = False
     """Write controller.int8.onnx too, with weights of 8 bits. Some decisions differ; export.json says how many."""
-    student: bool = False
-    """Export a light network that is fitted to the decisions of a controller with experts, guard included; student.pt
-    is its checkpoint."""
     threads: int = 1
     """Threads of torch, NumPy and onnxruntime."""
 

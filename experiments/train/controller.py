@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, StaticPerDataset, make_baselines
+from knobwise.agents.serving import numpy_controller
+from knobwise.agents.serving.distillation import StudentConfig, student_of
+from knobwise.agents.serving.export import export_numpy
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines, price_controller, price_stack
 from knobwise.agents.stack.prices import mean_budgets
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -24,9 +28,13 @@ from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.run_folder import STUDENT
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.run import Experiment, keep_best, tracker_of
+
+STUDENT_STEPS = 10
+"""Steps of a student's fit for each iteration of its teacher's training; at least 200 in all."""
 
 
 class ControllerExperiment(Experiment):
@@ -40,6 +48,8 @@ class ControllerExperiment(Experiment):
         self.split = self._split_of(config)
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean = config.budget.sense == "mean"
+        if self.mean and config.policy.deploy == "student":
+            raise InputError("policy.deploy=student: is for deadlines; under budget=mean the policy itself is deployed")
         if self.mean:
             config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
@@ -76,9 +86,13 @@ class ControllerExperiment(Experiment):
                 step = trainer.iteration - 1
                 with tracker_of(self.config, folder, self.table, "train", trainer.seed, step) as trainer.log:
                     trainer.run()
-            network = load_checkpoint(best := trainer.folder / "best.pt").agent
-            if isinstance(network, Controller):  # else it was completed before a stop
-                self.completed(trainer, network).save(best)
+            loaded = load_checkpoint(best := trainer.folder / "best.pt")
+            if isinstance(loaded.agent, Controller):  # else it was completed before a stop
+                loaded = self.completed(trainer, loaded.agent)
+                loaded.save(best)
+            student = trainer.folder / STUDENT
+            if not student.exists() and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
+                deployed.save(student)
 
     def completed(self, trainer: ControllerTrainer, network: Controller) -> Loaded:
         """What a training ends in, from its best network: experts and a guard around an ensemble that predicts
@@ -102,25 +116,44 @@ class ControllerExperiment(Experiment):
             extra["validation_utility"] = stack.held_out_worth
         return Loaded(done, table.name, table.digest, extra)
 
+    def deployed(self, loaded: Loaded, seed: int) -> Loaded:
+        """What is deployed of a completed training: a student of it, or the policy itself (`policy.deploy`)."""
+        policy = self.config.policy
+        taught = policy.deploy == "student" or (policy.deploy == "auto" and bool(policy.experts) and not self.mean)
+        if not taught:
+            return loaded
+        assert isinstance(loaded.agent, StackedController)
+        steps = max(STUDENT_STEPS * (self.config.optimiser.warmup_iterations + self.config.optimiser.iterations), 200)
+        with threadpool_limits(self.config.threads):
+            student = student_of(loaded.agent, self.table, self.fitted, seed, StudentConfig(steps=steps))
+        return loaded._replace(agent=student, extra=dict(loaded.extra))
+
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Every seed's best controller and the baselines on the test part."""
+        """Every seed's best controller, what is deployed of it, and the baselines on the test part."""
         folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         best = [load_checkpoint(each / "best.pt") for each in folders]
-        results, decisions = self.judged(best)
+        students = [each / STUDENT for each in folders if (each / STUDENT).exists()]
+        results, decisions = self.judged(best, list(map(load_checkpoint, students)) or best)
         keep_best(folder, dict(zip(folders, results["validation_utility"], strict=True)))
+        if not self.mean:
+            kept = folder / "checkpoints" / (STUDENT if students else "best.pt")
+            export_numpy(load_checkpoint(kept).controller, folder / "controller.npz")
+            shutil.copy(numpy_controller.__file__, folder)
         return results, decisions
 
-    def judged(self, best: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
-        """The contents of `results.json` and of `decisions.parquet`: the controllers of all seeds, and baselines."""
+    def judged(self, best: list[Loaded], deployed: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
+        """The contents of `results.json` and of `decisions.parquet`: the controllers of all seeds, what is deployed of
+        them where it is something else, and baselines."""
         config, scores = self.config, [float(loaded.extra["validation_utility"]) for loaded in best]
+        students = [each.controller for each, teacher in zip(deployed, best, strict=True) if each is not teacher]
         with threadpool_limits(config.threads):
-            results, decisions = self._judged([loaded.controller for loaded in best])
+            results, decisions = self._judged([loaded.controller for loaded in best], students)
         results |= held_out_choices(best)
         results["validation_utility"], results["best_seed"] = scores, config.seeds[scores.index(max(scores))]
         results["training"] = {n: getattr(config.optimiser, n) for n in ("warmup_iterations", "iterations")}
         return results, decisions
 
-    def _judged(self, controllers: list[Any]) -> tuple[dict[str, Any], pl.DataFrame]:
+    def _judged(self, controllers: list[Any], students: list[Any]) -> tuple[dict[str, Any], pl.DataFrame]:
         config, table, split, budgets_ms = self.config, self.table, self.split, self.budgets_ms
         fitted, test, seeds = self.fitted, split.test, config.seeds
         baselines: list[Any] = []
@@ -135,4 +168,4 @@ class ControllerExperiment(Experiment):
         else:
             baselines = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
         rewards = self.trainers[0].env.rewards
-        return judge_deadlines(table, test, budgets_ms, rewards, controllers, seeds, baselines)
+        return judge_deadlines(table, test, budgets_ms, rewards, controllers, seeds, baselines, students)

@@ -23,7 +23,7 @@ from knobwise.common.progress import say
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.results.controllers import profile_of
 from knobwise.experiments.results.decisions import write_decisions
-from knobwise.experiments.results.run_folder import claim
+from knobwise.experiments.results.run_folder import STUDENT, claim
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
@@ -87,9 +87,10 @@ def set_up_torch(threads: int = 1) -> None:
 def keep_best(folder: Path, scores: Mapping[Path, float]) -> Path:
     """Copy the checkpoints of the best training, of these folders with their validation scores, to the run's own."""
     best = max(scores, key=scores.__getitem__)
-    for name in ("best.pt", "last.pt"):
-        with written_whole(folder / "checkpoints" / name) as temporary:
-            shutil.copyfile(best / name, temporary)
+    for name in ("best.pt", "last.pt", STUDENT):
+        if name != STUDENT or (best / name).exists():
+            with written_whole(folder / "checkpoints" / name) as temporary:
+                shutil.copyfile(best / name, temporary)
     return best
 
 

@@ -268,6 +268,7 @@ FITS: dict[str, tuple[dict[str, Any], type]] = {
     "additive": ({"policy": "additive", "reward": "shaped"}, api.KnobPolicy),
     "mean": ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, PricedChooser),
     "experts": ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, StackedController),
+    "teacher": ({"policy.members": 2, "policy.experts": ["ridge"], "policy.deploy": "teacher"}, StackedController),
     "no experts": ({"policy": "utility", "policy.members": 2, "budgets_ms": (10, 20)}, StackedController),
 }
 
@@ -278,7 +279,8 @@ def test_fit_takes_the_options_of_the_command_line(name: str, capsys: pytest.Cap
     options, kind = FITS[name]
     policy = knobwise.fit(table, optimiser=QUICK, **options)
     if isinstance(policy.agent, StackedController):
-        assert [expert.name for expert in policy.agent.experts] == options.get("policy.experts", [])
+        experts = options["policy.experts"] if "policy.deploy" in options else []  # else a student is returned
+        assert [expert.name for expert in policy.agent.experts] == experts
     assert isinstance(policy.agent, kind) or kind is KnobPolicy
     assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     assert policy.judged is not None

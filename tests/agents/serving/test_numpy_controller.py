@@ -16,17 +16,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import driven_apart, small_table
+from helpers import driven_apart, small_table, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
+from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.export import Agent, Decide, agreement, arrays_of, export_numpy, one_by_one, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.priced_policy import price_controller, price_stack
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
@@ -212,60 +215,20 @@ def test_more_requests_than_are_decided_at_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_normal_distribution() -> None:
-    z = np.random.default_rng(0).uniform(-10, 10, 2000)
+    z = np.concatenate([np.random.default_rng(0).uniform(-10, 10, 2000), [0.0, 1e9, -1e9]])
     exact = [0.5 * math.erfc(-value / math.sqrt(2)) for value in z]
-    np.testing.assert_allclose(numpy_controller._ndtr(z), exact, atol=3.1e-8)
+    for dtype in (np.float32, np.float64):
+        np.testing.assert_allclose(numpy_controller._ndtr(z.astype(dtype)), exact, atol=1.1e-7)
+    assert np.isnan(numpy_controller._ndtr(np.array([np.nan])))
+    assert numpy_controller._ndtr(np.array([numpy_controller.HOPELESS_Z])) == pytest.approx(
+        numpy_controller.HOPELESS, abs=1e-7
+    )
 
 
-# -- one request through a plain network -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("column", [(1.0, 0.0), (0.0, 7.0), (1.0, 1e4)], ids=["", "constant", "far from 0"])
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("structure", ["additive", "joint"])
-def test_the_short_way_decides_as_the_policy(structure: str, layers: int, column: tuple[float, float]) -> None:
-    table, (factor, added) = small_table(60), column
-    table.features["image_features"][:, 1].mul_(factor).add_(added)
-    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12, layers=layers))
-    light = to_numpy(controller)
-    assert light._fast is not None
-    assert_same(controller, table, one_by_one(light))
-
-
-@pytest.mark.parametrize("structure", ["additive", "joint"])
-def test_the_short_way_sees_what_is_missing_and_what_is_far_out(structure: str) -> None:
-    table, new = small_table(60), small_table(60, seed=1)
-    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12))
-    for number, block in enumerate(new.features.values()):
-        block[::3, number] = torch.nan
-        block[1::3, number] = 1e6
-        block[2::3, number] = -1e6
-    new.features["image_features"][5] = torch.nan
-    light = to_numpy(controller)
-    assert agreement(controller, one_by_one(light), new, budgets_of(table))["different"] == 0
-    blocks = arrays(new.features)
-    decided = one_by_one(light)(blocks, np.full(60, 15.0))
-    assert len(set(decided.tolist())) > 1
-    doubles = {name: block.astype(np.float64) for name, block in blocks.items()}
-    assert one_by_one(light)(doubles, np.full(60, 15.0)).tolist() == decided.tolist()
-
-
-@pytest.mark.parametrize("name", ["gappy", "no features", "simulated"])
-@pytest.mark.parametrize("structure", ["additive", "joint"])
-def test_what_is_not_plain_goes_the_long_way(structure: str, name: str) -> None:
-    table = TABLES[name]()
-    controller = driven_apart(table, PolicyConfig(structure=structure, hidden=12))
-    light = to_numpy(controller)
-    assert light._fast is None
-    assert_same(controller, table, one_by_one(light), samples=20)
-    assert to_numpy(driven_apart(table, PolicyConfig(structure=structure, hidden=12, members=2)))._fast is None
-
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was(plain: bool) -> None:
+@pytest.mark.parametrize("short", [True, False])
+def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was(short: bool) -> None:
     table, _, light = stacked("gappy")
-    if plain:
-        light = to_numpy(driven_apart(small_table(90), PolicyConfig(structure="joint", hidden=12)))
+    light = to_numpy(light_stack(small_table(90))) if short else light
     blocks, limits, mask = copy.deepcopy(arrays(table.features)), np.linspace(5, 40, 90), np.ones((90, 12), bool)
     alone = one_by_one(light)(blocks, limits).tolist()
     with ThreadPoolExecutor(4) as pool:
@@ -275,6 +238,194 @@ def test_threads_share_a_controller_and_what_is_given_is_left_as_it_was(plain: b
     assert all(np.array_equal(blocks[k], v.numpy(), equal_nan=True) for k, v in table.features.items())
     assert limits.tolist() == np.linspace(5, 40, 90).tolist()
     assert mask.all()
+
+
+# -- one request through a single network that predicts outcomes -------------------------------------------------------
+
+
+def light_stack(table: ProfileTable, **guard: list[float]) -> StackedController:
+    """One network without experts and residual, inside a guard."""
+    network = driven_apart(table, PolicyConfig(structure="utility", hidden=12))
+    for part in (network.network.residual.weight, network.network.residual.bias):  # type: ignore[union-attr]
+        part.data.zero_()
+    calibrated = Guard(5)
+    calibrated.budgets_ms.copy_(default_budgets(table))
+    for name, values in guard.items():
+        getattr(calibrated, name).copy_(torch.tensor(values))
+    static = BudgetAwareStatic(table, torch.arange(table.num_samples))
+    return StackedController(network, [], torch.ones(1), calibrated, static).eval()
+
+
+GUARDS: dict[str, dict[str, list[float]]] = {
+    "prices": {"miss": [0.0, 0.05, 0.3, 2.0, 1e6]},
+    "fall-backs": {"miss": [0.3, 0.0, 0.0, 0.3, 0.0], "deploy": [1, 0, 1, 0, 1]},
+}
+DRIFTS = [None, (0.3, 1.0), (-1.2, 0.4), (np.linspace(-0.5, 0.8, 12), 2.0)]
+
+
+@pytest.mark.parametrize("name", ["small", "slowest first"])
+@pytest.mark.parametrize("guard", [*GUARDS, None])
+def test_the_short_way_inside_a_guard_decides_as_the_long_way_and_the_policy(guard: str | None, name: str) -> None:
+    table = TABLES[name]()
+    stack = light_stack(table, **GUARDS.get(guard or "", {}))
+    if guard is None:
+        stack.guard = stack.static = None
+    short, long = to_numpy(stack), to_numpy(stack)
+    assert short._fast is not None
+    long._fast = None
+    assert_same(stack, table, one_by_one(short), samples=30)
+    for drift, budget, row in itertools.product(DRIFTS, [*budgets_of(table).tolist(), 1e-9, 1e9], range(12)):
+        decided = [light.decide_expected(arrays(table.features, row), budget, drift) for light in (short, long)]
+        assert decided[0] == pytest.approx(decided[1], rel=1e-5)
+        many = {key: block[[row, row]] for key, block in arrays(table.features).items()}
+        assert short.choose(many, np.full(2, budget), drift=drift).tolist() == [decided[0][0]] * 2
+
+
+@pytest.mark.parametrize("column", [(1.0, 0.0), (0.0, 7.0), (1.0, 1e4)], ids=["", "constant", "far from 0"])
+def test_the_short_way_sees_what_is_missing_and_what_is_far_out(column: tuple[float, float]) -> None:
+    table, new, (factor, added) = small_table(60), small_table(60, seed=1), column
+    table.features["image_features"][:, 1].mul_(factor).add_(added)
+    stack = light_stack(table, miss=[0.0, 0.05, 0.3, 2.0, 0.0])
+    for number, block in enumerate(new.features.values()):
+        block[::3, number] = torch.nan
+        block[1::3, number] = 1e6
+        block[2::3, number] = -1e6
+    new.features["image_features"][5] = torch.nan
+    light = to_numpy(stack)
+    assert light._fast is not None
+    for each in (table, new):
+        assert agreement(stack, one_by_one(light), each, budgets_of(table))["different"] == 0
+    blocks = arrays(new.features)
+    decided = one_by_one(light)(blocks, np.full(60, 15.0))
+    doubles = {name: block.astype(np.float64) for name, block in blocks.items()}
+    assert one_by_one(light)(doubles, np.full(60, 15.0)).tolist() == decided.tolist()
+
+
+@pytest.mark.parametrize("name", ["gappy", "no features"])
+def test_what_is_not_plain_goes_the_long_way(name: str) -> None:
+    table = TABLES[name]()
+    stack = light_stack(table, **GUARDS["prices"])
+    light = to_numpy(stack)
+    assert light._fast is None
+    assert_same(stack, table, one_by_one(light), samples=20)
+
+
+def test_ties_go_to_the_fastest_by_the_short_way_too() -> None:
+    table = slowest_first()
+    stack = light_stack(table, miss=[0.0, 0.0, 0.3, 0.3, 0.3])
+    for part in stack.network.network.parameters():
+        part.data.zero_()
+    bias = stack.network.network.outcome_head.bias.data[0, 0]  # type: ignore[union-attr]
+    bias[12:24] = torch.linspace(3, 2, 12)  # all equally accurate; the last is the fastest
+    bias[24:] = -2.0
+    request = arrays(table.features, 0)
+    for guarded in (True, False):
+        if not guarded:
+            stack.guard = stack.static = None
+        short, long = to_numpy(stack), to_numpy(stack)
+        long._fast = None
+        for budget, drift in ((1e6, None), (1e6, (0.1, 1.0)), (1e-3, None), (15.0, (np.linspace(0, -2, 12), 1.0))):
+            assert short.decide_index(request, budget, drift) == long.decide_index(request, budget, drift)
+        # the guard prefers the likeliest to be on time, and all are certain
+        assert short.decide_index(request, 1e6) == (0 if guarded else 11)
+
+
+# -- a machine that is not as fast as the profile's --------------------------------------------------------------------
+
+
+def by_hand() -> NumpyController:
+    """Accuracies .6, .8, .9 at 10, 20 and 40 ms with a spread of .1, whatever the request."""
+    cells = torch.tensor([[0.6, 0.8, 0.9]]), torch.tensor([[10.0, 20.0, 40.0]])
+    table = table_of(*(values.expand(20, 3).clone() for values in cells), torch.randn(20, 1))
+    network = Controller.for_table(table, torch.arange(20), PolicyConfig(structure="utility", hidden=2))
+    for part in network.network.parameters():
+        part.data.zero_()
+    outcomes = torch.stack([cells[0][0].logit(), cells[1][0].log(), torch.full((3,), math.log(0.1))])
+    network.network.outcome_head.bias.data[0, 0] = outcomes.flatten()  # type: ignore[union-attr]
+    return to_numpy(StackedController(network, [], torch.ones(1)).eval())
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_drift_by_hand(short: bool) -> None:
+    light = by_hand()
+    assert light._fast is not None
+    light._fast = light._fast if short else None
+    x = {"x": np.zeros(1, np.float32)}
+    # at 22 ms: .6·1, .8·Φ(ln 1.1/.1 = .953) = .664, 0
+    assert light.decide_expected(x, 22.0) == pytest.approx((1, math.log(20), 0.1), abs=1e-6)
+    # slower by 1.2: .6·1, .8·Φ(−.870) = .154; what is expected stays that of the profile
+    assert light.decide_expected(x, 22.0, (math.log(1.2), 1.0)) == pytest.approx((0, math.log(10), 0.1), abs=1e-6)
+    # only the second is slower by 1.2, or only the third is faster by 2
+    assert light.decide_index(x, 22.0, (np.array([0.0, math.log(1.2), 0.0]), 1.0)) == 0
+    assert light.decide_index(x, 22.0, (np.array([0.0, 0.0, -math.log(2)]), 1.0)) == 2
+    # four times the spread: .6·Φ(1.97) = .585, .8·Φ(.238) = .475
+    assert light.decide_index(x, 22.0, (0.0, 4.0)) == 0
+    # nothing is likely to be on time at 7 ms, so the fastest: the second, where it is three times as fast
+    assert light.decide_index(x, 5.0) == 0
+    assert light.decide_index(x, 5.0, (np.array([0.0, -math.log(3), 0.0]), 1.0)) == 1
+
+
+@pytest.mark.parametrize("name", ["small", "no features"])
+@settings(max_examples=20, deadline=None)
+@given(budget=st.floats(1.0, 100.0), offset=st.floats(-2.0, 2.0), row=st.integers(0, 89))
+def test_the_same_offset_everywhere_is_another_budget(name: str, budget: float, offset: float, row: int) -> None:
+    table, _, light = stacked(name)
+    request, limits = arrays(table.features, row), np.full(1, budget)
+    wanted = light.decide_expected(request, budget * math.exp(-offset))
+    for drift in ((offset, 1.0), (np.full(12, offset), 1.0)):
+        assert light.decide_expected(request, budget, drift) == wanted
+        chosen = light.choose_expected({key: block[None] for key, block in request.items()}, limits, drift=drift)
+        assert [float(values[0]) for values in chosen] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", ["gappy", "no features"])
+def test_what_a_stack_expects_is_the_mixture_of_its_members(name: str) -> None:
+    table, stack, light = stacked(name)
+    with torch.no_grad():
+        predicted = stack.predictions(stack.features(table.features, 90))
+    assert predicted.outcomes is not None
+    parts = [(member.log_latency, member.spread) for member in predicted.experts]
+    parts += list(zip(predicted.outcomes.log_latency, predicted.outcomes.spread, strict=True))
+    weights = [*predicted.weights[1:], *[predicted.weights[0] / 3] * 3]
+    mean = sum(w * mu.double() for w, (mu, _) in zip(weights, parts, strict=True))
+    square = sum(w * (mu.double() ** 2 + sigma.double() ** 2) for w, (mu, sigma) in zip(weights, parts, strict=True))
+    chosen, log_latency, spread = light.choose_expected(arrays(table.features), np.full(90, 15.0))
+    rows = np.arange(90)
+    np.testing.assert_allclose(log_latency, mean[rows, chosen], rtol=1e-5)  # type: ignore[index]
+    np.testing.assert_allclose(spread, (square - mean**2).sqrt()[rows, chosen], rtol=1e-4)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("structure", ["joint", "autoregressive"])
+def test_heads_that_predict_no_latency_expect_what_is_typical(structure: str) -> None:
+    table = small_table(60, holes=0.2)
+    light = to_numpy(Controller.for_table(table, torch.arange(40), PolicyConfig(structure=structure, hidden=8)).eval())
+    logs = table.latency_ms[:40].log()
+    assert light.typical is not None
+    np.testing.assert_allclose(light.typical[0], logs.nanmean(0), atol=0.05)
+    spread = (logs - logs.nanmean(0)).square().nanmean(0).sqrt()
+    np.testing.assert_allclose(light.typical[1], spread, rtol=0.15)
+    request = arrays(table.features, 0)
+    index, *expected = light.decide_expected(request, 15.0, (0.2, 3.0))
+    assert index == light.decide_index(request, 15.0 * math.exp(-0.2))
+    assert expected == pytest.approx([values[index] for values in light.typical])
+
+
+def test_a_wrong_drift_is_refused_in_words() -> None:
+    table, _, light = stacked("small")
+    request = arrays(table.features, 0)
+    spoilt = np.zeros(12)
+    spoilt[3] = np.nan
+    for drift in ((math.nan, 1.0), (0.0, 0.0), (0.0, math.inf), (np.zeros(3), 1.0), (spoilt, 1.0)):
+        with pytest.raises(ValueError, match=r"must be a finite offset, a number or \[12\], and a scale above 0"):
+            light.decide_index(request, 15.0, drift)
+    rows, budgets = torch.arange(90), torch.tensor([9.0, 12.0])
+    config = PolicyConfig(structure="utility", members=3, hidden=8, guard=False)
+    network = driven_apart(table, config, priced=True)
+    priced = to_numpy(price_stack(table, rows, network, config, judged_worths(table), budgets, 0))
+    with pytest.raises(ValueError, match="for a controller under deadlines"):
+        priced.decide_index(request, 9.0, (0.1, 1.0))
+    with pytest.raises(ValueError, match="mean budgets predicts no spread"):
+        priced.decide_expected(request, 9.0)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import polars as pl
@@ -19,9 +20,14 @@ from helpers import small_table
 from PIL import Image
 from tiny_models import tiny_model
 
+import knobwise
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.serving.numpy_controller import NumpyController
+from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.envs.readers.long_table import read_long_table, write_features, write_long_table
+from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.train import controller
 
 QUICK = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=2", "seeds=[0]", "budgets_ms=[8,12]"]
 LIVE = ["evaluate", "live=true", "stream.requests=25", "stream.calibration=10", "stream.warm_up=2"]
@@ -79,7 +85,7 @@ JOINT += ["profile.features=[files/first.npz,files/second.npz]"]
 CALIBRATED = ["profile=calibrated", "profile.samples=40", "profile.grid=27", "profile.image_width=6"]
 CALIBRATED += ["profile.language_width=6", "budgets_ms=[250]"]
 BUILTIN = ["split.train=0.06", "split.validation=0.04", "policy.members=1", "budgets_ms=[2.0]"]
-BEST = "checkpoints/best.pt"
+BEST, BEST_STUDENT = "checkpoints/best.pt", "checkpoints/student.pt"
 
 
 TRAINED = {"FIRST": [*FIRST, "policy.experts=[ridge]"], "BUILTIN": BUILTIN}
@@ -104,28 +110,82 @@ print(json.dumps([controller.configuration(int(i)) for i in controller.choose(fe
 """
 
 
+def decided(folder: Path, requests: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the files in a folder decide without torch: feature blocks and `budgets_ms` → knob values."""
+    np.savez(folder / "asked.npz", **requests)
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=folder, capture_output=True, text=True, check=True)
+    result: list[dict[str, Any]] = json.loads(ran.stdout)
+    return result
+
+
+def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder: Path, train: Callable[..., Path]) -> None:
+    run, table = train("FIRST", *TRAINED["FIRST"]), read_long_table("files/first.parquet", features="files/first.npz")
+    decisions = read_decisions(run).filter(pl.col("policy") == "deployed")
+    assert set(decisions["seed"]) == {0}
+    rows = [table.sample_ids.index(sample) for sample in decisions["sample_id"]]
+    requests = {name: block[rows].numpy() for name, block in table.features.items()}
+    alone = decided(run, requests | {"budgets_ms": decisions["place"].to_numpy()})
+    labels = {table.label(c): table.configuration(c) for c in range(table.num_configurations)}
+    assert alone == [labels[choice] for choice in decisions["choice"]]
+    means = {row["policy"]: row for row in json.loads((run / "results.json").read_text())["rows"][::3]}
+    assert means["deployed"]["utility"] == pytest.approx(decisions["score"].mean())
+    assert 0 < means["deployed"]["decision_us_p50"] < means["controller"]["decision_us_p50"]
+    assert "Deployed is a student of the controller" in (run / "report.html").read_text()
+    # the same is exported and loaded by default
+    assert main(["export", *FIRST, f"checkpoint={run}"]) == 0
+    assert decided(Path("exported"), requests | {"budgets_ms": decisions["place"].to_numpy()}) == alone
+    student, teacher = knobwise.load(run), knobwise.load(run, form="teacher")
+    assert (len(student.agent.experts), len(teacher.agent.experts)) == (0, 1)  # type: ignore[union-attr]
+    assert student.decide(table.features, 10.0, explain=True)[0].expected[0].keys() == {
+        *("configuration", "accuracy", "latency_ms", "on_time", "utility")
+    }
+
+
+def test_a_run_that_was_stopped_before_its_student_was_fitted_fits_the_same_later(
+    folder: Path, train: Callable[..., Path]
+) -> None:
+    words = ["train", *QUICK, *TRAINED["FIRST"], "baselines=false", "name=stopped"]
+    seed = folder / "runs" / "controller" / "stopped" / "checkpoints" / "seed0"
+    with patch.object(controller, "student_of", side_effect=KeyboardInterrupt):
+        assert main(words) == 130
+    assert isinstance(load_checkpoint(seed / "best.pt").agent, StackedController)
+    assert not (seed / "student.pt").exists()
+    assert main(words) == 0
+    paths = seed / "student.pt", seed.parent / "student.pt", train("FIRST", *TRAINED["FIRST"]) / BEST_STUDENT
+    states = [load_checkpoint(path).controller.state_dict() for path in paths]
+    for name, values in states[0].items():
+        assert all(torch.equal(values, state[name]) for state in states[1:]), name
+
+
+def test_what_is_deployed_may_be_the_policy_itself(folder: Path, train: Callable[..., Path]) -> None:
+    run = train("teacher", *TRAINED["FIRST"], "policy.deploy=teacher")
+    assert not list(run.rglob("student.pt"))
+    assert "deployed" not in set(read_decisions(run)["policy"])
+    table = read_long_table("files/first.parquet", features="files/first.npz")
+    teacher, limits = load_checkpoint(run / BEST).controller, torch.full((table.num_samples,), 10.0)
+    exported = NumpyController.load(run / "controller.npz")
+    chosen = exported.choose({name: block.numpy() for name, block in table.features.items()}, limits.numpy())
+    assert chosen.tolist() == teacher.choose(table.features, limits).tolist()
+
+
 def test_an_exported_file_decides_alone_as_the_checkpoint(
     folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
     checkpoint = best_of("FIRST", train)
-    assert main(["export", *FIRST, checkpoint, "int8=true", "student=true", "out=light"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("exported: light") == 1
-    assert "student: decides as its teacher in " in printed
-    assert main(["export", *FIRST, checkpoint, "onnx=false"]) == 0
+    assert main(["export", *FIRST, checkpoint, "onnx=true", "int8=true", "out=light"]) == 0
+    assert capsys.readouterr().out.count("exported: light") == 1
+    assert main(["export", *FIRST, checkpoint]) == 0
     names = {"controller.npz", "numpy_controller.py", "export.json"}
     assert {path.name for path in Path("exported").iterdir()} == names
     light = {path.name for path in Path("light").iterdir()}
-    assert light == names | {"controller.onnx", "controller.int8.onnx", "student.pt"}
+    assert light == names | {"controller.onnx", "controller.int8.onnx"}
 
     table = read_long_table("files/first.parquet", features="files/first.npz")
     budgets_ms = torch.linspace(5, 20, table.num_samples)
     inputs = {name: block.numpy() for name, block in table.features.items()} | {"budgets_ms": budgets_ms.numpy()}
-    for out, path in (("exported", checkpoint.removeprefix("checkpoint=")), ("light", "light/student.pt")):
-        np.savez(f"{out}/asked.npz", **inputs)  # type: ignore[arg-type]
-        ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=out, capture_output=True, text=True, check=True)
-        chosen = load_checkpoint(path).controller.choose(table.features, budgets_ms)
-        assert json.loads(ran.stdout) == [table.configuration(index) for index in chosen.tolist()]
+    chosen = load_checkpoint(checkpoint.removeprefix("checkpoint=")).controller.choose(table.features, budgets_ms)
+    for out in ("exported", "light"):
+        assert decided(Path(out), inputs) == [table.configuration(index) for index in chosen.tolist()]
         facts = json.loads(Path(out, "export.json").read_text())
         assert facts["forms"]["NumPy"]["different"] == 0
         assert facts["trained_on"] == {"name": "first", "digest": table.digest}
@@ -136,17 +196,12 @@ def test_an_exported_file_decides_alone_as_the_checkpoint(
     assert all(form["decision_us_p50"] > 0 for form in forms.values())
 
 
-def test_export_compares_on_another_profile_but_fits_no_student_to_it(
-    folder: Path, train: Callable[..., Path], capsys: Capture
-) -> None:
+def test_export_compares_on_another_profile(folder: Path, train: Callable[..., Path]) -> None:
     checkpoint = best_of("FIRST", train)
-    assert main(["export", *SECOND, checkpoint, "onnx=false"]) == 0
+    assert main(["export", *SECOND, checkpoint]) == 0
     facts = json.loads(Path("exported/export.json").read_text())
     assert (facts["trained_on"]["name"], facts["compared_on"]["name"]) == ("first", "second")
     assert facts["forms"]["NumPy"]["different"] == 0
-    assert main(["export", *SECOND, checkpoint, "student=true", "out=light"]) == 2
-    assert "needs the profile that the controller was trained on ('first')" in capsys.readouterr().err
-    assert not Path("light").exists()
 
 
 # -- live --------------------------------------------------------------------------------------------------------------
@@ -290,10 +345,15 @@ TRAIN = ["train", *QUICK]
         (["export", *FIRST, "FIRST", "out=files/occupied"], "files/occupied is a file and no folder"),
         (["export", *FIRST, "FIRST", "onnx=maybe"], "onnx=maybe: must be true or false"),
         (["export", *FIRST, "FIRST", "threads=0"], "threads=0: must be at least 1"),
-        (["export", *FIRST, "FIRST", "studnet=true"], "did you mean student=true?"),
-        (["export", "BUILTIN", "student=true"], "this one is light already"),
+        (["export", *FIRST, "FIRST", "onxn=true"], "did you mean onnx=true?"),
+        (
+            [*TRAIN, *FIRST, "policy.members=1", "policy.deploy=student"],
+            "policy.deploy=student: needs policy.structure",
+        ),
+        ([*TRAIN, *FIRST, "policy.deploy=student", "budget=mean"], "policy.deploy=student: is for deadlines"),
+        ([*TRAIN, *FIRST, "policy.deploy=pupil"], "policy.deploy='pupil': must be one of auto, student, teacher"),
         ([*LIVE, "FIRST"], "live needs the best.pt of a training on profile 'builtin'"),
-        ([*LIVE, *FIRST, "FIRST", "stream.student=false"], "live needs profile=builtin"),
+        ([*LIVE, *FIRST, "FIRST"], "live needs profile=builtin"),
         ([*LIVE, "BUILTIN", "profile.accuracy=soft_score"], "live needs the best.pt"),
         ([*LIVE, "BUILTIN", "stream.requests=0"], "stream.requests=0: must be at least 1"),
         ([*LIVE, "BUILTIN", "stream.clock=sun"], "stream.clock='sun': must be one of wall, cpu"),

@@ -18,10 +18,9 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
-from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
+from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
@@ -163,28 +162,18 @@ def test_who_falls_behind_waits_for_itself_alone(case: Case) -> None:
     assert (served["limit_ms"][0, 1:, 0] <= left[1:] + 1e-9).all()
 
 
-def test_a_controller_with_experts_is_served_by_its_student_and_nothing_is_fitted_on_what_is_served(
+def test_nothing_is_fitted_on_what_is_served(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table, split, everything, _ = case
-    rows = split.train[:120]
-    config = PolicyConfig(structure="utility", members=2, hidden=4, experts=("ridge",))
-    network = Controller.for_table(table, rows, config).eval()
-    stack = fit_stack(table, rows, network, config, default_budgets(table), 0)
-    few = functools.partial(student_of, config=StudentConfig(hidden=8, requests=1700, steps=3))
-    fixed = live.fixed_configurations
-    calls = {"student_of": few, "BudgetAwareStatic": BudgetAwareStatic, "fixed_configurations": fixed}
+    table, split, everything, controller = case
+    calls = {"BudgetAwareStatic": BudgetAwareStatic, "fixed_configurations": live.fixed_configurations}
     noted = {name: Mock(side_effect=call) for name, call in calls.items()}
     for name, mock in noted.items():
         monkeypatch.setattr(live, name, mock)
-    checkpoint = saved(tmp_path / "best.pt", stack, table, split)
-    for student, words in ((False, "The controller answered"), (True, "A student of the controller answered")):
-        results = live.run_live(checkpoint, table, replace(SHORT, student=student))
-        assert results["student"] == student
-        assert words in capsys.readouterr().out
-    for name, mock in noted.items():
-        fitted = mock.call_args.args[2 if name == "student_of" else 1]
-        assert sorted(fitted.tolist()) == sorted(everything.tolist())
+    results = live.run_live(saved(tmp_path / "best.pt", controller, table, split), table, SHORT)
+    assert "The controller answered" in capsys.readouterr().out
+    for mock in noted.values():
+        assert sorted(mock.call_args.args[1].tolist()) == sorted(everything.tolist())
     scaled = default_budgets(table).double() * results["speed"]["before"]
     assert all(min(abs(scaled - budget)) < 1e-9 for budget in results["budgets_ms"])
 
@@ -271,7 +260,7 @@ def test_a_replay_that_is_wrong_is_found_out() -> None:
     away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
     assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
     assert not any(policy == "cheapest" for policy, _ in away)
-    results |= {"student": False, "repeats": 1, "rate": None, "clock": "wall"}
+    results |= {"repeats": 1, "rate": None, "clock": "wall"}
     assert "they differ in " in live_report.verdict(results)[-1]
 
 
