@@ -21,6 +21,7 @@ from knobwise.agents.checkpoint import network_of
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import UtilityNetwork
 from knobwise.agents.predictors.experts import Expert
+from knobwise.agents.predictors.regressors import Regressor
 from knobwise.agents.serving.export import configurations_of
 from knobwise.agents.stack.stacked_controller import StackedController, network_outcomes
 from knobwise.common.errors import InputError
@@ -186,6 +187,7 @@ def adapted(agent: Adaptable, offsets: Offsets, x: Tensor) -> Adaptable:
     if isinstance(agent, StackedController):
         for expert in agent.experts:
             assert isinstance(expert, Expert)
+            assert isinstance(expert.log_latency, Regressor)
             expert.log_latency = expert.log_latency.rescaled(torch.ones(len(factors)), offsets.mean.float())
             expert.spread = torch.hypot(expert.spread, offsets.variance.sqrt().float())
         if agent.guard is not None:

@@ -82,7 +82,7 @@ def _listed(loaded: Loaded, table: ProfileTable, count: int) -> pl.DataFrame:
     cells = []
     for row, column in cells_to_time(table.configurations, table.mask[rows], weights, count).tolist():
         sample = int(rows[row])
-        key = {"dataset": table.datasets[sample]} if table.datasets else {}
+        key: dict[str, Any] = {"dataset": table.datasets[sample]} if table.datasets else {}
         key |= {"sample_id": table.sample_ids[sample], **table.configuration(column)}
         cells.append(key | {"accuracy": float(table.accuracy[sample, column]), "latency_ms": None})
     return pl.DataFrame(cells)
@@ -101,10 +101,10 @@ def _adapt(loaded: Loaded, table: ProfileTable, timed: ProfileTable, out: Path) 
     agent = adapted(agent, offsets, x)
     loaded._replace(agent=agent, extra=loaded.extra | {"adapted": facts}).save(out / "controller.pt")
     export_numpy(agent, out / "controller.npz")
-    rows = [
+    lines = [
         [knob.name, str(value), f"× {offsets.mean[table.configurations[:, k] == v].mean().exp():.3f}"]
         for k, knob in enumerate(table.knobs)
         for v, value in enumerate(knob.values)
     ]
-    print_table(Console(), ["knob", "value", "time"], rows, range(3))
+    print_table(Console(), ["knob", "value", "time"], lines, range(3))
     return facts

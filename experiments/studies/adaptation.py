@@ -25,6 +25,7 @@ from knobwise.envs.configurations.budgets import default_budgets, log_measured
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.deploy.adapt import REQUESTS
 from knobwise.experiments.studies.decisions import Mean
 from knobwise.experiments.studies.running import rendered, run_from_words
 
@@ -63,7 +64,7 @@ def run(config: AdaptationConfig) -> list[str]:
     with progress("machines", config.machines) as tick:
         for seed in range(config.machines):
             draws = torch.Generator().manual_seed(seed)
-            machine, jitter = (timed, 0.0) if timed else (_simulated(table, draws), SIMULATED.noise)
+            machine, jitter = (timed, 0.0) if timed else (simulated(table, draws), SIMULATED.noise)
             cases.append(measure(loaded[seed % len(loaded)], table, machine, jitter, draws))
             tick(seed + 1, "")
     means = {key: Mean.over(case[key] for case in cases) for key in cases[0]}
@@ -75,7 +76,7 @@ def run(config: AdaptationConfig) -> list[str]:
     return []
 
 
-def _simulated(table: ProfileTable, generator: torch.Generator) -> ProfileTable:
+def simulated(table: ProfileTable, generator: torch.Generator) -> ProfileTable:
     """The profile of a simulated machine, without jitter."""
     offsets = torch.randn(1, generator=generator)
     offsets = offsets + SIMULATED.configuration * torch.randn(table.num_configurations, generator=generator)
@@ -94,8 +95,9 @@ def measure(
     fitted = fitted[torch.randperm(len(fitted), generator=generator)]
     ratios = log_measured(machine.latency_ms[fitted]) - log_measured(table.latency_ms[fitted])
     ratios = (ratios + jitter * torch.randn(ratios.shape, generator=generator)).double()
-    some = {name: block[fitted[:500]] for name, block in table.features.items()}
-    weights = decision_weights(agent, table, fitted[:500], default_budgets(table))
+    some = fitted[:REQUESTS]
+    x = agent.features({name: block[some] for name, block in table.features.items()}, len(some))
+    weights = decision_weights(agent, table, some, default_budgets(table))
     every, static = table.mask[fitted].nonzero(), BudgetAwareStatic(table, fitted)
     listed = cells_to_time(table.configurations, table.mask[fitted], weights, max(filter(None, COUNTS)))
     drawn = every[torch.randperm(len(every), generator=generator)]
@@ -107,7 +109,7 @@ def measure(
             if way == "factor" or count == 0:  # without cells nothing is known, and nothing changes
                 factor = ratios[rows, chosen].median().nan_to_num().expand_as(offsets.mean)
                 offsets = Offsets(factor, torch.zeros_like(factor), 0.0)
-            policy = adapted(agent, offsets, agent.features(some, 500))
+            policy = adapted(agent, offsets, x)
             if way == "static":
                 policy = static.scaled(offsets.mean.exp())
             judged = judge(policy, machine, loaded.extra["test_rows"], default_budgets(machine))
