@@ -261,10 +261,10 @@ def timeline(requests: pl.DataFrame) -> alt.VConcatChart:
 def residuals(requests: pl.DataFrame) -> alt.LayerChart:
     """How far ln(latency) was from what was expected, in units of the expected spread (`residual`): a histogram, and
     dashed the normal distribution that decisions assume. Residuals beyond ±6 count as ±6."""
-    width, edges = 0.25, np.arange(-6, 6.25, 0.25)
+    edges = np.arange(-6, 6.25, 0.25)
     counts, _ = np.histogram(requests["residual"].clip(-6, 6).to_numpy(), edges)
-    middle = edges[:-1] + width / 2
-    normal = np.exp(-(middle**2) / 2) / np.sqrt(2 * np.pi) * width
+    middle = edges[:-1] + 0.125
+    normal = np.exp(-(middle**2) / 2) / np.sqrt(2 * np.pi) * 0.25
     rows = pl.DataFrame({"residual": middle, "share": counts / max(counts.sum(), 1), "normal": normal})
     x = alt.X("residual:Q", title="residual in expected spreads")
     bars = alt.Chart(rows).mark_bar(size=12).encode(x, alt.Y("share:Q", title="share of the requests"))

@@ -81,7 +81,7 @@ class ElasticProfileConfig:
 
     samples: int = 2000
     """Scenes, each with one question, made of digit images that training never saw."""
-    repeats: int = 5
+    repeats: int = 3
     """Measurements per (sample, configuration). The table keeps all of them; figures are those of their medians."""
     clock: str = "wall"
     """What latency_ms is: wall, the time that passes, or cpu, the CPU time of the thread, for a machine that others use

@@ -139,7 +139,8 @@ def run(case: Case, folder: Path) -> None:
         env.close()
         many = MultiSyncCollector if case.use == "multi_sync" else MultiAsyncCollector
         weights = SharedMemWeightSyncScheme()
-        collector = many([make, make], policy, weight_sync_schemes={"policy": weights}, **settings)
+        schemes = None if policy is None else {"policy": weights}
+        collector = many([make, make], policy, weight_sync_schemes=schemes, **settings)
     else:
         collector = Collector(env, policy, **settings)
     if case.use == "trainer":

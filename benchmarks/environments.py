@@ -1,9 +1,8 @@
-"""Speed of what training repeats, on the built-in profile and one thread.
+"""Speed of the environments, on the built-in profile and one thread.
 
 Decisions per second of the native environment with rows and budgets only (`lean`), at several batch sizes: `step`, a
 step and the contexts after it (`step_and_maybe_reset`), and a whole `rollout(1)`. The same for gymnasium's vector
-environment, with the ratio to gymnasium's own `SyncVectorEnv` around the single one. Then the time of a training
-iteration of the default policy, in both stages.
+environment, with the ratio to gymnasium's own `SyncVectorEnv` around the single one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,11 +17,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
 from torch.utils.benchmark import Timer
 
-from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.envs import ConfigBandit, builtin_profile
 from knobwise.envs.configurations.gymnasium_env import ConfigBanditEnv, ConfigBanditVectorEnv
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.command_line.compose import GROUPS
 
 SECONDS = 1.0
 """For which each is timed; the median counts."""
@@ -59,21 +55,6 @@ def gymnasiums(table: ProfileTable, size: int) -> None:
     print(f"  ratio {rates[0] / rates[1]:.1f}", flush=True)
 
 
-def training(table: ProfileTable, stage: str) -> None:
-    groups = {"policy": GROUPS["policy"]["auto"], "reward": GROUPS["reward"]["utility"]}
-    warm_up = 10**6 if stage == "regression" else 0
-    settings = replace(GROUPS["optimiser"]["auto"], warmup_iterations=warm_up, iterations=10**6)
-    trainer = ControllerTrainer(table, table.split(), optimiser=settings, **groups)
-    stream = iter(trainer.collector)
-
-    def iterate() -> None:
-        trainer.iterate(stream)
-        trainer.iteration += 1
-
-    seconds = Timer("iterate()", globals={"iterate": iterate}).blocked_autorange(min_run_time=SECONDS).median
-    print(f"training, {stage}: {seconds * 1e3:.2f} ms an iteration", flush=True)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
@@ -81,5 +62,3 @@ if __name__ == "__main__":
     for batch in (64, 1_024, 16_384):
         native(TABLE, batch)
     gymnasiums(TABLE, 64)
-    for each in ("regression", "GRPO"):
-        training(TABLE, each)
