@@ -17,7 +17,6 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.serving.knob_policy import Blocks, Explanation, KnobPolicy
-from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.long_table import table_from_frame
