@@ -92,17 +92,26 @@ class Lessons(NamedTuple):
 def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
     """Requests composed of samples, normalised features in blocks of these widths: [n, width] → [count, width].
 
-    In half of them each block of columns comes from another sample; half of them are mixed with another request.
+    Each is made of two: in half of these each block of columns comes from another sample; half of them are a mean with
+    another sample. In half of the requests some columns, up to half of them, come from the second.
     """
-    n, both = len(x), []
-    for _ in range(2):
+    n = len(x)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator)
+
+    def crossed() -> Tensor:
         rows = torch.randint(n, (count, 1), generator=generator).expand(-1, len(widths))
         others = torch.randint(n, (count, len(widths)), generator=generator)
-        rows = torch.where(torch.rand(count, 1, generator=generator) < 0.5, others, rows)
+        rows = torch.where(uniform(count, 1) < 0.5, others, rows)
         blocks = [block[rows[:, number]] for number, block in enumerate(x.split(widths, 1))]
-        both.append(torch.cat(blocks, 1) if blocks else x.new_zeros(count, 0))
-    share = 0.5 * torch.rand(count, 1, generator=generator) * (torch.rand(count, 1, generator=generator) < 0.5)
-    return torch.lerp(both[0], both[1], share)
+        return torch.cat(blocks, 1) if blocks else x.new_zeros(count, 0)
+
+    first, second = (
+        torch.lerp(crossed(), crossed(), 0.5 * uniform(count, 1) * (uniform(count, 1) < 0.5)) for _ in range(2)
+    )
+    taken = uniform(count, x.shape[1]) < 0.5 * uniform(count, 1) * (uniform(count, 1) < 0.5)
+    return torch.where(taken, second, first)
 
 
 def student_of(

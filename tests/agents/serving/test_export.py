@@ -356,16 +356,18 @@ def test_what_a_teacher_prefers_most_is_what_the_stack_chooses(deploy: bool, pri
     assert torch.equal(prefers, stack.choose(table.features, limits))
 
 
-def test_composed_requests_are_between_samples_block_by_block() -> None:
-    x = torch.arange(5.0)[:, None] + torch.zeros(5, 3)
-    made = composed(x, [1, 2], 400, torch.Generator().manual_seed(0))
-    assert made.shape == (400, 3)
-    assert torch.equal(made[:, 1], made[:, 2])  # of one block
-    assert float(made.min()) >= 0
-    assert float(made.max()) <= 4
-    crossed, mixed = (made[:, 0] != made[:, 1]).float().mean(), (made != made.round()).any(1).float().mean()
-    assert 0.3 < crossed < 0.8
-    assert 0.3 < mixed < 0.6
+def test_composed_requests_are_between_samples_in_every_column() -> None:
+    x = torch.arange(5.0)[:, None] + torch.zeros(5, 21)
+    made = composed(x, [1, 20], 400, torch.Generator().manual_seed(0))
+    assert made.shape == (400, 21)
+    assert 0 <= float(made.min()) < float(made.max()) <= 4
+    second = made[:, 1:]  # a block
+    kinds = torch.tensor([len(set(row)) for row in second.tolist()])
+    assert set(kinds.tolist()) == {1, 2}  # of one request, or columns of two
+    crossed = (made[:, 0] != second.mode(1).values).float().mean()
+    mixed = (made != made.round()).any(1).float().mean()
+    for share, least, most in ((crossed, 0.3, 0.9), (mixed, 0.3, 0.8), ((kinds == 2).float().mean(), 0.2, 0.5)):
+        assert least < float(share) < most
     assert composed(torch.zeros(5, 0), [], 7, torch.Generator()).shape == (7, 0)
 
 

@@ -133,14 +133,17 @@ def test_inspect_shows_how_much_repeated_measurements_vary(folder: Path, capsys:
 
 def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
     assert main(["train", *TABLE, *QUICK, "seeds=[0]"]) == 0
-    assert main(["evaluate", *TABLE, "json=again.json"]) == 0
     trained = json.loads(Path("runs/latest/results.json").read_text())
-    again = json.loads(Path("again.json").read_text())
-    for first, second in zip(trained["rows"], again["rows"], strict=True):
-        for key in ("policy", "budget_ms", "utility", "accuracy", "latency_ms_mean", "satisfaction"):
-            assert first[key] == second[key], (first["policy"], key)
-    assert again["guard"] == trained["guard"]
-    assert again["chosen"] == trained["chosen"]
+    for checkpoint, left_out in (("runs/latest/checkpoints/best.pt", "deployed"), ("runs/latest", "controller")):
+        assert main(["evaluate", *TABLE, f"checkpoint={checkpoint}", "json=again.json"]) == 0
+        again = json.loads(Path("again.json").read_text())
+        rows = [row for row in trained["rows"] if row["policy"] != left_out]
+        for first, second in zip(rows, again["rows"], strict=True):
+            assert second["policy"] == first["policy"].replace("deployed", "controller")
+            for key in ("budget_ms", "utility", "accuracy", "latency_ms_mean", "satisfaction"):
+                assert first[key] == second[key], (first["policy"], key)
+        assert again["guard"] == trained["guard"]
+    assert again["chosen"] != trained["chosen"]  # a student has no experts
 
 
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
