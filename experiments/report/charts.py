@@ -248,15 +248,12 @@ def timeline(requests: pl.DataFrame) -> alt.VConcatChart:
     """Requests in order, with their latency_ms and budget_ms, and the `level` that a tracker expects: latency here /
     latency predicted."""
     rows = requests.with_row_index("request", 1).with_columns(share=pl.col("latency_ms") / pl.col("budget_ms"))
+    chart, x = alt.Chart(rows).properties(width=680), alt.X("request:Q")
     share = alt.Y("share:Q", title="latency / budget", scale=alt.Scale(type="log", padding=8))
-    x = alt.X("request:Q", title=None)
-    dots = alt.Chart(rows).mark_circle(size=14, opacity=0.7).encode(x, share, tooltip=_tooltip(rows))
+    dots = chart.mark_circle(size=14, opacity=0.7).encode(x, share, tooltip=_tooltip(rows))
     budget = alt.Chart(pl.DataFrame({"share": [1.0]})).mark_rule(**DASHED).encode(y=share)
-    level = alt.Y("level:Q", title="tracked level", scale=CLOSE)
-    line = alt.Chart(rows).mark_line(strokeWidth=1.5).encode(alt.X("request:Q", title="request"), level)
-    return alt.vconcat(
-        alt.layer(dots, budget).properties(width=680, height=240), line.properties(width=680, height=110)
-    )
+    level = chart.mark_line(strokeWidth=1.5).encode(x, alt.Y("level:Q", title="tracked level", scale=CLOSE))
+    return alt.vconcat(alt.layer(dots, budget).properties(height=240), level.properties(height=110))
 
 
 def residuals(requests: pl.DataFrame) -> alt.LayerChart:
