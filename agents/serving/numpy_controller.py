@@ -314,7 +314,7 @@ def _under(arrays: Arrays, prefix: str) -> dict[str, Array]:
 
 
 # numbers of Python would cost more time
-_HALF, _ONE, _FARTHEST = (np.array(number, np.float32) for number in (0.5, 1.0, 5.5**2))
+_HALF, _UNIT, _FARTHEST = (np.array(number, np.float32) for number in (0.5, 1.0, 5.5**2))
 _ODD = [0.79788494, 0.036333085, -3.2594965e-5, -5.5306199e-5, 3.9647455e-6, -1.3226343e-7, 1.7561737e-9]
 _SIXTH, _FIFTH, *_LOWER = [np.array(coefficient, np.float32) for coefficient in reversed(_ODD)]
 
@@ -610,7 +610,7 @@ class _Fast:
             price, deploy = (0.0, True) if self.guard is None else self.guard.single(budget_ms)
             if self.guard is None or deploy:
                 meets = _ndtr(z)
-                accuracy += _ONE
+                accuracy += _UNIT
                 score = accuracy * meets
                 if price:
                     score = score + 2 * price * meets.astype(np.float64)
