@@ -43,12 +43,13 @@ FREE = 3.0
 """Prior standard deviation of β₀."""
 PLANNED = Scales(0.2, 0.05, 0.05)
 """What is assumed when cells are chosen."""
-TRIED = [Scales(*each) for each in itertools.product((0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))]
-"""What is tried when offsets are fitted."""
+_GRID = itertools.product((0.01, 0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))
+TRIED = [Scales(*each) for each in _GRID]
+"""What offsets are averaged over."""
 OUTLYING, LEAST_NOISE = 4.0, 0.02
-"""Cells this many standard deviations from a first fit are left out, as stalls; one is at least the second number."""
+"""Cells further from a first fit than so many standard deviations, each at least 0.02, are left out as stalls."""
 LEAST_CELLS = 5
-"""With fewer cells the noise cannot be told."""
+"""With fewer cells the noise is not known."""
 
 
 class Offsets(NamedTuple):
