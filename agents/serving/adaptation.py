@@ -71,7 +71,8 @@ def prior_covariance(configurations: Tensor, scales: Scales) -> Tensor:
 
 def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offsets:
     """Offsets from timed cells, averaged over the scales by their marginal likelihoods (Hoeting et al. 1999, "Bayesian
-    Model Averaging", Statistical Science 14).
+    Model Averaging", Statistical Science 14). The variance includes that of the cells around their offsets, because
+    other requests will scatter alike.
 
     Args:
         configurations: int64 [C, K].
@@ -87,7 +88,9 @@ def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offse
         mean = share @ means
         residuals = (ratios - mean[chosen]).abs()
         kept = residuals <= OUTLYING * max(1.4826 * float(residuals.median()), LEAST_NOISE)
-    return Offsets(mean, share @ (variances + means.square()) - mean.square(), float(evidence.logsumexp(0)))
+    jitter = residuals[kept].square().sum() / max(int(kept.sum()), 1)
+    variance = share @ (variances + means.square()) - mean.square() + jitter
+    return Offsets(mean, variance, float(evidence.logsumexp(0)))
 
 
 def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Scales) -> Offsets:
