@@ -43,12 +43,13 @@ FREE = 3.0
 """Prior standard deviation of β₀."""
 PLANNED = Scales(0.2, 0.05, 0.05)
 """What is assumed when cells are chosen."""
-TRIED = [Scales(*each) for each in itertools.product((0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))]
-"""What is tried when offsets are fitted."""
+_GRID = itertools.product((0.01, 0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))
+TRIED = [Scales(*each) for each in _GRID]
+"""What offsets are averaged over."""
 OUTLYING, LEAST_NOISE = 4.0, 0.02
-"""Cells this many standard deviations from a first fit are left out, as stalls; one is at least the second number."""
+"""Cells further from a first fit than so many standard deviations, each at least 0.02, are left out as stalls."""
 LEAST_CELLS = 5
-"""With fewer cells the noise cannot be told."""
+"""With fewer cells the noise is not known."""
 
 
 class Offsets(NamedTuple):
@@ -70,7 +71,8 @@ def prior_covariance(configurations: Tensor, scales: Scales) -> Tensor:
 
 def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offsets:
     """Offsets from timed cells, averaged over the scales by their marginal likelihoods (Hoeting et al. 1999, "Bayesian
-    Model Averaging", Statistical Science 14).
+    Model Averaging", Statistical Science 14). The variance includes that of the cells around their offsets, because
+    other requests will scatter alike.
 
     Args:
         configurations: int64 [C, K].
@@ -86,7 +88,9 @@ def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offse
         mean = share @ means
         residuals = (ratios - mean[chosen]).abs()
         kept = residuals <= OUTLYING * max(1.4826 * float(residuals.median()), LEAST_NOISE)
-    return Offsets(mean, share @ (variances + means.square()) - mean.square(), float(evidence.logsumexp(0)))
+    jitter = residuals[kept].square().sum() / max(int(kept.sum()), 1)
+    variance = share @ (variances + means.square()) - mean.square() + jitter
+    return Offsets(mean, variance, float(evidence.logsumexp(0)))
 
 
 def posterior(configurations: Tensor, chosen: Tensor, ratios: Tensor, scales: Scales) -> Offsets:

@@ -106,5 +106,5 @@ def _adapt(loaded: Loaded, table: ProfileTable, timed: ProfileTable, out: Path) 
         for k, knob in enumerate(table.knobs)
         for v, value in enumerate(knob.values)
     ]
-    print_table(Console(), ["knob", "value", "time"], lines, range(3))
+    print_table(Console(), ["knob", "value", "time, here / in training"], lines, range(3))
     return facts

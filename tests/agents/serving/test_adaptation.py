@@ -93,6 +93,13 @@ def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(see
     assert error < 0.3 * (differences.median() - truth).square().mean().sqrt()
 
 
+def test_cells_that_scatter_make_the_controller_less_sure() -> None:
+    chosen = torch.arange(4).repeat(200)
+    scatter = 0.2 * torch.randn(800, generator=torch.Generator().manual_seed(0))
+    assert fit_offsets(GRID, chosen, scatter).variance.tolist() == pytest.approx([0.04] * 4, rel=0.2)
+    assert fit_offsets(GRID, chosen, 0 * scatter).variance.max() < 0.001
+
+
 def test_without_cells_nothing_changes_to_the_bit() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert not fit_offsets(GRID, none, none.double()).mean.any()
