@@ -391,7 +391,8 @@ def _replayed_decisions(
         index, log_latency, spread = controller.decide_expected(features, limit, drift)
         same[:, i, repeat] = index == choice, controller.decide_index(features, budget, drift) == choice
         if repeat == 0:
-            offsets, scale = drift or (np.zeros(len(controller.configurations)), 1.0)
+            offsets, scale = drift or (0.0, 1.0)
+            offsets = np.broadcast_to(offsets, len(controller.configurations))
             inference, *costs = (float(served[name][i, 0]) for name in ("inference_ms", "overhead_ms", "waited_ms"))
             residual = np.log(max(inference, LEAST_LATENCY_MS)) - log_latency - offsets[index]
             row = {

@@ -20,7 +20,7 @@ from knobwise.envs.readers.long_table import long_frame, read_long_table, write_
 from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
 
 POLICIES = [
-    *("controller", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
+    *("controller", "teacher", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
     *("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "random", "oracle"),
 ]
 QUICK = [*OPTIMISER, "seeds=[0,1,2]"]
@@ -132,14 +132,14 @@ def test_inspect_shows_how_much_repeated_measurements_vary(folder: Path, capsys:
 
 
 def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
-    assert main(["train", *TABLE, *QUICK, "seeds=[0]"]) == 0
+    assert main(["train", *TABLE, *QUICK, "seeds=[0]", "own_cost=false"]) == 0
     trained = json.loads(Path("runs/latest/results.json").read_text())
-    for checkpoint, left_out in (("runs/latest/checkpoints/best.pt", "deployed"), ("runs/latest", "controller")):
-        assert main(["evaluate", *TABLE, f"checkpoint={checkpoint}", "json=again.json"]) == 0
+    for checkpoint, left_out in (("runs/latest/checkpoints/best.pt", "controller"), ("runs/latest", "teacher")):
+        assert main(["evaluate", *TABLE, f"checkpoint={checkpoint}", "json=again.json", "own_cost=false"]) == 0
         again = json.loads(Path("again.json").read_text())
         rows = [row for row in trained["rows"] if row["policy"] != left_out]
         for first, second in zip(rows, again["rows"], strict=True):
-            assert second["policy"] == first["policy"].replace("deployed", "controller")
+            assert second["policy"] == first["policy"].replace("teacher", "controller")
             for key in ("budget_ms", "utility", "accuracy", "latency_ms_mean", "satisfaction"):
                 assert first[key] == second[key], (first["policy"], key)
         assert again["guard"] == trained["guard"]
@@ -203,7 +203,7 @@ SIMULATED = [*QUICK, "optimiser.warmup_iterations=10", "optimiser.iterations=4",
 
 
 def test_without_headroom_the_guard_falls_back_and_says_so(folder: Path, capsys: Capture) -> None:
-    words = ["profile=simulated", "profile.kind=no_headroom", "profile.samples=150"]
+    words = ["profile=simulated", "profile.kind=no_headroom", "profile.samples=150", "own_cost=false"]
     assert main(["train", *words, *SIMULATED]) == 0
     results = json.loads(Path("runs/latest/results.json").read_text())
     (rows,) = results["guard"]

@@ -120,7 +120,7 @@ def decided(folder: Path, requests: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder: Path, train: Callable[..., Path]) -> None:
     run, table = train("FIRST", *TRAINED["FIRST"]), read_long_table("files/first.parquet", features="files/first.npz")
-    decisions = read_decisions(run).filter(pl.col("policy") == "deployed")
+    decisions = read_decisions(run).filter(pl.col("policy") == "controller")
     assert set(decisions["seed"]) == {0}
     rows = [table.sample_ids.index(sample) for sample in decisions["sample_id"]]
     requests = {name: block[rows].numpy() for name, block in table.features.items()}
@@ -128,9 +128,9 @@ def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder: Pa
     labels = {table.label(c): table.configuration(c) for c in range(table.num_configurations)}
     assert alone == [labels[choice] for choice in decisions["choice"]]
     means = {row["policy"]: row for row in json.loads((run / "results.json").read_text())["rows"][::3]}
-    assert means["deployed"]["utility"] == pytest.approx(decisions["score"].mean())
-    assert 0 < means["deployed"]["decision_us_p50"] < means["controller"]["decision_us_p50"]
-    assert "Deployed is a student of the controller" in (run / "report.html").read_text()
+    assert means["controller"]["utility"] == pytest.approx(decisions["score"].mean())
+    assert 0 < means["controller"]["decision_us_p50"] < means["teacher"]["decision_us_p50"]
+    assert "The controller is a student" in (run / "report.html").read_text()
     # the same is exported and loaded by default
     assert main(["export", *FIRST, f"checkpoint={run}"]) == 0
     assert decided(Path("exported"), requests | {"budgets_ms": decisions["place"].to_numpy()}) == alone

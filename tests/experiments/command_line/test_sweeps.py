@@ -43,7 +43,7 @@ SWEPT = {
     "leave_one_out": [[f"split.leave_out={name}"] for name in ("text_vqa", "coco_vqa", "okvqa")],
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-QUICK = [*OPTIMISER, "policy.members=2", "seeds=[0]", "baselines=false"]
+QUICK = [*OPTIMISER, "policy.members=2", "seeds=[0]", "baselines=false", "own_cost=false"]
 ADDRESS = "hydra.launcher.ray.init.address="
 OBJECTIVE = ["train", "-m", "experiment=objective", *TABLE, *QUICK]
 
