@@ -44,7 +44,7 @@ SELECTOR = [
     *("sft.queries=64", "jobs=1"),
 ]
 RUNS = {
-    "guarded": ["policy=utility", "policy.members=2", *TABLE, *SHORT],
+    "guarded": ["policy=utility", "policy.members=2", "policy.deploy=student", *TABLE, *SHORT],
     "sampled": ["policy=additive", "loss=sampled", "baselines=false", *TABLE, *SHORT],
     "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT],
     "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT],
