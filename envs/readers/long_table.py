@@ -75,12 +75,10 @@ def table_from_frame(
         source: the name of the frame in error messages, such as a file name.
 
     Raises:
-        InputError: if columns are missing or wrong, values out of range, a measurement occurs twice, or features do
-            not fit.
+        InputError: columns are missing or wrong, values out of range, a measurement occurs twice, features do not fit.
     """
-    source, notes = source or name, list(notes)
-    if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
-        accuracy = "score"
+    source, notes, score = source or name, list(notes), accuracy not in frame.columns and "score" in frame.columns
+    accuracy = "score" if accuracy == "accuracy" and score else accuracy
     frame, keys, measured = _check_columns(frame, accuracy, latency, source, notes)
     columns = _find_knobs(frame, keys, {accuracy, latency}, notes) if knobs is None else knobs
     _check_knobs(frame, columns, {*keys.columns, accuracy, latency, "repeat"}, source)
@@ -89,11 +87,7 @@ def table_from_frame(
     configurations = chosen.unique().sort(chosen.columns)
     samples = _samples(frame.drop(columns), keys, source)
     if knobs is None and len(configurations) > 50 and 2 * len(configurations) > len(frame):
-        sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in settings)
-        raise InputError(
-            f"{source}: {len(configurations)} configurations in {len(frame)} rows, so a column taken as a knob must be "
-            f"a measurement: {sizes}. Name the knobs with knobs="
-        )
+        raise _measurement_as_knob(settings, len(configurations), len(frame), source)
     cell = _row_numbers(keys, samples) * len(configurations) + _row_numbers(chosen, configurations)
     times = np.bincount(cell, minlength=len(samples) * len(configurations))
     if times.max() > 1:
@@ -102,19 +96,25 @@ def table_from_frame(
         _refuse_repeated(measured, samples, configurations, settings, source)
         _note_repeated(measured, times, notes)
     accuracies, latencies, repeats = _place_cells(measured, cell, times, (len(samples), len(configurations)))
+    words = {**_names(samples, notes), "name": name, "unit": unit, "notes": tuple(notes)}
     table = ProfileTable(
-        name=name,
         knobs=settings,
         configurations=torch.from_numpy(configurations.to_numpy().astype(np.int64)),
         accuracy=accuracies,
         latency_ms=latencies,
         mask=~accuracies.isnan(),
-        **_names(samples, notes),
-        notes=tuple(notes),
-        unit=unit,
         repeats_ms=repeats,
+        **words,
     )
     return table if features is None else attach_features(table, features)
+
+
+def _measurement_as_knob(settings: Sequence[Knob], configurations: int, rows: int, source: str) -> InputError:
+    sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in settings)
+    return InputError(
+        f"{source}: {configurations} configurations in {rows} rows, so a column taken as a knob must be a measurement: "
+        f"{sizes}. Name the knobs with knobs="
+    )
 
 
 def long_frame(table: ProfileTable) -> pl.DataFrame:
