@@ -20,6 +20,7 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.report.words import sentences
+from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import AdaptRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 
@@ -34,7 +35,7 @@ def run(config: AdaptRun) -> Path:
         InputError: a controller whose latencies cannot be moved, another profile than that of its training; see also
             `log_ratios`.
     """
-    loaded, out = load_checkpoint(config.checkpoint), Path(config.out)
+    loaded, out = load_checkpoint(checkpoint_at(config.checkpoint)), Path(config.out)
     if problem := _problem(loaded):
         raise InputError(f"{config.checkpoint}: {problem}")
     table, facts = read_profile(config.trained_on), None

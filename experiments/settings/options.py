@@ -235,8 +235,9 @@ class AdaptRun:
     """knobwise adapt: a trained controller for other hardware, from a few timed cells. Without a profile it lists the
     cells whose times would tell most; with their times it writes the controller."""
 
-    checkpoint: str = "runs/latest/checkpoints/best.pt"
-    """The controller: for deadlines, and one that predicts latencies (policy=auto or policy=utility)."""
+    checkpoint: str = "runs/latest"
+    """The controller, for deadlines, and one that predicts latencies (policy=auto or policy=utility): a checkpoint, or
+    the folder of a run, for what it deploys."""
     profile: Any = None
     """What was timed on the other hardware, at least the listed cells; all that it shares with `trained_on` count. None
     lists the cells to time."""
