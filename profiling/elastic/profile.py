@@ -88,7 +88,7 @@ def _profile(
     # measured as it will be loaded: with weights rounded to half precision
     model = ElasticVLM.load(path)
     with appended(state / "measured-0.jsonl") as log:
-        measure(ElasticAdaptive(model, features=False), plan, log, plan.done(read_logs(state)))
+        measure(ElasticAdaptive(model), plan, log, plan.done(read_logs(state)))
     return _write(out, config, model, samples, plan, read_logs(state))
 
 

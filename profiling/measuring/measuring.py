@@ -37,7 +37,7 @@ EXTRA = "extra."
 COLUMNS = {
     *("sample", "sample_id", "question_id", "question_type", "image_id", "dataset", "split", "fold", "answers", "pred"),
     *("accuracy", "changed", "configuration", "content", "repeat", "text", "score", "soft_score", "prediction"),
-    *("answer", "question", "latency_ms", "decode_ms", *TIMES, *TOKENS),
+    *("answer", "question", "latency_ms", "decode_ms", "features_ms", *TIMES, *TOKENS),
     *("num_total_tokens", *(f"num_{name}" for name in TOKENS)),
 }
 """Of the log and of the tables made from it: no knob and nothing that a model adds may have such a name."""
@@ -46,7 +46,7 @@ _SCHEMA = {
     "content": pl.String,
     "repeat": pl.Int64,
     "text": pl.String,
-    **dict.fromkeys(TIMES, pl.Float64),
+    **dict.fromkeys((*TIMES, "features_ms"), pl.Float64),
     **dict.fromkeys(TOKENS, pl.Int64),
 }
 _COLLECT_EVERY = 64
@@ -181,7 +181,7 @@ def measure(
                     if changed and plan.block > 1:
                         run(i, j)
                     stage, answer = run(i, j)
-                    log.write(run.line(repeat, i, j, answer))
+                    log.write(run.line(repeat, i, j, stage, answer))
                     if store is not None and untaken and plan.contents[i] in untaken:
                         store.add(plan.contents[i], stage.features, plan.items[i].id)
                         untaken.discard(plan.contents[i])
@@ -267,7 +267,7 @@ class _Runner:
             ) from error
         return stage, answer
 
-    def line(self, repeat: int, i: int, j: int, answer: Answer) -> bytes:
+    def line(self, repeat: int, i: int, j: int, stage: FirstStage, answer: Answer) -> bytes:
         """One measurement as a line of the log. Clocks tick in ns, so no time needs more than six decimals."""
         values = {
             "sample_id": self.plan.items[i].id,
@@ -278,6 +278,7 @@ class _Runner:
             "total_ms": round(float(answer.total_ms), 6),
             "prefill_ms": round(float(answer.prefill_ms), 6),
             "vision_ms": round(float(answer.vision_ms), 6),
+            "features_ms": round(float(stage.extra_ms), 6),
             "vision_tokens": int(answer.vision_tokens),
             "language_tokens": int(answer.language_tokens),
             "output_tokens": int(answer.output_tokens),
