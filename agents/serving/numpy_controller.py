@@ -639,18 +639,18 @@ class _Fast:
     def __init__(self, normal: _Normaliser, network: _UtilityNetwork, guard: _Guard | None) -> None:
         self._normal, self._guard, self._lock = normal, guard, threading.Lock()
         self._scales = 1 / normal.scale
-        hidden, count, width = network.hidden, network.count, len(normal.mean)
+        hidden, count = network.hidden, network.count
         first, *inner, last = [
             np.vstack([layer.weight, layer.bias]) for layer in (network.first, *network.layers, network.outcome)
         ]
-        # so that the last layer gives ln b − μ and −ln σ
+        # so that the last layer gives −μ and −ln σ
         first[:, hidden + count :] *= -1
         last[:, count:] *= -1
-        budget = np.repeat(np.array([[0, 1, 0]], np.float32), count, 1)
-        self._first, self._layers, self._last = first, inner, np.vstack([last, budget])
-        # an input that is always 1 adds the bias, and the last one ln b
-        self._x, self._hidden = np.ones(len(first), np.float32), np.ones(hidden + 2, np.float32)
-        self._raw, self._state, self._with_bias = self._x[:width], self._hidden[:hidden], self._hidden[:-1]
+        width = network.low.shape[1] if network.binned else len(first) - 1
+        self._first, self._layers, self._last = first, inner, last
+        # an input that is always 1 adds the bias
+        self._x, self._hidden = np.ones(len(first), np.float32), np.ones(hidden + 1, np.float32)
+        self._raw, self._state = self._x[:width], self._hidden[:hidden]
         self._places: Array | None = None
         if network.binned:
             self._low, self._per_width = network.low, 1 / network.width
@@ -659,57 +659,56 @@ class _Fast:
         self._from_first, self._half, self._skip = both, both[:hidden], both[hidden:]
         self._inner, self._gate = np.empty(hidden, np.float32), np.empty(hidden, np.float32)
         self._out, self._both = out, out[: 2 * count]
-        self._accuracy, self._left, self._per_spread = out[:count], out[count : 2 * count], out[2 * count :]
+        self._accuracy, self._minus_log_latency, self._per_spread = out.reshape(3, count)
         self._narrow, self._wide = -network.narrow, -network.wide
         self._z, self._meets, self._score = (np.empty(count, np.float32) for _ in range(3))
-        self._backwards, self._per_scale = self._score[::-1], np.ones((), np.float32)
+        self._backwards = self._score[::-1]
+        self._log_budget, self._per_scale = np.ones((), np.float32), np.ones((), np.float32)
         self._worths: dict[float, Array] = {}
 
     def __call__(self, raw: Array, budget_ms: float, factor: float, drift: Drift | None) -> Expected | None:
-        """Features [d] → decision; None if a feature is missing, which makes all scores NaN."""
+        """Features [d] → decision; None if a feature is missing, which makes all scores NaN. `factor` on the budget
+        stands for the mean of the drift's offsets."""
         offset, scale = drift or (0.0, 1.0)
         price = 0.0 if self._guard is None else self._guard.single(budget_ms * factor)[0]
         each = getattr(offset, "ndim", 0)
-        log_budget = math.log(max(budget_ms if each else budget_ms * factor, LEAST_MS))
         with self._lock:
-            self._predict(raw, log_budget)
-            left, z, meets, score = self._left, self._z, self._meets, self._score
+            self._predict(raw)
+            z, meets, score = self._z, self._meets, self._score
+            self._log_budget[()] = math.log(max(budget_ms if each else budget_ms * factor, LEAST_MS))
+            np.add(self._minus_log_latency, self._log_budget, out=z)
             if each:
-                np.subtract(left, offset, out=left)
-            np.multiply(left, self._per_spread, out=z)
+                np.subtract(z, offset, out=z)
+            np.multiply(z, self._per_spread, out=z)
             if scale != 1:
                 self._per_scale[()] = 1 / scale
                 np.multiply(z, self._per_scale, out=z)
             likely = z[z.argmax()]
             if not likely >= HOPELESS_Z:
-                return self._expected(int(left.argmax()), log_budget, drift) if likely < HOPELESS_Z else None
+                return self._expected(int((self._minus_log_latency - offset).argmax())) if likely < HOPELESS_Z else None
             _tanh_of_ndtr(z, meets, score)
             np.add(meets, _UNIT, out=meets)  # 2Φ(z)
             # twice the accuracy plus the price of a miss, which only double precision can hold if it is high
             if price > MOST_SINGLE:
                 best = _first(meets * (self._accuracy.astype(np.float64) + (1 + 2 * price)), -meets)
-                return self._expected(best, log_budget, drift)
+                return self._expected(best)
             np.add(self._accuracy, self._worth(price), out=score)
             np.multiply(score, meets, out=score)
             best = int(score.argmax())
             if best != len(score) - 1 - int(self._backwards.argmax()):
-                best = _first(score, -left if self._guard is None else -meets)
-            return self._expected(best, log_budget, drift)
+                best = _first(score, offset - self._minus_log_latency if self._guard is None else -meets)
+            return self._expected(best)
 
     def _worth(self, price: float) -> Array:
         if price not in self._worths:
             self._worths[price] = np.array(1 + 2 * price, np.float32)
         return self._worths[price]
 
-    def _expected(self, index: int, log_budget: float, drift: Drift | None) -> Expected:
-        """Without drift."""
-        left, per_spread = float(self._left[index]), float(self._per_spread[index])
-        if drift is not None and getattr(drift[0], "ndim", 0):
-            left += float(drift[0][index])
-        return index, log_budget - left, 1 / per_spread
+    def _expected(self, index: int) -> Expected:
+        return index, -float(self._minus_log_latency[index]), 1 / float(self._per_spread[index])
 
-    def _predict(self, raw: Array, log_budget: float) -> None:
-        """Fill 2·accuracy − 1, ln b − μ and 1/σ."""
+    def _predict(self, raw: Array) -> None:
+        """Fill 2·accuracy − 1, −μ and 1/σ."""
         x, state, half = self._raw, self._state, self._half
         if self._normal.plain:
             np.subtract(raw, self._normal.mean, out=x)
@@ -729,12 +728,11 @@ class _Fast:
         np.multiply(state, half, out=state)
         inner, gate = self._inner, self._gate
         for layer in self._layers:
-            np.dot(self._with_bias, layer, out=inner)
+            np.dot(self._hidden, layer, out=inner)
             np.tanh(inner, out=gate)
             np.add(gate, _UNIT, out=gate)
             np.multiply(gate, inner, out=gate)
             np.add(state, gate, out=state)
-        self._hidden[-1] = log_budget
         np.dot(self._hidden, self._last, out=self._out)
         if len(self._skip):
             np.add(self._both, self._skip, out=self._both)
