@@ -227,7 +227,8 @@ def _results(
     rows = _rows(outcomes(arrays, test), arrays.places)
     for row in rows:
         times = arrays.array(row["policy"], "decision_us")[0, 0]
-        row["decision_us_p50"] = None if np.isnan(times[0]) else float(times.mean())
+        budgets = slice(None) if row["budget_ms"] is None else arrays.places.index(row["budget_ms"])
+        row["decision_us_p50"] = None if np.isnan(times[0]) else float(times[budgets].mean())
     accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))
     profiled = table.mask[test].any(0).tolist()
     results: Results = {
