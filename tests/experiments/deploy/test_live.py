@@ -125,7 +125,7 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
     assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
 
 
-def test_the_controller_is_charged_all_that_its_way_takes_and_static_what_its_choice_does(served: tuple[Stream, Record]) -> None:
+def test_the_controller_is_charged_its_whole_way_and_static_its_choice(served: tuple[Stream, Record]) -> None:
     _, record = served
     overhead, decision = record.served["overhead_ms"], record.served["decision_us"]
     assert (overhead[:4] > decision[:4] / 1e3).all()
