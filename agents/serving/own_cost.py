@@ -1,8 +1,8 @@
 """What a policy itself costs where it is deployed: the time of a decision, by NumPy and for one request.
 
 In front of a model a decision is never repeated at once: the model has run in between, and the caches hold its weights
-and its code. A decision then takes several times as long as in a loop of decisions, so a transformer runs before each
-that is timed.
+and its code. A decision then takes several times as long as in a loop of decisions. So a transformer runs before each
+that is timed, and the features are pooled, whose time `ProfileTable.features_ms` is.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 CALLS, WARM_UP = 40, 5
 """Decisions timed for each budget, and before these."""
-WIDTH, LAYERS, TOKENS = 256, 4, 8
-"""Of the transformer: 12 MB of weights, some milliseconds."""
+WIDTH, LAYERS, TOKENS = 128, 4, 32
+"""Of the transformer: 3 MB of weights, as the elastic model has. Larger models take so long that decisions cost next to
+nothing."""
 Decide = Callable[[Mapping[str, NDArray[Any]], float], int]
 """Blocks [d] and a budget in ms → a configuration, as `NumpyController.decide_index`."""
 
@@ -53,8 +54,10 @@ def decision_us(policy: Any, table: ProfileTable, rows: Tensor, budgets_ms: Tens
     micros = np.zeros((WARM_UP + CALLS, len(budgets_ms)))
     with torch.inference_mode():
         for call, place in np.ndindex(*micros.shape):
-            blocks, limit = samples[call % len(samples)], float(budgets_ms[place])
-            _transformer()(_tokens())
+            limit = float(budgets_ms[place])
+            _transformer()(torch.zeros(1, TOKENS, WIDTH))
+            # the mean of two equal tokens is the token
+            blocks = {name: np.stack([block, block]).mean(0) for name, block in samples[call % len(samples)].items()}
             start = time.perf_counter_ns()
             decide(blocks, limit)
             micros[call, place] = (time.perf_counter_ns() - start) / 1e3
@@ -66,10 +69,6 @@ def _transformer() -> nn.Module:
     with torch.random.fork_rng(devices=()):
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
         return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).eval()
-
-
-def _tokens() -> Tensor:
-    return torch.zeros(1, TOKENS, WIDTH)
 
 
 def own_cost_ms(table: ProfileTable, decision_us: Tensor) -> Tensor:
