@@ -232,10 +232,10 @@ class _KnobDraw(ProbabilisticTensorDictModule):
         values, structure = controller.configurations, controller.config.structure
         sizes = {knob.name: len(knob.values) for knob in controller.knobs}
         every = math.prod(sizes.values())
-        if structure not in ("independent", "additive") or len(values) < every:
+        if structure != "independent" or len(values) < every:
             raise InputError(
-                "separate=True: drawing each knob by itself needs a policy.structure of independent or additive and "
-                f"a full grid; this policy is {structure}, with {len(values)} of {every} combinations"
+                "separate=True: drawing each knob by itself needs policy.structure=independent and a full grid; this "
+                f"policy is {structure}, with {len(values)} of {every} combinations"
             )
         columns = zip(sizes.items(), values.T, strict=True)
         places = {name: column.argsort().reshape(size, -1) for (name, size), column in columns}

@@ -23,7 +23,7 @@ import knobwise
 from knobwise import api
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import Loaded, save_checkpoint
-from knobwise.agents.controller.settings import HEAD_NAMES, PolicyConfig
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.serving.knob_policy import GUARD, KnobPolicy
@@ -54,8 +54,8 @@ def priced(table: ProfileTable, structure: str) -> PricedChooser:
 def case(kind: str) -> tuple[ProfileTable, Any]:
     """A table and a controller of this kind for it."""
     table = small_table(40, features=kind != "no features")
-    if kind in HEAD_NAMES:
-        return table, driven_apart(table, PolicyConfig(structure=kind, hidden=8))
+    if kind == "independent":
+        return table, driven_apart(table, PolicyConfig(hidden=8))
     if kind.startswith("priced"):
         return table, priced(table, kind.split()[1])
     network = driven_apart(table, UTILITY)
@@ -65,7 +65,7 @@ def case(kind: str) -> tuple[ProfileTable, Any]:
     return table, fit_stack(table, torch.arange(40), network, config, default_budgets(table), seed=0)
 
 
-KINDS = (*HEAD_NAMES, "network", "stack", "no features", "priced utility", "priced joint")
+KINDS = ("independent", "network", "stack", "no features", "priced utility", "priced independent")
 
 
 def policy_of(kind: str) -> KnobPolicy:
@@ -211,7 +211,7 @@ def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
 
 
 def test_a_head_explains_by_its_probabilities_and_a_price_by_accuracy_and_cost() -> None:
-    for kind in ("joint", "priced joint"):
+    for kind in ("independent", "priced independent"):
         (table, _), policy = case(kind), policy_of(kind)
         features = {name: block[1] for name, block in table.features.items()}
         explanation = policy.decide(features, MEAN_MS, explain=True)
@@ -265,7 +265,7 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: py
 
 
 FITS: dict[str, tuple[dict[str, Any], type]] = {
-    "additive": ({"policy": "additive", "reward": "shaped"}, api.KnobPolicy),
+    "independent": ({"policy": "independent", "reward": "shaped"}, api.KnobPolicy),
     "mean": ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, PricedChooser),
     "experts": ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, StackedController),
     "teacher": ({"policy.members": 2, "policy.experts": ["ridge"], "policy.deploy": "teacher"}, StackedController),

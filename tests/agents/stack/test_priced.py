@@ -207,7 +207,7 @@ def test_the_weights_of_a_fold_have_not_seen_it() -> None:
     assert [torch.equal(before[hold], after[hold]) for _, hold in measured.folds] == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("policy", [PolicyConfig(hidden=16), PolicyConfig(structure="joint", members=3, hidden=16)])
+@pytest.mark.parametrize("policy", [PolicyConfig(hidden=16), PolicyConfig(members=3, hidden=16)])
 def test_any_other_controller_is_priced_by_trial_on_what_was_held_out(policy: PolicyConfig) -> None:
     table = small_table(100, holes=0.2)
     trainer, rows = trained(table, policy), fitted_rows(table)
