@@ -46,8 +46,6 @@ class Exp5Exp6Profile:
     """Take the accuracy from the latency files."""
     broadcast_latency: bool = False
     """Use a configuration's mean latency for all samples where latency was not measured per sample."""
-    dataset_input: bool = False
-    """Add a feature block `dataset`: the data set that a sample is from."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
@@ -84,8 +82,6 @@ class LongTables:
     """Column of the latency in ms, or of another non-negative cost: prefill time, energy, price."""
     unit: str = "ms"
     """Unit of that column and of the budgets, for reports."""
-    dataset_input: bool = False
-    """Add a feature block `dataset`: the data set that a sample is from, by the column `dataset`."""
 
 
 @dataclass
@@ -131,43 +127,36 @@ class CalibratedProfile(CalibratedConfig):
 
     format: str = "calibrated"
     """The reader."""
-    dataset_input: bool = False
-    """Add a feature block `dataset`: the data set that a sample is from."""
 
 
 def read_profile(config: Any) -> ProfileTable:
     """Read the profile that a config of group `profile` names. Raises InputError: see the readers."""
     from knobwise.envs.readers.builtin import builtin_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
-    from knobwise.envs.readers.joint import with_dataset_input
     from knobwise.envs.simulated.calibrated import simulate_calibrated
     from knobwise.envs.simulated.kinds import simulate
 
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
     if isinstance(config, JointProfile):
         return _read_joint(**settings)
-    dataset_input = settings.pop("dataset_input", False)
     match config:
         case BuiltinProfile():
-            table = builtin_profile(**settings)
+            return builtin_profile(**settings)
         case Exp5Exp6Profile():
-            table = read_exp5_exp6(**settings)
+            return read_exp5_exp6(**settings)
         case CoreExpProfile():
-            table = read_core_exp(**settings)
+            return read_core_exp(**settings)
         case SimulatedProfile():
-            table = simulate(config)
+            return simulate(config)
         case CalibratedProfile():
-            table = simulate_calibrated(config)
-        case _:
-            table = _read_table(**settings)
-    return with_dataset_input(table) if dataset_input else table
+            return simulate_calibrated(config)
+    return _read_table(**settings)
 
 
 def _read_joint(
     paths: list[str],
     features: list[str | None] | None,
     name: str,
-    dataset_input: bool,
     missing_blocks: bool,
     **how: Any,
 ) -> ProfileTable:
@@ -179,7 +168,7 @@ def _read_joint(
             f"profile.features: {len(files)} files for {len(paths)} paths; give one for each, null where it has none"
         )
     tables = [_read_table(path, features=file, name=None, **how) for path, file in zip(paths, files, strict=True)]
-    return join_tables(tables, name, dataset_input=dataset_input, missing_blocks=missing_blocks)
+    return join_tables(tables, name, missing_blocks=missing_blocks)
 
 
 def _read_table(path: str, **settings: Any) -> ProfileTable:

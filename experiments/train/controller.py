@@ -55,7 +55,7 @@ class ControllerExperiment(Experiment):
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
         else:
             self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
-        names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "init_from", "device")
+        names = ("policy", "loss", "optimiser", "budget", "reward", "init_from", "device")
         settings = {name: getattr(config, name) for name in names}
         settings["budgets_ms"] = self.budgets_ms
         self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]

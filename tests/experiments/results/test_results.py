@@ -248,7 +248,9 @@ def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[st
     assert loaded.budgets_ms.tolist() == results["budgets_ms"]
 
 
-@pytest.mark.parametrize("words", [["policy=additive"], ["policy=utility", "policy.members=3", "policy.guard=false"]])
+@pytest.mark.parametrize(
+    "words", [["policy=independent"], ["policy=utility", "policy.members=3", "policy.guard=false"]]
+)
 def test_other_policies_under_chosen_mean_budgets_and_evaluated_again(
     folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
