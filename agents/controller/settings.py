@@ -25,8 +25,8 @@ class PolicyConfig:
     """Predictors stacked with a `utility` network of several members: any of ridge, kernel_ridge, knn, random_forest,
     gradient_boosting. Without any the network decides alone, which is faster."""
     guard: bool = True
-    """Whether a `utility` network of several members decides inside a guard (`knobwise.agents.stack.guard`); under mean
-    budgets, whether any policy does (`knobwise.agents.stack.priced_policy`)."""
+    """Whether a `utility` network of several members decides inside a guard (`knobwise.agents.stack.guard`, under mean
+    budgets `knobwise.agents.stack.priced_policy`)."""
     level: float = 0.95
     """Share of the feasible requests whose budget the guard keeps."""
     level_cost: float = 0.1

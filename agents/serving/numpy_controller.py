@@ -266,18 +266,9 @@ class NumpyController:
 
     def _at_prices(self, x: Array, worths: Array, mask: Array | None) -> Array:
         """Decisions for worths of a right answer [n], in ms."""
-        if self._heads is not None:
-            return _best(self._heads(x, worths, mask), mask)
-        if self.header["stacked"]:
-            accuracy, cost = self._joined([member(x, None) for member in self._members])
-            cost = cost.astype(np.float64)
-            return _pick(accuracy - cost / worths.astype(np.float64)[:, None], cost, mask)
-        assert self._utility is not None
-        accuracy, cost = self._utility.of_members(x, None)
-        score = accuracy - cost / worths[:, None]
-        if self._utility.members > 1:
-            score = _log_softmax(self._utility.sharpness * score, mask).mean(0)
-        return _best(score, mask)
+        accuracy, cost = self._joined([member(x, None) for member in self._members])
+        cost = cost.astype(np.float64)
+        return _pick(accuracy - cost / worths.astype(np.float64)[:, None], cost, mask)
 
     def _guarded(self, score: Array, meets: Array, log_latency: Array, under: _Deadlines, mask: Array | None) -> Array:
         """Decisions of a stack from what its members expect together, [n, C] each."""

@@ -52,13 +52,11 @@ def agent_of(kind: str, holes: float = 0.6) -> tuple[ProfileTable, Agent]:
     if kind == "stack":
         return table, fit_stack(table, ALL, driven_apart(table, config), config, default_budgets(table), seed=0)
     prices, budgets = torch.tensor([0.1, 0.2]), torch.tensor([9.0, 6.0])
-    inner = network(table, priced=True)
-    if kind == "priced stack":
-        inner = StackedController(network(table, "utility", priced=True), [], torch.ones(1))
+    inner = StackedController(network(table, "utility", priced=True), [], torch.ones(1))
     return table, PricedChooser("controller", inner, budgets, prices)
 
 
-KINDS = ["controller", "ensemble", "stack", "priced", "priced stack"]
+KINDS = ["controller", "ensemble", "stack", "priced stack"]
 
 
 def requests(table: ProfileTable, agent: Agent, rows: Tensor = ALL) -> TensorDict:
@@ -133,7 +131,7 @@ def test_an_action_may_be_the_index_of_a_configuration() -> None:
 # -- however the requests come -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["controller", "no features", "ensemble", "stack", "priced"])
+@pytest.mark.parametrize("kind", ["controller", "no features", "ensemble", "stack", "priced stack"])
 @settings(max_examples=15, deadline=None)
 @given(
     limit=st.sampled_from([torch.float32, torch.float64]),

@@ -75,12 +75,13 @@ def test_experts_that_do_not_count_stay_out_of_the_file() -> None:
 
 def test_what_a_file_cannot_repeat_is_refused() -> None:
     table = small_table(90, features=False)
-    network = driven_apart(table, PolicyConfig(hidden=8), priced=True)
+    network = driven_apart(table, PolicyConfig(structure="utility", hidden=8), priced=True)
     with pytest.raises(InputError, match="prices are not calibrated"):
         to_numpy(network)
     budgets = torch.tensor([12.0])
     mix = StaticMix(table, torch.arange(90), budgets)
-    chooser = PricedChooser("controller", network, budgets, torch.tensor([0.01]), mix, [{"deployed": False}])
+    stack = StackedController(network, [], torch.ones(1))
+    chooser = PricedChooser("controller", stack, budgets, torch.tensor([0.01]), mix, [{"deployed": False}])
     with pytest.raises(InputError, match="drawn at random"):
         to_numpy(chooser)
     with pytest.raises(InputError, match="no ONNX form"):

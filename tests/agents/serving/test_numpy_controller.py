@@ -24,12 +24,11 @@ from torch import Tensor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.export import Agent, Decide, agreement, arrays_of, export_numpy, one_by_one, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.guard import Guard
-from knobwise.agents.stack.priced_policy import price_controller, price_stack
+from knobwise.agents.stack.priced_policy import price_stack
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
@@ -144,25 +143,14 @@ def test_fall_backs_and_prices_of_the_guard() -> None:
     assert_same(stack, table, one_by_one(to_numpy(stack)), samples=30)
 
 
-@pytest.mark.parametrize("kind", ["stack", "network", "independent", "no guard"])
+@pytest.mark.parametrize("kind", ["stack", "no guard"])
 def test_mean_budgets(kind: str) -> None:
     table = gappy()
     rows, budgets = torch.arange(table.num_samples), torch.tensor([9.0, 12.0, 16.0])
     experts = ("ridge", "random_forest") * (kind == "stack")
-    structure = "independent" if kind == "independent" else "utility"
-    config = PolicyConfig(structure=structure, members=3, hidden=8, guard=kind != "no guard", experts=experts)
+    config = PolicyConfig(structure="utility", members=3, hidden=8, guard=kind != "no guard", experts=experts)
     network = driven_apart(table, config, priced=True)
-    if kind in ("stack", "no guard"):
-        agent = price_stack(table, rows, network, config, judged_worths(table), budgets, 0)
-    else:
-        folds = [tuple(torch.from_numpy(part) for part in fold) for fold in folds_of(table, rows, 0, 3)]
-        held_out = torch.cat([hold for _, hold in folds])
-
-        def choose(worth: Tensor) -> Tensor:
-            features = {name: block[held_out] for name, block in table.features.items()}
-            return network.choose(features, worth.expand(len(held_out)), table.mask[held_out])
-
-        agent = price_controller(table, network, choose, folds, config, budgets)  # type: ignore[arg-type]
+    agent = price_stack(table, rows, network, config, judged_worths(table), budgets, 0)
     if agent.guard:
         agent.deployed[:] = torch.tensor([True, False, True])
     blocks, light, different = arrays(table.features), to_numpy(agent), 0
