@@ -136,27 +136,19 @@ class SelectorTrainer(Trainer):
         device = agent.pool.device
         self.imitation = RCELoss(agent, recorded=True, functional=False).to(device)
         self.grpo = GRPOLoss(agent, **self.loss.of_grpo(), masked=True, functional=False).to(device)
-        stage = Stage(name, self._imitate, settings.iterations, settings.lr, prepare=self._prepare_imitation)
-        stage.dropout = name == "sft"
-        if name == "grpo":
-            stage.loss, stage.prepare = self._grpo, self._prepare_grpo
-            if self.loss.kl_band is not None:
-                stage.steer = self._steer
+        stage = Stage(name, self._stage_loss, settings.iterations, settings.lr, self._prepare, dropout=name == "sft")
+        if name == "grpo" and self.loss.kl_band is not None:
+            stage.steer = self._steer
         return stage
 
-    def _prepare_imitation(self, share: float, watched: bool) -> None:
+    def _prepare(self, share: float, watched: bool) -> None:
         start, end = self.loss.temperature_start, self.loss.temperature_end
         self.imitation.temperature.fill_(math.inf if self.stage.name == "sft" else start + (end - start) * share)
-        self.imitation.diagnostics = watched
+        self.imitation.diagnostics = self.grpo.diagnostics = watched
 
-    def _prepare_grpo(self, share: float, watched: bool) -> None:
-        self.grpo.diagnostics = watched
-
-    def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
-        return self.imitation(_taught(minibatch, _present(minibatch)))
-
-    def _grpo(self, minibatch: TensorDictBase) -> TensorDictBase:
-        return self.grpo(_taught(minibatch, _present(minibatch)))
+    def _stage_loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        loss = self.grpo if self.stage.name == "grpo" else self.imitation
+        return loss(_taught(minibatch))
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         reward, right, present = data["next", "reward"], data["next", "vqa_correct"], _present(data)
@@ -222,7 +214,7 @@ class SelectorTrainer(Trainer):
         if name != "sft":
             reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
             metrics["KL"] = k3(drawn["action_log_prob"], reference).mean()
-        batch = _taught(batch, _present(batch))
+        batch = _taught(batch)
         present, reward = batch["group_mask"], batch["next", "reward"]
         if name == "grpo":
             log_prob = torch.zeros_like(reward) if live else self.agent.get_dist(batch).log_prob(batch["action"])
@@ -270,7 +262,8 @@ def _present(batch: TensorDictBase) -> Tensor:
     return batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
 
 
-def _taught(minibatch: TensorDictBase, present: Tensor) -> TensorDictBase:
+def _taught(minibatch: TensorDictBase) -> TensorDictBase:
     """The queries that have something to teach, over which means are taken; all where none has."""
+    present = _present(minibatch)
     minibatch, taught = minibatch.copy().set("group_mask", present), present.any(-1)
     return minibatch[taught] if taught.any() else minibatch
