@@ -177,8 +177,8 @@ class GRPOLoss(ActorLoss):
         """The loss of a batch of contexts, [P] with the keys above, each with its whole group."""
         penalised = not is_zero(self.kl_to_ref_coeff)
         dist, log_prob, old, reference, reward, weight = self._group(tensordict, finite=penalised or self.diagnostics)
-        limits = {"std_floor": self.advantage_std_floor, "clip": self.advantage_clip}
-        advantage = group_advantage(reward, self.advantage, weight=weight, **limits)
+        floor, most = self.advantage_std_floor, self.advantage_clip
+        advantage = group_advantage(reward, self.advantage, weight=weight, std_floor=floor, clip=most)
         surrogate, cut = clipped_surrogate(log_prob, old.detach(), advantage, self.clip_epsilon)
         out = {"loss_objective": self._reduce_loss(-expectation(surrogate, weight), tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
