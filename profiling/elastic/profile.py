@@ -30,6 +30,7 @@ from knobwise.profiling.measuring.measuring import Plan, appended, measure, read
 from knobwise.profiling.measuring.outputs import (
     CLOCK_NAMES,
     cells_of,
+    features_ms,
     long_records,
     measurements_of,
     profile_figures,
@@ -191,6 +192,7 @@ def _about(
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
             "wall_over_cpu_p50_p95": quiet,
         },
+        "features_ms": features_ms(plan, log),
         "cost_cpu_s": {
             "training": round(model.training_s, 1),
             "measuring": round(float(plan.select(log)["extra.cpu_ms"].sum()) / 1e3, 1),

@@ -152,6 +152,7 @@ def write_vlm_profile(
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },
+        "features_ms": features_ms(plan, log),
         "cost_s": round(float(plan.select(log)["total_ms"].sum()) / 1e3, 1),
         "knobs": knob_report(knobs, settings, latency),
         "by_configuration": by_configuration(records, plan.knobs),
@@ -167,6 +168,11 @@ def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
     logs = pl.col("total_ms").clip(1e-6).log()
     cells = plan.select(log).group_by("sample", "configuration").agg(spread=logs.std(ddof=1))
     return {"log_spread_of_one_measurement": round(_mean(cells["spread"]), 4) if plan.repeats > 1 else None}
+
+
+def features_ms(plan: Plan, log: pl.DataFrame) -> float:
+    """Median time of the features of a decision, in ms."""
+    return round(float(np.median(plan.select(log)["features_ms"].fill_null(0.0).to_numpy())), 4)
 
 
 def by_configuration(records: pl.DataFrame, knobs: Sequence[str]) -> list[dict[str, Any]]:
