@@ -117,6 +117,8 @@ class ConfigurationCategorical(Distribution):
 def knob_categoricals(log_probs: Tensor, places: Mapping[str, Tensor], group_size: int | None) -> CompositeDistribution:
     """The marginals of log-probs [*, C] under which K knobs are independent: a `Categorical` [*, (G)] under the name of
     each. `places` are for each knob the configurations with each of its V values, int64 [V, C / V]."""
+    # finite: a value of which no combination is allowed has no slope
+    log_probs = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
     logits = {name: log_probs[..., index].logsumexp(-1) for name, index in places.items()}
     params = TensorDict({name: {"logits": values} for name, values in logits.items()}, log_probs.shape[:-1])
     if group_size is not None:
