@@ -15,7 +15,7 @@ def builtin_profile(accuracy: str = "accuracy") -> ProfileTable:
     from knobwise.envs.readers.long_table import read_long_table
 
     folder = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
-    features_ms = json.loads((folder / "profile.json").read_text()).get("features_ms", 0.0)
+    features_ms = json.loads((folder / "profile.json").read_text())["features_ms"]
     table = read_long_table(
         folder / "table.parquet", features=folder / "features.npz", name="builtin", accuracy=accuracy
     )
