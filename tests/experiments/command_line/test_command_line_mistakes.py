@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         (["reward.miss=-1"], "reward.miss=-1.0: is what a missed budget costs"),
         (["reward.miss=inf"], "reward.miss=inf"),
         (["experiment=mean_budget", "policy.members=1"], "policy.members=1: policy.experts (ridge, "),
-        (["policy.structure=joint"], "policy.structure=joint: policy.experts (ridge, "),
+        (["policy.structure=independent"], "policy.structure=independent: policy.experts (ridge, "),
         (["policy.hidden"], "'policy.hidden': is not of the form key=value"),
         (["policy hidden=3"], "'policy hidden=3': is not of the form key=value"),
         (
