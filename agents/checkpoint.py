@@ -19,14 +19,13 @@ from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.readers.joint import DATASET
 from knobwise.envs.tables.profile_table import ProfileTable
 
 FORMAT = "knobwise.Controller/2"
 Agent = Controller | StackedController | PricedChooser | Selector
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Controller, StackedController, PricedChooser, Selector)}
 
-NETWORK = ("structure", "members", "hidden", "layers", "budget_encoding", "budget_width")
+NETWORK = ("structure", "members", "hidden", "layers", "budget_width")
 """The fields of `PolicyConfig` that make the network; a start may differ in the others."""
 
 
@@ -99,6 +98,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
     try:
         agent = KINDS[content["kind"]].restored(content["controller"])
         return Loaded(agent, content["profile"]["name"], content["profile"]["digest"], content["extra"])
+    except InputError as error:  # a setting of an earlier version
+        raise InputError(f"{path}: cannot be used any more: {error}; train again") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{path}: damaged, or written by another version of knobwise ({error})") from error
 
@@ -131,9 +132,6 @@ def controller_start(
     )
     known, sizes = network.normaliser.sizes, {key: block.shape[-1] for key, block in table.features.items()}
     _check(path, known == sizes, f"reads the features {known}; {name} has {sizes}")
-    names = sorted(set(table.dataset_names))
-    known_names = loaded.extra.get("told", names) if DATASET in sizes else names
-    _check(path, known_names == names, f"knows the data sets {', '.join(known_names)}; {name} has {', '.join(names)}")
     _same_settings(path, "policy", asdict(network.config), asdict(policy), NETWORK)
     controller = Controller.restored(network.plain() | {"policy": asdict(policy)})
     if isinstance(controller.network, UtilityNetwork):

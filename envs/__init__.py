@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit as DemonstrationBandit
     from knobwise.envs.readers.builtin import builtin_profile as builtin_profile
     from knobwise.envs.readers.joint import join_tables as join_tables
-    from knobwise.envs.readers.joint import with_dataset_input as with_dataset_input
     from knobwise.envs.simulated.calibrated import CalibratedConfig as CalibratedConfig
     from knobwise.envs.simulated.calibrated import simulate_calibrated as simulate_calibrated
     from knobwise.envs.simulated.kinds import SimulatedConfig as SimulatedConfig
@@ -41,7 +40,6 @@ MODULES = {
     "ConfigBanditVectorEnv": "configurations.gymnasium_env",
     "RewardConfig": "configurations.reward",
     "join_tables": "readers.joint",
-    "with_dataset_input": "readers.joint",
     "CalibratedConfig": "simulated.calibrated",
     "simulate_calibrated": "simulated.calibrated",
     "SimulatedConfig": "simulated.kinds",

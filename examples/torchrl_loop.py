@@ -22,7 +22,7 @@ def main(warm_up: int = 600, iterations: int = 300, contexts: int = 256, group_s
 
     shape = {"batch_size": contexts, "group_size": group_size}
     env = ConfigBandit(table, **shape, rows=split.train, lean=True, full_information=True)
-    controller = Controller.for_table(table, split.train, PolicyConfig(structure="additive"))
+    controller = Controller.for_table(table, split.train, PolicyConfig())
     policy = make_actor(controller, table, group_size=group_size)
     storage, sampler = LazyTensorStorage(contexts), SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=contexts // 2)

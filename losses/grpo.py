@@ -19,7 +19,6 @@ from knobwise.losses.functional import (
     expectation,
     expected_k3,
     group_advantage,
-    weight_of_best,
 )
 from knobwise.losses.settings import ADVANTAGES
 
@@ -43,8 +42,6 @@ class GRPOLoss(ActorLoss):
         advantage: one of `ADVANTAGES`, see `group_advantage`.
         advantage_std_floor: smallest standard deviation divided by.
         advantage_clip: advantages are cut to ± this.
-        top: under `sampled`, how many of a group, those of the highest reward, take part after the advantages were
-            taken in the whole group; None for all. May be changed between steps (a curriculum).
         masked: under `sampled`, groups are of different sizes: `group_mask` tells which draws there are.
         configurations, reduction, functional: see `ActorLoss`.
 
@@ -120,7 +117,6 @@ class GRPOLoss(ActorLoss):
         advantage: str = "zscore",
         advantage_std_floor: float = 0.1,
         advantage_clip: float = 5.0,
-        top: int | None = None,
         masked: bool = False,
         configurations: Tensor | None = None,
         reduction: str | None = None,
@@ -131,7 +127,7 @@ class GRPOLoss(ActorLoss):
             raise ValueError(f"objective {objective!r}: must be sampled or exact")
         if advantage not in ADVANTAGES:
             raise ValueError(f"advantage {advantage!r}: must be one of {', '.join(ADVANTAGES)}")
-        self.objective, self.advantage, self.top, self.masked = objective, advantage, top, masked
+        self.objective, self.advantage, self.masked = objective, advantage, masked
         self.advantage_std_floor, self.advantage_clip = advantage_std_floor, advantage_clip
         self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
         self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
@@ -180,19 +176,11 @@ class GRPOLoss(ActorLoss):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The loss of a batch of contexts, [P] with the keys above, each with its whole group."""
         penalised = not is_zero(self.kl_to_ref_coeff)
-        mask = tensordict.get(self.tensor_keys.group_mask) if self.masked else None
         dist, log_prob, old, reference, reward, weight = self._group(tensordict, finite=penalised or self.diagnostics)
-        advantage = group_advantage(
-            reward,
-            self.advantage,
-            weight=weight,
-            mask=mask,
-            std_floor=self.advantage_std_floor,
-            clip=self.advantage_clip,
-        )
-        taught = weight if self.top is None else weight_of_best(reward, self.top, weight)
+        floor, most = self.advantage_std_floor, self.advantage_clip
+        advantage = group_advantage(reward, self.advantage, weight=weight, std_floor=floor, clip=most)
         surrogate, cut = clipped_surrogate(log_prob, old.detach(), advantage, self.clip_epsilon)
-        out = {"loss_objective": self._reduce_loss(-expectation(surrogate, taught), tensordict)}
+        out = {"loss_objective": self._reduce_loss(-expectation(surrogate, weight), tensordict)}
         out["loss_entropy"] = out["loss_kl_to_ref"] = torch.zeros_like(out["loss_objective"])
         if not is_zero(self.entropy_coeff):
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * dist.entropy(), tensordict)
@@ -206,7 +194,7 @@ class GRPOLoss(ActorLoss):
         if self.diagnostics:
             with torch.no_grad():
                 log_ratio = log_prob - old
-                used = advantage if taught is None else advantage * (taught > 0)
+                used = advantage if weight is None else advantage * (weight > 0)
                 mean, square = (expectation(power, weight).mean() for power in (advantage, advantage.square()))
                 out |= {
                     "entropy": dist.entropy().mean(),

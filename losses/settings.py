@@ -7,7 +7,7 @@ from typing import Any
 
 from knobwise.common.checks import at_least, band, one_of, positive
 
-ADVANTAGES = ("zscore", "centred", "rank", "unnormalised")
+ADVANTAGES = ("zscore", "centred", "unnormalised")
 
 
 @dataclass
@@ -17,7 +17,7 @@ class GRPOConfig:
     group_size: int = 8
     """G, draws for each context."""
     advantage: str = "centred"
-    """`zscore`, `centred`, `rank` or `unnormalised`, inside the group."""
+    """`zscore`, `centred` or `unnormalised`, inside the group."""
     advantage_std_floor: float = 0.1
     """Smallest standard deviation that `zscore` divides by, in units of reward."""
     advantage_clip: float = 5.0
@@ -73,26 +73,5 @@ class SelectorLossConfig(GRPOConfig):
     kl_to_ref_coeff: float = 0.02
     """β, weight of the k3 KL to the SFT policy."""
     temperature_start: float = 2.0
-    """τ of the RCE warm-up at its beginning, in units of the scores."""
+    """τ of the RCE warm-up at its beginning, in units of reward."""
     temperature_end: float = 0.5
-    scores: str = "raw"
-    """What RCE weighs by: `raw` rewards, or `zscore`, `centred`, `rank`, compared inside the group first. `rank` gives
-    every query the same weights."""
-    curriculum: float = 0.0
-    """Share of GRPO in which only the best `curriculum_top` sequences of a group take part, after the advantages were
-    taken in the whole group."""
-    curriculum_top: int = 3
-    """How many these are."""
-    min_positive: float = 0.0
-    """Conditional training: GRPO leaves out queries of whose group a smaller share is right."""
-    temperature_band: tuple[float, float] | None = None
-    """(low, high) in nats: the policy is drawn from, and trained, at a temperature that falls while the KL to the SFT
-    policy is above this band and rises while it is below; None keeps it at 1."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("loss.scores", self.scores, ("raw", *ADVANTAGES))
-        at_least("loss.curriculum_top", self.curriculum_top, 1)
-        for name in ("curriculum", "min_positive"):
-            at_least(f"loss.{name}", getattr(self, name), 0)
-        band("loss.temperature_band", self.temperature_band)

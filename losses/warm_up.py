@@ -14,29 +14,20 @@ from torch.nn import functional
 from torchrl.objectives import LossModule
 
 from knobwise.losses.actor_loss import ActorLoss, Keys
-from knobwise.losses.functional import (
-    even_weight,
-    expectation,
-    gaussian_nll,
-    group_advantage,
-    reward_weighted_cross_entropy,
-)
-from knobwise.losses.settings import ADVANTAGES
+from knobwise.losses.functional import even_weight, expectation, gaussian_nll, reward_weighted_cross_entropy
 
 
 class RCELoss(ActorLoss):
     """Reward-weighted cross-entropy to softmax(reward/τ) over every profiled configuration of a context.
 
     With `recorded` it is over the group's recorded actions instead, for contexts with more alternatives than can be
-    listed: −Σ_b softmax(score/τ)_b ln π(b).
+    listed: −Σ_b softmax(reward/τ)_b ln π(b).
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with `log_probs` [P, C], or with
             `recorded` with `log_prob(action)` [P, G]; or a `CompositeDistribution` of one categorical for each knob.
         recorded: imitate `action` instead of every configuration.
-        scores: `raw`, the rewards as they are, or one of `ADVANTAGES`, with which they are compared inside the group
-            first. `rank` gives every context the same weights.
-        temperature: τ, in units of the scores; may be changed between steps (it falls during the warm-up); infinite for
+        temperature: τ, in units of reward; may be changed between steps (it falls during the warm-up); infinite for
             a plain mean, supervised fine-tuning.
         configurations, reduction, functional: see `ActorLoss`.
 
@@ -70,16 +61,13 @@ class RCELoss(ActorLoss):
         actor_network: ProbabilisticTensorDictSequential,
         *,
         recorded: bool = False,
-        scores: str = "raw",
         temperature: float = 1.0,
         configurations: Tensor | None = None,
         reduction: str | None = None,
         functional: bool = True,
     ) -> None:
         super().__init__(actor_network, configurations=configurations, reduction=reduction, functional=functional)
-        if scores not in ("raw", *ADVANTAGES):
-            raise ValueError(f"scores {scores!r}: must be one of raw, {', '.join(ADVANTAGES)}")
-        self.recorded, self.scores = recorded, scores
+        self.recorded = recorded
         self.register_buffer("temperature", torch.tensor(float(temperature)))
         self._forward_value_estimator_keys()
 
@@ -97,8 +85,6 @@ class RCELoss(ActorLoss):
             log_probs, mask = dist.log_prob(self._action(tensordict, keys.action)), tensordict.get(keys.group_mask)
         else:
             log_probs, mask = dist.log_probs, ~rewards.isnan()
-        if self.scores != "raw":
-            rewards = group_advantage(rewards.masked_fill(~mask, 0.0), self.scores, mask=mask)
         loss = reward_weighted_cross_entropy(log_probs, rewards, self.temperature, mask)
         out = {"loss_rce": self._reduce_loss(loss, tensordict)}
         if self.diagnostics:

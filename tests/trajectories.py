@@ -43,7 +43,7 @@ CONTROLLER: dict[str, dict[str, Any]] = {
 SELECTOR = {"lr": 2e-3, "queries": 8, "keep": "last"}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "controller sampled": {  # a head over the knobs; RCE, then GRPO on draws, several passes so that the clip acts
-        "policy": CONTROLLER["policy"] | {"structure": "additive"},
+        "policy": CONTROLLER["policy"] | {"structure": "independent"},
         "loss": CONTROLLER["loss"]
         | {"objective": "sampled", "group_size": 6, "temperature_start": 0.5, "temperature_end": 0.1}
         | {"advantage": "zscore", "advantage_std_floor": 0.1, "advantage_clip": 1.5},
@@ -62,8 +62,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "selector GRPO": {  # from the end of RCE, away from the reference; old log-probs of four steps, so the clip acts
         "config": SELECTOR | {"epochs": 5, "collected": 32, "rise": 0.2, "clip_grad": 15.0},
-        "loss": {"advantage": "zscore", "kl_to_ref_coeff": 0.1, "clip_epsilon": 0.2}
-        | {"curriculum": 0.5, "curriculum_top": 3, "kl_band": (2.5, 3.5)},
+        "loss": {"advantage": "zscore", "kl_to_ref_coeff": 0.1, "clip_epsilon": 0.2, "kl_band": (2.5, 3.5)},
     },
 }
 """The settings of each run, by group: what the formulae do is all at work, and none of it saturates."""

@@ -117,6 +117,8 @@ class ConfigurationCategorical(Distribution):
 def knob_categoricals(log_probs: Tensor, places: Mapping[str, Tensor], group_size: int | None) -> CompositeDistribution:
     """The marginals of log-probs [*, C] under which K knobs are independent: a `Categorical` [*, (G)] under the name of
     each. `places` are for each knob the configurations with each of its V values, int64 [V, C / V]."""
+    # finite: a value of which no combination is allowed has no slope
+    log_probs = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
     logits = {name: log_probs[..., index].logsumexp(-1) for name, index in places.items()}
     params = TensorDict({name: {"logits": values} for name, values in logits.items()}, log_probs.shape[:-1])
     if group_size is not None:
@@ -232,10 +234,10 @@ class _KnobDraw(ProbabilisticTensorDictModule):
         values, structure = controller.configurations, controller.config.structure
         sizes = {knob.name: len(knob.values) for knob in controller.knobs}
         every = math.prod(sizes.values())
-        if structure not in ("independent", "additive") or len(values) < every:
+        if structure != "independent" or len(values) < every:
             raise InputError(
-                "separate=True: drawing each knob by itself needs a policy.structure of independent or additive and "
-                f"a full grid; this policy is {structure}, with {len(values)} of {every} combinations"
+                "separate=True: drawing each knob by itself needs policy.structure=independent and a full grid; this "
+                f"policy is {structure}, with {len(values)} of {every} combinations"
             )
         columns = zip(sizes.items(), values.T, strict=True)
         places = {name: column.argsort().reshape(size, -1) for (name, size), column in columns}

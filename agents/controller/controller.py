@@ -70,7 +70,7 @@ class Controller(nn.Module):
         which each member is fitted on `member_rows`, bool [M, n], None for all."""
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
         limits = worths_range(latencies_ms) if priced else latencies_ms
-        encoding = BudgetEncoding(limits, config.budget_encoding, config.budget_width)
+        encoding = BudgetEncoding(limits, config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows)
         controller = cls(table.knobs, table.configurations, normaliser, encoding, config, priced)
         if isinstance(controller.network, UtilityNetwork):
@@ -123,13 +123,16 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """The inverse of `plain`, in eval mode."""
-        state, config = plain["state"], PolicyConfig(**plain["policy"])
+        """The inverse of `plain`, in eval mode. Raises InputError: a setting that exists no more."""
+        settings = dict(plain["policy"])
+        if settings.pop("budget_encoding", "sinusoidal") == "linear":  # earlier versions had both
+            settings["budget_width"] = 1
+        state, config = plain["state"], PolicyConfig(**settings)
         controller = cls(
             [Knob(name, tuple(values)) for name, values in plain["knobs"]],
             state["configurations"],
             FeatureNormaliser.restored(plain["features"], state["normaliser.has_missing"]),
-            BudgetEncoding(torch.ones(1), config.budget_encoding, config.budget_width),
+            BudgetEncoding(torch.ones(1), config.budget_width),
             config,
             plain["priced"],
         )

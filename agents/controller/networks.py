@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from knobwise.agents.controller.heads import HEADS, MemberLinear, masked_log_softmax
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.budgets import BudgetEncoding, log_measured, log_ms
 
@@ -24,8 +23,50 @@ WIDEST = 260
 BINS = 8
 
 
+class MemberLinear(nn.Module):
+    """M linear layers side by side: [M, n, inputs] → [M, n, outputs]; `zero` initialises them to 0."""
+
+    def __init__(self, members: int, inputs: int, outputs: int, zero: bool = False) -> None:
+        super().__init__()
+        bound = 0.0 if zero else max(inputs, 1) ** -0.5
+        self.weight = nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+def masked_log_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Log-softmax over what the mask allows, −inf elsewhere. [*, C] → [*, C]."""
+    return (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).log_softmax(-1)
+
+
+class IndependentHead(nn.Module):
+    """A categorical for each knob, as in the original controller: ln p = Σ_k ln p_k.
+
+    If some combinations do not exist or the mask forbids them, it is the distribution of independent draws that are
+    repeated until the combination is allowed: one softmax of the summed logits over the allowed configurations.
+    """
+
+    places: Tensor
+
+    def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
+        super().__init__()
+        sizes = configurations.amax(0) + 1
+        first = sizes.cumsum(0) - sizes
+        self.logits = MemberLinear(members, hidden, int(sizes.sum()))
+        # [values of all knobs, C]: which values make up a configuration
+        membership = torch.zeros(int(sizes.sum()), len(configurations))
+        membership.T.scatter_(1, configurations + first, 1.0)
+        self.register_buffer("places", membership, persistent=False)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[M, n, H] and bool [M, n, C] → normalised log-probs [M, n, C], −inf where the mask is False."""
+        return masked_log_softmax(self.logits(hidden) @ self.places, mask)
+
+
 class KnobNetwork(nn.Module):
-    """A plain MLP with a head over the knobs (`knobwise.agents.controller.heads`).
+    """A plain MLP with a head over the knobs.
 
     `typical`, [2, C], is not used for decisions: mean and standard deviation of each configuration's ln ms.
     """
@@ -37,7 +78,7 @@ class KnobNetwork(nn.Module):
         self.encoding, self.dropout, members = encoding, config.dropout, config.members
         widths = [features + encoding.width] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
-        self.head = HEADS[config.structure](config.hidden, configurations, members)
+        self.head = IndependentHead(config.hidden, configurations, members)
         self.register_buffer("typical", torch.zeros(2, len(configurations)))
 
     def start_from(self, accuracy: Tensor, latency_ms: Tensor) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 
-HEAD_NAMES = ("additive", "autoregressive", "independent", "joint")
-"""The heads of `knobwise.agents.controller.heads`."""
 EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
 """The families of `knobwise.agents.predictors.regressors`."""
 
@@ -17,10 +15,9 @@ EXPERTS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting")
 class PolicyConfig:
     """The network."""
 
-    structure: str = "additive"
-    """`utility` predicts accuracy and latency of every configuration (see `knobwise.agents.controller.networks`);
-    `additive`, `autoregressive`, `independent` and `joint` are heads over the knobs (see
-    `knobwise.agents.controller.heads`)."""
+    structure: str = "independent"
+    """`utility` predicts accuracy and latency of every configuration; `independent` is a categorical for each knob (see
+    `knobwise.agents.controller.networks`)."""
     members: int = 1
     """Number of networks. A single one is fitted on the training samples and stopped on the validation samples. Several
     are each fitted on all of these samples but a fold, stopped together on their folds, and decide together."""
@@ -28,8 +25,8 @@ class PolicyConfig:
     """Predictors stacked with a `utility` network of several members: any of ridge, kernel_ridge, knn, random_forest,
     gradient_boosting. Without any the network decides alone, which is faster."""
     guard: bool = True
-    """Whether a `utility` network of several members decides inside a guard (`knobwise.agents.stack.guard`); under mean
-    budgets, whether any policy does (`knobwise.agents.stack.priced_policy`)."""
+    """Whether a `utility` network of several members decides inside a guard (`knobwise.agents.stack.guard`, under mean
+    budgets `knobwise.agents.stack.priced_policy`)."""
     level: float = 0.95
     """Share of the feasible requests whose budget the guard keeps."""
     level_cost: float = 0.1
@@ -46,13 +43,12 @@ class PolicyConfig:
     """Number of hidden layers."""
     dropout: float = 0.6
     """Dropout in the hidden layers during the warm-up; draws, log-probs and decisions never use it."""
-    budget_encoding: str = "sinusoidal"
-    """`sinusoidal` or `linear`, of the standardised log-budget."""
     budget_width: int = 9
-    """Width of the sinusoidal encoding: 1 + 2·frequencies."""
+    """Width of the encoding of the standardised log-budget by sines and cosines: 1 + 2·frequencies; 1 is the number
+    alone."""
 
     def __post_init__(self) -> None:
-        one_of("policy.structure", self.structure, ("utility", *HEAD_NAMES))
+        one_of("policy.structure", self.structure, ("utility", "independent"))
         for expert in self.experts:
             one_of("policy.experts", expert, EXPERTS)
         key = "structure" if self.structure != "utility" else "members"
@@ -72,7 +68,6 @@ class PolicyConfig:
                 raise InputError(f"policy.{name}={getattr(self, name)}: must be between 0 and 1")
         if not 0 <= self.level_cost <= 1:
             raise InputError(f"policy.level_cost={self.level_cost}: must be in [0, 1]")
-        one_of("policy.budget_encoding", self.budget_encoding, ("sinusoidal", "linear"))
         for name in ("members", "hidden", "layers", "budget_width"):
             at_least(f"policy.{name}", getattr(self, name), 1)
         if not 0 <= self.dropout < 1:

@@ -21,9 +21,8 @@ class SelectorActor(TensorDictModuleBase):
     once for all G. Without a group size the axis G is not there.
 
     `pool` int64 [Q, N] holds rows of the bank, −1 where a pool is shorter. Without embeddings and pool it reads what an
-    environment shows, `query` [*, d], `pool` [*, N, d] and `mask` [*, N], and writes [*, (G), T] and [*, (G)]. The
-    logits are divided by `temperature`, in draws and log-probs alike. Under `ExplorationType.DETERMINISTIC` the action
-    is the greedy sequence.
+    environment shows, `query` [*, d], `pool` [*, N, d] and `mask` [*, N], and writes [*, (G), T] and [*, (G)]. Under
+    `ExplorationType.DETERMINISTIC` the action is the greedy sequence.
     """
 
     out_keys = ["action", "action_log_prob"]
@@ -41,7 +40,7 @@ class SelectorActor(TensorDictModuleBase):
         self.in_keys = ["query", "pool", "mask"] if embeddings is None else ["row"]
         self.selector = selector
         self.embeddings: Any = embeddings
-        self.shots, self.group_size, self.temperature = shots, group_size, 1.0
+        self.shots, self.group_size = shots, group_size
         self.register_buffer("pool", pool, persistent=False)
 
     def get_dist(self, tensordict: TensorDictBase) -> SequenceDistribution:
@@ -55,7 +54,7 @@ class SelectorActor(TensorDictModuleBase):
             pool = self.pool[rows]
             query, candidates = (x.to(pool.device) for x in self.embeddings.both(rows, pool))
             mask = pool >= 0
-        return self.selector.distribution(query, candidates, mask, self.shots, self.group_size, self.temperature)
+        return self.selector.distribution(query, candidates, mask, self.shots, self.group_size)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         dist = self.get_dist(tensordict)

@@ -53,11 +53,10 @@ def decide_selectors(
     scorer: Scorer | None,
     shots: int,
     rows: Tensor | None = None,
-    decoding: str = "greedy",
 ) -> Decided:
     """The choices of S selectors of T shots for held-out queries `rows`, int64 [n], None for all, and whether the
-    answers were right. Without a scorer of this table they are judged on recorded sequences, NaN where there are none,
-    which need no `decoding`, `greedy` or `beam`. The embeddings are those of each selector.
+    answers were right. Without a scorer of this table they are judged on recorded sequences, NaN where there are none.
+    The embeddings are those of each selector.
     """
     rows = torch.arange(table.num_queries) if rows is None else rows
     pairs = list(zip(selectors, embeddings, strict=True))
@@ -65,7 +64,7 @@ def decide_selectors(
         actors = [SelectorActor(s, read, table.pool.to(s.mean.device), shots) for s, read in pairs]
         preferences = [actor.recorded_log_probs(table, rows) for actor in actors]
         return recorded_choices(table.select(rows), shots, preferences)
-    choices = [choose(s, read, table, rows, shots, decoding) for s, read in pairs]
+    choices = [choose(s, read, table, rows, shots) for s, read in pairs]
     return judged_choices(table, scorer, choices, rows)
 
 
@@ -111,14 +110,13 @@ def choose(
     table: BeamTable,
     rows: Tensor,
     shots: int,
-    decoding: str = "greedy",
     batch: int = BATCH,
 ) -> Tensor:
     """Choices for queries `rows`, int64 [n] → places in their pools, int64 [n, T], −1 after the end."""
     sequences = []
     for some in rows.split(batch):
         pool = table.pool[some]
-        sequences.append(selector.choose(*embeddings.both(some, pool), pool >= 0, shots, decoding).cpu())
+        sequences.append(selector.choose(*embeddings.both(some, pool), pool >= 0, shots).cpu())
     return torch.cat(sequences)
 
 

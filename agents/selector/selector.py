@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from knobwise.agents.selector.networks import pointer_network
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.common.checks import at_least, one_of
+from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
-
-DECODINGS = ("greedy", "beam")
 
 
 class StoredEmbeddings(nn.Module):
@@ -77,7 +75,6 @@ class Selector(nn.Module):
         mask: Tensor,
         shots: int,
         group_size: int | None = None,
-        temperature: float = 1.0,
     ) -> SequenceDistribution:
         """Embeddings of queries [P, d] and of their pools [P, N, d], mask bool [P, N] → what to draw sequences from
         (see `SequenceDistribution`). Everything is encoded here, once.
@@ -93,30 +90,21 @@ class Selector(nn.Module):
                     "give those of the encoder that it was trained with"
                 )
         query, pool = ((x - self.mean) / self.scale for x in (query, pool))
-        return SequenceDistribution(
-            self.network, self.network.encode(query, pool, mask), shots, group_size, temperature
-        )
+        return SequenceDistribution(self.network, self.network.encode(query, pool, mask), shots, group_size)
 
     @torch.no_grad()
-    def choose(
-        self, query: Tensor, pool: Tensor, mask: Tensor, shots: int, decoding: str = "greedy", width: int = 5
-    ) -> Tensor:
-        """What to show: places in the queries' own pools, int64 [P, T], −1 where a pool has fewer than T candidates.
-
-        Queries are [P, d], pools [P, N, d], the mask bool [P, N]; `decoding` is `greedy`, or `beam` for beam search of
-        this `width`.
+    def choose(self, query: Tensor, pool: Tensor, mask: Tensor, shots: int) -> Tensor:
+        """What to show, greedily: places in the queries' own pools, int64 [P, T], −1 where a pool has fewer than T
+        candidates. Queries are [P, d], pools [P, N, d], the mask bool [P, N].
 
         Raises:
-            InputError: a setting that does not exist, or embeddings of another width.
+            InputError: embeddings of another width.
         """
-        one_of("decoding", decoding, DECODINGS)
-        at_least("width", width, 1)
         training, device = self.training, self.mean.device
         self.eval()
-        dist = self.distribution(query.to(device), pool.to(device), mask.to(device), shots)
-        sequences, _ = dist.beam(width if decoding == "beam" else 1)
+        sequences = self.distribution(query.to(device), pool.to(device), mask.to(device), shots).mode
         self.train(training)
-        return sequences[:, 0]
+        return sequences
 
     def plain(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""

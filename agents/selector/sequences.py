@@ -25,7 +25,6 @@ class SequenceDistribution(Distribution):
         shots: T.
         group_size: G draws belong to one query: `sample` gives [*, P, G, T] and `log_prob` of it [*, P, G]. None for no
             group axis: [*, P, T] and [*, P].
-        temperature: the logits are divided by it, for draws, log-probs and entropy alike.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}
@@ -37,10 +36,8 @@ class SequenceDistribution(Distribution):
         encoded: Encoded,
         shots: int,
         group_size: int | None = None,
-        temperature: float = 1.0,
     ) -> None:
-        self.network, self.encoded, self.shots = network, encoded, shots
-        self.group_size, self.temperature = group_size, temperature
+        self.network, self.encoded, self.shots, self.group_size = network, encoded, shots, group_size
         group = () if group_size is None else (group_size,)
         super().__init__(encoded.mask.shape[:1], torch.Size([*group, shots]), validate_args=False)
 
@@ -86,38 +83,11 @@ class SequenceDistribution(Distribution):
         places, log_probs = self._draw(1, generator)
         return entropy(log_probs).masked_fill(places < 0, 0.0).sum(-1).squeeze(1)
 
-    @torch.no_grad()
-    def beam(self, width: int) -> tuple[Tensor, Tensor]:
-        """Beam search: sequences int64 [P, width, T], best first, and their log-probs [P, width].
-
-        Where there are fewer sequences than `width`, the last ones are −1 throughout, with log-prob −∞.
-        """
-        network, mask = self.network, self.encoded.mask
-        queries, size = mask.shape
-        row = torch.arange(queries, device=mask.device).unsqueeze(1)
-        state, available = network.start(self.encoded, 1), mask.unsqueeze(1)
-        places, total = row.new_empty(queries, 1, 0), self.encoded.keys.new_zeros(queries, 1)
-        stay = torch.arange(size, device=mask.device) == 0  # with nothing left, the first place stands for the end
-        for step in range(self.shots):
-            left = available.any(-1)
-            log_probs = self._log_probs(network.point(state), available)
-            log_probs = torch.where(left.unsqueeze(-1), log_probs, stay.to(log_probs.dtype).log())
-            scores = (total.unsqueeze(-1) + log_probs).flatten(1)
-            total, best = scores.topk(min(width, scores.shape[1]))
-            parent, place = best // size, best % size
-            end = torch.where(left[row, parent], place, -1).unsqueeze(-1)
-            places = torch.cat([places[row, parent], end], -1)
-            available = available[row, parent].scatter(-1, place.unsqueeze(-1), False)
-            if step < self.shots - 1:
-                state = network.advance(state[row, parent], self._keys(place))
-        missing = width - total.shape[1]
-        places, total = F.pad(places, (0, 0, 0, missing)), F.pad(total, (0, missing), value=-torch.inf)
-        return places.masked_fill((total == -torch.inf).unsqueeze(-1), -1), total
-
     @property
     def mode(self) -> Tensor:
         """The greedy sequence, the most probable place at every step: [P, T], or repeated along the group axis."""
-        greedy = self.beam(1)[0]
+        with torch.no_grad():
+            greedy, _ = self._draw(1, greedy=True)
         return greedy[:, 0] if self.group_size is None else greedy.expand(-1, self.group_size, -1)
 
     deterministic_sample = mode
@@ -134,15 +104,21 @@ class SequenceDistribution(Distribution):
         wrong = ~available.gather(-1, inside.unsqueeze(-1)).squeeze(-1) | (inside != places) | (padding.cumsum(-1) > 0)
         return log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
 
-    def _draw(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """J draws of each query: int64 [P, J, T], and the log-probs of every step, [P, J, T, N]."""
+    def _draw(
+        self, count: int, generator: torch.Generator | None = None, greedy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """J draws of each query, or its greedy sequence: int64 [P, J, T], and the log-probs of every step,
+        [P, J, T, N]."""
         network, mask = self.network, self.encoded.mask
         state, available = network.start(self.encoded, count), mask.unsqueeze(1).expand(-1, count, -1)
         places, steps = [], []
         for step in range(self.shots):
             log_probs = self._log_probs(network.point(state), available)
-            drawn = torch.multinomial(log_probs.detach().exp().flatten(0, 1), 1, generator=generator)
-            drawn = drawn.unflatten(0, log_probs.shape[:2])
+            if greedy:
+                drawn = log_probs.argmax(-1, keepdim=True)
+            else:
+                drawn = torch.multinomial(log_probs.detach().exp().flatten(0, 1), 1, generator=generator)
+                drawn = drawn.unflatten(0, log_probs.shape[:2])
             places.append(drawn.masked_fill(~available.any(-1, keepdim=True), -1))
             steps.append(log_probs)
             available = available.scatter(-1, drawn, False)
@@ -155,7 +131,7 @@ class SequenceDistribution(Distribution):
 
         Where nothing is, they are those of a full pool: nobody reads them, and they are finite in value and gradient.
         """
-        logits = self.network.logits(directions, self.encoded) / self.temperature
+        logits = self.network.logits(directions, self.encoded)
         masked = ~available & available.any(-1, keepdim=True)
         return logits.masked_fill(masked, -torch.inf).log_softmax(-1)
 

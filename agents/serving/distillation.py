@@ -159,8 +159,8 @@ def _beginner(teacher: Controller, lessons: Lessons, seed: int) -> Controller:
     origin = teacher.network
     assert isinstance(origin, UtilityNetwork)
     wide = origin.skip.weight.shape[1] >= WIDE
-    of_budgets = {name: getattr(teacher.config, name) for name in ("budget_encoding", "budget_width")}
-    config = PolicyConfig(structure="utility", hidden=64 if wide else 96, layers=2, dropout=0.0, **of_budgets)
+    hidden, width = 64 if wide else 96, teacher.config.budget_width
+    config = PolicyConfig(structure="utility", hidden=hidden, layers=2, dropout=0.0, budget_width=width)
     normaliser, encoding = copy.deepcopy(teacher.normaliser), copy.deepcopy(origin.encoding)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -85,7 +85,9 @@ class NumpyController:
         self._normal = _Normaliser(_under(arrays, "normaliser."), head["clip"]) if self._widths else None
         network = _under(arrays, "network.")
         self._utility = _UtilityNetwork(network, head) if head["structure"] == "utility" else None
-        knobs = head["structure"] not in ("utility", "none")  # "none" leaves all to the experts
+        if head["structure"] not in ("utility", "independent", "none"):  # "none" leaves all to the experts
+            raise ValueError(f"policy.structure={head['structure']} was removed; train and export again")
+        knobs = head["structure"] == "independent"
         self._heads = _KnobNetwork(network, head, self.configurations) if knobs else None
         if self._heads:
             self.typical = arrays["network.typical"][0], arrays["network.typical"][1]
@@ -279,18 +281,9 @@ class NumpyController:
 
     def _at_prices(self, x: Array, worths: Array, mask: Array | None) -> Array:
         """Decisions for worths of a right answer [n], in ms."""
-        if self._heads is not None:
-            return _best(self._heads(x, worths, mask), mask)
-        if self.header["stacked"]:
-            accuracy, cost = self._joined([member(x, None) for member in self._members])
-            cost = cost.astype(np.float64)
-            return _pick(accuracy - cost / worths.astype(np.float64)[:, None], cost, mask)
-        assert self._utility is not None
-        accuracy, cost = self._utility.of_members(x, None)
-        score = accuracy - cost / worths[:, None]
-        if self._utility.members > 1:
-            score = _log_softmax(self._utility.sharpness * score, mask).mean(0)
-        return _best(score, mask)
+        accuracy, cost = self._joined([member(x, None) for member in self._members])
+        cost = cost.astype(np.float64)
+        return _pick(accuracy - cost / worths.astype(np.float64)[:, None], cost, mask)
 
     def _guarded(self, score: Array, meets: Array, log_latency: Array, under: _Deadlines, mask: Array | None) -> Array:
         """Decisions of a stack from what its members expect together, [n, C] each."""
@@ -583,49 +576,23 @@ def _log(limits: Array) -> Array:
 
 
 class _KnobNetwork:
-    """An MLP with a head over the knobs: log-probs of every configuration up to a constant per request.
-
-    On a full grid the head `independent` sums the knobs' logits as `additive` does, if every configuration is allowed.
-    """
+    """An MLP with a categorical for each knob: log-probs of every configuration up to a constant per request."""
 
     def __init__(self, arrays: Arrays, head: Mapping[str, Any], configurations: Array) -> None:
-        self.structure, self.members = head["structure"], head["members"]
-        self.encoding = _Encoding(_under(arrays, "encoding."))
+        self.members, self.encoding = head["members"], _Encoding(_under(arrays, "encoding."))
         self.layers = [_linear(arrays, f"layers.{n}", EVERYTHING) for n in range(head["layers"])]
         self.logits = _linear(arrays, "head.logits")
-        self.places: Array | None = None
         sizes = configurations.max(0) + 1
-        full_grid = len(configurations) == sizes.prod()
-        if self.structure == "additive" or (self.structure == "independent" and full_grid):
-            places = configurations + sizes.cumsum() - sizes
-            self.places = np.zeros((sizes.sum(), len(configurations)), np.float32)
-            self.places[places, np.arange(len(configurations))[:, None]] = 1
-        if self.structure in ("independent", "autoregressive"):
-            self.tree = _PrefixTree(configurations)
-            if self.structure == "autoregressive":
-                before = _linear(arrays, "head.embedding", EVERYTHING)(self.tree.path)
-                self.before = before.reshape(self.members, 1, self.tree.prefixes, -1)
+        places = configurations + sizes.cumsum() - sizes
+        self.places = np.zeros((sizes.sum(), len(configurations)), np.float32)
+        self.places[places, np.arange(len(configurations))[:, None]] = 1
 
     def __call__(self, x: Array, limits: Array, mask: Array | None) -> Array:
         hidden = np.concatenate([x, self.encoding(limits)], 1)
         for layer in self.layers:
             hidden = _silu_of_half(layer(hidden))
-        scores = self._scores(hidden, mask)
-        if self.members == 1:
-            return scores.reshape(len(limits), -1)
-        return _log_softmax(scores, mask).mean(0)
-
-    def _scores(self, hidden: Array, mask: Array | None) -> Array:
-        if self.structure == "autoregressive":
-            states = _silu_of_half(0.5 * hidden.reshape(self.members, -1, 1, hidden.shape[-1]) + self.before)
-            flat = states.reshape(self.members, -1, hidden.shape[-1])
-            of_values = self.logits(flat if self.members > 1 else flat[0])
-            nodes = of_values.reshape(*states.shape[:3], -1)[:, :, self.tree.prefix, self.tree.value]
-            return self.tree.log_probs(nodes, mask)
-        logits = self.logits(hidden)
-        if self.places is not None and (mask is None or self.structure == "additive"):
-            return np.asarray(logits @ self.places)
-        return logits if self.structure == "joint" else self.tree.log_probs(logits[..., self.tree.value], mask)
+        scores = self.logits(hidden) @ self.places
+        return scores if self.members == 1 else _log_softmax(scores, mask).mean(0)
 
 
 class _Fast:
@@ -740,43 +707,6 @@ class _Fast:
         np.maximum(self._per_spread, self._wide, out=self._per_spread)
         np.exp(self._per_spread, out=self._per_spread)
         np.tanh(self._accuracy, out=self._accuracy)
-
-
-class _PrefixTree:
-    """Every way of setting the first k knobs, k = 1 … K, as the nodes of a tree, and a softmax below each of them."""
-
-    def __init__(self, configurations: Array) -> None:
-        sizes = configurations.max(0) + 1
-        firsts = np.cumsum(sizes) - sizes
-        rooted = np.concatenate([np.zeros_like(configurations[:, :1]), configurations], 1)
-        value, node, prefix, path = [], [], [], []
-        nodes = prefixes = 0
-        for knob, first in enumerate(firsts):
-            level, node_of = np.unique(rooted[:, : knob + 2], axis=0, return_inverse=True)
-            above, prefix_of = np.unique(level[:, :-1], axis=0, return_inverse=True)
-            value.append(level[:, -1] + first)
-            node.append(node_of.reshape(-1) + nodes)
-            prefix.append(prefix_of.reshape(-1) + prefixes)
-            path.append(np.zeros((len(above), sizes.sum()), np.float32))
-            path[-1][np.arange(len(above))[:, None], above[:, 1:] + firsts[:knob]] = 1
-            nodes, prefixes = nodes + len(level), prefixes + len(above)
-        self.value, self.prefix, self.path = map(np.concatenate, (value, prefix, path))
-        self.node, self.prefixes = np.stack(node), prefixes
-        self.through = np.zeros((len(configurations), nodes), np.float32)
-        self.through[np.arange(len(configurations)), self.node] = 1
-        self.starts = np.flatnonzero(np.diff(self.prefix, prepend=-1))  # nodes of the same prefix are adjacent
-
-    def log_probs(self, logits: Array, mask: Array | None) -> Array:
-        """Logits of the nodes [*, nodes] → log-probs of the configurations [*, C]."""
-        if mask is not None:
-            alive = mask.astype(np.float32) @ self.through > 0  # an allowed configuration leads through the node
-            logits = np.where(alive, logits, -np.inf)
-        top = np.maximum.reduceat(logits, self.starts, -1)
-        top = np.where(np.isneginf(top), 0, top)
-        total = np.add.reduceat(np.exp(logits - top[..., self.prefix]), self.starts, -1)
-        normal = top + np.log(np.maximum(total, np.finfo(np.float32).tiny))
-        log_probs = (logits - normal[..., self.prefix])[..., self.node].sum(-2)
-        return log_probs if mask is None else np.where(mask, log_probs, -np.inf)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

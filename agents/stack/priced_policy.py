@@ -1,14 +1,13 @@
 """Policies for mean budgets: a policy that decides at a price, the calibrated price of each budget, and a guard.
 
-Prices are calibrated on samples that the policy was not fitted on. If it predicts accuracy and cost of every
-configuration, the lowest price that keeps a budget is computed exactly (`calibrate_prices`); otherwise many worths of a
-right answer, 1/price, are tried. For each budget the guard falls back to the static mix unless the policy was more
-accurate on those samples, by more than chance, at no higher mean latency.
+The policy predicts accuracy and cost of every configuration, so that the lowest price that keeps a budget is computed
+exactly (`calibrate_prices`), on samples that the policy was not fitted on. For each budget the guard falls back to the
+static mix unless the policy was more accurate on those samples, by more than chance, at no higher mean latency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +23,8 @@ from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price
 from knobwise.agents.stack.stacked_controller import StackedController, fit_priced_stack
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import worths_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
-WORTHS = 200
-"""Number of worths that are tried."""
 SEED = 0
 """Seed of the hash, and of the draws for requests without features."""
 
@@ -38,8 +34,7 @@ class PricedChooser:
 
     Args:
         name: of the policy.
-        chooser: a controller or a baseline whose `choose(features, worths, mask)` weighs accuracy against
-            latency/worth.
+        chooser: a stack or a baseline whose `choose(features, worths, mask)` weighs accuracy against latency/worth.
         budgets_ms, prices: float [B], the calibrated mean budgets, and λ = 1/worth for each, accuracy per ms.
         mix, guard: the static mix and the guard's comparison (`compared`) for each budget; None and empty without.
     """
@@ -110,7 +105,7 @@ class PricedChooser:
         return accuracy.where(self.deployed, mixed), cost.where(self.deployed, mixed_cost)
 
     def plain(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint; the chooser must be a controller."""
+        """Tensors and plain values, for a checkpoint; the chooser must be a stack."""
         return {
             "name": self.name,
             "kind": type(self.chooser).__name__,
@@ -123,10 +118,11 @@ class PricedChooser:
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> PricedChooser:
-        """The inverse of `plain`."""
-        kind = {kind.__name__: kind for kind in (Controller, StackedController)}[plain["kind"]]
+        """The inverse of `plain`. Raises InputError: a chooser that is no stack, as earlier versions had them."""
+        if plain["kind"] != StackedController.__name__:
+            raise InputError("under a mean budget its policy predicts no outcomes, or has a single network")
         mix = plain["mix"] and StaticMix.restored(plain["mix"])
-        chooser = kind.restored(plain["chooser"])
+        chooser = StackedController.restored(plain["chooser"])
         return cls(plain["name"], chooser, plain["budgets_ms"], plain["prices"], mix, plain["guard"])
 
 
@@ -148,23 +144,6 @@ def hashed(features: Mapping[str, Tensor]) -> Tensor:
 
 
 # -- calibrating -------------------------------------------------------------------------------------------------------
-
-
-def prices_by_trial(
-    choose: Callable[[Tensor], Tensor], cost: Tensor, worths: Tensor, budgets_ms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The lowest of the tried prices that keeps each mean budget on these rows; if none does, the cheapest one.
-
-    `choose` gives for a worth, float [] in ms, configurations int64 [n], by a policy that was not fitted on these rows,
-    whose measured cost is float [n, C]. From worths [W] and budgets [B] → prices float64 [B], and the choices at them,
-    int64 [n, B].
-    """
-    worths = worths.sort(descending=True).values
-    chosen = torch.stack([choose(worth) for worth in worths], 1)
-    paid = cost.double().gather(1, chosen).mean(0)
-    keeps = paid <= budgets_ms.double().unsqueeze(1) * (1 + 1e-9)
-    best = torch.where(keeps.any(1), keeps.long().argmax(1), paid.argmin())
-    return 1 / worths.double()[best], chosen[:, best]
 
 
 def compared(
@@ -225,28 +204,6 @@ def price_stack(
         mixed[hold] = StaticMix(table, rows[torch.from_numpy(fit)], budgets_ms).expected(table, rows[hold])[0]
     unguarded = PricedChooser("controller", stack, budgets_ms, prices)
     return _guarded(unguarded, chosen, mixed, table, rows, rows, config)
-
-
-@torch.no_grad()
-def price_controller(
-    table: ProfileTable,
-    controller: Controller,
-    choose: Callable[[Tensor], Tensor],
-    folds: Sequence[tuple[Tensor, Tensor]],
-    config: PolicyConfig,
-    budgets_ms: Tensor,
-) -> PricedChooser:
-    """Any controller at prices found by trial for mean budgets [B], inside a guard. Folds are the rows that a member
-    was fitted on, and those held out of it; `choose` (see `prices_by_trial`) is for the latter, all folds in order."""
-    rows = torch.cat([hold for _, hold in folds])
-    # evenly spaced in logarithm over the range of training
-    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).log().tolist()
-    worths = torch.linspace(low, high, WORTHS).exp()
-    prices, chosen = prices_by_trial(choose, table.latency_ms[rows], worths, budgets_ms)
-    mixed = torch.cat([StaticMix(table, fit, budgets_ms).expected(table, hold)[0] for fit, hold in folds])
-    fitted = torch.cat([part for fold in folds for part in fold]).unique()
-    unguarded = PricedChooser("controller", controller, budgets_ms, prices)
-    return _guarded(unguarded, chosen, mixed, table, rows, fitted, config)
 
 
 def _guarded(

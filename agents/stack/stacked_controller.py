@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.heads import masked_log_softmax
-from knobwise.agents.controller.networks import Outcomes, UtilityNetwork
+from knobwise.agents.controller.networks import Outcomes, UtilityNetwork, masked_log_softmax
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.predictors.experts import Expert, Fitted, Measured, Prediction, fit_experts, pick

@@ -27,10 +27,8 @@ from knobwise.agents.predictors.folds import rows_of_members
 from knobwise.agents.training.loop import Stage, Trainer, seeded
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths, log_measured
-from knobwise.envs.configurations.contexts import row_weights
-from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
-from knobwise.envs.readers.joint import DATASET
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses import GRPOLoss, RCELoss, RegressionLoss
 from knobwise.losses.settings import LossConfig
@@ -46,7 +44,6 @@ class ControllerTrainer(Trainer):
         split: fit on `train`, choose on `validation`, or both in folds (`policy.members`); `test` is not used.
         reward: under a mean budget it is always `priced`.
         budgets_ms: float [B], what is judged on validation; None for the default budgets.
-        balance: which samples are drawn how often; None for all alike.
         init_from: a checkpoint whose weights training starts from, see `controller_start`; None for fresh weights.
         seed, folder, log, device: see `Trainer`.
     """
@@ -67,13 +64,12 @@ class ControllerTrainer(Trainer):
         budgets_ms: Tensor | None = None,
         budget: BudgetConfig | None = None,
         reward: RewardConfig | None = None,
-        balance: BalanceConfig | None = None,
         init_from: str | Path | None = None,
         seed: int = 0,
         device: str = "cpu",
         **options: Any,
     ) -> None:
-        self.table, self.split, self.balance = table, split, balance or BalanceConfig()
+        self.table, self.split = table, split
         self.policy, self.loss = policy or PolicyConfig(), loss or LossConfig()
         self.priced = budget is not None and budget.sense == "mean"
         self.judged_by = "reward" if self.priced else "utility"
@@ -98,7 +94,6 @@ class ControllerTrainer(Trainer):
                 unprofiled="error",
                 lean=True,
                 full_information=exact or self.policy.structure != "utility",
-                weights=row_weights(table, self.balance, self.fitted),
                 device=torch.device(device),
             )
             stages = self._stages(settings, env)
@@ -180,10 +175,6 @@ class ControllerTrainer(Trainer):
         self.grpo.diagnostics = watched
         self.behaviour.with_reference = watched or self.loss.kl_to_ref_coeff > 0
 
-    def _steer(self, kl: float) -> None:
-        assert self.loss.kl_band is not None
-        self.grpo.adapt_kl(kl, *self.loss.kl_band)
-
     def _grpo_and_regression(self, minibatch: TensorDictBase) -> TensorDictBase:
         """GRPO and, with its weight, the regression, both from one prediction."""
         minibatch = self.predictor(minibatch.copy())
@@ -241,15 +232,13 @@ class ControllerTrainer(Trainer):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def provenance(self) -> dict[str, Any]:
-        """How the controller came about: from which samples, how good on held-out ones; and where the data set is an
-        input, what its columns are."""
+        """How the controller came about: from which samples, how good on held-out ones."""
         rows = {f"{part}_rows": rows for part, rows in self.split._asdict().items()}
         return {
             "validation_utility": self.best["score"],
             "iteration": self.best["iteration"],
             "seen": self.seen,
             "fold_seed": self.fold_seed,
-            **({"told": sorted(set(self.table.dataset_names))} if DATASET in self.table.features else {}),
             **rows,
         }
 

@@ -35,6 +35,7 @@ from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses import GRPOLoss
+from knobwise.losses.settings import GRPOConfig
 
 STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
 
@@ -109,6 +110,7 @@ class Trainer(ABC):
     trained_on: str
     """What the message about another training's checkpoint says."""
     table: ProfileTable | BeamTable
+    loss: GRPOConfig
     grpo: GRPOLoss
     """The loss whose β may change in training."""
 
@@ -213,6 +215,11 @@ class Trainer(ABC):
     def _watched(self) -> bool:
         """Whether anybody looks at the diagnostics of this iteration."""
         return self._logged or self.stage.steer is not None
+
+    def _steer(self, kl: float) -> None:
+        """Keep the KL to the reference in the band of the settings."""
+        if self.loss.kl_band is not None:
+            self.grpo.adapt_kl(kl, *self.loss.kl_band)
 
     def _new_optimiser(self) -> torch.optim.Optimizer:
         learned = [(name, p) for name, p in self.agent.named_parameters() if p.requires_grad]

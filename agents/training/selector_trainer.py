@@ -134,43 +134,21 @@ class SelectorTrainer(Trainer):
 
     def _stage(self, name: str, agent: SelectorActor, settings: OptimiserConfig) -> Stage:
         device = agent.pool.device
-        self.imitation = RCELoss(agent, recorded=True, scores=self.loss.scores, functional=False).to(device)
+        self.imitation = RCELoss(agent, recorded=True, functional=False).to(device)
         self.grpo = GRPOLoss(agent, **self.loss.of_grpo(), masked=True, functional=False).to(device)
-        stage = Stage(name, self._imitate, settings.iterations, settings.lr, prepare=self._prepare_imitation)
-        stage.dropout = name == "sft"
-        if name == "grpo":
-            stage.loss, stage.prepare = self._grpo, self._prepare_grpo
-            if self.loss.kl_band is not None or self.loss.temperature_band is not None:
-                stage.steer = self._steer
+        stage = Stage(name, self._stage_loss, settings.iterations, settings.lr, self._prepare, dropout=name == "sft")
+        if name == "grpo" and self.loss.kl_band is not None:
+            stage.steer = self._steer
         return stage
 
-    def _prepare_imitation(self, share: float, watched: bool) -> None:
+    def _prepare(self, share: float, watched: bool) -> None:
         start, end = self.loss.temperature_start, self.loss.temperature_end
         self.imitation.temperature.fill_(math.inf if self.stage.name == "sft" else start + (end - start) * share)
-        self.imitation.diagnostics = watched
+        self.imitation.diagnostics = self.grpo.diagnostics = watched
 
-    def _prepare_grpo(self, share: float, watched: bool) -> None:
-        self.grpo.top = self.loss.curriculum_top if share < self.loss.curriculum else None
-        self.grpo.diagnostics = watched
-
-    def _steer(self, kl: float) -> None:
-        if self.loss.kl_band is not None:
-            self.grpo.adapt_kl(kl, *self.loss.kl_band)
-        if self.loss.temperature_band is not None:
-            low, high = self.loss.temperature_band
-            change = 1 / 1.1 if kl > high else 1.1
-            if kl > high or kl < low:
-                self.agent.temperature = min(2.0, max(0.5, self.agent.temperature * change))
-
-    def _imitate(self, minibatch: TensorDictBase) -> TensorDictBase:
-        return self.imitation(_taught(minibatch, _present(minibatch)))
-
-    def _grpo(self, minibatch: TensorDictBase) -> TensorDictBase:
-        present, least = _present(minibatch), self.loss.min_positive
-        if least > 0:
-            right = (minibatch["next", "vqa_correct"] > 0.5) & present
-            present = present & (right.sum(-1, keepdim=True) >= least * present.sum(-1, keepdim=True))
-        return self.grpo(_taught(minibatch, present))
+    def _stage_loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        loss = self.grpo if self.stage.name == "grpo" else self.imitation
+        return loss(_taught(minibatch))
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         reward, right, present = data["next", "reward"], data["next", "vqa_correct"], _present(data)
@@ -179,9 +157,8 @@ class SelectorTrainer(Trainer):
         logged |= {f"{name}_Std": float(values.std(correction=0)) for name, values in drawn.items() if len(values)}
         logged |= {name: float(outputs[key]) for key, name in LOGGED.items() if key in outputs}
         logged |= {"LR": self._learning_rate(), "Beta": float(self.grpo.kl_to_ref_coeff)}
-        logged["Temperature"] = float(self.imitation.temperature)
-        if self.stage.name == "grpo":
-            logged["Temperature"] = self.agent.temperature
+        if self.stage.name != "grpo":
+            logged["Temperature"] = float(self.imitation.temperature)
         return {f"Train/{name}": value for name, value in logged.items()}
 
     # -- held-out data -------------------------------------------------------------------------------------------------
@@ -237,7 +214,7 @@ class SelectorTrainer(Trainer):
         if name != "sft":
             reference = self.reference.get_dist(drawn).log_prob(drawn["action"])
             metrics["KL"] = k3(drawn["action_log_prob"], reference).mean()
-        batch = _taught(batch, _present(batch))
+        batch = _taught(batch)
         present, reward = batch["group_mask"], batch["next", "reward"]
         if name == "grpo":
             log_prob = torch.zeros_like(reward) if live else self.agent.get_dist(batch).log_prob(batch["action"])
@@ -269,7 +246,6 @@ class SelectorTrainer(Trainer):
     def training_state(self) -> dict[str, Any]:
         return super().training_state() | {
             "agent": self.agent.state_dict(),
-            "temperature": self.agent.temperature,
             "settings": self._resumable,
         }
 
@@ -277,7 +253,6 @@ class SelectorTrainer(Trainer):
         if state.get("settings") != self._resumable:
             return False
         self.agent.load_state_dict(state["agent"])
-        self.agent.temperature = state["temperature"]
         return True
 
 
@@ -287,7 +262,8 @@ def _present(batch: TensorDictBase) -> Tensor:
     return batch.get("group_mask", torch.ones_like(reward, dtype=torch.bool))
 
 
-def _taught(minibatch: TensorDictBase, present: Tensor) -> TensorDictBase:
+def _taught(minibatch: TensorDictBase) -> TensorDictBase:
     """The queries that have something to teach, over which means are taken; all where none has."""
+    present = _present(minibatch)
     minibatch, taught = minibatch.copy().set("group_mask", present), present.any(-1)
     return minibatch[taught] if taught.any() else minibatch

@@ -83,7 +83,7 @@ class BudgetSampler:
     """Draws budgets for samples of a table, or worths if `sense="mean"`. Ranges and quantiles are taken from `rows`,
     int64 [n]; None for all. Raises InputError if the strategy is unknown, or cannot use the numbers."""
 
-    STRATEGIES = ("relative", "uniform", "quantiles", "fixed")
+    STRATEGIES = ("relative", "quantiles", "fixed")
 
     def __init__(self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None) -> None:
         self.table, self.config = table, config
@@ -99,12 +99,6 @@ class BudgetSampler:
             valid = bool(numbers) and all(0 < number < math.inf for number in numbers)
             self._check(valid, f"{name} must be positive, at least one", numbers)
             self._numbers = torch.tensor(list(numbers))
-        elif config.strategy == "uniform":
-            lowest, highest = _quantile(latencies, torch.tensor([0.03, 0.97])).clamp_min(LEAST_LATENCY_MS).tolist()
-            low = lowest if config.low_ms is None else config.low_ms
-            high = highest if config.high_ms is None else config.high_ms
-            self._check(0 < low <= high < math.inf, "needs 0 < low_ms ≤ high_ms", (low, high))
-            self._numbers = torch.tensor([low, high])
         else:
             self._check(0 <= config.low <= config.high <= 1, "needs 0 ≤ low ≤ high ≤ 1", (config.low, config.high))
             self._numbers = _quantile(latencies, torch.linspace(config.low, config.high, 1025))
@@ -134,22 +128,21 @@ class BudgetSampler:
 class BudgetEncoding(nn.Module):
     """Encodes budgets in ms, [*] → [*, self.width], from the standardised logarithm z = (ln budget − μ) / σ.
 
-    `linear` gives z itself. `sinusoidal` adds sin and cos of π·2^k·z/4 for k = 0 … (width − 1)/2 − 1, the encoding of
-    "Attention Is All You Need" (Vaswani et al. 2017, section 3.5) for a real-valued position. μ and σ are those of
-    `latencies_ms`, the profiled latencies of the training samples. Of `width`, 1 + 2·frequencies are used.
+    They are z, and sin and cos of π·2^k·z/4 for k = 0 … (width − 1)/2 − 1, the encoding of "Attention Is All You Need"
+    (Vaswani et al. 2017, section 3.5) for a real-valued position. μ and σ are those of `latencies_ms`, the profiled
+    latencies of the training samples. Of `width`, 1 + 2·frequencies are used; a width of 1 gives z alone.
     """
 
     mean: Tensor
     scale: Tensor
     frequencies: Tensor
 
-    def __init__(self, latencies_ms: Tensor, kind: str = "sinusoidal", width: int = 9) -> None:
+    def __init__(self, latencies_ms: Tensor, width: int = 9) -> None:
         super().__init__()
-        one_of("policy.budget_encoding", kind, ("linear", "sinusoidal"))
         logs = log_measured(latencies_ms)
         self.register_buffer("mean", logs.mean())
         self.register_buffer("scale", logs.std(correction=0).clamp_min(1e-3))
-        count = (width - 1) // 2 if kind == "sinusoidal" else 0
+        count = (width - 1) // 2
         self.register_buffer("frequencies", math.pi / 4 * 2.0 ** torch.arange(count))
         self.width = 1 + 2 * count
 

@@ -15,15 +15,10 @@ class BudgetConfig:
 
     strategy: str = "quantiles"
     """`relative`: a random profiled latency of the sample itself times one of `factors` (the seeds' form);
-    `uniform`: evenly between `low_ms` and `high_ms`;
     `quantiles`: evenly by rank between the `low` and `high` quantiles of all profiled latencies;
     `fixed`: one of `values_ms`."""
     factors: tuple[float, ...] = (0.8, 1.0, 1.2)
     """Multiples of the measured latency, for `relative`."""
-    low_ms: float | None = None
-    """Lower end for `uniform`, in ms; None takes the 3 % quantile of the profiled latencies."""
-    high_ms: float | None = None
-    """Upper end for `uniform`, in ms; None takes the 97 % quantile of the profiled latencies."""
     low: float = 0.03
     """Lower quantile for `quantiles`, in 0..1."""
     high: float = 0.97
@@ -64,19 +59,3 @@ class RewardConfig:
 
 TRAINING_REWARD = RewardConfig(kind="utility", miss=0.2)
 """What policies are trained on unless settings say otherwise, and what the environments give by default."""
-
-
-@dataclass
-class BalanceConfig:
-    """How often samples are drawn in training. In judging every sample counts once."""
-
-    by: str = "none"
-    """`none`: all samples evenly; `dataset` or `question_type`: samples of small groups more often, up to all groups
-    evenly; `configuration`: samples with rarely profiled configurations more often."""
-    power: float = 1.0
-    """1 gives the groups (or configurations) equal weight, 0.5 the square root of their size."""
-
-    def __post_init__(self) -> None:
-        one_of("balance.by", self.by, ("none", "dataset", "question_type", "configuration"))
-        if not 0 < self.power <= 1:
-            raise InputError(f"balance.power={self.power}: must be above 0 and at most 1")

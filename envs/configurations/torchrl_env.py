@@ -45,7 +45,6 @@ class ConfigBandit(ContextEnv):
         rows: int64 [n], the samples to draw from (the training split); None for all. From M such lists contexts are
             drawn in turn, context i from list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
-        weights: float [N], how often each row is drawn relative to the others; None for evenly.
 
     Raises:
         InputError: by `step`, if an action is outside its range or of another shape, or under `unprofiled="error"`
@@ -73,11 +72,10 @@ class ConfigBandit(ContextEnv):
         action: str = "knobs",
         lean: bool = False,
         full_information: bool = False,
-        weights: Tensor | None = None,
         device: torch.device | str | None = None,
         repeats: str = "draw",
     ) -> None:
-        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed, weights)
+        contexts = ContextSampler(table, budget or BudgetConfig(), rows, seed)
         super().__init__(contexts, limit_key(budget), device=device, batch_size=[batch_size])
         self.table, self.lean, self.full_information = table, lean, full_information
         self.replay = Replay(table, budget, reward, unprofiled, action, device, repeats)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
@@ -19,41 +18,14 @@ GROUPS = {"all": METHODS, "without_beams": METHODS[1:], "own": ("policy",), "bea
 """Methods by name. `without_beams`: found without looking at the answer; `own`: draws of a policy only."""
 
 
-class Mode(NamedTuple):
-    """One way to reward a sequence."""
-
-    weights: dict[str, float]
-    """The weights that the mode has, with their defaults."""
-    signals: dict[str, str]
-    """What the reward adds up, each times a weight or several: recorded fields, and what is computed from some (see
-    `knobwise.envs.demonstrations.reward`)."""
-
-
-BOTH = {"hard_weight": 1.0, "soft_weight": 1.0}
-ACCURACY = {"vqa_correct": "hard_weight", "vqa_acc_score": "soft_weight"}
-PROBABILITY = {"vqa_correct": "hard_weight", "vqa_gt_prob": "soft_weight"}
+WEIGHTS = ("hard_weight", "soft_weight", "alpha", "beta")
 MODES = {
-    "legacy": Mode({"alpha": 1.0, "beta": 0.0}, {"information": "alpha", "legacy_correct": "beta"}),
-    "hard_plus_soft": Mode(BOTH, ACCURACY),
-    "hard_plus_soft_v2": Mode(BOTH | {"hard_weight": 2.0}, ACCURACY),
-    "separated": Mode(BOTH, {"twice_correct": "hard_weight", "vqa_acc_score": "soft_weight"}),
-    "hard_only": Mode({"hard_weight": 1.0}, {"vqa_correct": "hard_weight"}),
-    "soft_only": Mode({"soft_weight": 1.0}, {"vqa_acc_score": "soft_weight"}),
-    "gtprob": Mode(BOTH, PROBABILITY),
-    "gtprob_separated": Mode(BOTH, {"twice_correct": "hard_weight", "vqa_gt_prob": "soft_weight"}),
-    "gtprob_rel": Mode(BOTH | {"rel_weight": 0.1}, PROBABILITY | {"relevance": "rel_weight"}),
-    "hybrid": Mode(
-        {"alpha": 0.5, "hard_weight": 1.0, "soft_weight": 0.5},
-        {"capped_information": "alpha", "vqa_correct": "1-alpha hard_weight", "vqa_acc_score": "1-alpha soft_weight"},
-    ),
-    "multi_level": Mode(
-        {"beam_weight": 1.0, "sequence_weight": 0.5, "task_weight": 1.0}
-        | {"coherence_weight": 0.5, "diversity_weight": 1.0},
-        {"information": "beam_weight", "coherence": "sequence_weight coherence_weight"}
-        | {"diversity": "sequence_weight diversity_weight", "vqa_acc_score": "task_weight"},
-    ),
+    "legacy": {"alpha": 1.0, "beta": 0.0},
+    "hard_plus_soft": {"hard_weight": 1.0, "soft_weight": 1.0},
+    "hard_plus_soft_v2": {"hard_weight": 2.0, "soft_weight": 1.0},
+    "hybrid": {"alpha": 0.5, "hard_weight": 1.0, "soft_weight": 0.5},
 }
-"""The modes by name."""
+"""The weights that each mode has, with their defaults."""
 AUTO = "auto"
 """The default: the mode follows from what was recorded, see `DemonstrationRewardConfig.resolved`."""
 USUAL = "hard_plus_soft_v2"
@@ -62,8 +34,7 @@ USUAL = "hard_plus_soft_v2"
 
 @dataclass
 class DemonstrationRewardConfig:
-    """The training signal of the selector. c = vqa_correct, a = vqa_acc_score, g = vqa_gt_prob, r = vqa_rel_score,
-    i = information.
+    """The training signal of the selector. c = vqa_correct, a = vqa_acc_score, i = information.
 
     A weight of None takes the mode's default in `MODES`; a weight that the mode does not have is refused.
     """
@@ -71,47 +42,26 @@ class DemonstrationRewardConfig:
     mode: str = AUTO
     """`auto`: `hard_plus_soft_v2`, or `legacy` if only scores were recorded, no right answers · `legacy`: α·i + β·c ·
     `hard_plus_soft`: h·c + s·a · `hard_plus_soft_v2`: the same with h = 2, so that every right answer is above every
-    wrong one · `separated`: 2h·c + s·a · `hard_only`: h·c · `soft_only`: s·a · `gtprob`: h·c + s·g ·
-    `gtprob_separated`: 2h·c + s·g · `gtprob_rel`: h·c + s·g + ρ·(1 − c)·r · `hybrid`: α·min(1, scale·i) +
-    (1 − α)(h·c + s·a) · `multi_level`: beam·i + sequence·(coherence + diversity, weighted) + task·a."""
+    wrong one · `hybrid`: α·min(1, scale·i) + (1 − α)(h·c + s·a)."""
     hard_weight: float | None = None
     """h, weight of a right answer."""
     soft_weight: float | None = None
-    """s, weight of the soft accuracy, or of the probability of the true answer in the modes `gtprob…`."""
+    """s, weight of the soft accuracy."""
     alpha: float | None = None
     """α, weight of the information; in `hybrid` in [0, 1]."""
     beta: float | None = None
     """β, weight of the correctness in `legacy`."""
-    rel_weight: float | None = None
-    """ρ, weight of the relevance of a wrong answer."""
-    beam_weight: float | None = None
-    """Weight of the beam's level in `multi_level`: the information."""
-    sequence_weight: float | None = None
-    """Weight of the sequence's level: `coherence_weight`·coherence + `diversity_weight`·diversity."""
-    task_weight: float | None = None
-    """Weight of the task's level: the soft accuracy."""
-    coherence_weight: float | None = None
-    """Of coherence inside the sequence's level. For two demonstrations coherence + diversity is 1, so equal weights do
-    not distinguish them."""
-    diversity_weight: float | None = None
-    """Of diversity inside the sequence's level."""
-    correctness: str = "01"
-    """Correctness in `legacy`: `01` is c, `pm1` is 2c − 1."""
     information: str = "beam_score"
     """i: `beam_score` (gain over no demonstration) or `logprob_score`."""
     information_scale: float = 10.0
     """What the information is multiplied by in `hybrid`."""
     by_shots: dict[int, dict[str, float]] = field(default_factory=dict)
     """For each number of demonstrations, weights by name that replace the others for sequences of that length."""
-    adaptive: bool = False
-    """Inside each group the sum of the weights is redistributed, to each signal in proportion to its weight times its
-    standard deviation. A signal that no longer separates the sequences gives its weight to the others."""
     shuffled: bool = False
     """A control: rewards are permuted inside each group, so that there is nothing to learn."""
 
     def __post_init__(self) -> None:
         one_of("reward.mode", self.mode, (AUTO, *MODES))
-        one_of("reward.correctness", self.correctness, ("01", "pm1"))
         one_of("reward.information", self.information, ("beam_score", "logprob_score"))
         if not _finite(self.information_scale) or self.information_scale <= 0:
             raise InputError(f"reward.information_scale={self.information_scale!r}: must be a number > 0")
@@ -122,15 +72,12 @@ class DemonstrationRewardConfig:
                 f"reward.by_shots={self.by_shots!r}: must give weights by name for each number of demonstrations, as "
                 "in {2: {hard_weight: 1.0}}"
             ) from None
-        mode, names = self._mode, {f.name for f in fields(self) if f.name.endswith("_weight")} | {"alpha", "beta"}
-        every = {name: value for name in names if (value := getattr(self, name)) is not None}
+        mode, every = self._mode, {name: value for name in WEIGHTS if (value := getattr(self, name)) is not None}
         for shots, weights in ((None, every), *self.by_shots.items()):
             key = "reward" if shots is None else f"reward.by_shots.{shots}"
             for name, value in sorted(weights.items()):
-                if name not in mode.weights:
-                    raise InputError(
-                        f"{key}.{name}: mode {self.mode} has no such weight, it has {', '.join(mode.weights)}"
-                    )
+                if name not in mode:
+                    raise InputError(f"{key}.{name}: mode {self.mode} has no such weight, it has {', '.join(mode)}")
                 if not _finite(value) or value < 0:
                     raise InputError(f"{key}.{name}={value!r}: must be a number ≥ 0")
             if shots is not None and shots < 1:
@@ -149,20 +96,25 @@ class DemonstrationRewardConfig:
         return replace(self, mode="legacy" if scores_only else USUAL)
 
     @property
-    def _mode(self) -> Mode:
+    def _mode(self) -> dict[str, float]:
         return MODES[USUAL if self.mode == AUTO else self.mode]
 
     def _setting(self, name: str, shots: int | None) -> float:
         value: float | None = getattr(self, name)
         replaced = {} if shots is None else self.by_shots.get(shots, {})
-        return replaced.get(name, self._mode.weights[name] if value is None else value)
+        return replaced.get(name, self._mode[name] if value is None else value)
 
     def weights(self, shots: int | None = None) -> dict[str, float]:
-        """The weight of each signal of the mode, for sequences of this many demonstrations."""
-        mode = self._mode
-        weights = {name: self._setting(name, shots) for name in mode.weights}
-        weights["1-alpha"] = 1 - weights.get("alpha", 0.0)
-        return {signal: math.prod(weights[name] for name in names.split()) for signal, names in mode.signals.items()}
+        """What the reward adds up, each times its weight, for sequences of this many demonstrations: recorded fields,
+        and `information` or `capped_information` (see `knobwise.envs.demonstrations.reward`)."""
+        weights = {name: self._setting(name, shots) for name in self._mode}
+        if self.mode == "legacy":
+            return {"information": weights["alpha"], "vqa_correct": weights["beta"]}
+        answer = {"vqa_correct": weights["hard_weight"], "vqa_acc_score": weights["soft_weight"]}
+        if self.mode == "hybrid":
+            alpha = weights["alpha"]
+            return {"capped_information": alpha} | {name: (1 - alpha) * weight for name, weight in answer.items()}
+        return answer
 
     @property
     def signals(self) -> tuple[str, ...]:
@@ -173,18 +125,7 @@ class DemonstrationRewardConfig:
     @property
     def needs(self) -> tuple[str, ...]:
         """The fields that the reward of a sequence is computed from, names in `FIELDS`."""
-        fields_of = {
-            **dict.fromkeys(("information", "capped_information"), (self.information,)),
-            **dict.fromkeys(("twice_correct", "legacy_correct"), ("vqa_correct",)),
-            "relevance": ("vqa_correct", "vqa_rel_score"),
-            **dict.fromkeys(("coherence", "diversity"), ()),
-        }
-        return tuple(dict.fromkeys(name for signal in self.signals for name in fields_of.get(signal, (signal,))))
-
-    @property
-    def needs_embeddings(self) -> bool:
-        """Whether coherence or diversity has a weight above 0."""
-        return not {"coherence", "diversity"}.isdisjoint(self.signals)
+        return tuple(self.information if name.endswith("information") else name for name in self.signals)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import fresh_seed
 from knobwise.envs.configurations.replay import UNPROFILED
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable, closed_up
-from knobwise.envs.demonstrations.reward import coherence_and_diversity, demonstration_reward, shuffle
+from knobwise.envs.demonstrations.reward import demonstration_reward, shuffle
 from knobwise.envs.demonstrations.settings import METHODS, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.single_step import SingleStepEnv
 
@@ -297,12 +297,7 @@ class DemonstrationBandit(SingleStepEnv):
                     f"of beam table {table.name!r} lack (the first: query {query}); record it, leave out those "
                     "sequences, or choose another mode"
                 )
-        fields = dict(table.fields)
-        if config.needs_embeddings:  # in pieces: [Q, B, T, d] may be larger than the memory
-            queries = zip(table.pool.split(256), table.sequences.split(256), strict=True)
-            pieces = [self._level(*parts, table.candidates) for parts in queries]
-            fields["coherence"], fields["diversity"] = (torch.cat(piece) for piece in zip(*pieces, strict=True))
-        reward = demonstration_reward(fields, table.lengths, table.beam_mask, config)
+        reward = demonstration_reward(table.fields, table.lengths, table.beam_mask, config)
         return shuffle(reward, table.beam_mask, self._generator(self.contexts.seed)) if config.shuffled else reward
 
     def _replayed(self, rows: Tensor, action: Tensor) -> Outcome:
@@ -349,8 +344,6 @@ class DemonstrationBandit(SingleStepEnv):
             fields[name][mask] = value.to(mask.device, torch.float32)[inverse]
         if "beam_score" in config.needs and "beam_score" not in fields and "vqa_gt_prob" in fields:
             fields["beam_score"] = fields["vqa_gt_prob"] - self._score_without_demonstrations(rows)[:, None]
-        if config.needs_embeddings:
-            fields["coherence"], fields["diversity"] = self._level(pool, sequences, self.candidates)
         reward = demonstration_reward(fields, used.sum(-1), mask, config)
         if reward.isnan().any():
             unknown = next(name for name in config.needs if fields[name][mask].isnan().any())
@@ -373,12 +366,6 @@ class DemonstrationBandit(SingleStepEnv):
             query = f"query {self.table.query_ids[int(rows[wrong.any(1)][0])]} of {self.table.name!r}"
             first = f"the first: {query}, places {action[wrong][0].tolist()}"
             raise InputError(f"{int(wrong.sum())} of the sequences {problem} ({first})")
-
-    @staticmethod
-    def _level(pool: Tensor, sequences: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """Coherence and diversity of sequences int64 [P, G, T] from pools int64 [P, N], float32 [P, G] each."""
-        bank = _demonstrations(pool, sequences)
-        return coherence_and_diversity(candidates[bank.clamp_min(0)], (sequences >= 0).sum(-1))
 
     @staticmethod
     def _generator(*seeds: int) -> torch.Generator:

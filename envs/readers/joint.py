@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -14,18 +13,13 @@ from knobwise.common.errors import InputError
 from knobwise.envs.readers.frames import TIERS
 from knobwise.envs.tables.profile_table import Knob, KnobValue, ProfileTable
 
-DATASET = "dataset"
-"""The feature block that encodes a sample's data set."""
 
-
-def join_tables(
-    tables: Sequence[ProfileTable], name: str = "joint", *, dataset_input: bool = False, missing_blocks: bool = False
-) -> ProfileTable:
+def join_tables(tables: Sequence[ProfileTable], name: str = "joint", *, missing_blocks: bool = False) -> ProfileTable:
     """One table of all samples, with the configurations of all tables; cells not profiled in their table stay so.
 
-    The values of a knob may differ, and a data set may be spread over several tables. `dataset_input` adds the data set
-    as a feature block, see `with_dataset_input`; `missing_blocks` fills in feature blocks that a table lacks as missing
-    (NaN). Raises InputError if knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
+    The values of a knob may differ, and a data set may be spread over several tables. `missing_blocks` fills in feature
+    blocks that a table lacks as missing (NaN). Raises InputError if knobs, units, or the names or widths of feature
+    blocks differ, or a sample occurs twice.
     """
     if not tables:
         raise InputError(f"profile {name!r}: no tables to join")
@@ -46,7 +40,7 @@ def join_tables(
             repeats_ms[rows, :, : table.num_repeats].index_copy_(1, columns, table.measurements_ms)
     parts, notes = _parts(tables)
     typed, with_images = (any(getattr(t, name) for t in tables) for name in ("question_types", "image_ids"))
-    joint = ProfileTable(
+    return ProfileTable(
         name=name,
         knobs=knobs,
         configurations=configurations,
@@ -64,23 +58,6 @@ def join_tables(
         unit=tables[0].unit,
         repeats_ms=repeats_ms,
     )
-    return with_dataset_input(joint) if dataset_input else joint
-
-
-def with_dataset_input(table: ProfileTable, names: Sequence[str] | None = None) -> ProfileTable:
-    """The table with a feature block `dataset`: one column per data set, 1 for its samples and 0 for the others.
-
-    `names` are those of the columns; None for the table's data sets in alphabetical order. A sample of another data set
-    is 0 everywhere; NaN would be read as the median of the training samples. Raises InputError if the table has a block
-    of this name already.
-    """
-    if DATASET in table.features:
-        raise InputError(f"profile {table.name!r} has a feature block {DATASET!r} already; leave dataset_input out")
-    names = sorted(set(table.dataset_names)) if names is None else list(names)
-    block = np.array(table.dataset_names)[:, None] == np.array(names)
-    note = f"the data set is an input: the columns of block {DATASET!r} are {', '.join(names)}"
-    features = {**table.features, DATASET: torch.from_numpy(block).float()}
-    return replace(table, features=features, notes=(*table.notes, note))
 
 
 def rows_by_dataset(table: ProfileTable, rows: Tensor) -> dict[str, Tensor]:

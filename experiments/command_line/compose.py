@@ -31,7 +31,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from knobwise.agents.controller.settings import EXPERTS, HEAD_NAMES, PolicyConfig
+from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.settings import TRAINING_REWARD, BudgetConfig, RewardConfig
@@ -57,20 +57,20 @@ GROUPS: dict[str, dict[str, Any]] = {
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles},
     "encoder": ENCODERS,
     "budget": {
-        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "uniform", "fixed")},
+        **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
         "mean": BudgetConfig(sense="mean"),
     },
     "reward": {"utility": replace(TRAINING_REWARD), "shaped": RewardConfig(kind="shaped")},
     "policy": {
         "auto": replace(_POLICY, experts=EXPERTS),
         "utility": _POLICY,
-        **{name: PolicyConfig(structure=name) for name in HEAD_NAMES},
+        "independent": PolicyConfig(),
     },
     "loss": {name: LossConfig(objective=name) for name in ("exact", "sampled")},
     # what suits each structure, under its name
     "optimiser": {
         **{name: OptimiserConfig(**_OPTIMISER) for name in ("auto", "utility")},
-        **{name: OptimiserConfig() for name in HEAD_NAMES},
+        "independent": OptimiserConfig(),
     },
     "tracking": {name: TrackingSettings(mode=name) for name in ("auto", "offline", "online", "disabled")},
 }

@@ -23,7 +23,6 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import judged_budgets
 from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.readers.joint import DATASET
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
 from knobwise.experiments.report.report import on_decisions, print_results
@@ -107,12 +106,6 @@ def _check_trained(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> 
     controller = loaded.controller
     if not isinstance(controller, PricedChooser) and controller.priced:
         raise InputError(f"{config.checkpoint}: its prices were not calibrated yet; let its training end")
-    names = sorted(set(table.dataset_names))
-    if DATASET in table.features and (trained := loaded.extra.get("told", names)) != names:
-        raise InputError(
-            f"{config.checkpoint}: was told which of the data sets {', '.join(trained)} a sample is from, and profile "
-            f"{table.name!r} has {', '.join(names)}; train without dataset_input for data sets that are new"
-        )
     check_fits(config.checkpoint, controller, table)
     if "seen" not in loaded.extra:
         raise InputError(f"{config.checkpoint}: does not say which samples it was trained on; use a best.pt")

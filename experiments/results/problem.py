@@ -46,7 +46,6 @@ UTILITY, ACCURACY = Metric("utility", "utility"), Metric("accuracy", "accuracy")
 FREE = Metric("utility_free", "if free")
 GAP = Metric("gap_closed", "oracle gap closed", "%")
 LATENCY = Metric("latency_ms_mean", "mean latency", "ms")
-TAIL = Metric("latency_ms_p95", "95% latency", "ms")
 ON_TIME = Metric("satisfaction", "on time", "%")
 FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", "%")
 OVER_MIX = Metric("over_static_mix", "over static mix")
@@ -166,7 +165,6 @@ DEMONSTRATIONS = Problem(
     averaged=False,
     controls=CONTROLS,
 )
-PROBLEMS = (DEADLINE, MEAN_BUDGET, DEMONSTRATIONS)
 
 
 def problem_of(results: Mapping[str, Any]) -> Problem:

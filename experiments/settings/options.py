@@ -11,7 +11,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.checks import a_seed, at_least, one_of, positive
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig, RewardConfig
+from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
@@ -66,8 +66,6 @@ class TrainRun(Training):
     """A checkpoint of a controller whose weights training starts from, instead of fresh ones (a stack gives its
     network). Knobs, features and the network's settings must agree with it; the profile may be another one. Set
     optimiser.warmup_iterations=0 to start GRPO from these weights at once."""
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
-    """How often each sample is drawn in training."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies, or under budget=mean of the
     configurations' mean latencies. Under budget=mean, prices are calibrated for these budgets only."""

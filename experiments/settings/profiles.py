@@ -49,8 +49,6 @@ class Exp5Exp6Profile:
     """Take the accuracy from the latency files."""
     broadcast_latency: bool = False
     """Use a configuration's mean latency for all samples where latency was not measured per sample."""
-    dataset_input: bool = False
-    """Add a feature block `dataset`: the data set that a sample is from."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
@@ -91,8 +89,6 @@ class LongTables:
     """Unit of that column and of the budgets, for reports."""
     features_ms: float = 0.0
     """Time that the features of a request take, in ms; every policy that reads them is charged it."""
-    dataset_input: bool = False
-    """Add a feature block `dataset`: the data set that a sample is from, by the column `dataset`."""
 
 
 @dataclass
@@ -138,8 +134,6 @@ class CalibratedProfile(CalibratedConfig):
 
     format: str = "calibrated"
     """The reader."""
-    dataset_input: bool = False
-    """Add a feature block `dataset`: the data set that a sample is from."""
 
 
 def read_profile(config: Any) -> ProfileTable:
@@ -155,34 +149,29 @@ def read_profile(config: Any) -> ProfileTable:
 def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     from knobwise.envs.readers.builtin import builtin_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
-    from knobwise.envs.readers.joint import with_dataset_input
     from knobwise.envs.simulated.calibrated import simulate_calibrated
     from knobwise.envs.simulated.kinds import simulate
 
     if isinstance(config, JointProfile):
         return _read_joint(**settings)
-    dataset_input = settings.pop("dataset_input", False)
     match config:
         case BuiltinProfile():
-            table = builtin_profile(**settings)
+            return builtin_profile(**settings)
         case Exp5Exp6Profile():
-            table = read_exp5_exp6(**settings)
+            return read_exp5_exp6(**settings)
         case CoreExpProfile():
-            table = read_core_exp(**settings)
+            return read_core_exp(**settings)
         case SimulatedProfile():
-            table = simulate(config)
+            return simulate(config)
         case CalibratedProfile():
-            table = simulate_calibrated(config)
-        case _:
-            table = _read_table(**settings)
-    return with_dataset_input(table) if dataset_input else table
+            return simulate_calibrated(config)
+    return _read_table(**settings)
 
 
 def _read_joint(
     paths: list[str],
     features: list[str | None] | None,
     name: str,
-    dataset_input: bool,
     missing_blocks: bool,
     **how: Any,
 ) -> ProfileTable:
@@ -194,7 +183,7 @@ def _read_joint(
             f"profile.features: {len(files)} files for {len(paths)} paths; give one for each, null where it has none"
         )
     tables = [_read_table(path, features=file, name=None, **how) for path, file in zip(paths, files, strict=True)]
-    return join_tables(tables, name, dataset_input=dataset_input, missing_blocks=missing_blocks)
+    return join_tables(tables, name, missing_blocks=missing_blocks)
 
 
 def _read_table(path: str, **settings: Any) -> ProfileTable:

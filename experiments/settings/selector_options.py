@@ -133,8 +133,6 @@ class SelectorRun(Training):
     settings must agree with it. Variants with hidden blocks start afresh."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Demonstrations in a sequence, in judging."""
-    decoding: str = "greedy"
-    """How sequences are chosen in judging: greedy or beam."""
     jobs: int = 2
     """Seeds trained at the same time, each in a process with one thread."""
 

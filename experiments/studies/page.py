@@ -17,7 +17,7 @@ from knobwise.experiments.command_line.compose import question_of
 from knobwise.experiments.compare.paired import differences
 from knobwise.experiments.compare.runs import ComparedRun, place_of
 from knobwise.experiments.report import words
-from knobwise.experiments.report.words import LEARNED, ORACLE, STATIC, of_last_round, policy_name, ranked
+from knobwise.experiments.report.words import LEARNED, ORACLE, of_last_round, policy_name, ranked
 from knobwise.experiments.results.problem import DEMONSTRATIONS, FEASIBLE, GRPO, LATENCY, problem_of
 from knobwise.experiments.results.run_folder import UNFINISHED
 from knobwise.experiments.results.statistics import CHANCE, Difference, holm
@@ -155,10 +155,8 @@ def _controllers(
     compared = {}
     for profile in study.profiles:
         compared[profile] = _compared(section, [run for run in runs if run.profile == profile], finished)
-    by_dataset = {run.label: _by_dataset(run) for run in runs if len(section.profiles) == 1}
-    families = [family for family in (*compared.values(), *by_dataset.values()) if family]
-    problem = problem_of(runs[0].results)
-    return {"runs": runs, "compared": compared, "by_dataset": by_dataset, "families": families, "problem": problem}
+    families = [family for family in compared.values() if family]
+    return {"runs": runs, "compared": compared, "families": families, "problem": problem_of(runs[0].results)}
 
 
 def _compared(section: Section, runs: Sequence[StudyRun], finished: Sequence[StudyRun]) -> list[Difference]:
@@ -174,15 +172,6 @@ def _compared(section: Section, runs: Sequence[StudyRun], finished: Sequence[Stu
     if base is None:
         return []
     return holm([d for run in runs if run is not base for d in _difference(run, base)])
-
-
-def _by_dataset(run: StudyRun) -> list[Difference]:
-    """The learned policy against budget-aware static on each data set; [] with one data set."""
-    datasets = run.decisions["dataset"].drop_nulls().unique().sort()
-    if len(datasets) < 2:
-        return []
-    parts = {name: run._replace(decisions=run.decisions.filter(pl.col("dataset") == name)) for name in datasets}
-    return holm([replace(d, run=name) for name, part in parts.items() for d in _against(part, [STATIC])])
 
 
 def _against(run: StudyRun, policies: Sequence[str]) -> list[Difference]:

@@ -17,7 +17,7 @@ from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, StaticP
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import export_numpy
-from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines, price_controller, price_stack
+from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines, price_stack
 from knobwise.agents.stack.prices import mean_budgets
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
@@ -48,6 +48,9 @@ class ControllerExperiment(Experiment):
         self.split = self._split_of(config)
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean = config.budget.sense == "mean"
+        self.stacked = config.policy.structure == "utility" and config.policy.members > 1
+        if self.mean and not self.stacked:
+            raise InputError("budget=mean: needs policy.structure=utility and policy.members of at least 2")
         if self.mean and config.policy.deploy == "student":
             raise InputError("policy.deploy=student: is for deadlines; under budget=mean the policy itself is deployed")
         if self.mean:
@@ -55,7 +58,7 @@ class ControllerExperiment(Experiment):
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
         else:
             self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
-        names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "init_from", "device")
+        names = ("policy", "loss", "optimiser", "budget", "reward", "init_from", "device")
         settings = {name: getattr(config, name) for name in names}
         settings["budgets_ms"] = self.budgets_ms
         self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]
@@ -97,20 +100,13 @@ class ControllerExperiment(Experiment):
     def completed(self, trainer: ControllerTrainer, network: Controller) -> Loaded:
         """What a training ends in, from its best network: experts and a guard around an ensemble that predicts
         outcomes, and under mean budgets the price of each. Any other network stays as it is."""
-        table, fitted, policy, budgets_ms = self.table, self.fitted, self.config.policy, self.budgets_ms
-        stacked, limits, seed = policy.structure == "utility" and policy.members > 1, trainer.limits, trainer.fold_seed
+        table, policy, limits, seed = self.table, self.config.policy, trainer.limits, trainer.fold_seed
         done: Controller | StackedController | PricedChooser = network
         with threadpool_limits(self.config.threads):
-            if stacked and self.mean:
-                done = price_stack(table, fitted, network, policy, limits, budgets_ms, seed)
-            elif stacked:
-                done = fit_stack(table, fitted, network, policy, limits, seed)
-            elif self.mean:
-                trainer.agent.load_state_dict(network.state_dict())
-                folds, mask = list(zip(*trainer.divide(), strict=True)), table.mask[trainer.judged_rows]
-                done = price_controller(
-                    table, network, lambda worth: trainer.choose({}, worth.reshape(1), mask), folds, policy, budgets_ms
-                )
+            if self.mean:
+                done = price_stack(table, self.fitted, network, policy, limits, self.budgets_ms, seed)
+            elif self.stacked:
+                done = fit_stack(table, self.fitted, network, policy, limits, seed)
         extra = trainer.provenance()
         if isinstance(stack := getattr(done, "chooser", done), StackedController):
             extra["validation_utility"] = stack.held_out_worth

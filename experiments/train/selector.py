@@ -20,10 +20,10 @@ from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.clip_encoder import ClipEncoder
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.networks import LONGEST
-from knobwise.agents.selector.selector import DECODINGS, Selector, StoredEmbeddings
+from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.loop import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
-from knobwise.common.checks import at_least, one_of
+from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.processes import in_processes
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -95,7 +95,6 @@ class SelectorExperiment(Experiment):
 
 def _checked(config: SelectorRun) -> SelectorData:
     """What can be refused is refused before anything is written."""
-    one_of("decoding", config.decoding, DECODINGS)
     for key in ("jobs", "shots"):
         at_least(key, getattr(config, key), 1)
     if config.selector.version == "v0" and max([config.shots, *config.judged_shots]) > LONGEST:
@@ -287,7 +286,7 @@ class SelectorStages:
 
 def _rce_settings(loss: SelectorLossConfig) -> tuple[Any, ...]:
     """What RCE reads of the settings of the loss."""
-    return loss.scores, loss.temperature_start, loss.temperature_end
+    return loss.temperature_start, loss.temperature_end
 
 
 class _StageLog:
@@ -343,19 +342,12 @@ def _decided(
     embeddings = [stored_embeddings(test, encoder, checkpoint) for checkpoint in loaded]
     if scorer is None:
         ways = (selectors, embeddings, test, None)
-        return {
-            shots: evaluation.decide_selectors(*ways, shots, rows, config.decoding) for shots in config.judged_shots
-        }
-    whole: list[Tensor] = []
-    if config.decoding == "greedy":  # such a choice begins as a shorter one does, one of a beam need not
-        pairs = zip(selectors, embeddings, strict=True)
-        whole = [evaluation.choose(*pair, test, rows, max(config.judged_shots)) for pair in pairs]
+        return {shots: evaluation.decide_selectors(*ways, shots, rows) for shots in config.judged_shots}
+    pairs = zip(selectors, embeddings, strict=True)  # a longer greedy choice begins as a shorter one does
+    whole = [evaluation.choose(*pair, test, rows, max(config.judged_shots)) for pair in pairs]
     decided = {}
     for shots in config.judged_shots:
-        if whole:
-            outcome = evaluation.judged_choices(test, scorer, [chosen[:, :shots] for chosen in whole], rows)
-        else:
-            outcome = evaluation.decide_selectors(selectors, embeddings, test, scorer, shots, rows, config.decoding)
+        outcome = evaluation.judged_choices(test, scorer, [chosen[:, :shots] for chosen in whole], rows)
         assert outcome.demonstrations is not None
         votes = torch.stack([scorer.vote(rows, demonstrations) for demonstrations in outcome.demonstrations])
         times = evaluation.decision_us(selectors[0], embeddings[0], test, rows, shots)

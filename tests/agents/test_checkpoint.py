@@ -11,7 +11,6 @@ from helpers import small_beams, small_table, table_of
 
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint, selector_start
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
@@ -24,12 +23,12 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses.settings import LossConfig
 
 
-@pytest.mark.parametrize("head", ["utility", *sorted(HEADS)])
-@pytest.mark.parametrize("encoding", ["linear", "sinusoidal"])
-def test_a_loaded_controller_decides_like_the_saved_one(tmp_path: Path, head: str, encoding: str) -> None:
+@pytest.mark.parametrize("structure", ["utility", "independent"])
+@pytest.mark.parametrize("width", [1, 9])
+def test_a_loaded_controller_decides_like_the_saved_one(tmp_path: Path, structure: str, width: int) -> None:
     table = small_table(50)
     table.features["image_features"][3, 1] = torch.nan
-    config = PolicyConfig(structure=head, budget_encoding=encoding, hidden=16)
+    config = PolicyConfig(structure=structure, budget_width=width, hidden=16)
     controller = Controller.for_table(table, torch.arange(50), config).eval()
     save_checkpoint(tmp_path / "c.pt", controller, table, {"note": 1})
     loaded = load_checkpoint(tmp_path / "c.pt")
@@ -47,6 +46,35 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     for name, message in messages.items():
         with pytest.raises(InputError, match=message):
             load_checkpoint(tmp_path / f"{name}.pt")
+
+
+def saved_earlier(path: Path, width: int, **settings: str) -> Controller:
+    """Save a controller as earlier versions did, with settings that exist no more."""
+    table = small_table(20)
+    config = PolicyConfig(hidden=16, budget_width=width)
+    controller = Controller.for_table(table, torch.arange(20), config).eval()
+    save_checkpoint(path, controller, table, {})
+    content = torch.load(path, weights_only=True)
+    content["controller"]["policy"] |= settings
+    torch.save(content, path)
+    return controller
+
+
+@pytest.mark.parametrize("structure", ["additive", "autoregressive", "joint"])
+def test_a_structure_that_was_removed_is_named(tmp_path: Path, structure: str) -> None:
+    saved_earlier(tmp_path / "c.pt", 9, structure=structure)
+    message = rf"c\.pt: cannot be used any more: policy\.structure='{structure}': must be one of .*; train again$"
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(tmp_path / "c.pt")
+
+
+@pytest.mark.parametrize(("encoding", "width"), [("sinusoidal", 9), ("linear", 1)])
+def test_both_encodings_of_earlier_versions_are_read(tmp_path: Path, encoding: str, width: int) -> None:
+    controller = saved_earlier(tmp_path / "c.pt", width, budget_encoding=encoding, budget_width=9)
+    loaded = load_checkpoint(tmp_path / "c.pt").network
+    assert loaded.config.budget_width == width
+    features, budgets = small_table(20).features, torch.linspace(3, 30, 20)
+    assert torch.equal(loaded.choose(features, budgets), controller.choose(features, budgets))
 
 
 def test_loading_executes_no_code(tmp_path: Path) -> None:
@@ -157,7 +185,7 @@ def test_what_the_start_has_seen_is_not_forgotten(starts: Path) -> None:
     ("settings", "message"),
     [
         ({"policy": PolicyConfig(hidden=8)}, r"was trained with policy\.hidden=16"),
-        ({"policy": PolicyConfig("joint", hidden=16)}, r"was trained with policy\.structure=additive"),
+        ({"policy": PolicyConfig("utility", hidden=16)}, r"was trained with policy\.structure=independent"),
         ({"policy": PolicyConfig(hidden=16, members=2, layers=1)}, r"with policy\.layers=2, policy\.members=1"),
         ({"budget": BudgetConfig(sense="mean")}, "was trained for deadlines, and this run is for mean budgets"),
         ({"table": small_table(60, features=False)}, r"reads the features \{'image_features': 4, .* has \{\}"),

@@ -105,7 +105,7 @@ def policy_of(agent: str, table: ProfileTable) -> Any:
     """None for a random agent."""
     if agent == "random":
         return None
-    config = PolicyConfig(structure="independent" if agent == "three_keys" else "additive", hidden=8, dropout=0.0)
+    config = PolicyConfig(hidden=8, dropout=0.0)
     controller = Controller.for_table(table, torch.arange(table.num_samples), config).eval()
     return make_actor(controller, separate=agent == "three_keys")
 

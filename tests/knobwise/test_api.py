@@ -23,7 +23,7 @@ import knobwise
 from knobwise import api
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import Loaded, save_checkpoint
-from knobwise.agents.controller.settings import HEAD_NAMES, PolicyConfig
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.serving.knob_policy import GUARD, KnobPolicy
@@ -43,21 +43,21 @@ MEAN_MS, PRICE = 12.0, 0.02
 """The budget that the policies for mean budgets are calibrated for, and its price."""
 
 
-def priced(table: ProfileTable, structure: str) -> PricedChooser:
-    network = driven_apart(table, replace(UTILITY, structure=structure), priced=True)
+def priced(table: ProfileTable) -> PricedChooser:
+    stack = StackedController(driven_apart(table, UTILITY, priced=True), [], torch.ones(1))
     budgets = torch.tensor([MEAN_MS])
     mix = StaticMix(table, torch.arange(table.num_samples), budgets)
-    return PricedChooser("controller", network, budgets, torch.tensor([PRICE]), mix, [{"deployed": True}])
+    return PricedChooser("controller", stack, budgets, torch.tensor([PRICE]), mix, [{"deployed": True}])
 
 
 @functools.cache
 def case(kind: str) -> tuple[ProfileTable, Any]:
     """A table and a controller of this kind for it."""
     table = small_table(40, features=kind != "no features")
-    if kind in HEAD_NAMES:
-        return table, driven_apart(table, PolicyConfig(structure=kind, hidden=8))
-    if kind.startswith("priced"):
-        return table, priced(table, kind.split()[1])
+    if kind == "independent":
+        return table, driven_apart(table, PolicyConfig(hidden=8))
+    if kind == "priced":
+        return table, priced(table)
     network = driven_apart(table, UTILITY)
     if kind == "network":
         return table, network
@@ -65,7 +65,7 @@ def case(kind: str) -> tuple[ProfileTable, Any]:
     return table, fit_stack(table, torch.arange(40), network, config, default_budgets(table), seed=0)
 
 
-KINDS = (*HEAD_NAMES, "network", "stack", "no features", "priced utility", "priced joint")
+KINDS = ("independent", "network", "stack", "no features", "priced")
 
 
 def policy_of(kind: str) -> KnobPolicy:
@@ -74,7 +74,7 @@ def policy_of(kind: str) -> KnobPolicy:
 
 
 def budgets_of(kind: str, n: int) -> torch.Tensor:
-    return torch.full((n,), MEAN_MS) if kind.startswith("priced") else torch.linspace(5, 25, n)
+    return torch.full((n,), MEAN_MS) if kind == "priced" else torch.linspace(5, 25, n)
 
 
 # -- decide ------------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_a_mistake_is_told_with_what_is_expected(message: str, features: Any, bu
 
 def test_a_mean_budget_that_is_not_calibrated_is_refused() -> None:
     with pytest.raises(InputError, match=r"7.*calibrated for 12 only"):
-        policy_of("priced utility").decide(GOOD, 7.0)
+        policy_of("priced").decide(GOOD, 7.0)
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------
@@ -211,15 +211,14 @@ def test_the_guard_says_when_it_is_the_one_that_decides() -> None:
 
 
 def test_a_head_explains_by_its_probabilities_and_a_price_by_accuracy_and_cost() -> None:
-    for kind in ("joint", "priced joint"):
-        (table, _), policy = case(kind), policy_of(kind)
-        features = {name: block[1] for name, block in table.features.items()}
-        explanation = policy.decide(features, MEAN_MS, explain=True)
-        assert [set(row) for row in explanation.expected] == [{"configuration", "probability"}] * 12
-        assert sum(row["probability"] for row in explanation.expected) == pytest.approx(1)
-        assert explanation.decision == explanation.expected[0]["configuration"]
-        assert explanation.reason == "most probable"
-    explanation = policy_of("priced utility").decide(GOOD, 12, explain=True)
+    (table, _), policy = case("independent"), policy_of("independent")
+    features = {name: block[1] for name, block in table.features.items()}
+    explanation = policy.decide(features, MEAN_MS, explain=True)
+    assert [set(row) for row in explanation.expected] == [{"configuration", "probability"}] * 12
+    assert sum(row["probability"] for row in explanation.expected) == pytest.approx(1)
+    assert explanation.decision == explanation.expected[0]["configuration"]
+    assert explanation.reason == "most probable"
+    explanation = policy_of("priced").decide(GOOD, 12, explain=True)
     for row in explanation.expected:
         assert set(row) == {"configuration", "accuracy", "latency_ms", "utility"}
         assert row["utility"] == pytest.approx(row["accuracy"] - PRICE * row["latency_ms"], rel=1e-5, abs=1e-5)
@@ -265,7 +264,7 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home: Path, capsys: py
 
 
 FITS: dict[str, tuple[dict[str, Any], type]] = {
-    "additive": ({"policy": "additive", "reward": "shaped"}, api.KnobPolicy),
+    "independent": ({"policy": "independent", "reward": "shaped"}, api.KnobPolicy),
     "mean": ({"policy": "utility", "policy.members": 2, "budget": "mean", "budgets_ms": [9.0, 14]}, PricedChooser),
     "experts": ({"policy.members": 2, "policy.experts": ["ridge"], "budget": "relative"}, StackedController),
     "teacher": ({"policy.members": 2, "policy.experts": ["ridge"], "policy.deploy": "teacher"}, StackedController),

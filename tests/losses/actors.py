@@ -37,12 +37,10 @@ def expected_reward(actor: ProbabilisticTensorDictSequential, data: TensorDict) 
     return (probabilities * data["reward_per_configuration"].nan_to_num()).sum(-1).mean().item()
 
 
-def real_actor(
-    head: str, holes: float, group_size: int | None = None
-) -> tuple[ProbabilisticTensorDictSequential, ConfigBandit]:
+def real_actor(holes: float, group_size: int | None = None) -> tuple[ProbabilisticTensorDictSequential, ConfigBandit]:
     table = small_table(holes=holes)
     torch.manual_seed(0)
-    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(structure=head, hidden=16, dropout=0.0))
+    controller = Controller.for_table(table, torch.arange(60), PolicyConfig(hidden=16, dropout=0.0))
     settings = {"batch_size": 32, "lean": True, "full_information": True, "reward": "shaped", "seed": 0}
     env = ConfigBandit(table, group_size=group_size or 1, **settings)
     return make_actor(controller, table, group_size), env

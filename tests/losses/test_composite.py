@@ -26,7 +26,7 @@ SIZES = (3, 2, 2)
 GRID = torch.cartesian_prod(*map(torch.arange, SIZES))
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "sampled": (GRPOLoss, {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}),
-    "masked": (GRPOLoss, {"kl_to_ref_coeff": 0.1, "masked": True, "top": 2}),
+    "masked": (GRPOLoss, {"kl_to_ref_coeff": 0.1, "masked": True}),
     "exact": (GRPOLoss, {"objective": "exact", "kl_to_ref_coeff": 0.1, "entropy_coeff": 0.01}),
     "rce": (RCELoss, {"temperature": 0.3}),
     "recorded": (RCELoss, {"recorded": True}),

@@ -7,6 +7,7 @@ from knobwise.losses.functional import (
     clipped_surrogate,
     effective_sample_size,
     entropy,
+    even_weight,
     expectation,
     expected_k3,
     group_advantage,
@@ -180,9 +181,6 @@ def test_gradcheck_of_rce_with_a_mask() -> None:
         # the floor keeps noise small: deviations ±2⁻¹⁰, divided by .1
         ("zscore", {}, [0.5, 0.5 + 2**-9], rounded([-10 * 2**-10, 10 * 2**-10])),
         ("zscore", {"std_floor": 1e-4}, [0.5, 0.5 + 2**-9], rounded([-1.0, 1.0])),
-        ("rank", {}, [7.0, -1.0, 3.0], [1.0, -1.0, 0.0]),
-        ("rank", {}, [5.0, 5.0, 1.0, 9.0, 5.0], [0.0, 0.0, -1.0, 1.0, 0.0]),  # ties in the middle
-        ("rank", {}, [2.0, 2.0, 1.0], [0.5, 0.5, -1.0]),  # 1 − 2·rank/(G − 1), ranks ½, ½, 2
         ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),  # the reward itself, cut at 5, as all of them
         ("unnormalised", {}, [3.7], rounded([3.7])),  # no baseline
         ("centred", {"clip": 5.0}, [-10.0, 10.0], [-5.0, 5.0]),
@@ -200,7 +198,6 @@ def test_advantages_by_hand(kind: str, settings: dict[str, float], reward: list[
         ("centred", rounded([-1.5, -0.5, 3.5])),  # mean .5 + .5 + 1.5 = 2.5
         # variance .5·2.25 + .25·.25 + .25·12.25
         ("zscore", rounded([each / math.sqrt(4.25) for each in (-1.5, -0.5, 3.5)])),
-        ("rank", [-0.5, 0.25, 0.75]),  # mass that is worse − mass that is better
         ("unnormalised", [1.0, 2.0, 6.0]),
     ],
 )
@@ -216,12 +213,11 @@ def test_a_group_of_one_and_a_group_of_equals_teach_nothing(kind: str) -> None:
     assert group_advantage(torch.full((2, 4), 0.25), kind).tolist() == [[0.0] * 4] * 2
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("zscore", 1), ("centred", 1), ("rank", 8 / 7)])
-def test_uniform_weights_are_the_same_as_no_weights(kind: str, factor: float) -> None:
-    """But for the draw itself, which has no rank against itself."""
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_uniform_weights_are_the_same_as_no_weights(kind: str) -> None:
     reward = normal(5, 8)
     weighted = group_advantage(reward, kind, weight=torch.full_like(reward, 1 / 8))
-    torch.testing.assert_close(weighted * factor, group_advantage(reward, kind))
+    torch.testing.assert_close(weighted, group_advantage(reward, kind))
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
@@ -250,7 +246,7 @@ def test_groups_do_not_touch_one_another() -> None:
 
 def test_no_gradient_goes_through_rewards_and_another_kind_is_refused() -> None:
     assert not group_advantage(normal(2, 3).requires_grad_(), "zscore").requires_grad
-    with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, rank"):
+    with pytest.raises(ValueError, match=r"'mean'.*zscore, centred, unnorm"):
         group_advantage(torch.zeros(1, 2), "mean")
 
 
@@ -258,7 +254,6 @@ def test_draws_that_are_not_there_do_not_touch_the_others() -> None:
     reward = torch.tensor([[3.0, 1.0, 2.0, 9.0, -7.0], [5.0, 9.0, 9.0, 9.0, 9.0]])
     mask = torch.tensor([[True, True, True, False, False], [True, False, False, False, False]])
     for kind in ADVANTAGES:
-        result = group_advantage(reward, kind, mask=mask)
+        result = group_advantage(reward, kind, weight=even_weight(mask))
         torch.testing.assert_close(result[0, :3], group_advantage(reward[:1, :3], kind)[0])
         assert result[1, 0] == 0 or kind == "unnormalised"  # a group of one
-    assert group_advantage(reward, "rank", mask=mask)[0, :3].tolist() == [1.0, -1.0, 0.0]  # 1 − 2·rank/(n − 1)

@@ -250,7 +250,7 @@ def test_it_compiles(kind: str, functional: bool) -> None:
 @library_warning
 @pytest.mark.parametrize("objective", ["sampled", "exact"])
 def test_terms_that_are_switched_off_are_off_under_compile_too(objective: str) -> None:
-    loss, data = GRPOLoss(make_actor(), objective=objective, top=2, functional=False), make_data()
+    loss, data = GRPOLoss(make_actor(), objective=objective, functional=False), make_data()
     compiled = in_one_graph(loss)
     far = data.clone()
     far["reference_log_prob"][0], far["reference_log_probs"][0] = 500.0, 500.0  # e⁵⁰⁰ is infinite

@@ -36,7 +36,7 @@ KNOBS = ["max_crops", "top_k", "num_active_blocks"]
 both_ways = pytest.mark.parametrize("how", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
 
 
-def network(table: ProfileTable, structure: str = "additive", members: int = 1, priced: bool = False) -> Controller:
+def network(table: ProfileTable, structure: str = "independent", members: int = 1, priced: bool = False) -> Controller:
     return driven_apart(table, PolicyConfig(structure=structure, hidden=8, members=members), priced=priced)
 
 
@@ -52,13 +52,11 @@ def agent_of(kind: str, holes: float = 0.6) -> tuple[ProfileTable, Agent]:
     if kind == "stack":
         return table, fit_stack(table, ALL, driven_apart(table, config), config, default_budgets(table), seed=0)
     prices, budgets = torch.tensor([0.1, 0.2]), torch.tensor([9.0, 6.0])
-    inner = network(table, priced=True)
-    if kind == "priced stack":
-        inner = StackedController(network(table, "utility", priced=True), [], torch.ones(1))
+    inner = StackedController(network(table, "utility", priced=True), [], torch.ones(1))
     return table, PricedChooser("controller", inner, budgets, prices)
 
 
-KINDS = ["controller", "ensemble", "stack", "priced", "priced stack"]
+KINDS = ["controller", "ensemble", "stack", "priced stack"]
 
 
 def requests(table: ProfileTable, agent: Agent, rows: Tensor = ALL) -> TensorDict:
@@ -133,7 +131,7 @@ def test_an_action_may_be_the_index_of_a_configuration() -> None:
 # -- however the requests come -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["controller", "no features", "ensemble", "stack", "priced"])
+@pytest.mark.parametrize("kind", ["controller", "no features", "ensemble", "stack", "priced stack"])
 @settings(max_examples=15, deadline=None)
 @given(
     limit=st.sampled_from([torch.float32, torch.float64]),
@@ -203,14 +201,13 @@ def product_masks(table: ProfileTable, count: int = 20) -> Tensor:
 
 
 @aggregated_or_not
-@pytest.mark.parametrize("structure", ["independent", "additive"])
 @pytest.mark.parametrize("group_size", [None, 1, 3])
 @pytest.mark.parametrize("masked", [False, True])
 def test_knobs_drawn_one_by_one_are_the_joint_distribution(
-    aggregate: bool, structure: str, group_size: int | None, masked: bool
+    aggregate: bool, group_size: int | None, masked: bool
 ) -> None:
     table = small_table()
-    agent, group = network(table, structure), () if group_size is None else (group_size,)
+    agent, group = network(table), () if group_size is None else (group_size,)
     data = requests(table, agent, torch.arange(20))
     data["mask"] = product_masks(table) if masked else data["mask"]
     joint = make_actor(agent, group_size=group_size).get_dist(data)
@@ -290,9 +287,8 @@ def test_losses_and_gradients_are_those_of_the_independent_head(masked: bool, ki
 
 def test_knobs_that_depend_on_one_another_are_not_drawn_one_by_one() -> None:
     table = small_table()
-    for kind in ("joint", "autoregressive", "utility"):
-        with pytest.raises(InputError, match=f"independent or additive.*this policy is {kind}"):
-            make_actor(network(table, kind), separate=True)
+    with pytest.raises(InputError, match=r"needs policy\.structure=independent and a full grid; this.* is utility"):
+        make_actor(network(table, "utility"), separate=True)
     with pytest.raises(InputError, match="this policy is utility"):
         make_actor(agent_of("stack")[1], separate=True)
     agent, rows = network(table, "independent"), torch.arange(12) != 5

@@ -101,8 +101,6 @@ def test_choices_do_not_depend_on_the_batch_and_follow_the_rows_asked_for() -> N
     whole = policy.choose(*stored.both(torch.arange(QUERIES), data.pool), data.pool_mask, 2)
     assert torch.equal(everything, whole)
     assert everything[3].tolist() == [0, -1]  # its pool has one candidate
-    best = policy.choose(*stored.both(rows, data.pool[rows]), data.pool_mask[rows], 2, "beam")
-    assert torch.equal(choose(policy, stored, data, rows, 2, "beam"), best)
 
 
 def test_each_query_is_judged_on_its_own_pool() -> None:

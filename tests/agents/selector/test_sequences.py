@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from knobwise.agents.selector.networks import Encoded, PointerNetwork, pointer_network
+from knobwise.agents.selector.networks import PointerNetwork, pointer_network
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 
@@ -34,7 +34,7 @@ def features() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def distribution(
-    version: str = "v2", shots: int = 3, update: str = "additive", **settings: float | None
+    version: str = "v2", shots: int = 3, update: str = "additive", **settings: int | None
 ) -> SequenceDistribution:
     net = network(version, update)
     return SequenceDistribution(net, net.encode(*features()), shots, **settings)
@@ -53,7 +53,7 @@ def log_probs_of(dist: SequenceDistribution, sequences: list[tuple[int, ...]], q
 
 
 @torch.no_grad()
-def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int], temperature: float = 1.0) -> float:
+def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> float:
     """The log-prob of one sequence of one query: everything encoded for it alone, one candidate after the other."""
     all_queries, pool, mask = features()
     encoded = net.encode(all_queries[query : query + 1], pool[query : query + 1], mask[query : query + 1])
@@ -62,7 +62,7 @@ def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int], tempe
         if place < 0:
             break
         direction = net.point(state)[0, 0]
-        scores = {p: float(direction @ encoded.keys[0, p]) / net.temperature / temperature for p in left}
+        scores = {p: float(direction @ encoded.keys[0, p]) / net.temperature for p in left}
         total += scores[place] - math.log(sum(math.exp(score) for score in scores.values()))
         left.remove(place)
         state = net.advance(state, encoded.keys[:, place : place + 1])
@@ -76,7 +76,7 @@ def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int], tempe
 @every_update
 @every_version
 def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, shots: int) -> None:
-    dist = distribution(version, shots, update=update, temperature=0.7)
+    dist = distribution(version, shots, update=update)
     mask = features()[2]
     for query in range(4):
         log_probs = log_probs_of(dist, everything(mask[query], shots), query)
@@ -86,12 +86,12 @@ def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, sh
 @every_update
 @every_version
 def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update: str) -> None:
-    net, dist = network(version, update), distribution(version, temperature=1.7, update=update)
+    net, dist = network(version, update), distribution(version, update=update)
     mask = features()[2]
     for query in range(4):
         sequences = everything(mask[query], 3)
         result = log_probs_of(dist, sequences, query)
-        wanted = torch.tensor([step_by_step(net, query, sequence, 1.7) for sequence in sequences])
+        wanted = torch.tensor([step_by_step(net, query, sequence) for sequence in sequences])
         torch.testing.assert_close(result, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -171,16 +171,7 @@ def test_draws_end_where_nothing_is_left_and_never_repeat() -> None:
         assert (drawn[query, :, :size].sort(-1).values == wanted).all()
 
 
-def test_draws_follow_the_temperature() -> None:
-    torch.manual_seed(0)
-    sharp, flat = distribution(temperature=1e-3, group_size=50), distribution(temperature=1e6, group_size=50)
-    assert (sharp.sample() == sharp.mode).all()
-    uniform = -torch.tensor([4 * 3 * 2.0, 2, 1, 1]).log()
-    torch.testing.assert_close(flat.sample_with_log_prob()[1], uniform.unsqueeze(1).expand(-1, 50), atol=1e-4, rtol=0)
-    torch.testing.assert_close(flat.entropy(), -uniform, atol=1e-4, rtol=0)
-
-
-# -- search ------------------------------------------------------------------------------------------------------------
+# -- the greedy sequence -----------------------------------------------------------------------------------------------
 
 
 @every_version
@@ -192,48 +183,7 @@ def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
             left = [p for p in mask.nonzero().flatten().tolist() if p not in chosen]
             chosen = (*chosen, max(left, key=lambda p: step_by_step(net, query, (*chosen, p))))
         wanted = (*chosen, *[-1] * (3 - len(chosen)))
-        assert tuple(dist.mode[query].tolist()) == tuple(dist.beam(1)[0][query, 0].tolist()) == wanted
-
-
-@every_version
-def test_a_beam_as_wide_as_all_sequences_finds_all_of_them_best_first(version: str) -> None:
-    dist = distribution(version)
-    sequences, log_probs = dist.beam(30)
-    assert (sequences.shape, log_probs.shape) == ((4, 30, 3), (4, 30))
-    for query, mask in enumerate(features()[2]):
-        wanted = everything(mask, 3)
-        result = [tuple(s) for s in sequences[query].tolist()]
-        assert sorted(result[: len(wanted)]) == sorted(wanted)
-        assert result[len(wanted) :] == [(-1, -1, -1)] * (30 - len(wanted))
-        every = log_probs_of(dist, wanted, query)
-        torch.testing.assert_close(log_probs[query, : len(wanted)], every.sort(descending=True).values)
-        assert log_probs[query, len(wanted) :].isneginf().all()
-
-
-@every_version
-def test_beams_know_their_log_probs(version: str) -> None:
-    sequences, log_probs = distribution(version).beam(2)
-    torch.testing.assert_close(distribution(version, group_size=2).log_prob(sequences)[:2], log_probs[:2])
-    assert (log_probs[:, 0] >= log_probs[:, 1]).all()
-
-
-class Misleading(PointerNetwork):
-    """Place 0 is the best first choice, but whoever takes place 1 is sure of place 2 after it."""
-
-    def __init__(self) -> None:
-        super().__init__(SelectorConfig(temperature=1.0))
-
-    def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
-        return torch.where(chosen[..., 1:2] > 0, torch.tensor([0.0, 0.0, 20.0]), torch.zeros(3))
-
-
-def test_a_wider_beam_finds_what_greedy_misses() -> None:
-    first, every = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.ones(1, 3, dtype=torch.bool)
-    dist = SequenceDistribution(Misleading(), Encoded(first, torch.eye(3).unsqueeze(0), every), 2)
-    sequences, log_probs = dist.beam(2)
-    assert sequences[0, 0].tolist() == [1, 2]
-    assert log_probs[0].exp().tolist() == pytest.approx([0.3, 0.25], abs=1e-4)
-    assert dist.mode[0, 0] == 0
+        assert tuple(dist.mode[query].tolist()) == wanted
 
 
 # -- entropy -----------------------------------------------------------------------------------------------------------

@@ -75,12 +75,13 @@ def test_experts_that_do_not_count_stay_out_of_the_file() -> None:
 
 def test_what_a_file_cannot_repeat_is_refused() -> None:
     table = small_table(90, features=False)
-    network = driven_apart(table, PolicyConfig(structure="joint", hidden=8), priced=True)
+    network = driven_apart(table, PolicyConfig(structure="utility", hidden=8), priced=True)
     with pytest.raises(InputError, match="prices are not calibrated"):
         to_numpy(network)
     budgets = torch.tensor([12.0])
     mix = StaticMix(table, torch.arange(90), budgets)
-    chooser = PricedChooser("controller", network, budgets, torch.tensor([0.01]), mix, [{"deployed": False}])
+    stack = StackedController(network, [], torch.ones(1))
+    chooser = PricedChooser("controller", stack, budgets, torch.tensor([0.01]), mix, [{"deployed": False}])
     with pytest.raises(InputError, match="drawn at random"):
         to_numpy(chooser)
     with pytest.raises(InputError, match="no ONNX form"):
@@ -103,10 +104,13 @@ def test_a_form_that_decides_otherwise_is_refused() -> None:
 
 def test_equal_scores_are_rounding_and_others_are_not() -> None:
     table = small_table(60)
-    controller = driven_apart(table, PolicyConfig(structure="joint", hidden=8))
+    controller = driven_apart(table, PolicyConfig(hidden=8))
     head = controller.network.head.logits
-    head.weight.data[..., 1] = head.weight.data[..., 0]
-    head.bias.data[..., :2] = 50.0  # the first two are always best, and equal
+    sizes = table.configurations.amax(0) + 1
+    best, first = table.configurations[:2], sizes.cumsum(0) - sizes
+    head.weight.data.zero_()
+    head.bias.data.zero_()
+    head.bias.data[..., (best + first).flatten().unique()] = 50.0  # the first two are always best, and equal
     budgets = default_budgets(table)[:2]
     for choice, rounding, share in ((1, 120, 1.0), (2, 0, 0.0)):
         result = agreement(controller, lambda blocks, limits, c=choice: np.full(60, c), table, budgets)
@@ -145,7 +149,7 @@ def graph_case(name: str) -> tuple[Controller | StackedController, ProfileTable]
     return driven_apart(table, PolicyConfig(structure=name, members=2, hidden=8)), table
 
 
-CASES = ("stack", "stack without features", "no guard", "additive", "autoregressive", "independent", "joint")
+CASES = ("stack", "stack without features", "no guard", "independent")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -22,15 +22,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.heads import HEADS
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.export import Agent, Decide, agreement, arrays_of, export_numpy, one_by_one, to_numpy
 from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.agents.stack.guard import Guard
-from knobwise.agents.stack.priced_policy import price_controller, price_stack
+from knobwise.agents.stack.priced_policy import price_stack
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 from knobwise.envs.simulated.kinds import SimulatedConfig, simulate
@@ -102,7 +100,7 @@ def assert_same(agent: Agent, table: ProfileTable, form: Decide | None = None, s
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize("structure", ["utility", *HEADS])
+@pytest.mark.parametrize("structure", ["utility", "independent"])
 def test_every_structure(structure: str, members: int, name: str) -> None:
     table = TABLES[name]()
     config = PolicyConfig(structure=structure, members=members, hidden=12, layers=3)
@@ -128,8 +126,8 @@ def test_one_expert_alone(expert: str) -> None:
 
 
 @pytest.mark.parametrize("members", [1, 3])
-def test_bins_and_linear_encoding(members: int) -> None:
-    config = PolicyConfig(structure="utility", members=members, hidden=8, budget_encoding="linear")
+def test_bins_and_the_budget_as_a_single_number(members: int) -> None:
+    config = PolicyConfig(structure="utility", members=members, hidden=8, budget_width=1)
     controller = driven_apart(small_table(90), config)
     assert controller.network.binned
     assert_same(controller, small_table(90))
@@ -145,24 +143,14 @@ def test_fall_backs_and_prices_of_the_guard() -> None:
     assert_same(stack, table, one_by_one(to_numpy(stack)), samples=30)
 
 
-@pytest.mark.parametrize("kind", ["stack", "network", "additive", "no guard"])
+@pytest.mark.parametrize("kind", ["stack", "no guard"])
 def test_mean_budgets(kind: str) -> None:
     table = gappy()
     rows, budgets = torch.arange(table.num_samples), torch.tensor([9.0, 12.0, 16.0])
-    structure, experts = "additive" if kind == "additive" else "utility", ("ridge", "random_forest") * (kind == "stack")
-    config = PolicyConfig(structure=structure, members=3, hidden=8, guard=kind != "no guard", experts=experts)
+    experts = ("ridge", "random_forest") * (kind == "stack")
+    config = PolicyConfig(structure="utility", members=3, hidden=8, guard=kind != "no guard", experts=experts)
     network = driven_apart(table, config, priced=True)
-    if kind in ("stack", "no guard"):
-        agent = price_stack(table, rows, network, config, judged_worths(table), budgets, 0)
-    else:
-        folds = [tuple(torch.from_numpy(part) for part in fold) for fold in folds_of(table, rows, 0, 3)]
-        held_out = torch.cat([hold for _, hold in folds])
-
-        def choose(worth: Tensor) -> Tensor:
-            features = {name: block[held_out] for name, block in table.features.items()}
-            return network.choose(features, worth.expand(len(held_out)), table.mask[held_out])
-
-        agent = price_controller(table, network, choose, folds, config, budgets)  # type: ignore[arg-type]
+    agent = price_stack(table, rows, network, config, judged_worths(table), budgets, 0)
     if agent.guard:
         agent.deployed[:] = torch.tensor([True, False, True])
     blocks, light, different = arrays(table.features), to_numpy(agent), 0
@@ -194,7 +182,7 @@ def test_one_is_decided_as_many_and_inside_its_mask(name: str, budget: float, ro
     assert chosen.tolist() == stack.choose(features, limits, mask).tolist()
 
 
-@pytest.mark.parametrize("structure", ["utility", *HEADS])
+@pytest.mark.parametrize("structure", ["utility", "independent"])
 def test_no_structure_leaves_the_mask(structure: str) -> None:
     table = small_table(60)
     controller = driven_apart(table, PolicyConfig(structure=structure, members=2, hidden=8))
@@ -417,10 +405,18 @@ def test_what_a_stack_expects_is_the_mixture_of_its_members(name: str) -> None:
     np.testing.assert_allclose(spread, (square - mean**2).sqrt()[rows, chosen], rtol=1e-4)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("structure", ["joint", "autoregressive"])
-def test_heads_that_predict_no_latency_expect_what_is_typical(structure: str) -> None:
+def test_a_file_of_a_structure_that_was_removed_is_refused() -> None:
+    table = small_table(60)
+    content = arrays_of(Controller.for_table(table, torch.arange(40), PolicyConfig(hidden=8)).eval())
+    head = json.loads(bytes(content["header"]).decode()) | {"structure": "joint"}
+    content = {**content, "header": np.frombuffer(json.dumps(head).encode(), np.uint8)}
+    with pytest.raises(ValueError, match=r"policy\.structure=joint was removed; train and export again"):
+        NumpyController(content)
+
+
+def test_heads_that_predict_no_latency_expect_what_is_typical() -> None:
     table = small_table(60, holes=0.2)
-    light = to_numpy(Controller.for_table(table, torch.arange(40), PolicyConfig(structure=structure, hidden=8)).eval())
+    light = to_numpy(Controller.for_table(table, torch.arange(40), PolicyConfig(hidden=8)).eval())
     logs = table.latency_ms[:40].log()
     assert light.typical is not None
     np.testing.assert_allclose(light.typical[0], logs.nanmean(0), atol=0.05)

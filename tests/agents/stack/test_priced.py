@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -20,9 +19,7 @@ from knobwise.agents.stack.priced_policy import (
     compared,
     hashed,
     make_priced_baselines,
-    price_controller,
     price_stack,
-    prices_by_trial,
 )
 from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price, mean_budgets
 from knobwise.agents.stack.stacked_controller import StackedController, _joined, fit_priced_stack
@@ -63,17 +60,6 @@ def test_at_a_price_a_network_scores_accuracy_minus_latency_over_worth_and_nothi
     mean = torch.exp(outcomes.log_latency + outcomes.spread.square() / 2)
     wanted = torch.sigmoid(outcomes.accuracy_logits) - mean / worths.unsqueeze(-1)
     torch.testing.assert_close(network.scores(outcomes, worths), wanted)
-
-
-def test_the_lowest_price_tried_that_keeps_the_budget() -> None:
-    cost = torch.tensor([[1.0, 3.0, 7.0], [1.0, 5.0, 9.0]])
-    # means 1, 4 and 8; a worth of 3 ms is foolish, dearer than one of 4
-    choices = {2.0: [0, 0], 3.0: [2, 2], 4.0: [1, 1], 8.0: [2, 2]}
-    worths = torch.tensor([2.0, 3.0, 4.0, 8.0])
-    budgets = torch.tensor([0.5, 1.0, 3.9, 4.0, 9.0])
-    prices, chosen = prices_by_trial(lambda worth: torch.tensor(choices[float(worth)]), cost, worths, budgets)
-    assert prices.tolist() == [1 / 2, 1 / 2, 1 / 2, 1 / 4, 1 / 8]
-    assert chosen.T.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1], [2, 2]]
 
 
 def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance() -> None:
@@ -205,25 +191,6 @@ def test_the_weights_of_a_fold_have_not_seen_it() -> None:
     )
     torch.testing.assert_close(before.sum(1), torch.ones(100))
     assert [torch.equal(before[hold], after[hold]) for _, hold in measured.folds] == [False, False, True, False, False]
-
-
-@pytest.mark.parametrize("policy", [PolicyConfig(hidden=16), PolicyConfig(structure="joint", members=3, hidden=16)])
-def test_any_other_controller_is_priced_by_trial_on_what_was_held_out(policy: PolicyConfig) -> None:
-    table = small_table(100, holes=0.2)
-    trainer, rows = trained(table, policy), fitted_rows(table)
-    budgets, mask = mean_budgets(table, rows), table.mask[trainer.judged_rows]
-    folds = list(zip(*trainer.divide(), strict=True))
-    no_guard = dataclasses.replace(policy, guard=False)
-    priced, unguarded = (
-        price_controller(table, trainer.agent, lambda w: trainer.choose({}, w.reshape(1), mask), folds, each, budgets)
-        for each in (policy, no_guard)
-    )
-    assert (priced.prices.diff() <= 0).all()
-    for row, budget in zip(priced.guard, budgets.tolist(), strict=True):
-        assert row["latency_ms_mean"] <= budget * (1 + 1e-9) or "no price" in row["reason"]
-    assert unguarded.deployed.all()
-    assert unguarded.mix is None
-    assert unguarded.prices.equal(priced.prices)
 
 
 def test_baselines_that_look_at_the_request_are_priced_out_of_fold() -> None:

@@ -48,8 +48,8 @@ def trainer(table: ProfileTable, folder: Path | None = None, **settings: object)
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
 @pytest.mark.parametrize(
     "policy",
-    [PolicyConfig(structure="joint", hidden=64), PolicyConfig(structure="utility", members=3, hidden=32, dropout=0.2)],
-    ids=["joint", "ensemble"],
+    [PolicyConfig(hidden=64), PolicyConfig(structure="utility", members=3, hidden=32, dropout=0.2)],
+    ids=["independent", "ensemble"],
 )
 def test_learns_more_than_budget_aware_static(objective: str, policy: PolicyConfig) -> None:
     table = small_table(1500, holes=0.2)
@@ -70,12 +70,12 @@ def test_the_same_seed_gives_the_same_controller_and_another_seed_another() -> N
 
 
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
-@pytest.mark.parametrize("how", ["additive", "ensemble", "mean"])
+@pytest.mark.parametrize("how", ["independent", "ensemble", "mean"])
 def test_a_run_that_was_stopped_ends_bit_for_bit_like_any(tmp_path: Path, how: str, objective: str) -> None:
     table = small_table(80, holes=0.2)
     settings: dict[str, object] = {
         "loss": LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1)),
-        "policy": PolicyConfig(hidden=32) if how == "additive" else ENSEMBLE,
+        "policy": PolicyConfig(hidden=32) if how == "independent" else ENSEMBLE,
         "budget": BudgetConfig(sense="mean") if how == "mean" else None,
     }
     whole = trainer(table, tmp_path / "whole", **settings)
@@ -255,7 +255,7 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced() -> None:
     assert student.table.latency_ms[rows, cheap].mean() < student.table.latency_ms[rows, dear].mean()
 
 
-@pytest.mark.parametrize("structure", ["additive", "utility"])
+@pytest.mark.parametrize("structure", ["independent", "utility"])
 def test_grpo_starts_from_the_best_of_the_regression_and_from_the_end_of_rce(structure: str) -> None:
     student = trainer(small_table(80), policy=PolicyConfig(structure=structure, hidden=16))
     regresses = structure == "utility"

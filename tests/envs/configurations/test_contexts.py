@@ -1,7 +1,6 @@
 """Budgets, how they are encoded, and the contexts that are drawn with them."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from knobwise.envs.configurations.budgets import (
     log_ms,
     worths_range,
 )
-from knobwise.envs.configurations.contexts import ContextSampler, row_weights
-from knobwise.envs.configurations.settings import BalanceConfig, BudgetConfig
+from knobwise.envs.configurations.contexts import ContextSampler
+from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -45,20 +44,10 @@ def test_relative_is_a_profiled_latency_of_the_same_sample_times_a_factor() -> N
     assert hit.any(2).float().sum(0).min() > 0  # and every configuration at times
 
 
-def test_fixed_draws_each_value_and_uniform_is_even_between_its_ends() -> None:
+def test_fixed_draws_each_value() -> None:
     drawn = draw(small_table(), torch.zeros(3000, dtype=torch.int64), strategy="fixed", values_ms=(5.0, 7.0))
     assert sorted(set(drawn.tolist())) == [5.0, 7.0]
     assert drawn.mean().item() == pytest.approx(6.0, abs=0.1)
-    drawn = draw(small_table(), torch.zeros(20_000, dtype=torch.int64), strategy="uniform", low_ms=10.0, high_ms=30.0)
-    assert drawn.min() >= 10
-    assert drawn.max() <= 30
-    quarters = torch.histc(drawn, 4, 10, 30) / len(drawn)
-    torch.testing.assert_close(quarters, torch.full((4,), 0.25), atol=0.02, rtol=0)
-    # without ends in the settings they are those of the table
-    table = of_latencies(torch.arange(101.0).reshape(101, 1) + 1)  # 3 % and 97 % quantiles: 4 and 98
-    drawn = draw(table, torch.zeros(5000, dtype=torch.int64), strategy="uniform")
-    assert drawn.min().item() == pytest.approx(4, abs=0.2)
-    assert drawn.max().item() == pytest.approx(98, abs=0.2)
 
 
 def test_quantiles_follows_the_latencies_between_its_ends() -> None:
@@ -83,7 +72,7 @@ def test_one_seed_gives_one_sequence(strategy: str) -> None:
     assert not torch.equal(draw(table, rows, **settings), draw(table, rows, seed=1, **settings))
 
 
-@pytest.mark.parametrize("strategy", ["relative", "uniform", "quantiles"])
+@pytest.mark.parametrize("strategy", ["relative", "quantiles"])
 def test_budgets_are_positive_where_a_timer_said_zero(strategy: str) -> None:
     table = of_latencies(torch.tensor([[0.0, 0.0], [0.0, 3.0]]))
     drawn = draw(table, torch.tensor([0, 1] * 50), strategy=strategy, low=0.0)
@@ -116,16 +105,13 @@ def test_worths_are_drawn_evenly_in_logarithm() -> None:
     ("settings", "words"),
     [
         ({"sense": "median"}, "budget.sense='median': must be one of deadline, mean"),
-        ({"strategy": "best"}, "relative, uniform, quantiles, fixed"),
+        ({"strategy": "best"}, "relative, quantiles, fixed"),
         ({"strategy": "relative", "factors": ()}, "factors must be positive"),
         ({"strategy": "relative", "factors": (1.0, 0.0)}, "factors must be positive"),
         ({"strategy": "relative", "factors": (1.0, math.nan)}, "factors must be positive"),
         ({"strategy": "fixed"}, "values_ms must be positive, at least one"),
         ({"strategy": "fixed", "values_ms": (3.0, -1.0)}, r"values_ms must be positive.*-1\.0"),
         ({"strategy": "fixed", "values_ms": (math.inf,)}, "values_ms must be positive"),
-        ({"strategy": "uniform", "low_ms": 5.0, "high_ms": 4.0}, "0 < low_ms ≤ high_ms"),
-        ({"strategy": "uniform", "low_ms": 0.0}, "0 < low_ms ≤ high_ms"),
-        ({"strategy": "uniform", "high_ms": math.nan}, "0 < low_ms ≤ high_ms"),
         ({"strategy": "quantiles", "low": 0.9, "high": 0.1}, "0 ≤ low ≤ high ≤ 1"),
         ({"strategy": "quantiles", "high": 97.0}, "0 ≤ low ≤ high ≤ 1"),
     ],
@@ -164,20 +150,20 @@ def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_
 
 
 def test_encodings_by_hand() -> None:
-    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), "linear")  # ln: 0 and 2, so μ = 1, σ = 1
+    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), 1)  # ln: 0 and 2, so μ = 1, σ = 1
     assert encoding.width == 1
     result = encoding(torch.tensor([[math.e, math.e**3], [1e-9, 1e9]]))
     torch.testing.assert_close(result, torch.tensor([[[0.0], [2.0]], [[-4.0], [4.0]]]), atol=1e-6, rtol=0)
-    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), "sinusoidal", 5)
+    encoding = BudgetEncoding(torch.tensor([1.0, math.e**2]), 5)
     result = encoding(torch.tensor(math.e**2))  # z = 1: angles π/4 and π/2
     half = math.sqrt(0.5)
     torch.testing.assert_close(result, torch.tensor([1.0, half, 1.0, half, 0.0]), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("kind", "asked", "width"), [("linear", 9, 1), ("sinusoidal", 9, 9), ("sinusoidal", 8, 7)])
-def test_encodings_have_the_width_they_say_and_rise_with_the_budget(kind: str, asked: int, width: int) -> None:
+@pytest.mark.parametrize(("wanted", "width"), [(1, 1), (9, 9), (8, 7)])
+def test_encodings_have_the_width_they_say_and_rise_with_the_budget(wanted: int, width: int) -> None:
     table = small_table()
-    encoding = BudgetEncoding(table.latency_ms[table.mask], kind, asked)
+    encoding = BudgetEncoding(table.latency_ms[table.mask], wanted)
     result = encoding(torch.linspace(2, 40, 200).reshape(4, 50))
     assert encoding.width == width
     assert result.shape == (4, 50, width)
@@ -189,8 +175,6 @@ def test_encodings_have_the_width_they_say_and_rise_with_the_budget(kind: str, a
 def test_encoding_survives_latencies_that_never_vary_and_zeros() -> None:
     for latencies in (torch.full((5,), 7.0), torch.zeros(3)):
         assert BudgetEncoding(latencies)(torch.tensor([0.0, 7.0, 1e6])).isfinite().all()
-    with pytest.raises(InputError, match=r"policy\.budget_encoding='fourier'"):
-        BudgetEncoding(torch.ones(2), "fourier")
 
 
 LISTS = [torch.tensor([3, 5, 7, 9, 11]), torch.tensor([0]), torch.tensor([2, 4])]
@@ -238,61 +222,9 @@ def test_under_a_mean_budget_worths_are_drawn() -> None:
     assert measured.max() < worths.max() <= 30 * measured.max()
 
 
-def unbalanced() -> ProfileTable:
-    """Data set a has 48 rows and b 12; configuration 0 was profiled for rows 0 to 5 only, of two samples each."""
-    table = small_table()
-    types = tuple("rare" if row % 20 == 0 else "common" for row in range(60))
-    table = replace(table, datasets=("a",) * 48 + ("b",) * 12, question_types=types)
-    mask = table.mask.clone()
-    mask[6:, 0] = False
-    cells = {name: getattr(table, name).masked_fill(~mask, torch.nan) for name in ("accuracy", "latency_ms")}
-    return replace(table, mask=mask, **cells)
-
-
-@pytest.mark.parametrize(
-    ("balance", "share_of_b"),
-    [(BalanceConfig(by="dataset"), 0.5), (BalanceConfig(by="dataset", power=0.5), 12**0.5 / (12**0.5 + 48**0.5))],
-)
-def test_small_data_sets_are_drawn_more_often(balance: BalanceConfig, share_of_b: float) -> None:
-    table = unbalanced()
-    weights = row_weights(table, balance, torch.arange(60))
-    rows, budgets = ContextSampler(table, BudgetConfig(), None, 0, weights)(20_000)
-    assert (rows >= 48).float().mean().item() == pytest.approx(share_of_b, abs=0.015)
-    shares = rows.bincount(minlength=60)[48:] / (rows >= 48).sum()
-    torch.testing.assert_close(shares, torch.full((12,), 1 / 12), atol=0.015, rtol=0)
-    assert budgets.min() > 0
-
-
-def test_question_types_and_configurations() -> None:
-    table, everything = unbalanced(), torch.arange(60)
-    weights = row_weights(table, BalanceConfig(by="question_type"), everything)
-    assert weights[[0, 20, 40]].tolist() == pytest.approx([1 / 3] * 3)
-    assert float(weights.sum()) == pytest.approx(2)
-    weights = row_weights(table, BalanceConfig(by="configuration"), everything)
-    # 11 configurations were profiled for all 60 rows, one for six of them; then among rows 3 to 12 for three of ten
-    assert weights[0].item() == pytest.approx(11 / 60 + 1 / 6)
-    assert weights[6].item() == pytest.approx(11 / 60)
-    assert float(weights.sum()) == pytest.approx(12)
-    some = row_weights(table, BalanceConfig(by="configuration", power=0.5), torch.arange(3, 13))
-    assert some[[0, 3, 6]].tolist() == pytest.approx([0, 11 / 10**0.5 + 1 / 3**0.5, 11 / 10**0.5])
-    later = row_weights(table, BalanceConfig(by="dataset"), torch.arange(40, 60))  # of a 8 rows, of b 12
-    assert later[:40].sum() == 0
-    assert later[[40, 59]].tolist() == pytest.approx([1 / 8, 1 / 12])
-
-
-def test_weights_hold_in_each_of_several_lists() -> None:
-    lists = [torch.tensor([0, 10, 30]), torch.tensor([5])]
-    rows, _ = ContextSampler(small_table(), BudgetConfig(), lists, 0, torch.arange(60.0))(20_000)
-    assert set(rows[1::2].tolist()) == {5}
-    assert set(rows[::2].tolist()) == {10, 30}
-    shares = rows[::2].bincount(minlength=60)[[0, 10, 30]] / 10_000
-    torch.testing.assert_close(shares, torch.tensor([0, 0.25, 0.75]), atol=0.015, rtol=0)
-
-
-@pytest.mark.parametrize("weights", [None, torch.rand(60)])
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
-def test_contexts_come_from_the_seed_and_come_again(weights: torch.Tensor | None, rows: Any) -> None:
-    one, same, other = (ContextSampler(small_table(), BudgetConfig(), rows, seed, weights) for seed in (0, 0, 1))
+def test_contexts_come_from_the_seed_and_come_again(rows: Any) -> None:
+    one, same, other = (ContextSampler(small_table(), BudgetConfig(), rows, seed) for seed in (0, 0, 1))
     first = one(40)
     assert all(map(torch.equal, first, same(40)))
     assert not torch.equal(first[0], other(40)[0])
@@ -300,26 +232,12 @@ def test_contexts_come_from_the_seed_and_come_again(weights: torch.Tensor | None
     assert all(map(torch.equal, first, one(40)))
 
 
-def test_equal_seeds_without_weights_draw_what_they_always_drew() -> None:
-    """Written down before there were weights."""
+def test_equal_seeds_draw_what_they_always_drew() -> None:
     assert sampler(None)(6)[0].tolist() == [44, 39, 53, 0, 43, 39]
     assert sampler(LISTS)(6)[0].tolist() == [3, 0, 4, 7, 0, 2]
-    assert row_weights(small_table(), BalanceConfig(), torch.arange(60)) is None
 
 
-def test_nothing_to_draw_from_and_a_balance_that_cannot_be() -> None:
+def test_nothing_to_draw_from_is_refused() -> None:
     for rows in (torch.tensor([], dtype=torch.int64), [], [torch.arange(3), torch.tensor([], dtype=torch.int64)]):
         with pytest.raises(InputError, match="no samples to draw from"):
             sampler(rows)
-    with pytest.raises(InputError, match=r"balance\.by='colour'"):
-        BalanceConfig(by="colour")
-    with pytest.raises(InputError, match=r"balance\.power=0"):
-        BalanceConfig(power=0)
-    with pytest.raises(InputError, match="has no question types"):
-        row_weights(small_table(), BalanceConfig(by="question_type"), torch.arange(3))
-    with pytest.raises(InputError, match="are of 'small'"):
-        row_weights(small_table(), BalanceConfig(by="dataset"), torch.arange(3))
-    with pytest.raises(InputError, match="are of 'a'"):
-        row_weights(unbalanced(), BalanceConfig(by="dataset"), torch.arange(40))
-    with pytest.raises(ValueError, match="nor all 0"):
-        ContextSampler(small_table(), BudgetConfig(), None, 0, torch.zeros(60))

@@ -90,7 +90,7 @@ UTILITY = RewardConfig(alpha=2.0, miss=0.5, kind="utility")
 
 @pytest.mark.parametrize(
     ("budget", "reward", "limit"),
-    [(BudgetConfig(strategy), UTILITY, "budget_ms") for strategy in ("relative", "uniform", "quantiles")]
+    [(BudgetConfig(strategy), UTILITY, "budget_ms") for strategy in ("relative", "quantiles")]
     + [(BudgetConfig(sense="mean"), None, "worth_ms")],
 )
 def test_all_three_environments_give_the_same_contexts_and_rewards(

@@ -86,6 +86,9 @@ class CountingScorer:
         }
 
 
+SOFT = DemonstrationRewardConfig("hard_plus_soft", hard_weight=0.0)
+
+
 def bandit(live: bool = False, **words: Any) -> DemonstrationBandit:
     """Replaying whole groups, or scored."""
     if not live:
@@ -97,14 +100,14 @@ def bandit_of(kind: str, **words: Any) -> SingleStepEnv:
     """Each of the three TorchRL bandits: of configurations, and of recorded and scored demonstrations."""
     if kind == "configurations":
         return ConfigBandit(small_table(holes=0.3), full_information=True, **words)
-    return bandit(kind == "scored", reward=DemonstrationRewardConfig("multi_level", shuffled=True), **words)
+    return bandit(kind == "scored", reward=DemonstrationRewardConfig("hybrid", shuffled=True), **words)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("control", [False, True])
 def test_specs_hold_and_rewards_are_finite_in_every_mode(mode: str, live: bool, control: bool) -> None:
-    reward = DemonstrationRewardConfig(mode, adaptive=control, shuffled=control)
+    reward = DemonstrationRewardConfig(mode, shuffled=control)
     check_env_specs(env := bandit(live, batch_size=4, group_size=3, reward=reward), seed=0)
     out = env.rollout(5, break_when_any_done=False)
     assert out["next", "reward"].isfinite().all()
@@ -395,17 +398,6 @@ def test_shuffled_rewards_stay_in_their_group_and_as_they_are() -> None:
     assert not one.rewards[~beams().beam_mask].any()
 
 
-def test_the_level_of_the_sequence_is_that_of_the_demonstrations_shown() -> None:
-    weights = {"beam_weight": 0.0, "task_weight": 0.0, "sequence_weight": 1.0, "diversity_weight": 0.0}
-    reward = DemonstrationRewardConfig("multi_level", coherence_weight=1.0, **weights)
-    shown = beams().candidates[[6, 0, 4]]  # what stands at places 3, 1, 0 of query a
-    cosines = torch.cosine_similarity(shown[1:], shown[:-1])
-    torch.testing.assert_close(bandit(rows=ROW, reward=reward).rewards[0, 2], cosines.mean())
-    env = bandit(True, rows=ROW, reward=reward)
-    out = env.step(env.reset().set("action", torch.tensor([[[3, 1, 0]]])))
-    torch.testing.assert_close(out["next", "reward"][0, 0], cosines.mean())
-
-
 @pytest.mark.parametrize(
     ("groups", "shots", "wanted"),
     [
@@ -435,8 +427,8 @@ def test_groups(groups: dict[str, Any], shots: int | None, wanted: list[list[lis
     assert torch.equal(env.sequences, table.sequences)
 
 
-def test_rewards_adapt_to_the_group_and_not_to_what_is_left_out() -> None:
-    config = DemonstrationRewardConfig("hard_plus_soft", adaptive=True)
+def test_rewards_are_those_of_the_group_and_not_of_what_is_left_out() -> None:
+    config = DemonstrationRewardConfig("hard_plus_soft")
     env = DemonstrationBandit(beams(), groups=GroupConfig("own"), reward=config)
     group = {name: field[:1, 2:] for name, field in beams().fields.items()}
     everywhere = torch.ones(1, 2, dtype=torch.bool)
@@ -524,18 +516,18 @@ def test_a_scorer_that_does_not_give_what_the_mode_is_made_of() -> None:
         return {"vqa_gt_prob": torch.ones(len(queries)), "vqa_acc_score": torch.full((len(queries),), torch.nan)}
 
     hard, soft, legacy = (
-        DemonstrationBandit(beams(), rows=ROW, scorer=without, reward=DemonstrationRewardConfig(mode))
-        for mode in ("hard_only", "soft_only", "legacy")
+        DemonstrationBandit(beams(), rows=ROW, scorer=without, reward=reward)
+        for reward in (DemonstrationRewardConfig(), SOFT, DemonstrationRewardConfig("legacy"))
     )
-    with pytest.raises(InputError, match=r"reward.mode=hard_only needs vqa_correct, which is not recorded"):
+    with pytest.raises(InputError, match=r"reward.mode=hard_plus_soft_v2 needs vqa_correct, which is not recorded"):
         hard.rollout(1)
-    with pytest.raises(InputError, match=r"reward.mode=soft_only needs vqa_acc_score.*returned NaN"):
+    with pytest.raises(InputError, match=r"reward.mode=hard_plus_soft needs vqa_acc_score.*returned NaN"):
         soft.rollout(1)
     assert legacy.rollout(1)["next", "vqa_correct"].isnan().all()
 
 
 def test_live_shuffles_change_from_draw_to_draw_and_come_again_with_the_contexts() -> None:
-    config = DemonstrationRewardConfig("soft_only", shuffled=True)
+    config = replace(SOFT, shuffled=True)
     env = bandit(True, group_size=6, rows=torch.tensor([4]), shots=3, reward=config)
     action = torch.tensor([[[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]]])
     result = [env.step(env.reset().set("action", action))["next", "reward"] for _ in range(4)]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_files import Features, attach_features, read_features, write_features
-from knobwise.envs.readers.joint import join_tables, rows_by_dataset, with_dataset_input
+from knobwise.envs.readers.joint import join_tables, rows_by_dataset
 from knobwise.envs.readers.long_table import read_long_table, write_long_table
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 from knobwise.experiments.command_line.compose import read_settings
@@ -203,26 +203,17 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.tuples(st.integers(13, 21), st.floats(0, 0.8)), min_size=1, max_size=3), st.booleans())
-def test_whatever_is_joined_every_cell_is_kept(sizes: list[tuple[int, float]], dataset_input: bool) -> None:
+@given(st.lists(st.tuples(st.integers(13, 21), st.floats(0, 0.8)), min_size=1, max_size=3))
+def test_whatever_is_joined_every_cell_is_kept(sizes: list[tuple[int, float]]) -> None:
     tables = [replace(small_table(n, i, holes), name=f"t{i}") for i, (n, holes) in enumerate(sizes)]
-    joint = join_tables(tables, dataset_input=dataset_input)
+    joint = join_tables(tables)
     assert cells(joint) == set().union(*map(cells, tables))
     features = torch.cat([table.features["image_features"] for table in tables])
     assert torch.equal(joint.features["image_features"], features)
-    assert ("dataset" in joint.features) == dataset_input
 
 
-def test_the_dataset_as_an_input() -> None:
-    joint = with_dataset_input(join_tables([OTHER, FIRST]))
-    assert joint.features["dataset"].tolist() == [[0, 1], [0, 1], [1, 0], [1, 0]]
-    assert "the columns of block 'dataset' are a, b" in joint.notes[-1]
-    for_another = with_dataset_input(FIRST, ["c", "a", "b"])
-    assert for_another.features["dataset"].tolist() == [[0, 1, 0]] * 2
-    assert with_dataset_input(FIRST, ["c"]).features["dataset"].tolist() == [[0], [0]]
-    with pytest.raises(InputError, match="has a feature block 'dataset' already"):
-        with_dataset_input(joint)
-    rows = rows_by_dataset(joint, torch.tensor([3, 0, 2]))
+def test_the_rows_of_each_data_set() -> None:
+    rows = rows_by_dataset(join_tables([OTHER, FIRST]), torch.tensor([3, 0, 2]))
     assert {name: places.tolist() for name, places in rows.items()} == {"a": [0, 2], "b": [1]}
 
 
@@ -284,13 +275,10 @@ def test_several_files_are_one_profile(tmp_path: Path) -> None:
 
     def profile(*words: str) -> ProfileTable:
         paths = f"profile.paths=[{tmp_path}/first.safetensors,{tmp_path}/second.parquet]"
-        return read_profile(
-            read_settings("train", ["profile=joint", paths, "profile.dataset_input=true", *words]).profile
-        )
+        return read_profile(read_settings("train", ["profile=joint", paths, *words]).profile)
 
     joint = profile(f"profile.features=[null,{tmp_path}/second.npz]")
     assert cells(joint) == cells(tables[0]) | cells(tables[1])
-    assert joint.features["dataset"].sum(0).tolist() == [20, 20]
     torch.testing.assert_close(joint.features["language_features"][20:], tables[1].features["language_features"])
     filled = profile("profile.missing_blocks=true")
     assert filled.features["image_features"].isnan().all(1).tolist() == [False] * 20 + [True] * 20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.feature_files import Features, attach_features
-from knobwise.envs.readers.joint import join_tables, with_dataset_input
+from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 
 NAN = math.nan
@@ -90,8 +90,6 @@ def test_joined_tables_keep_every_measurement() -> None:
     wanted[2, 1, 0], wanted[2, 2, 0] = 7.0, 9.0
     assert torch.equal(joint.repeats_ms.nan_to_num(-1), wanted.nan_to_num(-1))
     assert join_tables([replace(t, repeats_ms=None) for t in (one, two)]).repeats_ms is None
-    with_input = with_dataset_input(joint)
-    assert with_input.repeats_ms is joint.repeats_ms
 
 
 def test_features_are_attached_to_a_table_with_repeats() -> None:

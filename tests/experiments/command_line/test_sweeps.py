@@ -31,15 +31,13 @@ from knobwise.experiments.train import run
 SWEPT = {
     "group_size": [["loss.group_size=5"], ["loss.group_size=8"], ["loss.group_size=16"], ["loss.group_size=64"]],
     "objective": [["loss=exact"], ["loss=sampled"]],
-    "advantages": [[f"loss.advantage={name}"] for name in ("zscore", "centred", "rank", "unnormalised")],
-    "heads": [[f"policy={name}"] for name in ("utility", "additive", "autoregressive", "independent", "joint")],
+    "advantages": [[f"loss.advantage={name}"] for name in ("zscore", "centred", "unnormalised")],
+    "heads": [[f"policy={name}"] for name in ("utility", "independent")],
     "reward_coefficients": [[f"reward.beta={b}", f"reward.gamma={g}"] for b in ("0", "0.5") for g in (0, 1, 10)],
     "miss": [["reward.miss=0"], ["reward.miss=0.2"], ["reward.miss=0.5"]],
-    "budget_strategies": [["budget=quantiles"], ["budget=relative"], ["budget=uniform"]],
-    "budget_encodings": [["policy.budget_encoding=sinusoidal"], ["policy.budget_encoding=linear"]],
+    "budget_strategies": [["budget=quantiles"], ["budget=relative"]],
     "kl": [[f"loss.kl_to_ref_coeff={weight}"] for weight in ("0", "0.02", "0.1", "0.5")],
     "clip": [[f"loss.clip_epsilon={width}"] for width in ("0.1", "0.2", "0.4")],
-    "joint_data_sets": [["profile.dataset_input=True"], ["profile.dataset_input=False"]],
     "leave_one_out": [[f"split.leave_out={name}"] for name in ("text_vqa", "coco_vqa", "okvqa")],
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

@@ -128,7 +128,7 @@ def test_what_cannot_be_adapted_to_is_refused_in_a_line(folder: Path, capsys: Ca
 
 
 def knobs(table: ProfileTable) -> Agent:
-    return driven_apart(table, PolicyConfig(structure="additive", hidden=8))
+    return driven_apart(table, PolicyConfig(hidden=8))
 
 
 def priced(table: ProfileTable) -> Agent:
@@ -138,7 +138,7 @@ def priced(table: ProfileTable) -> Agent:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (knobs, "policy.structure=additive predicts no latencies that could be adapted; train with policy=auto"),
+        (knobs, "policy.structure=independent predicts no latencies that could be adapted; train with policy=auto"),
         (priced, "decides for mean budgets"),
     ],
 )

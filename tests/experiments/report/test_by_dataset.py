@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import OPTIMISER, mistake
+from commands import OPTIMISER
 from helpers import Always, small_table, table_of
 from page_parts import printed, report_of
 
@@ -18,14 +18,12 @@ from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.settings import BalanceConfig, RewardConfig
+from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset
 from knobwise.experiments.report.words import read_results
 from knobwise.experiments.results.controllers import judge_deadlines, judge_mean_budgets
-from knobwise.experiments.train import controller
 
 
 def two_sets() -> ProfileTable:
@@ -157,23 +155,13 @@ def joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "profile.paths=[a.safetensors,b.safetensors]"
 
 
-def test_joint_training_and_what_it_was_told(joint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["profile=joint", joint, "profile.dataset_input=true"]
+def test_joint_training(joint: str) -> None:
+    words = ["profile=joint", joint]
     assert main(["train", *words, *QUICK]) == 0
     results = read_results(Path("runs/latest"))
     assert {row["dataset"] for row in results["by_dataset"]} == {"a", "b"}
     assert {row["policy"] for row in results["rows"]} >= {"static_per_dataset", "oracle"}
     assert main(["evaluate", *words, "baselines=false"]) == 0
-    others = ["evaluate", words[0], "profile.paths=[a.safetensors,c.safetensors]", words[2]]
-    message = "was told which of the data sets a, b a sample is from, and profile 'joint' has a, c"
-    assert message in mistake(others, capsys)
-
-
-def test_settings_of_balance_reach_the_trainer(joint: str) -> None:
-    words = ["profile=joint", joint, *QUICK, "balance.by=dataset", "balance.power=0.5"]
-    (trainer,) = controller.ControllerExperiment(read_settings("train", words)).trainers
-    assert trainer.balance == BalanceConfig("dataset", 0.5)
-    assert trainer.env.contexts.cumulative is not None
 
 
 def test_a_data_set_that_is_left_out_gives_neither_samples_nor_budgets(joint: str) -> None:

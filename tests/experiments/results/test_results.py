@@ -248,10 +248,10 @@ def test_train_under_mean_budgets(folder: Path, capsys: pytest.CaptureFixture[st
     assert loaded.budgets_ms.tolist() == results["budgets_ms"]
 
 
-@pytest.mark.parametrize("words", [["policy=additive"], ["policy=utility", "policy.members=3", "policy.guard=false"]])
-def test_other_policies_under_chosen_mean_budgets_and_evaluated_again(
-    folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = ["policy=utility", "policy.members=3", "policy.guard=false"]
     quick = [word for word in QUICK if not word.startswith(("policy.experts", "seeds"))]
     assert main(["train", *TABLE, *quick, *words, "seeds=[3]", "budgets_ms=[12.0,20.0]", "own_cost=false"]) == 0
     results = results_in("runs/latest/results.json")
@@ -259,7 +259,7 @@ def test_other_policies_under_chosen_mean_budgets_and_evaluated_again(
     at = {row["budget_ms"]: row for row in results["rows"] if row["policy"] == "controller"}
     assert at[12.0]["price"] >= at[20.0]["price"]
     assert at[12.0]["latency_ms_mean"] <= at[20.0]["latency_ms_mean"]
-    assert len(results["guard"]) == ("policy.guard=false" not in words)
+    assert not results["guard"]
     assert main(["evaluate", *TABLE, "baselines=false", "json=again.json", "own_cost=false"]) == 0
     again = results_in("again.json")
     before = {(row["policy"], row["budget_ms"]): row for row in results["rows"]}
@@ -268,6 +268,9 @@ def test_other_policies_under_chosen_mean_budgets_and_evaluated_again(
         for key in ("accuracy", "latency_ms_mean", "over_static_mix", "price", "gap_closed_ci95"):
             assert row[key] == before[row["policy"], row["budget_ms"]][key], (row["policy"], key)
     assert "calibrated for 12, 20 only" in mistake(["evaluate", *TABLE, "budgets_ms=[1.5]"], capsys)
+    for others in (["policy=independent"], ["policy=utility", "policy.members=1"]):
+        message = "budget=mean: needs policy.structure=utility and policy.members of at least 2"
+        assert message in mistake(["train", *TABLE, *quick, *others], capsys)
 
 
 def test_a_priced_run_that_was_stopped_before_its_prices_goes_on(

@@ -81,7 +81,6 @@ def test_the_settings_of_the_original_selector() -> None:
     loss = settings.loss
     assert (loss.clip_epsilon, loss.advantage, loss.advantage_std_floor, loss.advantage_clip) == (0.2, "zscore", 0.1, 5)
     assert (list(loss.kl_band), loss.temperature_start, loss.temperature_end) == ([0.01, 0.1], 2.0, 0.5)
-    assert loss.curriculum_top == 3
     (name,) = settings.variants
     variant = settings.plan(name).variant
     assert (variant.live, variant.groups, variant.own_draws, variant.warmup) == (False, "all", 0, True)
@@ -93,9 +92,9 @@ def test_defaults_and_overrides() -> None:
     assert isinstance(settings, TrainRun)
     assert isinstance(settings.profile, BuiltinProfile)
     assert len(settings.seeds) >= 3
-    changed = read_settings("train", ["profile=table", "profile.path=a.csv", "policy=joint", "policy.hidden=8"])
+    changed = read_settings("train", ["profile=table", "profile.path=a.csv", "policy=independent", "policy.hidden=8"])
     assert isinstance(changed.profile, TableProfile)
-    assert (changed.policy.structure, changed.policy.hidden) == ("joint", 8)
+    assert (changed.policy.structure, changed.policy.hidden) == ("independent", 8)
     in_help = {line.key: line.default for line in help_lines("train")}
     assert (in_help["reward.kind"], in_help["profile"]) == ("utility", "builtin")
 

@@ -135,16 +135,17 @@ def test_no_job_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid looks for the word; whoever compares runs looks for the settings."""
-    chosen = {"policy": "joint", "optimiser.lr": 0.5}
+    chosen = {"policy": "independent", "optimiser.lr": 0.5}
     asked = tmp_path / "config.yaml"
     save_config_file_from_dict(str(asked), {key: {"value": value} for key, value in chosen.items()})
     for name, value in zip(VARIABLES, ("r1", "s1", str(asked)), strict=True):
         monkeypatch.setenv(name, value)
-    settings: dict[str, Any] = {"policy": {"structure": "joint", "hidden": 8}, "optimiser": {"lr": 0.5}, "seeds": [0]}
+    settings: dict[str, Any] = {"policy": {"structure": "independent", "hidden": 8}, "optimiser": {"lr": 0.5}}
+    settings["seeds"] = [0]
     arguments = {"name": "job", "experiment": "e", "config": settings, "settings": TrackingSettings(mode="offline")}
     config = Tracker(tmp_path, job_type="evaluate", **arguments).about["config"]
     assert {key: value for key, value in config.items() if key.split(".")[0] in settings} == {
-        **{"policy": "joint", "policy.structure": "joint", "policy.hidden": 8},
+        **{"policy": "independent", "policy.structure": "independent", "policy.hidden": 8},
         **{"optimiser": {"lr": 0.5}, "optimiser.lr": 0.5, "seeds": [0]},
     }
     config = Tracker(tmp_path, job_type="train", seed=0, **arguments).about["config"]
@@ -155,7 +156,7 @@ def test_no_setting_is_lost_where_a_group_is_swept(tmp_path: Path, monkeypatch: 
 def test_the_sweep_sees_the_run_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of an agent, logged offline: the results have its id, sweep and parameters; the seeds are separate runs."""
     write_table(80)
-    chosen = {"optimiser.lr": 3e-05, "loss.group_size": 5, "loss.advantage": "rank"}
+    chosen = {"optimiser.lr": 3e-05, "loss.group_size": 5, "loss.advantage": "zscore"}
     parameters = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
     save_config_file_from_dict(str(parameters), {key: {"value": value} for key, value in chosen.items()})
     words = [word for word in words_of(FILES[1], chosen)[3:] if word != "seeds=[0,1,2]"]

@@ -220,9 +220,9 @@ def test_the_command_in_the_results_gives_the_same_numbers(folder: Path) -> None
 
 def test_a_sweep_over_rewards(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "argv", ["knobwise"])
-    assert main([*REPLAY, "-m", "reward.mode=hard_only,hybrid", "hydra.sweep.dir=sweep"]) == 0
+    assert main([*REPLAY, "-m", "reward.mode=hard_plus_soft,hybrid", "hydra.sweep.dir=sweep"]) == 0
     modes = {OmegaConf.load(run / "config.yaml").reward.mode for run in RUN.iterdir() if (run / "report.html").exists()}
-    assert modes == {"hard_only", "hybrid"}
+    assert modes == {"hard_plus_soft", "hybrid"}
 
 
 def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
@@ -250,14 +250,14 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "variants={mine:{hidden:[liar]},yours:{hidden:[image]}}"], "must hide the same blocks"),
         ([*REPLAY, "variants={mine:{live:true}}"], "variants.mine: live draws and rounds need a scorer"),
         ([*REPLAY, "variants={mine:{rounds:2}}"], "variants.mine: live draws and rounds need a scorer"),
-        ([*REPLAY, "variants={mine:{reward:{mode:hard_only,rel_weight:1}}}"], "rel_weight: mode hard_only has no such"),
+        ([*REPLAY, "variants={mine:{reward:{mode:legacy,hard_weight:1}}}"], "hard_weight: mode legacy has no such"),
         ([*REPLAY, "variants={mine:{loss:{advantage:best}}}"], "variants.mine.loss"),
         ([*REPLAY, "variants.grpo_recorded=3"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.epochs=-1"], "variants.grpo_recorded"),
         ([*REPLAY, "variants.grpo_recorded.groups=own"], "groups.methods=policy"),
         ([*REPLAY, "variants.grpo_recorded.groups=some"], "without_beams"),
         ([*REPLAY, "reward.mode=hardest"], "hard_plus_soft_v2"),
-        ([*REPLAY, "reward.mode=hard_only", "reward.soft_weight=1"], "reward.soft_weight"),
+        ([*REPLAY, "reward.mode=legacy", "reward.soft_weight=1"], "reward.soft_weight"),
         ([*REPLAY, "reward.information=x"], "logprob_score"),
         ([*REPLAY, "seeds=[1,1]"], "at least one seed is needed, and none twice"),
         ([*REPLAY, "judged_shots=[0,2]"], "judged_shots=0: must be at least 1"),
@@ -267,7 +267,6 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ([*REPLAY, "jobs=0"], "jobs"),
         ([*REPLAY, "grpo.keep=kl"], "best, last, best_kl"),
         ([*REPLAY, "sft.keep=best_kl"], "sft.keep=best_kl"),
-        ([*REPLAY, "decoding=sampled"], "greedy, beam"),
         ([*REPLAY, "device=tpu"], "device"),
         ([*REPLAY, "selector.width=15"], "selector.heads"),
         ([*REPLAY, "beams.train=0.9"], "beams"),
@@ -285,7 +284,7 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         (["train", "experiment=selector_replay"], "beams.path"),
         (["train", "experiment=selector", "beams=disk"], "builtin"),
         (["train", "experiment=selector_replays"], "selector_replay"),
-        ([*REPLAY, "-m", "reward.mode=hardest,hard_only"], "hardest"),
+        ([*REPLAY, "-m", "reward.mode=hardest,hybrid"], "hardest"),
     ],
     ids=lambda value: None if isinstance(value, str) else "_".join(value[-2:]),
 )

@@ -65,7 +65,7 @@ def stages(monkeypatch: Patch, tmp_path: Path) -> dict[str, dict[str, Any]]:
         "cold": {"warmup": False},
         "rounds": {"rounds": 2, "own_draws": 3},
         "live": {"live": True},
-        "other": {"reward": {"mode": "hard_only"}},
+        "other": {"reward": {"mode": "hard_plus_soft"}},
         "hot": {"loss": {"temperature_end": 1.0}},
         "shuffled": {"reward": {"shuffled": True}},
     }
@@ -138,7 +138,7 @@ def test_the_kept_epoch_is_judged(tmp_path: Path) -> None:
 # -- runs that start from a checkpoint, through the command line -------------------------------------------------------
 
 TRAIN = [
-    *("train", *TABLE, "policy=additive", "seeds=[0]"),
+    *("train", *TABLE, "policy=independent", "seeds=[0]"),
     *("policy.hidden=16", "policy.dropout=0", "baselines=false", "tracking=disabled", "optimiser.contexts=32"),
     *("optimiser.evaluate_every=3", "optimiser.warmup_iterations=0", "optimiser.iterations=9"),
 ]

@@ -148,7 +148,7 @@ SHORT = OptimiserConfig(warmup_iterations=8, iterations=12, contexts=32, minibat
 
 def controller(folder: Path, objective: str) -> ControllerTrainer:
     table = small_table(80, holes=0.2)
-    policy = PolicyConfig(structure="utility" if objective == "exact" else "additive", hidden=16, members=3)
+    policy = PolicyConfig(structure="utility" if objective == "exact" else "independent", hidden=16, members=3)
     loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
     settings: dict[str, Any] = {"policy": policy, "loss": loss, "optimiser": SHORT, "reward": RewardConfig("utility")}
     return ControllerTrainer(table, table.split(), folder=folder, **settings)
