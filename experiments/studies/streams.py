@@ -1,17 +1,18 @@
 """How a tracker follows a machine that is not as fast as its profile: simulated streams of requests.
 
-    python experiments/studies/streams.py checkpoint=runs/latest/checkpoints/best.pt key=value …
+    python experiments/studies/streams.py checkpoint=runs/latest key=value …
 
 Writes docs/streams.md, in some minutes. Requests are test samples of the built-in profile under its default budgets; an
-answer takes its profiled latency times a drift and jitter, which are drawn. The controller decides by what a checkpoint
-predicts, joined as its student learns it, inside its guard. `LatencyTracker` is the product's, the others were tried.
+answer takes its profiled latency times a drift and jitter, which are drawn. The controller decides by what it predicts,
+a teacher's members joined as its student learns them, inside its guard. `LatencyTracker` is the product's, the others
+were tried.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from scipy.special import ndtr, ndtri
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.serving.export import arrays_of_static, configurations_of
 from knobwise.agents.serving.tracker import CLIP, CLIPPED_SQUARE, SCALES, LatencyTracker, TrackedStatic
 from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
@@ -30,8 +32,8 @@ from knobwise.common.files import write_text
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
-from knobwise.experiments.studies.decisions import Mean
-from knobwise.experiments.studies.running import run_from_words
+from knobwise.experiments.results.run_folder import checkpoint_at
+from knobwise.experiments.studies.running import Mean, rendered, run_from_words
 
 Array = NDArray[Any]
 Choose = Callable[[Array, Array, Array, Array], tuple[Array, Array, Array]]
@@ -57,8 +59,8 @@ KNOWN = "knowing the drift"
 class StreamsConfig:
     """The settings, each as key=value."""
 
-    checkpoint: str = "runs/latest/checkpoints/best.pt"
-    """A stack or its student, trained on the built-in profile."""
+    checkpoint: str = "runs/latest"
+    """A run on the built-in profile, for what it deploys; or the checkpoint of a student or its teacher."""
     requests: int = 1500
     """Requests of each stream."""
     seeds: int = 20
@@ -72,7 +74,7 @@ class World:
     checkpoint holds no stack for deadlines, trained on the built-in profile as it is now."""
 
     def __init__(self, checkpoint: str) -> None:
-        loaded, table = load_checkpoint(checkpoint), builtin_profile()
+        loaded, table = load_checkpoint(checkpoint_at(checkpoint)), builtin_profile()
         stack, rows = loaded.controller, loaded.extra
         if not isinstance(stack, StackedController) or stack.guard is None or loaded.profile_digest != table.digest:
             raise InputError(
@@ -87,15 +89,10 @@ class World:
         self.static = TrackedStatic(self.steps, LatencyTracker(self.configurations))
         self.logs, self.miss = stack.guard.budgets_ms.log().numpy(), stack.guard.miss.numpy()
         self.deploy = stack.guard.deploy.numpy()
-        with torch.no_grad():
-            members = stack.predictions(stack.features({k: v[test] for k, v in table.features.items()}, len(test)))
-        parts = [(p.accuracy, p.log_latency, p.log_latency**2 + p.spread**2) for p in members.experts]
-        if (network := members.outcomes) is not None:
-            each = network.accuracy, network.log_latency, network.log_latency**2 + network.spread**2
-            parts.insert(0, tuple(part.mean(0) for part in each))  # type: ignore[arg-type]
-        joined = (sum(map(torch.mul, column, members.weights)) for column in zip(*parts, strict=True))
-        self.expected, self.mean, square = (part.double().numpy() for part in joined)  # type: ignore[union-attr]
-        self.spread = np.sqrt(np.maximum(square - self.mean**2, 1e-6))
+        x = stack.features({name: block[test] for name, block in table.features.items()}, len(test))
+        predicted = Lessons.of_teacher(stack, x)
+        parts = predicted.accuracy, predicted.log_latency, predicted.spread
+        self.expected, self.mean, self.spread = (part.double().numpy() for part in parts)
 
     def by_controller(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
         """As `NumpyController` decides under drift."""
@@ -227,49 +224,48 @@ def serve(world: World, stream: Stream, choose: Choose, followers: Sequence[Any]
     return utility.mean(1), (met * feasible).sum(1) / np.maximum(feasible.sum(1), 1)
 
 
+def served_by_all(world: World, stream: Stream) -> dict[str, tuple[Array, Array]]:
+    """Policy → what `serve` gives for it; knowing the drift first."""
+    by_policy = {KNOWN: serve(world, stream, world.by_controller, None)}
+    for name, fresh in FOLLOWERS.items():
+        by_policy[name] = serve(world, stream, world.by_controller, [fresh(world) for _ in stream.rows])
+    for name in ("frozen", "tracked"):
+        followers = [FOLLOWERS[name](world) for _ in stream.rows]
+        by_policy[f"static, {name}"] = serve(world, stream, world.by_static, followers)
+    return by_policy
+
+
 def run(config: StreamsConfig) -> list[str]:
     """Simulate every kind of stream, and write the page. Raises InputError as `World` does."""
-    world, head, tables = World(config.checkpoint), "", (list[str](), list[str]())
+    world, served = World(config.checkpoint), dict[str, dict[str, tuple[Array, Array]]]()
     with progress("kinds of streams", len(KINDS), 0) as tick:
-        for done, (kind, words) in enumerate(KINDS.items(), 1):
-            stream = draw(kind, world, config.requests, config.seeds)
-            served = {KNOWN: serve(world, stream, world.by_controller, None)}
-            for name, fresh in FOLLOWERS.items():
-                served[name] = serve(world, stream, world.by_controller, [fresh(world) for _ in range(config.seeds)])
-            for name in ("frozen", "tracked"):
-                followers = [FOLLOWERS[name](world) for _ in range(config.seeds)]
-                served[f"static, {name}"] = serve(world, stream, world.by_static, followers)
-            best, head = served[KNOWN][0], " | ".join(served)
-            gains = [Mean.over(utility - best).words() for utility, _ in list(served.values())[1:]]
-            tables[0].append(f"| {kind}: {words} | {Mean.over(best).words()} | {' | '.join(gains)} |")
-            on_time = [f"{100 * share.mean():.1f}" for _, share in served.values()]
-            tables[1].append(f"| {kind} | {' | '.join(on_time)} |")
+        for done, kind in enumerate(KINDS, 1):
+            served[kind] = served_by_all(world, draw(kind, world, config.requests, config.seeds))
             tick(done, kind)
-    rule = "| --- |" + " --- |" * (head.count("|") + 1)
-    utilities, shares = ("\n".join([f"| stream | {head} |", rule, *lines]) for lines in tables)
-    text = PAGE.format(seeds=config.seeds, requests=config.requests, level=world.level, u=utilities, shares=shares)
-    write_text(config.out, text)
+    write_text(config.out, streams_page(served, world.level, config))
     return []
 
 
-PAGE = """# Simulated streams
+def streams_page(served: Mapping[str, Mapping[str, tuple[Array, Array]]], level: float, config: StreamsConfig) -> str:
+    """docs/streams.md, from what `served_by_all` gives for each kind of stream; the guard keeps this level."""
 
-Written by `python experiments/studies/streams.py`. Nothing here was timed: requests are test samples of the built-in
-profile under its default budgets, and an answer takes its profiled latency times a drift and jitter, which are drawn.
-`tracked` is what `AdaptiveModel` does, without timed cells to begin with; `level only` is the same without knob values,
-`weighted` an exponentially weighted mean and spread, `conformal` adaptive conformal inference. Static gets the same
-tracker. {seeds} streams of {requests} requests each; intervals are 95 % (Student's t over streams), differences paired.
+    def gain(kind: str, policy: str, other: str) -> Mean:
+        """In points."""
+        return Mean.over(100 * (served[kind][policy][0] - served[kind][other][0]))
 
-## Utility: of knowing the drift, and the others minus that
+    policies = list(served["no drift"])
+    return rendered(
+        "streams.md.j2",
+        config=config,
+        level=100 * level,
+        kinds=KINDS,
+        policies=policies,
+        known={kind: Mean.over(served[kind][KNOWN][0]) for kind in KINDS},
+        gains={policy: {kind: gain(kind, policy, KNOWN) for kind in KINDS} for policy in policies[1:]},
+        shares={policy: {kind: 100 * float(served[kind][policy][1].mean()) for kind in KINDS} for policy in policies},
+        costs={kind: gain(kind, "tracked", "frozen") for kind in ("as profiled", "no drift")},
+    )
 
-{u}
-
-## Feasible requests on time, %
-
-The guard was calibrated for {level:.0%} without drift.
-
-{shares}
-"""
 
 if __name__ == "__main__":
     sys.exit(run_from_words("streams", StreamsConfig, run, sys.argv[1:]))
