@@ -197,10 +197,13 @@ def test_the_page_of_decisions_by_hand() -> None:
     row = row_of(page, "All tables", STUDENT)
     assert row == [STUDENT, "+0.200", "+0.210", "0.400", "0.420", "90.0%", "31", "2.0"]
     assert row_of(page, "All tables", "ridge")[-2] == "1,234"
-    assert "Charged, no baseline beats the student on 1 of 2 tables (first). On second, ridge is ahead by" in page
+    assert (
+        "Against the baselines, all charged, the student is first on 1 of 2 tables (first). On second, ridge is ahead by"
+        in page
+    )
     assert "is ahead by 0.100 ± 0.000.\n" in page
     # for nothing the teacher gets .612 and .416; charged it is above its student on the second
-    assert "no baseline beats the teacher on 1 of 2 tables (first). If both are charged" in page
+    assert "all free, its teacher is first on 1 of 2 tables (first). If both are charged" in page
     assert "the teacher is above its student on 1 of 2 tables (second).\n" in page
     # −.2 and −.6: standard error .2
     assert "free: -0.40 ± 2.54 points as a mean over the tables" in page
@@ -211,7 +214,7 @@ def test_the_page_of_decisions_by_hand() -> None:
     assert "1,234 samples × 4 configurations" in page
     worse = decisions_page([entry("first", seed, 0.6, 0.7, 0.3) for seed in range(2)])
     assert "with -0.70 points. That is more than the 0.5 points" in worse
-    assert "Charged, no baseline beats the student on 1 of 1 tables (first).\n" in worse
+    assert "all charged, the student is first on 1 of 1 tables (first).\n" in worse
 
 
 def test_a_policy_is_charged_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
