@@ -156,8 +156,8 @@ class _Cell:
         """Charged with its own cost, and for nothing."""
         table, test, budgets = self.table, self.split.test, self.budgets
         micros = decision_us(policy, table, test, budgets)
-        row = {"policy": name, "decision_us": micros, "cpu_seconds": seconds, **facts}
-        for ending, cost in (("", own_cost_ms(table, micros)), ("_free", 0.0)):
+        row = {"policy": name, "decision_us": float(micros.mean()), "cpu_seconds": seconds, **facts}
+        for ending, cost in (("", own_cost_ms(table, micros)), ("_free", None)):
             means = judged_means(judge(policy, table, test, budgets, cost_ms=cost))
             row |= {key + ending: means[key] for key in ("utility", "satisfaction_feasible")}
         self.policies.append(row)

@@ -100,10 +100,12 @@ class World:
         meets = ndtr((logs[:, None] - mean) / (scale * self.spread[rows]))
         group = np.abs(scaled[:, None] - self.logs).argmin(1)
         score = (np.clip(self.expected[rows], 1e-3, 1) + self.miss[group][:, None]) * meets
+        choice = np.where(meets.max(1) < HOPELESS, mean.argmin(1), score.argmax(1))
         static = self.steps["choices"][np.searchsorted(self.steps["starts"], np.exp(scaled), side="right") - 1]
-        choice = np.where(self.deploy[group], score.argmax(1), static)
-        choice = np.where(meets.max(1) < HOPELESS, mean.argmin(1), choice)
-        return choice, self.mean[rows, choice], self.spread[rows, choice]
+        deployed = self.deploy[group]
+        choice = np.where(deployed, choice, static)
+        log_latency = np.where(deployed, self.mean[rows, choice], self.static.log_latency[choice])
+        return choice, log_latency, np.where(deployed, self.spread[rows, choice], self.static.spread[choice])
 
     def by_static(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
         choice = self.static.mean_utility(logs, offset, scale).argmax(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, StackedContro
     return World(checkpoint), stack, checkpoint
 
 
-def test_the_controller_decides_as_it_does_in_front_of_a_model(case: Any) -> None:
-    world, stack, _ = case
+@pytest.mark.parametrize("deployed", [5, 2])
+def test_the_controller_decides_as_it_does_in_front_of_a_model(case: Any, deployed: int) -> None:
+    world, stack = copy.deepcopy(case[:2])
+    stack.guard.deploy[:] = torch.arange(5) < deployed
+    world.deploy = stack.guard.deploy.numpy()
     table, numpy = builtin_profile(), to_numpy(stack)
     test = table.split().test
     rng = np.random.default_rng(0)

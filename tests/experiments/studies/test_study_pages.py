@@ -217,14 +217,15 @@ def test_the_page_of_decisions_by_hand() -> None:
 def test_a_policy_is_charged_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     table = replace(small_table(60), features_ms=0.5)
     split, budgets = table.split(), default_budgets(table)
-    monkeypatch.setattr(decisions, "decision_us", lambda *_: 1000.0)  # a clock would differ from run to run
+    monkeypatch.setattr(decisions, "decision_us", lambda *_: torch.full((5,), 1000.0))  # clocks differ from run to run
     cell, policy = decisions._Cell(table, split, 0), BestStatic(table, split.train, budgets)
     cell.judge("best_static", policy, 2.0)
     (row,) = cell.policies
-    for ending, cost in (("", 1.5), ("_free", 0.0)):
+    for ending, cost in (("", torch.full((5,), 1.5)), ("_free", None)):
         utility = evaluation.judge(policy, table, split.test, budgets, cost_ms=cost).utility
         assert row[f"utility{ending}"] == pytest.approx(float(utility.mean()))
     assert row["utility"] < row["utility_free"]
+    assert row["decision_us"] == 1000
 
 
 def test_a_simulated_table_is_judged_on_samples_beyond_its_own() -> None:
