@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.serving.export import arrays_of_static, configurations_of
 from knobwise.agents.serving.tracker import CLIP, CLIPPED_SQUARE, SCALES, LatencyTracker, TrackedStatic
@@ -75,17 +73,16 @@ class World:
 
     def __init__(self, checkpoint: str) -> None:
         loaded, table = load_checkpoint(checkpoint_at(checkpoint)), builtin_profile()
-        stack, rows = loaded.controller, loaded.extra
-        if not isinstance(stack, StackedController) or stack.guard is None or loaded.profile_digest != table.digest:
-            raise InputError(
-                f"checkpoint={checkpoint}: needs a guarded stack, trained with profile=builtin as it is now"
-            )
-        test, fitted = rows["test_rows"], torch.cat([rows["train_rows"], rows["validation_rows"]])
+        stack: Any = loaded.controller
+        known = isinstance(stack, StackedController) and loaded.profile_digest == table.digest
+        if not known or stack.guard is None or stack.static is None:
+            raise InputError(f"checkpoint={checkpoint}: needs a guarded stack, trained with profile=builtin as it is")
+        test = loaded.extra["test_rows"]
         self.configurations, self.places = configurations_of(table), table.configurations.numpy()
         self.budgets_ms, self.level = default_budgets(table).double().numpy(), stack.guard.level
         self.accuracy = table.accuracy[test].double().numpy()
         self.log_latency = table.latency_ms[test].double().log().numpy()
-        self.steps = arrays_of_static(BudgetAwareStatic(table, fitted))
+        self.steps = arrays_of_static(stack.static)
         self.static = TrackedStatic(self.steps, LatencyTracker(self.configurations))
         self.logs, self.miss = stack.guard.budgets_ms.log().numpy(), stack.guard.miss.numpy()
         self.deploy = stack.guard.deploy.numpy()
