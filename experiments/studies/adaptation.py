@@ -68,17 +68,12 @@ def run(config: AdaptationConfig) -> list[str]:
             machine, jitter = (timed, 0.0) if timed else (simulated(table, draws), SIMULATED.noise)
             cases.append(measure(loaded[seed % len(loaded)], table, machine, jitter, draws))
             tick(seed + 1, "")
-    page = rendered(
-        "adaptation.md.j2",
-        config=config,
-        means={key: Mean.over(case[key] for case in cases) for key in cases[0]},
-        gains={key: Mean.over(100 * (case[key] - case["factor", 30]) for case in cases) for key in cases[0]},
-        missing=Mean.over(100 * (case["offsets", None] - case["offsets", 30]) for case in cases),
-        counts=COUNTS,
-        ways=WAYS,
-        simulated=SIMULATED,
-    )
-    write_text(config.out, page)
+    means = {key: Mean.over(case[key] for case in cases) for key in cases[0]}
+    gains = {key: Mean.over(100 * (case[key] - case["factor", 30]) for case in cases) for key in cases[0]}
+    missing = Mean.over(100 * (case["offsets", None] - case["offsets", 30]) for case in cases)
+    constants = {"counts": COUNTS, "ways": WAYS, "simulated": SIMULATED}
+    figures = {"means": means, "gains": gains, "missing": missing}
+    write_text(config.out, rendered("adaptation.md.j2", config=config, **figures, **constants))
     return []
 
 

@@ -3,9 +3,9 @@
     python experiments/studies/streams.py checkpoint=runs/latest key=value …
 
 Writes docs/streams.md, in some minutes. Requests are test samples of the built-in profile under its default budgets; an
-answer takes its profiled latency times a drift and jitter, which are drawn. The controller decides by what it predicts,
-a teacher's members joined as its student learns them, inside its guard. `LatencyTracker` is the product's, the others
-were tried.
+answer takes one of its measured latencies times a drift and jitter, all drawn. The controller decides by what it
+predicts, a teacher by what its student learns, inside its guard. `LatencyTracker` is the product's, the others were
+tried.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ Array = NDArray[Any]
 Choose = Callable[[Array, Array, Array, Array], tuple[Array, Array, Array]]
 """Rows [S], ln budgets [S], offsets of ln ms [S, C] and factors on its spread [S, 1] → configurations, and mean and
 standard deviation of their ln ms, predicted without drift, [S] each."""
+Served = dict[str, tuple[Array, Array]]
+"""Policy → utility, and the share of feasible requests on time, [S] each."""
 KINDS = {
-    "as profiled": "neither drift nor jitter",
-    "no drift": "jitter of 3 %, as in all that follow",
+    "as profiled": "neither drift nor jitter beyond that of the measurements",
+    "no drift": "jitter of 3 % on top, as in all that follow",
     "× 1.05": "slower all the time",
     "× 1.15": "slower all the time",
     "× 1.40": "slower all the time",
@@ -79,9 +81,9 @@ class World:
             raise InputError(f"checkpoint={checkpoint}: needs a guarded stack, trained with profile=builtin as it is")
         test = loaded.extra["test_rows"]
         self.configurations, self.places = configurations_of(table), table.configurations.numpy()
-        self.budgets_ms, self.level = default_budgets(table).double().numpy(), stack.guard.level
+        self.budgets_ms, self.guard = default_budgets(table).double().numpy(), stack.guard.rows()
         self.accuracy = table.accuracy[test].double().numpy()
-        self.log_latency = table.latency_ms[test].double().log().numpy()
+        self.log_latency = table.measurements_ms[test].double().log().numpy()
         self.steps = arrays_of_static(stack.static)
         self.static = TrackedStatic(self.steps, LatencyTracker(self.configurations))
         self.logs, self.miss = stack.guard.budgets_ms.log().numpy(), stack.guard.miss.numpy()
@@ -113,10 +115,11 @@ class World:
 
 
 class Stream(NamedTuple):
-    """S streams of T requests: rows and ln budgets [S, T], drift of ln ms [S, T], the same of each configuration
-    [S, C], and jitter and stalls, which nobody can know, [S, T]."""
+    """S streams of T requests: rows, which of the measurements, and ln budgets [S, T], drift of ln ms [S, T], the same
+    of each configuration [S, C], and jitter and stalls, which nobody can know, [S, T]."""
 
     rows: Array
+    repeats: Array
     logs: Array
     drift: Array
     offset: Array
@@ -130,6 +133,7 @@ def draw(kind: str, world: World, requests: int, seeds: int) -> Stream:
     rows = np.stack([np.concatenate([rng.permutation(samples) for _ in rounds])[:requests] for _ in range(seeds)])
     logs, noise, normal = rng.choice(np.log(world.budgets_ms), shape), rng.normal(size=shape), rng.normal(size=shape)
     noise *= {"as profiled": 0.0, "wandering": 0.05}.get(kind, 0.03)
+    repeats = rng.integers(world.log_latency.shape[2], size=shape)
     offset, drift = np.zeros((seeds, len(world.configurations))), np.zeros(shape)
     time = np.arange(requests) / requests
     if kind.startswith("×"):
@@ -147,7 +151,7 @@ def draw(kind: str, world: World, requests: int, seeds: int) -> Stream:
             noise[stream, first : first + rng.geometric(1 / 4)] += np.log(rng.uniform(3, 20))
     elif kind == "values":
         offset = rng.uniform(0, 0.3, (seeds, len(world.places[0]))) @ (world.places / world.places.max(0)).T
-    return Stream(rows, logs, drift, offset, noise)
+    return Stream(rows, repeats, logs, drift, offset, noise)
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
@@ -208,7 +212,7 @@ def serve(world: World, stream: Stream, choose: Choose, followers: Sequence[Any]
     for t in range(shape[1]):
         rows, logs = stream.rows[:, t], stream.logs[:, t]
         offset, scale = stream.drift[:, t, None] + stream.offset, np.ones((shape[0], 1))
-        took = world.log_latency[rows] + offset + stream.noise[:, t, None]
+        took = world.log_latency[rows, :, stream.repeats[:, t]] + offset + stream.noise[:, t, None]
         if followers is not None:
             drifts = [follower.drift or (0.0, 1.0) for follower in followers]
             offset = np.stack([np.broadcast_to(each, offset.shape[1]) for each, _ in drifts])
@@ -223,30 +227,29 @@ def serve(world: World, stream: Stream, choose: Choose, followers: Sequence[Any]
     return utility.mean(1), (met * feasible).sum(1) / np.maximum(feasible.sum(1), 1)
 
 
-def served_by_all(world: World, stream: Stream) -> dict[str, tuple[Array, Array]]:
+def served_by_all(world: World, stream: Stream) -> Served:
     """Policy → what `serve` gives for it; knowing the drift first."""
+    followed = {name: (world.by_controller, fresh) for name, fresh in FOLLOWERS.items()}
+    followed |= {f"static, {name}": (world.by_static, FOLLOWERS[name]) for name in ("frozen", "tracked")}
     by_policy = {KNOWN: serve(world, stream, world.by_controller, None)}
-    for name, fresh in FOLLOWERS.items():
-        by_policy[name] = serve(world, stream, world.by_controller, [fresh(world) for _ in stream.rows])
-    for name in ("frozen", "tracked"):
-        followers = [FOLLOWERS[name](world) for _ in stream.rows]
-        by_policy[f"static, {name}"] = serve(world, stream, world.by_static, followers)
+    for name, (choose, fresh) in followed.items():
+        by_policy[name] = serve(world, stream, choose, [fresh(world) for _ in stream.rows])
     return by_policy
 
 
 def run(config: StreamsConfig) -> list[str]:
     """Simulate every kind of stream, and write the page. Raises InputError as `World` does."""
-    world, served = World(config.checkpoint), dict[str, dict[str, tuple[Array, Array]]]()
+    world, served = World(config.checkpoint), dict[str, Served]()
     with progress("kinds of streams", len(KINDS), 0) as tick:
         for done, kind in enumerate(KINDS, 1):
             served[kind] = served_by_all(world, draw(kind, world, config.requests, config.seeds))
             tick(done, kind)
-    write_text(config.out, streams_page(served, world.level, config))
+    write_text(config.out, streams_page(served, world.guard, config))
     return []
 
 
-def streams_page(served: Mapping[str, Mapping[str, tuple[Array, Array]]], level: float, config: StreamsConfig) -> str:
-    """docs/streams.md, from what `served_by_all` gives for each kind of stream; the guard keeps this level."""
+def streams_page(served: Mapping[str, Served], guard: Sequence[Mapping[str, Any]], config: StreamsConfig) -> str:
+    """docs/streams.md, from what `served_by_all` gives for each kind of stream, and the rows of the guard."""
 
     def gain(kind: str, policy: str, other: str) -> Mean:
         """In points."""
@@ -256,7 +259,8 @@ def streams_page(served: Mapping[str, Mapping[str, tuple[Array, Array]]], level:
     return rendered(
         "streams.md.j2",
         config=config,
-        level=100 * level,
+        guard=guard,
+        promised=100 * np.average([r["satisfaction_deployed"] for r in guard], weights=[r["feasible"] for r in guard]),
         kinds=KINDS,
         policies=policies,
         known={kind: Mean.over(served[kind][KNOWN][0]) for kind in KINDS},
