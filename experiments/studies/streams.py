@@ -84,14 +84,14 @@ class World:
         self.budgets_ms, self.guard = default_budgets(table).double().numpy(), stack.guard.rows()
         self.accuracy = table.accuracy[test].double().numpy()
         self.log_latency = table.measurements_ms[test].double().log().numpy()
+        self.typical = table.latency_ms[test].double().log().numpy()
         self.steps = arrays_of_static(stack.static)
         self.static = TrackedStatic(self.steps, LatencyTracker(self.configurations))
         self.logs, self.miss = stack.guard.budgets_ms.log().numpy(), stack.guard.miss.numpy()
         self.deploy = stack.guard.deploy.numpy()
         x = stack.features({name: block[test] for name, block in table.features.items()}, len(test))
-        predicted = Lessons.of_teacher(stack, x)
-        parts = predicted.accuracy, predicted.log_latency, predicted.spread
-        self.expected, self.mean, self.spread = (part.double().numpy() for part in parts)
+        _, *predicted = Lessons.of_teacher(stack, x)
+        self.expected, self.mean, self.spread = (part.double().numpy() for part in predicted)
 
     def by_controller(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
         """As `NumpyController` decides under drift."""
@@ -212,14 +212,15 @@ def serve(world: World, stream: Stream, choose: Choose, followers: Sequence[Any]
     for t in range(shape[1]):
         rows, logs = stream.rows[:, t], stream.logs[:, t]
         offset, scale = stream.drift[:, t, None] + stream.offset, np.ones((shape[0], 1))
-        took = world.log_latency[rows, :, stream.repeats[:, t]] + offset + stream.noise[:, t, None]
+        drifted = offset + stream.noise[:, t, None]
+        took = world.log_latency[rows, :, stream.repeats[:, t]] + drifted
         if followers is not None:
             drifts = [follower.drift or (0.0, 1.0) for follower in followers]
             offset = np.stack([np.broadcast_to(each, offset.shape[1]) for each, _ in drifts])
             scale = np.array([factor for _, factor in drifts])[:, None]
         choice, mean, spread = choose(rows, logs, offset, scale)
         taken = took[every, choice]
-        met[:, t], feasible[:, t] = taken <= logs, took.min(1) <= logs
+        met[:, t], feasible[:, t] = taken <= logs, (world.typical[rows] + drifted).min(1) <= logs
         utility[:, t] = world.accuracy[rows, choice] * met[:, t]
         answers = zip(choice.tolist(), mean.tolist(), spread.tolist(), np.exp(taken).tolist(), strict=True)
         for follower, answer in zip(followers or (), answers, strict=False):
@@ -256,16 +257,17 @@ def streams_page(served: Mapping[str, Served], guard: Sequence[Mapping[str, Any]
         return Mean.over(100 * (served[kind][policy][0] - served[kind][other][0]))
 
     policies = list(served["no drift"])
+    shares = {policy: {kind: 100 * float(served[kind][policy][1].mean()) for kind in KINDS} for policy in policies}
     return rendered(
         "streams.md.j2",
         config=config,
         guard=guard,
-        promised=100 * np.average([r["satisfaction_deployed"] for r in guard], weights=[r["feasible"] for r in guard]),
         kinds=KINDS,
         policies=policies,
         known={kind: Mean.over(served[kind][KNOWN][0]) for kind in KINDS},
         gains={policy: {kind: gain(kind, policy, KNOWN) for kind in KINDS} for policy in policies[1:]},
-        shares={policy: {kind: 100 * float(served[kind][policy][1].mean()) for kind in KINDS} for policy in policies},
+        shares=shares,
+        distances={kind: shares["tracked"][kind] - shares[KNOWN][kind] for kind in KINDS},
         costs={kind: gain(kind, "tracked", "frozen") for kind in ("as profiled", "no drift")},
     )
 
