@@ -26,8 +26,8 @@ from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.adapt import REQUESTS
-from knobwise.experiments.studies.decisions import Mean
-from knobwise.experiments.studies.running import rendered, run_from_words
+from knobwise.experiments.results.run_folder import STUDENT
+from knobwise.experiments.studies.running import Mean, rendered, run_from_words
 
 SIMULATED = Scales(knob=0.25, configuration=0.05, noise=0.05)
 """What simulated machines are drawn from; their overall speed has a standard deviation of 1 in ln ms."""
@@ -42,7 +42,7 @@ class AdaptationConfig:
     """The settings, each as key=value."""
 
     run: str = "runs/latest"
-    """A finished run on the built-in profile; its seeds take turns."""
+    """A finished run on the built-in profile; what its seeds deploy takes turns."""
     timed: str | None = None
     """The built-in profile measured on other hardware, a long table; None simulates machines."""
     machines: int = 12
@@ -52,9 +52,10 @@ class AdaptationConfig:
 
 
 def run(config: AdaptationConfig) -> list[str]:
-    """Adapt and judge, print the page and write it. Raises InputError: no run on the built-in profile, other cells."""
+    """Adapt and judge, and write the page. Raises InputError: no run on the built-in profile, other cells."""
     table = builtin_profile()
-    loaded = [load_checkpoint(path) for path in sorted(Path(config.run).glob("checkpoints/seed*/best.pt"))]
+    folders = sorted(Path(config.run).glob("checkpoints/seed*"))
+    loaded = [load_checkpoint(each / (STUDENT if (each / STUDENT).exists() else "best.pt")) for each in folders]
     if not loaded or any(each.profile_digest != table.digest for each in loaded):
         raise InputError(f"run={config.run}: holds no finished training on the built-in profile")
     timed = None if config.timed is None else replace(read_long_table(config.timed), features=table.features)
@@ -69,10 +70,10 @@ def run(config: AdaptationConfig) -> list[str]:
             tick(seed + 1, "")
     means = {key: Mean.over(case[key] for case in cases) for key in cases[0]}
     gains = {key: Mean.over(100 * (case[key] - case["factor", 30]) for case in cases) for key in cases[0]}
-    numbers = {"means": means, "gains": gains, "counts": COUNTS, "ways": WAYS, "simulated": SIMULATED}
-    page = rendered("adaptation.md.j2", config=config, **numbers)
-    print(page)
-    write_text(config.out, page)
+    missing = Mean.over(100 * (case["offsets", None] - case["offsets", 30]) for case in cases)
+    constants = {"counts": COUNTS, "ways": WAYS, "simulated": SIMULATED}
+    figures = {"means": means, "gains": gains, "missing": missing}
+    write_text(config.out, rendered("adaptation.md.j2", config=config, **figures, **constants))
     return []
 
 

@@ -6,15 +6,17 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from scipy.stats import sem, t
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
@@ -46,6 +48,27 @@ def run_from_words(name: str, config: type, run: Callable[[Any], list[str]], arg
         print(f"{name}: {line}", file=sys.stderr)
     print(f"page: {settings.out}")
     return 1 if failed else 0
+
+
+class Mean(NamedTuple):
+    """A mean and half the width of its 95 % interval (Student's t), NaN for a single value."""
+
+    value: float
+    half: float
+
+    @classmethod
+    def over(cls, values: Iterable[float]) -> Mean:
+        numbers = np.array(list(values), dtype=float)
+        half = t.ppf(0.975, len(numbers) - 1) * sem(numbers) if len(numbers) > 1 else np.nan
+        return cls(float(numbers.mean()), float(half))
+
+    def words(self, form: str = ".3f") -> str:
+        return f"{self.value:z{form}} ± {self.half:{form}}"
+
+    @property
+    def sign(self) -> int:
+        """1 or −1 where it differs from 0 by more than its interval, else 0."""
+        return words.sign_of((self.value - self.half, self.value + self.half))
 
 
 def rendered(template: str, **values: Any) -> str:

@@ -1,27 +1,27 @@
 """How a tracker follows a machine that is not as fast as its profile: simulated streams of requests.
 
-    python experiments/studies/streams.py checkpoint=runs/latest/checkpoints/best.pt key=value …
+    python experiments/studies/streams.py checkpoint=runs/latest key=value …
 
 Writes docs/streams.md, in some minutes. Requests are test samples of the built-in profile under its default budgets; an
-answer takes its profiled latency times a drift and jitter, which are drawn. The controller decides by what a checkpoint
-predicts, joined as its student learns it, inside its guard. `LatencyTracker` is the product's, the others were tried.
+answer takes one of its measured latencies times a drift and jitter, all drawn. The controller decides by what it
+predicts, a teacher by what its student learns, inside its guard. `LatencyTracker` is the product's, the others were
+tried.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
 from knobwise.agents.checkpoint import load_checkpoint
-from knobwise.agents.judging.baselines import BudgetAwareStatic
+from knobwise.agents.serving.distillation import Lessons
 from knobwise.agents.serving.export import arrays_of_static, configurations_of
 from knobwise.agents.serving.tracker import CLIP, CLIPPED_SQUARE, SCALES, LatencyTracker, TrackedStatic
 from knobwise.agents.stack.stacked_controller import HOPELESS, StackedController
@@ -30,16 +30,18 @@ from knobwise.common.files import write_text
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
-from knobwise.experiments.studies.decisions import Mean
-from knobwise.experiments.studies.running import run_from_words
+from knobwise.experiments.results.run_folder import checkpoint_at
+from knobwise.experiments.studies.running import Mean, rendered, run_from_words
 
 Array = NDArray[Any]
 Choose = Callable[[Array, Array, Array, Array], tuple[Array, Array, Array]]
 """Rows [S], ln budgets [S], offsets of ln ms [S, C] and factors on its spread [S, 1] → configurations, and mean and
 standard deviation of their ln ms, predicted without drift, [S] each."""
+Served = dict[str, tuple[Array, Array]]
+"""Policy → utility, and the share of feasible requests on time, [S] each."""
 KINDS = {
-    "as profiled": "neither drift nor jitter",
-    "no drift": "jitter of 3 %, as in all that follow",
+    "as profiled": "neither drift nor jitter beyond that of the measurements",
+    "no drift": "jitter of 3 % on top, as in all that follow",
     "× 1.05": "slower all the time",
     "× 1.15": "slower all the time",
     "× 1.40": "slower all the time",
@@ -57,8 +59,8 @@ KNOWN = "knowing the drift"
 class StreamsConfig:
     """The settings, each as key=value."""
 
-    checkpoint: str = "runs/latest/checkpoints/best.pt"
-    """A stack or its student, trained on the built-in profile."""
+    checkpoint: str = "runs/latest"
+    """A run on the built-in profile, for what it deploys; or the checkpoint of a student or its teacher."""
     requests: int = 1500
     """Requests of each stream."""
     seeds: int = 20
@@ -72,30 +74,24 @@ class World:
     checkpoint holds no stack for deadlines, trained on the built-in profile as it is now."""
 
     def __init__(self, checkpoint: str) -> None:
-        loaded, table = load_checkpoint(checkpoint), builtin_profile()
-        stack, rows = loaded.controller, loaded.extra
-        if not isinstance(stack, StackedController) or stack.guard is None or loaded.profile_digest != table.digest:
-            raise InputError(
-                f"checkpoint={checkpoint}: needs a guarded stack, trained with profile=builtin as it is now"
-            )
-        test, fitted = rows["test_rows"], torch.cat([rows["train_rows"], rows["validation_rows"]])
+        loaded, table = load_checkpoint(checkpoint_at(checkpoint)), builtin_profile()
+        stack: Any = loaded.controller
+        known = isinstance(stack, StackedController) and loaded.profile_digest == table.digest
+        if not known or stack.guard is None or stack.static is None:
+            raise InputError(f"checkpoint={checkpoint}: needs a guarded stack, trained with profile=builtin as it is")
+        test = loaded.extra["test_rows"]
         self.configurations, self.places = configurations_of(table), table.configurations.numpy()
-        self.budgets_ms, self.level = default_budgets(table).double().numpy(), stack.guard.level
+        self.budgets_ms, self.guard = default_budgets(table).double().numpy(), stack.guard.rows()
         self.accuracy = table.accuracy[test].double().numpy()
-        self.log_latency = table.latency_ms[test].double().log().numpy()
-        self.steps = arrays_of_static(BudgetAwareStatic(table, fitted))
+        self.log_latency = table.measurements_ms[test].double().log().numpy()
+        self.typical = table.latency_ms[test].double().log().numpy()
+        self.steps = arrays_of_static(stack.static)
         self.static = TrackedStatic(self.steps, LatencyTracker(self.configurations))
         self.logs, self.miss = stack.guard.budgets_ms.log().numpy(), stack.guard.miss.numpy()
         self.deploy = stack.guard.deploy.numpy()
-        with torch.no_grad():
-            members = stack.predictions(stack.features({k: v[test] for k, v in table.features.items()}, len(test)))
-        parts = [(p.accuracy, p.log_latency, p.log_latency**2 + p.spread**2) for p in members.experts]
-        if (network := members.outcomes) is not None:
-            each = network.accuracy, network.log_latency, network.log_latency**2 + network.spread**2
-            parts.insert(0, tuple(part.mean(0) for part in each))  # type: ignore[arg-type]
-        joined = (sum(map(torch.mul, column, members.weights)) for column in zip(*parts, strict=True))
-        self.expected, self.mean, square = (part.double().numpy() for part in joined)  # type: ignore[union-attr]
-        self.spread = np.sqrt(np.maximum(square - self.mean**2, 1e-6))
+        x = stack.features({name: block[test] for name, block in table.features.items()}, len(test))
+        _, *predicted = Lessons.of_teacher(stack, x)
+        self.expected, self.mean, self.spread = (part.double().numpy() for part in predicted)
 
     def by_controller(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
         """As `NumpyController` decides under drift."""
@@ -103,10 +99,12 @@ class World:
         meets = ndtr((logs[:, None] - mean) / (scale * self.spread[rows]))
         group = np.abs(scaled[:, None] - self.logs).argmin(1)
         score = (np.clip(self.expected[rows], 1e-3, 1) + self.miss[group][:, None]) * meets
+        choice = np.where(meets.max(1) < HOPELESS, mean.argmin(1), score.argmax(1))
         static = self.steps["choices"][np.searchsorted(self.steps["starts"], np.exp(scaled), side="right") - 1]
-        choice = np.where(self.deploy[group], score.argmax(1), static)
-        choice = np.where(meets.max(1) < HOPELESS, mean.argmin(1), choice)
-        return choice, self.mean[rows, choice], self.spread[rows, choice]
+        deployed = self.deploy[group]
+        choice = np.where(deployed, choice, static)
+        log_latency = np.where(deployed, self.mean[rows, choice], self.static.log_latency[choice])
+        return choice, log_latency, np.where(deployed, self.spread[rows, choice], self.static.spread[choice])
 
     def by_static(self, rows: Array, logs: Array, offset: Array, scale: Array) -> tuple[Array, Array, Array]:
         choice = self.static.mean_utility(logs, offset, scale).argmax(1)
@@ -117,10 +115,11 @@ class World:
 
 
 class Stream(NamedTuple):
-    """S streams of T requests: rows and ln budgets [S, T], drift of ln ms [S, T], the same of each configuration
-    [S, C], and jitter and stalls, which nobody can know, [S, T]."""
+    """S streams of T requests: rows, which of the measurements, and ln budgets [S, T], drift of ln ms [S, T], the same
+    of each configuration [S, C], and jitter and stalls, which nobody can know, [S, T]."""
 
     rows: Array
+    repeats: Array
     logs: Array
     drift: Array
     offset: Array
@@ -134,6 +133,7 @@ def draw(kind: str, world: World, requests: int, seeds: int) -> Stream:
     rows = np.stack([np.concatenate([rng.permutation(samples) for _ in rounds])[:requests] for _ in range(seeds)])
     logs, noise, normal = rng.choice(np.log(world.budgets_ms), shape), rng.normal(size=shape), rng.normal(size=shape)
     noise *= {"as profiled": 0.0, "wandering": 0.05}.get(kind, 0.03)
+    repeats = rng.integers(world.log_latency.shape[2], size=shape)
     offset, drift = np.zeros((seeds, len(world.configurations))), np.zeros(shape)
     time = np.arange(requests) / requests
     if kind.startswith("×"):
@@ -151,7 +151,7 @@ def draw(kind: str, world: World, requests: int, seeds: int) -> Stream:
             noise[stream, first : first + rng.geometric(1 / 4)] += np.log(rng.uniform(3, 20))
     elif kind == "values":
         offset = rng.uniform(0, 0.3, (seeds, len(world.places[0]))) @ (world.places / world.places.max(0)).T
-    return Stream(rows, logs, drift, offset, noise)
+    return Stream(rows, repeats, logs, drift, offset, noise)
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
@@ -212,14 +212,15 @@ def serve(world: World, stream: Stream, choose: Choose, followers: Sequence[Any]
     for t in range(shape[1]):
         rows, logs = stream.rows[:, t], stream.logs[:, t]
         offset, scale = stream.drift[:, t, None] + stream.offset, np.ones((shape[0], 1))
-        took = world.log_latency[rows] + offset + stream.noise[:, t, None]
+        drifted = offset + stream.noise[:, t, None]
+        took = world.log_latency[rows, :, stream.repeats[:, t]] + drifted
         if followers is not None:
             drifts = [follower.drift or (0.0, 1.0) for follower in followers]
             offset = np.stack([np.broadcast_to(each, offset.shape[1]) for each, _ in drifts])
             scale = np.array([factor for _, factor in drifts])[:, None]
         choice, mean, spread = choose(rows, logs, offset, scale)
         taken = took[every, choice]
-        met[:, t], feasible[:, t] = taken <= logs, took.min(1) <= logs
+        met[:, t], feasible[:, t] = taken <= logs, (world.typical[rows] + drifted).min(1) <= logs
         utility[:, t] = world.accuracy[rows, choice] * met[:, t]
         answers = zip(choice.tolist(), mean.tolist(), spread.tolist(), np.exp(taken).tolist(), strict=True)
         for follower, answer in zip(followers or (), answers, strict=False):
@@ -227,49 +228,49 @@ def serve(world: World, stream: Stream, choose: Choose, followers: Sequence[Any]
     return utility.mean(1), (met * feasible).sum(1) / np.maximum(feasible.sum(1), 1)
 
 
+def served_by_all(world: World, stream: Stream) -> Served:
+    """Policy → what `serve` gives for it; knowing the drift first."""
+    followed = {name: (world.by_controller, fresh) for name, fresh in FOLLOWERS.items()}
+    followed |= {f"static, {name}": (world.by_static, FOLLOWERS[name]) for name in ("frozen", "tracked")}
+    by_policy = {KNOWN: serve(world, stream, world.by_controller, None)}
+    for name, (choose, fresh) in followed.items():
+        by_policy[name] = serve(world, stream, choose, [fresh(world) for _ in stream.rows])
+    return by_policy
+
+
 def run(config: StreamsConfig) -> list[str]:
     """Simulate every kind of stream, and write the page. Raises InputError as `World` does."""
-    world, head, tables = World(config.checkpoint), "", (list[str](), list[str]())
+    world, served = World(config.checkpoint), dict[str, Served]()
     with progress("kinds of streams", len(KINDS), 0) as tick:
-        for done, (kind, words) in enumerate(KINDS.items(), 1):
-            stream = draw(kind, world, config.requests, config.seeds)
-            served = {KNOWN: serve(world, stream, world.by_controller, None)}
-            for name, fresh in FOLLOWERS.items():
-                served[name] = serve(world, stream, world.by_controller, [fresh(world) for _ in range(config.seeds)])
-            for name in ("frozen", "tracked"):
-                followers = [FOLLOWERS[name](world) for _ in range(config.seeds)]
-                served[f"static, {name}"] = serve(world, stream, world.by_static, followers)
-            best, head = served[KNOWN][0], " | ".join(served)
-            gains = [Mean.over(utility - best).words() for utility, _ in list(served.values())[1:]]
-            tables[0].append(f"| {kind}: {words} | {Mean.over(best).words()} | {' | '.join(gains)} |")
-            on_time = [f"{100 * share.mean():.1f}" for _, share in served.values()]
-            tables[1].append(f"| {kind} | {' | '.join(on_time)} |")
+        for done, kind in enumerate(KINDS, 1):
+            served[kind] = served_by_all(world, draw(kind, world, config.requests, config.seeds))
             tick(done, kind)
-    rule = "| --- |" + " --- |" * (head.count("|") + 1)
-    utilities, shares = ("\n".join([f"| stream | {head} |", rule, *lines]) for lines in tables)
-    text = PAGE.format(seeds=config.seeds, requests=config.requests, level=world.level, u=utilities, shares=shares)
-    write_text(config.out, text)
+    write_text(config.out, streams_page(served, world.guard, config))
     return []
 
 
-PAGE = """# Simulated streams
+def streams_page(served: Mapping[str, Served], guard: Sequence[Mapping[str, Any]], config: StreamsConfig) -> str:
+    """docs/streams.md, from what `served_by_all` gives for each kind of stream, and the rows of the guard."""
 
-Written by `python experiments/studies/streams.py`. Nothing here was timed: requests are test samples of the built-in
-profile under its default budgets, and an answer takes its profiled latency times a drift and jitter, which are drawn.
-`tracked` is what `AdaptiveModel` does, without timed cells to begin with; `level only` is the same without knob values,
-`weighted` an exponentially weighted mean and spread, `conformal` adaptive conformal inference. Static gets the same
-tracker. {seeds} streams of {requests} requests each; intervals are 95 % (Student's t over streams), differences paired.
+    def gain(kind: str, policy: str, other: str) -> Mean:
+        """In points."""
+        return Mean.over(100 * (served[kind][policy][0] - served[kind][other][0]))
 
-## Utility: of knowing the drift, and the others minus that
+    policies = list(served["no drift"])
+    shares = {policy: {kind: 100 * float(served[kind][policy][1].mean()) for kind in KINDS} for policy in policies}
+    return rendered(
+        "streams.md.j2",
+        config=config,
+        guard=guard,
+        kinds=KINDS,
+        policies=policies,
+        known={kind: Mean.over(served[kind][KNOWN][0]) for kind in KINDS},
+        gains={policy: {kind: gain(kind, policy, KNOWN) for kind in KINDS} for policy in policies[1:]},
+        shares=shares,
+        distances={kind: shares["tracked"][kind] - shares[KNOWN][kind] for kind in KINDS},
+        costs={kind: gain(kind, "tracked", "frozen") for kind in ("as profiled", "no drift")},
+    )
 
-{u}
-
-## Feasible requests on time, %
-
-The guard was calibrated for {level:.0%} without drift.
-
-{shares}
-"""
 
 if __name__ == "__main__":
     sys.exit(run_from_words("streams", StreamsConfig, run, sys.argv[1:]))

@@ -175,6 +175,12 @@ def test_the_study_tells_more_cells_and_offsets_from_one_factor(folder: Path, ca
         assert study(["run=runs/latest", "machines=2", "out=page.md"]) == 0
         assert study(["run=runs/latest", "machines=1", "timed=t.parquet", "out=same.md"]) == 0
         assert study(["run=runs/latest", "timed=few.parquet"]) == 2
+        # what is deployed is adapted
+        student = Path("runs/latest/checkpoints/seed0/student.pt")
+        student.write_text("no checkpoint")
+        assert study(["run=runs/latest", "machines=1", "out=none.md"]) == 2
+        student.unlink()
+    assert "student.pt: not a checkpoint" in capsys.readouterr().err
     page, same = Path("page.md").read_text(), Path("same.md").read_text()
     assert "**The other hardware is simulated**: 2 machines" in page
     assert "The other hardware is that of `t.parquet`" in same

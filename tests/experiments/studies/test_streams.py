@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,17 @@ from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.experiments.studies.streams import FOLLOWERS, KINDS, StreamsConfig, World, draw, run, serve
+from knobwise.experiments.studies.streams import (
+    FOLLOWERS,
+    KINDS,
+    KNOWN,
+    StreamsConfig,
+    World,
+    draw,
+    run,
+    serve,
+    streams_page,
+)
 
 
 def fitted_stack(table: ProfileTable, split: Split) -> StackedController:
@@ -45,8 +57,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, StackedContro
     return World(checkpoint), stack, checkpoint
 
 
-def test_the_controller_decides_as_it_does_in_front_of_a_model(case: Any) -> None:
-    world, stack, _ = case
+@pytest.mark.parametrize("deployed", [5, 2])
+def test_the_controller_decides_as_it_does_in_front_of_a_model(case: Any, deployed: int) -> None:
+    world, stack = copy.deepcopy(case[:2])
+    stack.guard.deploy[:] = torch.arange(5) < deployed
+    world.deploy = stack.guard.deploy.numpy()
     table, numpy = builtin_profile(), to_numpy(stack)
     test = table.split().test
     rng = np.random.default_rng(0)
@@ -108,6 +123,41 @@ def test_a_page_has_every_kind_and_every_policy(case: Any, tmp_path: Path) -> No
     assert len(set(heads)) == 1
     assert heads[0].count("|") == 10
     assert page.count("static, tracked") == 2
+
+
+def test_the_lines_under_the_tables_by_hand() -> None:
+    """Two streams of each kind; the tracker gains .2 points as profiled, costs .2 without drift, and loses 1.6 of
+    knowing the drift on the ramp."""
+    tracked = {"as profiled": (0.602, 0.96), "no drift": (0.598, 0.94), "ramp": (0.584, 0.929), "stalls": (0.6, 0.971)}
+    row = {"level": 0.95, "unattainable": False, "too_dear": False}
+    guard = [row, row | {"too_dear": True}]
+    served = {}
+    for kind in KINDS:
+        known, spread = np.full(2, 0.6), np.array([-0.1, 0.1])
+        utility, share = tracked.get(kind, (0.6, 0.95))
+        served[kind] = {KNOWN: (known + spread, known + 0.4), "frozen": (known + spread, known)}
+        served[kind]["tracked"] = (utility + spread, np.full(2, share))
+    page = streams_page(served, guard, StreamsConfig(seeds=2))
+    assert "tracked − frozen: 0.20 ± 0.00 points on the stream `as profiled`, -0.20 ± 0.00 points" in page
+    assert "at most 0.1 points, and costs more." in page
+    assert "-1.60 ± 0.00 points on the stream `ramp`. It should stay within 1.5 points, and does not." in page
+    assert "The guard keeps 95 % at 1 of 2 budgets; at the others" in page
+    assert "tracked − knowing the drift: from -7.1 (`ramp`) to -2.9 points (`stalls`)" in page
+    assert "from 92.9 % (`ramp`) to 97.1 % (`stalls`). It should stay within 2 points of the level" in page
+    assert page.count("and does not.") == 2
+    served |= dict.fromkeys(tracked, served["× 1.05"])
+    page = streams_page(served, guard, StreamsConfig(seeds=2))
+    assert page.count(" and does.") == 3
+
+
+def test_a_run_decides_as_it_is_deployed(case: Any, tmp_path: Path) -> None:
+    world, stack, checkpoint = case
+    table = builtin_profile()
+    teacher = StackedController(stack.network, [], torch.ones(1)).eval()
+    (tmp_path / "checkpoints").mkdir()
+    saved(tmp_path / "checkpoints" / "best.pt", teacher, table, table.split())
+    shutil.copy(checkpoint, tmp_path / "checkpoints" / "student.pt")
+    np.testing.assert_array_equal(World(str(tmp_path)).mean, world.mean)
 
 
 def test_a_checkpoint_of_another_profile_or_without_guard_is_refused(case: Any, tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import small_table
 
-from knobwise.agents.judging.baselines import Oracle
+from knobwise.agents.judging import evaluation
+from knobwise.agents.judging.baselines import BestStatic, Oracle
+from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.simulated.kinds import KINDS
 from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.studies import decisions
-from knobwise.experiments.studies.decisions import BASELINES, TEST_SAMPLES, Mean, decisions_page
-from knobwise.experiments.studies.running import folder_for
-from knobwise.losses.settings import LossConfig
+from knobwise.experiments.studies.decisions import BASELINES, STUDENT, TEST_SAMPLES, decisions_page
+from knobwise.experiments.studies.running import Mean, folder_for
 
 
 def test_other_settings_are_other_measurements(tmp_path: Path) -> None:
@@ -26,21 +28,28 @@ def test_other_settings_are_other_measurements(tmp_path: Path) -> None:
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
-def entry(table: str, seed: int, auto: float, ridge: float) -> dict[str, Any]:
-    utility = dict.fromkeys(BASELINES, 0.2) | {"ridge": ridge, "budget_aware_static": 0.3, "oracle": 0.8}
-    utility |= {"auto": auto, "auto, no guard": auto, "utility network": 0.4, "utility network, regression only": 0.4}
-    guard = [{"deployed": True, "unattainable": seed == 1, "too_dear": False}]
-    policies = [
-        {"policy": name, "utility": value, "accuracy": 0.9, "satisfaction_feasible": 0.9, "cpu_seconds": 2.0}
+def entry(table: str, seed: int, student: float, loss: float, teacher: float) -> dict[str, Any]:
+    """Charged utilities; for nothing the student gets .01 more, and its teacher `loss` points more than that."""
+    utility = dict.fromkeys(BASELINES, 0.2) | {"ridge": 0.5, "budget_aware_static": 0.3, "oracle": 0.8}
+    utility |= {STUDENT: student, "teacher": teacher}
+    parts = {"teacher, no guard": 0.6, "network": 0.5, "network, regression only": 0.5}
+    utility |= parts | {"teacher, no guard, equal weights": 0.6}
+    free = utility | {STUDENT: student + 0.01, "teacher": student + 0.01 + loss / 100}
+    policies: list[dict[str, Any]] = [
+        {
+            "policy": name,
+            "utility": value,
+            "utility_free": free[name],
+            "satisfaction_feasible": 0.9,
+            "satisfaction_feasible_free": 0.95,
+            "decision_us": 31.4 if name == STUDENT else 1234.5,
+            "cpu_seconds": 2.0,
+        }
         for name, value in utility.items()
     ]
-    next(row for row in policies if row["policy"] == "auto")["guard"] = guard
-    objectives = [
-        {"objective": "slow", "utility": [0.5, 0.51, 0.52 + seed / 100], "seconds": [0.0, 2.0, 4.0]},
-        {"objective": "fast", "utility": [0.5, 0.5, 0.51], "seconds": [0.0, 1.0, 2.0]},
-    ]
-    sizes = {"samples": 100, "configurations": 4, "features": 3}
-    return {"table": table, "seed": seed, **sizes, "policies": policies, "objectives": objectives}
+    guard = [{"deployed": True, "unattainable": seed == 1, "too_dear": False}]
+    next(row for row in policies if row["policy"] == "teacher")["guard"] = guard
+    return {"table": table, "seed": seed, "samples": 1234, "configurations": 4, "features": 3, "policies": policies}
 
 
 def row_of(page: str, section: str, name: str) -> list[str]:
@@ -61,17 +70,42 @@ def test_a_mean_with_its_interval_by_hand() -> None:
 
 
 def test_the_page_of_decisions_by_hand() -> None:
-    cells = [entry("one", 0, 0.6, 0.5), entry("one", 1, 0.6, 0.5), entry("two", 0, 0.4, 0.5), entry("two", 1, 0.4, 0.5)]
+    cells = [entry("first", seed, 0.6, 0.2, 0.3) for seed in range(2)]
+    cells += [entry("second", seed, 0.4, 0.6, 0.45) for seed in range(2)]
     page = decisions_page(cells)
-    # gap closed (.6 − .3)/.5 and (.4 − .3)/.5; first on the one table, second on the other
-    assert row_of(page, "All tables", "auto") == ["auto", "0.400", "+0.200", "1.5", "90.0%", "2.0"]
-    assert "`auto` is first on 1 of 2 tables (one)." in page
-    assert "On two, ridge leads by 0.100 ± 0.000, more than the interval." in page
-    assert "- experts next to the network: +0.1000 (1 / 0 of 2)" in page
-    assert row_of(page, "What the guard decides", "one")[:4] == ["one", "2/2", "1/2", "0/2"]
-    # after equal updates .02 and .03; the fast one takes 2 s, by when the slow one had gained .01
-    slow = row_of(page, "Objectives", "slow")
-    assert (slow[1].split()[0], slow[2].split()[0], slow[3]) == ("0.0250", "0.0100", "4.0")
+    # gap closed (.6 − .3)/.5 and (.4 − .3)/.5, for nothing .62 and .22
+    row = row_of(page, "All tables", STUDENT)
+    assert row == [STUDENT, "+0.200", "+0.210", "0.400", "0.420", "90.0%", "31", "2.0"]
+    assert row_of(page, "All tables", "ridge")[-2] == "1,234"
+    assert "all charged, the student is first on 1 of 2 tables (first). On second, ridge is ahead by 0.100" in page
+    assert "is ahead by 0.100 ± 0.000.\n" in page
+    # for nothing the teacher gets .612 and .416; charged it is above its student on the second
+    assert "all free, its teacher is first on 1 of 2 tables (first). If both are charged" in page
+    assert "the teacher is above its student on 1 of 2 tables (second).\n" in page
+    # −.2 and −.6: standard error .2
+    assert "free: -0.40 ± 2.54 points as a mean over the tables" in page
+    assert "the worst table is second with -0.60 points. That is within the 0.5 points" in page
+    assert "- experts next to the network: +0.1000 (2 / 0 of 2)" in page
+    guard = row_of(page, "What the guard decides", "first")
+    assert guard == ["first", "2/2", "1/2", "0/2", "95.0%", "95.0%", "0.012 ± 0.000"]
+    assert "1,234 samples × 4 configurations" in page
+    worse = decisions_page([entry("first", seed, 0.6, 0.7, 0.3) for seed in range(2)])
+    assert "with -0.70 points. That is more than the 0.5 points" in worse
+    assert "all charged, the student is first on 1 of 1 tables (first).\n" in worse
+
+
+def test_a_policy_is_charged_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = replace(small_table(60), features_ms=0.5)
+    split, budgets = table.split(), default_budgets(table)
+    monkeypatch.setattr(decisions, "decision_us", lambda *_: torch.full((5,), 1000.0))  # clocks differ from run to run
+    cell, policy = decisions._Cell(table, split, 0), BestStatic(table, split.train, budgets)
+    cell.judge("best_static", policy, 2.0)
+    (row,) = cell.policies
+    for ending, cost in (("", torch.full((5,), 1.5)), ("_free", None)):
+        utility = evaluation.judge(policy, table, split.test, budgets, cost_ms=cost).utility
+        assert row[f"utility{ending}"] == pytest.approx(float(utility.mean()))
+    assert row["utility"] < row["utility_free"]
+    assert row["decision_us"] == 1000
 
 
 def test_a_simulated_table_is_judged_on_samples_beyond_its_own() -> None:
@@ -82,22 +116,21 @@ def test_a_simulated_table_is_judged_on_samples_beyond_its_own() -> None:
     assert (len(split.train) + len(split.validation), len(split.test)) == (size, TEST_SAMPLES)
 
 
-def test_every_policy_and_objective_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_policy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = {"warmup_iterations": 2, "iterations": 1, "contexts": 16, "minibatch": 16}
     optimisers = {name: replace(each, **quick) for name, each in GROUPS["optimiser"].items()}
     monkeypatch.setitem(GROUPS, "optimiser", optimisers)
     monkeypatch.setitem(GROUPS["policy"], "auto", replace(GROUPS["policy"]["auto"], members=2, experts=("ridge",)))
-    fixed = {"TEST_SAMPLES": 100, "OBJECTIVE_TABLES": ("few_samples",), "OBJECTIVES": {"exact": LossConfig()}}
-    fixed["make_baselines"] = lambda table, split, *rest: [Oracle(table, split.test)]
-    for name, value in fixed.items():
-        monkeypatch.setattr(decisions, name, value)
+    monkeypatch.setattr(decisions, "TEST_SAMPLES", 100)
+    monkeypatch.setattr(decisions, "make_baselines", lambda table, split, *rest: [Oracle(table, split.test)])
     cell = decisions.measure("few_samples", 1)
-    utility = {row["policy"]: row["utility"] for row in cell["policies"]}
-    structures = {"independent", "utility network"}
-    assert {pair for pairs in decisions.PARTS.values() for pair in pairs} | structures < set(utility)
-    assert max(utility.values()) == utility["oracle"]
-    (objective,) = cell["objectives"]
-    assert len(objective["utility"]) == len(objective["seconds"]) > 60 // 5
+    policies = {row["policy"]: row for row in cell["policies"]}
+    parts = {policy for pair in decisions.PARTS.values() for policy in pair}
+    assert set(policies) == parts | {STUDENT, "oracle"}
+    assert max(row["utility"] for row in policies.values()) == policies["oracle"]["utility"]
+    assert policies["oracle"]["decision_us"] == 0 < policies[STUDENT]["decision_us"]
+    assert policies[STUDENT]["cpu_seconds"] > policies["teacher"]["cpu_seconds"]
+    assert {"deployed", "unattainable", "too_dear"} <= set(policies["teacher"]["guard"][0])
 
 
 def test_a_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
