@@ -42,11 +42,15 @@ BARS_US = {STUDENT: 30.0, WIDE: 60.0}
 
 
 def student_on(table: ProfileTable) -> StackedController:
-    """A student as `knobwise train` deploys it, guard included, hardly trained: its decisions take as long."""
+    """A student as `knobwise train` deploys it, hardly trained: its decisions take as long. Its guard lets it decide at
+    every budget; a fall-back to static costs next to nothing."""
     rows, config = torch.arange(table.num_samples), PolicyConfig(structure="utility", members=2, hidden=8)
     network = Controller.for_table(table, rows, config).eval()
     stack = fit_stack(table, rows, network, config, default_budgets(table), seed=0)
-    return student_of(stack, table, rows, 0, StudentConfig(requests=100, steps=1))
+    student = student_of(stack, table, rows, 0, StudentConfig(requests=100, steps=1))
+    assert student.guard is not None
+    student.guard.deploy.fill_(True)
+    return student
 
 
 def built_in() -> tuple[ProfileTable, dict[str, Agent]]:

@@ -91,20 +91,21 @@ def judge(
     rows: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable | None = None,
-    cost_ms: float = 0.0,
+    cost_ms: Tensor | None = None,
 ) -> Judged:
     """Let a policy decide for every sample, int64 [n], under every deadline [B], and look up the outcomes.
 
-    It sees features, what its own cost leaves of the deadlines, and which configurations were profiled for the sample,
-    because the outcomes of others are unknown. `rewards` defaults to those of training.
+    It sees features, what its own cost, [B] in ms, leaves of the deadlines, and which configurations were profiled for
+    the sample, because the outcomes of others are unknown. `rewards` defaults to those of training.
     """
+    cost_ms = torch.zeros_like(budgets_ms) if cost_ms is None else cost_ms.to(budgets_ms)
     rewards = RewardTable(table, TRAINING_REWARD) if rewards is None else rewards
     features, mask = {name: block[rows] for name, block in table.features.items()}, table.mask[rows]
     left = (budgets_ms - cost_ms).clamp_min(LEAST_LATENCY_MS)
     limits = [limit.expand(len(rows)) for limit in left]
     chosen = torch.stack([policy.choose(features, limit, mask).cpu() for limit in limits], 1)
     at = rows.unsqueeze(1), chosen
-    accuracy, in_time = table.accuracy[at], share_in_time(table.measurements_ms[at] + cost_ms, budgets_ms)
+    accuracy, in_time = table.accuracy[at], share_in_time(table.measurements_ms[at] + cost_ms[:, None], budgets_ms)
     fastest = table.latency_ms[rows].masked_fill(~mask, torch.inf).amin(1, keepdim=True)
     device = rewards.accuracy.device
     rewarded = [
@@ -130,7 +131,7 @@ def judge_all(
     rewards: RewardTable,
     controllers: Sequence[Policy[Tensor]],
     baselines: Sequence[Baseline],
-    costs_ms: Mapping[str, float] | None = None,
+    costs_ms: Mapping[str, Tensor] | None = None,
     teachers: Sequence[Policy[Tensor]] = (),
 ) -> dict[str, list[Judged]]:
     """The outcomes by policy: one for each seed of `controller` and of `teacher`, one for each baseline. Arguments as
@@ -140,7 +141,7 @@ def judge_all(
     named += [(b.name, b) for b in baselines]
     with progress("judging", len(named), quiet_s=2) as tick:
         for done, (name, policy) in enumerate(named, 1):
-            cost = (costs_ms or {}).get(name, 0.0)
+            cost = (costs_ms or {}).get(name)
             judged.setdefault(name, []).append(judge(policy, table, rows, budgets_ms, rewards, cost))
             tick(done, name)
     return judged

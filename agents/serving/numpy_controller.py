@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import operator
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ HOPELESS = 0.01
 """If no configuration is more likely than this to be on time, the one expected to be fastest is chosen."""
 HOPELESS_Z = -2.3263478740408408
 """Φ(HOPELESS_Z) = HOPELESS."""
+MOST_SINGLE = 100.0
+"""The highest price of a miss up to which single precision tells accuracies apart."""
 AT_ONCE = 512
 """Number of requests that are decided together."""
 
@@ -97,9 +100,7 @@ class NumpyController:
         self._mean = _MeanBudgets(_under(arrays, "mean."), self._names) if head["mean_budgets"] else None
         self._fast: _Fast | None = None
         if self._utility and self._utility.plain and self._members == [self._utility] and head["stacked"]:
-            self._fast = (
-                _Fast(self._normal, self._utility, self._guard) if self._normal and self._normal.plain else None
-            )
+            self._fast = _Fast(self._normal, self._utility, self._guard) if self._normal else None
 
     @classmethod
     def load(cls, path: str | Path) -> NumpyController:
@@ -165,7 +166,7 @@ class NumpyController:
         n, wrong = len(limits), limits[~((limits > 0) & (limits < MOST_MS))]
         if len(wrong):
             raise ValueError(f"a budget of {wrong[0]}: must be positive and finite, in ms")
-        factor, *rest = self._split(drift)
+        factor, scale = self._checked(drift)
         limits = limits if self._mean else (limits * factor).astype(np.float32)
         blocks = [np.asarray(features[name], np.float32) for name in self._names if name in features]
         if tuple(block.shape for block in blocks) != tuple((n, width) for width in self._widths):
@@ -180,7 +181,8 @@ class NumpyController:
         if not n:
             return np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
         parts = [slice(first, first + AT_ONCE) for first in range(0, n, AT_ONCE)]
-        chosen = [self._chosen(raw[p], limits[p], None if mask is None else mask[p], *rest) for p in parts]
+        offset = self._around(drift)
+        chosen = [self._chosen(raw[p], limits[p], None if mask is None else mask[p], offset, scale) for p in parts]
         index, log_latency, spread = map(np.concatenate, zip(*chosen, strict=True))
         return index.astype(np.int64), log_latency, spread
 
@@ -193,30 +195,38 @@ class NumpyController:
         raw = np.concatenate(blocks, dtype=np.float32) if blocks else np.zeros(0, np.float32)
         if raw.ndim != 1:
             raise ValueError(self._wrong(features))
-        factor, offset, scale = self._split(drift)
-        if self._fast is not None and (decided := self._fast(raw, budget_ms * factor, offset, scale)) is not None:
+        factor, scale = self._checked(drift)
+        if self._guard is not None and not self._guard.single(budget_ms * factor)[1]:
+            static = self._guard.static
+            index = static.single(budget_ms * factor)
+            return index, float(static.log_latency[index]), float(static.spread[index])
+        if self._fast is not None and (decided := self._fast(raw, budget_ms, factor, drift)) is not None:
             return decided
         limit = np.array([budget_ms * factor], np.float64 if self._mean else np.float32)
-        index, log_latency, spread = self._chosen(raw[None], limit, None, offset, scale)
+        index, log_latency, spread = self._chosen(raw[None], limit, None, self._around(drift), scale)
         return int(index[0]), float(log_latency[0]), float(spread[0])
 
-    def _split(self, drift: Drift | None) -> tuple[float, Any, float]:
-        """The factor on a budget that stands for the mean offset, the offsets that remain, and the scale."""
+    def _checked(self, drift: Drift | None) -> tuple[float, float]:
+        """The factor on a budget that stands for the mean offset, and the scale."""
         if drift is None:
-            return 1.0, 0.0, 1.0
+            return 1.0, 1.0
         offset, scale = drift
-        rest: Any = 0.0
-        if getattr(offset, "ndim", 0):
-            mean = float(offset.dot(self._shares)) if offset.shape == self._shares.shape else math.nan
-            rest = np.subtract(offset, mean, dtype=np.float32)
-        else:
+        if not getattr(offset, "ndim", 0):
             mean = float(offset)
+        else:
+            mean = float(offset.dot(self._shares)) if offset.shape == self._shares.shape else math.nan
         if self.header["priced"] or not (math.isfinite(mean) and 0 < scale < math.inf):
             raise ValueError(
                 f"a drift of {drift}: must be a finite offset, a number or [{len(self.configurations)}], and a scale "
                 "above 0, for a controller under deadlines"
             )
-        return math.exp(min(max(-mean, -20.0), 20.0)), rest, scale
+        return math.exp(min(max(-mean, -20.0), 20.0)), scale
+
+    def _around(self, drift: Drift | None) -> Any:
+        """The offsets without their mean: a number or float32 [C]."""
+        if drift is None or not getattr(drift[0], "ndim", 0):
+            return 0.0
+        return np.subtract(drift[0], float(drift[0].dot(self._shares)), dtype=np.float32)
 
     def _wrong(self, features: Mapping[str, Array], n: int | None = None) -> str:
         wanted = {name: (size,) if n is None else (n, size) for name, size in self.feature_sizes.items()}
@@ -254,7 +264,12 @@ class NumpyController:
                 joined = tuple(part.mean(0) for part in parts)
             chosen = _best(score, mask)
         mean, square = (part[np.arange(len(limits)), chosen].astype(np.float64) for part in joined[2:])
-        return chosen, mean, np.sqrt(np.maximum(square - mean * mean, 0))
+        spread = np.sqrt(np.maximum(square - mean * mean, 0))
+        if self._guard is not None:
+            deployed, static = self._guard.deployed(limits), self._guard.static
+            mean = np.where(deployed, mean, static.log_latency[chosen])
+            spread = np.where(deployed, spread, static.spread[chosen])
+        return chosen, mean, spread
 
     def _joined(self, members: list[tuple[Array, ...]]) -> tuple[Array, ...]:
         """Σ_k w_k·part_k over the members k."""
@@ -285,21 +300,21 @@ class NumpyController:
         if mask is not None:
             meets = np.where(mask, meets, 0.0)
         chosen = self._guard(score, meets, limits, mask) if self._guard else _pick(score, log_latency, mask)
-        return np.where(meets.max(1) < HOPELESS, _pick(-log_latency, log_latency, mask), chosen)
+        hopeless = meets.max(1) < HOPELESS
+        if self._guard:
+            hopeless &= self._guard.deployed(limits)
+        return np.where(hopeless, _pick(-log_latency, log_latency, mask), chosen)
 
     def _single(self, score: Array, meets: Array, log_latency: Array, limit: float) -> int:
         """The guarded decision for one request among all configurations, [C] each, with few calls."""
+        price, deploy = (0.0, True) if self._guard is None else self._guard.single(limit)
+        if self._guard is not None and not deploy:
+            return self._guard.static.single(limit)
         if meets.max() < HOPELESS:
             return int(log_latency.argmin())
-        tie = log_latency
-        if self._guard is not None:
-            price, deploy = self._guard.single(limit)
-            if not deploy:
-                return self._guard.static.single(limit)
-            if price:  # double because of the highest price
-                score = score + price * meets.astype(np.float64)
-            tie = -meets
-        return _first(score, tie)
+        if price:  # double because of the highest price
+            score = score + price * meets.astype(np.float64)
+        return _first(score, log_latency if self._guard is None else -meets)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
@@ -321,29 +336,35 @@ def _under(arrays: Arrays, prefix: str) -> dict[str, Array]:
 
 
 # numbers of Python would cost more time
-_HALF, _UNIT, _FARTHEST = (np.array(number, np.float32) for number in (0.5, 1.0, 5.5**2))
+_ZERO, _HALF, _UNIT, _FARTHEST = (np.array(number, np.float32) for number in (0.0, 0.5, 1.0, 5.5**2))
 _ODD = [0.79788494, 0.036333085, -3.2594965e-5, -5.5306199e-5, 3.9647455e-6, -1.3226343e-7, 1.7561737e-9]
 _SIXTH, _FIFTH, *_LOWER = [np.array(coefficient, np.float32) for coefficient in reversed(_ODD)]
 
 
 def _ndtr(z: Array) -> Array:
-    """Φ(z) as ½ + ½·tanh(z·p(z²)), with an error of at most 1e-7, the rounding of float32.
+    """Φ(z), with an error of at most 1e-7, the rounding of float32."""
+    p = np.empty_like(z)
+    _tanh_of_ndtr(z, p, np.empty_like(z))
+    p *= _HALF
+    p += _HALF
+    return p
+
+
+def _tanh_of_ndtr(z: Array, out: Array, square: Array) -> None:
+    """2Φ(z) − 1 as tanh(z·p(z²)), into `out`; `square` is room for z².
 
     The polynomial p of degree 6 is fitted to artanh(2Φ(z) − 1)/z for |z| ≤ 5.5 so that the largest error of Φ is least
     (Lawson's iteration), and is constant beyond. Twenty short products are faster than looking places up in a table.
     """
-    square = z * z
+    np.multiply(z, z, out=square)
     np.minimum(square, _FARTHEST, out=square)
-    p = square * _SIXTH
-    p += _FIFTH
+    np.multiply(square, _SIXTH, out=out)
+    np.add(out, _FIFTH, out=out)
     for coefficient in _LOWER:
-        p *= square
-        p += coefficient
-    p *= z
-    np.tanh(p, out=p)
-    p *= _HALF
-    p += _HALF
-    return p
+        np.multiply(out, square, out=out)
+        np.add(out, coefficient, out=out)
+    np.multiply(out, z, out=out)
+    np.tanh(out, out=out)
 
 
 def _log_softmax(logits: Array, mask: Array | None = None) -> Array:
@@ -482,7 +503,7 @@ class _UtilityNetwork:
         self.width = np.maximum(np.diff(edges, axis=0), np.float32(1e-6))
         count, hidden = arrays["outcome_head.bias"].shape[-1] // 3, arrays["layers.0.bias"].shape[-1]
         self.count, self.hidden = count, hidden
-        self._narrow, self._wide = (np.full(count, bound, np.float32) for bound in (-5, 1.5))
+        self.narrow, self.wide = (np.full(count, bound, np.float32) for bound in (-5, 1.5))
         # what is 0 costs no time; in a student the residual is, and for many features the skip too
         self.skips = any(arrays[f"skip.{part}"].any() for part in ("weight", "bias"))
         # one product for the first layer and the skip, which have the same inputs; accuracy logits are halved for tanh
@@ -515,8 +536,8 @@ class _UtilityNetwork:
         if self.skips:
             both += more
         log_latency, spread = both[..., count:], out[..., 2 * count :]
-        np.maximum(spread, self._narrow, out=spread)
-        np.minimum(spread, self._wide, out=spread)
+        np.maximum(spread, self.narrow, out=spread)
+        np.minimum(spread, self.wide, out=spread)
         np.exp(spread, out=spread)
         return np.tanh(both[..., :count]), log_latency, spread, hidden
 
@@ -544,6 +565,15 @@ class _UtilityNetwork:
 def _mean_square(log_latency: Array, spread: Array) -> Array:
     """μ² + σ², of which the mean over members is that of their mixture; in double because μ² is subtracted later."""
     return log_latency.astype(np.float64) ** 2 + spread.astype(np.float64) ** 2
+
+
+def log_moments(latencies_ms: Array) -> tuple[Array, Array]:
+    """Mean and standard deviation of ln ms over each row of [C, n], ∞ aside, float64 [C]; 0 for a row of ∞."""
+    logs = np.log(np.maximum(latencies_ms.astype(np.float64), LEAST_MS))
+    measured = np.isfinite(logs)
+    count = np.maximum(measured.sum(1), 1)
+    mean = np.where(measured, logs, 0.0).sum(1) / count
+    return mean, np.sqrt((np.where(measured, logs - mean[:, None], 0.0) ** 2).sum(1) / count)
 
 
 def _log(limits: Array) -> Array:
@@ -599,34 +629,117 @@ class _KnobNetwork:
 
 
 class _Fast:
-    """One request through a single network that predicts outcomes, inside a guard, in as few calls as possible."""
+    """One request through a single network that predicts outcomes, inside a guard.
+
+    Right after a model has run, a call costs microseconds whatever the size of its arrays, and the first call of each
+    kind several times as much. So these are few and of few kinds, numbers go into arrays that exist already, and a lock
+    guards these.
+    """
 
     def __init__(self, normal: _Normaliser, network: _UtilityNetwork, guard: _Guard | None) -> None:
-        self.normal, self.network, self.guard = normal, network, guard
+        self._normal, self._guard, self._lock = normal, guard, threading.Lock()
+        self._scales = 1 / normal.scale
+        hidden, count = network.hidden, network.count
+        first, *inner, last = [
+            np.vstack([layer.weight, layer.bias]) for layer in (network.first, *network.layers, network.outcome)
+        ]
+        # so that the last layer gives −μ and −ln σ
+        first[:, hidden + count :] *= -1
+        last[:, count:] *= -1
+        width = network.low.shape[1] if network.binned else len(first) - 1
+        self._first, self._layers, self._last = first, inner, last
+        # an input that is always 1 adds the bias
+        self._x, self._hidden = np.ones(len(first), np.float32), np.ones(hidden + 1, np.float32)
+        self._raw, self._state = self._x[:width], self._hidden[:hidden]
+        self._places: Array | None = None
+        if network.binned:
+            self._low, self._per_width = network.low, 1 / network.width
+            self._places = self._x[width:-1].reshape(network.low.shape)
+        both, out = np.empty(first.shape[1], np.float32), np.empty(3 * count, np.float32)
+        self._from_first, self._half, self._skip = both, both[:hidden], both[hidden:]
+        self._inner, self._gate = np.empty(hidden, np.float32), np.empty(hidden, np.float32)
+        self._out, self._both = out, out[: 2 * count]
+        self._accuracy, self._minus_log_latency, self._per_spread = out.reshape(3, count)
+        self._narrow, self._wide = -network.narrow, -network.wide
+        self._z, self._meets, self._score = (np.empty(count, np.float32) for _ in range(3))
+        self._backwards = self._score[::-1]
+        self._log_budget, self._per_scale = np.ones((), np.float32), np.ones((), np.float32)
+        self._worths: dict[float, Array] = {}
 
-    def __call__(self, raw: Array, budget_ms: float, offset: Any, scale: float) -> Expected | None:
-        """Features [d] → decision; None if a feature is missing, which makes all scores NaN."""
-        accuracy, log_latency, spread, _ = self.network.outcomes(self.normal.standardised(raw))
-        slow = log_latency + offset
-        z = math.log(max(budget_ms, LEAST_MS)) - slow
-        z /= spread if scale == 1 else spread * np.float32(scale)
-        likely = z[z.argmax()]
-        if likely < HOPELESS_Z:
-            best = int(slow.argmin())
-        elif likely >= HOPELESS_Z:
-            price, deploy = (0.0, True) if self.guard is None else self.guard.single(budget_ms)
-            if self.guard is None or deploy:
-                meets = _ndtr(z)
-                accuracy += _UNIT
-                score = accuracy * meets
-                if price:
-                    score = score + 2 * price * meets.astype(np.float64)
-                best = _first(score, slow if self.guard is None else -meets)
-            else:
-                best = self.guard.static.single(budget_ms)
+    def __call__(self, raw: Array, budget_ms: float, factor: float, drift: Drift | None) -> Expected | None:
+        """Features [d] → decision; None if a feature is missing, which makes all scores NaN. `factor` on the budget
+        stands for the mean of the drift's offsets."""
+        offset, scale = drift or (0.0, 1.0)
+        price = 0.0 if self._guard is None else self._guard.single(budget_ms * factor)[0]
+        each = getattr(offset, "ndim", 0)
+        with self._lock:
+            self._predict(raw)
+            z, meets, score = self._z, self._meets, self._score
+            self._log_budget[()] = math.log(max(budget_ms if each else budget_ms * factor, LEAST_MS))
+            np.add(self._minus_log_latency, self._log_budget, out=z)
+            if each:
+                np.subtract(z, offset, out=z)
+            np.multiply(z, self._per_spread, out=z)
+            if scale != 1:
+                self._per_scale[()] = 1 / scale
+                np.multiply(z, self._per_scale, out=z)
+            likely = z[z.argmax()]
+            if not likely >= HOPELESS_Z:
+                return self._expected(int((self._minus_log_latency - offset).argmax())) if likely < HOPELESS_Z else None
+            _tanh_of_ndtr(z, meets, score)
+            np.add(meets, _UNIT, out=meets)  # 2Φ(z)
+            # twice the accuracy plus the price of a miss, which only double precision can hold if it is high
+            if price > MOST_SINGLE:
+                best = _first(meets * (self._accuracy.astype(np.float64) + (1 + 2 * price)), -meets)
+                return self._expected(best)
+            np.add(self._accuracy, self._worth(price), out=score)
+            np.multiply(score, meets, out=score)
+            best = int(score.argmax())
+            if best != len(score) - 1 - int(self._backwards.argmax()):
+                best = _first(score, offset - self._minus_log_latency if self._guard is None else -meets)
+            return self._expected(best)
+
+    def _worth(self, price: float) -> Array:
+        if price not in self._worths:
+            self._worths[price] = np.array(1 + 2 * price, np.float32)
+        return self._worths[price]
+
+    def _expected(self, index: int) -> Expected:
+        return index, -float(self._minus_log_latency[index]), 1 / float(self._per_spread[index])
+
+    def _predict(self, raw: Array) -> None:
+        """Fill 2·accuracy − 1, −μ and 1/σ."""
+        x, state, half = self._raw, self._state, self._half
+        if self._normal.plain:
+            np.subtract(raw, self._normal.mean, out=x)
+            np.multiply(x, self._scales, out=x)
+            np.maximum(x, self._normal.low, out=x)
+            np.minimum(x, self._normal.high, out=x)
         else:
-            return None
-        return best, float(log_latency[best]), float(spread[best])
+            x[:] = self._normal(raw[None])[0]
+        if self._places is not None:
+            np.subtract(x, self._low, out=self._places)
+            np.multiply(self._places, self._per_width, out=self._places)
+            np.maximum(self._places, _ZERO, out=self._places)
+            np.minimum(self._places, _UNIT, out=self._places)
+        np.dot(self._x, self._first, out=self._from_first)
+        np.tanh(half, out=state)
+        np.add(state, _UNIT, out=state)
+        np.multiply(state, half, out=state)
+        inner, gate = self._inner, self._gate
+        for layer in self._layers:
+            np.dot(self._hidden, layer, out=inner)
+            np.tanh(inner, out=gate)
+            np.add(gate, _UNIT, out=gate)
+            np.multiply(gate, inner, out=gate)
+            np.add(state, gate, out=state)
+        np.dot(self._hidden, self._last, out=self._out)
+        if len(self._skip):
+            np.add(self._both, self._skip, out=self._both)
+        np.minimum(self._per_spread, self._narrow, out=self._per_spread)
+        np.maximum(self._per_spread, self._wide, out=self._per_spread)
+        np.exp(self._per_spread, out=self._per_spread)
+        np.tanh(self._accuracy, out=self._accuracy)
 
 
 class _PrefixTree:
@@ -743,15 +856,23 @@ class _Guard:
     def __init__(self, arrays: Arrays, static: _Static) -> None:
         self.static, self.logs = static, np.log(np.maximum(arrays["budgets_ms"], LEAST_MS))
         self.miss, self.deploy = arrays["miss"], arrays["deploy"]
-        self._few = list(zip(self.logs.tolist(), self.miss.tolist(), self.deploy.tolist(), strict=True))
+        order = np.argsort(self.logs, kind="stable")
+        self._few = list(zip(self.miss[order].tolist(), self.deploy[order].tolist(), strict=True))
+        self._between = np.exp((self.logs[order][1:] + self.logs[order][:-1]) / 2).tolist()
 
     def single(self, limit: float) -> tuple[float, bool]:
-        log = math.log(max(limit, LEAST_MS))
-        _, miss, deploy = min(self._few, key=lambda group: abs(log - group[0]))
-        return miss, deploy
+        """The price and whether the policy is deployed."""
+        return self._few[bisect.bisect_left(self._between, limit)]
+
+    def _groups(self, limits: Array) -> Array:
+        return np.abs(_log(limits)[:, None] - self.logs).argmin(1)
+
+    def deployed(self, limits: Array) -> Array:
+        """bool [n]."""
+        return np.asarray(self.deploy[self._groups(limits)])
 
     def __call__(self, score: Array, meets: Array, limits: Array, mask: Array | None) -> Array:
-        group = np.abs(_log(limits)[:, None] - self.logs).argmin(1)
+        group = self._groups(limits)
         chosen = _pick(score.astype(np.float64) + self.miss[group][:, None] * meets, -meets, mask)
         return np.where((meets > 0).any(1) & self.deploy[group], chosen, self.static(limits, mask))
 
@@ -762,6 +883,8 @@ class _Static:
     def __init__(self, arrays: Arrays) -> None:
         self.starts, self.choices = arrays["starts"], arrays["choices"]
         self.latency_ms, self.sorted_ms, self.running = (arrays[k] for k in ("latency_ms", "sorted_ms", "running"))
+        # of ln ms over the samples that it was fitted on
+        self.log_latency, self.spread = log_moments(self.sorted_ms)
         self._few = self.starts.tolist()
 
     def single(self, limit: float) -> int:

@@ -75,14 +75,14 @@ class Decision(nn.Module):
     def _of_stack(self, x: Tensor, limits: Tensor) -> Tensor:
         members = MemberPredictions.from_features(self.network, self.experts, self.weights, x)
         score, meets, log_latency = members.view(limits)
+        hopeless = meets.amax(1) < HOPELESS
         if self.guarded:
             group = (log_ms(limits).unsqueeze(1) - self.logs).abs().argmin(1)
             priced = score.double() + self.miss[group].unsqueeze(1) * meets.double()
             static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
-            chosen = torch.where(self.deploy[group], _first_of_best(priced, -meets), static)
-        else:
-            chosen = _first_of_best(score, log_latency)
-        return torch.where(meets.amax(1) < HOPELESS, log_latency.argmin(1), chosen)
+            chosen = torch.where(hopeless, log_latency.argmin(1), _first_of_best(priced, -meets))
+            return torch.where(self.deploy[group], chosen, static)
+        return torch.where(hopeless, log_latency.argmin(1), _first_of_best(score, log_latency))
 
 
 def _first_of_best(score: Tensor, slow: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ An answer's residual r = ln(measured ms) − μ, with μ predicted, is modelled 
 offset of each knob value, h marks those of the configuration, σ is the predicted spread. A Kalman filter follows x
 (Kalman 1960, "A New Approach to Linear Filtering and Prediction Problems"): the level is a random walk (the local level
 model of Harvey 1989, "Forecasting, Structural Time Series Models and the Kalman Filter", section 2.3), and the offsets
-return to 0 within `VALUE_MEMORY` answers, which shrinks them. κ² is an exponentially weighted mean of squared
-residuals, each in units of its expected spread. Three things keep this robust:
+return to 0 within `VALUE_MEMORY` answers, which shrinks them. Only the variances of x are kept, as if its elements were
+independent: an update is then some sums of plain numbers, which cost little even when the caches hold a model. κ² is an
+exponentially weighted mean of squared residuals, each in units of its expected spread. Three things keep this robust:
 
 - Residuals are clipped at `CLIP` spreads (Huber 1964, "Robust Estimation of a Location Parameter"; for the filter
   Masreliez and Martin 1977, "Robust Bayesian estimation for the linear model"), so that one stall moves little.
@@ -27,9 +28,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from knobwise.agents.serving.numpy_controller import LEAST_MS, log_moments
 from knobwise.common.errors import InputError
 
-FORMAT = "knobwise.LatencyTracker/1"
+FORMAT = "knobwise.LatencyTracker/2"
 WANDER, SPREAD_GAIN = 0.003, 1 / 50
 """Standard deviation of the level's step from one answer to the next, in ln ms; weight of the newest square in κ²."""
 CLIP, SHIFT_AFTER, SHIFT_VARIANCE = 2.0, 6, 4.0
@@ -41,7 +43,8 @@ SCALES = 0.25, 3.0
 LEAST_SPREAD, MOST_OFFSET = 1e-3, math.log(1000)
 """Bounds of a predicted spread and of a residual, in ln ms."""
 FORGET_EVERY = 16
-"""Answers after which offsets are shrunk; each time would cost as much as all the rest."""
+"""Answers after which offsets are shrunk; each time would cost more than all the rest."""
+KEPT = (1 - 1 / VALUE_MEMORY) ** FORGET_EVERY
 CLIPPED_SQUARE = math.erf(CLIP / math.sqrt(2)) * (1 - CLIP**2) + CLIP**2
 CLIPPED_SQUARE -= 2 * CLIP * math.exp(-(CLIP**2) / 2) / math.sqrt(2 * math.pi)
 """E[min(z², CLIP²)] of a standard normal z."""
@@ -53,7 +56,7 @@ class LatencyTracker:
     """The drift of one controller's predictions on one machine. An update takes some microseconds; not thread-safe.
 
     Attributes:
-        drift: offset of ln ms of each configuration, float64 [C], and the factor κ on its spread, as the decisions of
+        drift: offset of ln ms of each configuration, float32 [C], and the factor κ on its spread, as the decisions of
             `NumpyController` take it; None before the first answer. Replaced by each update, never changed in place.
         answers: how many it has learned from.
         ignored: how many it has not learned from, by reason.
@@ -70,19 +73,19 @@ class LatencyTracker:
         pairs = [(name, value) for name, value in pairs if names.count(name) > 1]
         self.names = ["level", *(f"{name}={value}" for name, value in pairs)]
         rows = [[1.0, *(float(values[name] == value) for name, value in pairs)] for values in configurations]
-        self._design = np.array(rows)
-        self._rows = list(self._design)
-        self._prior = np.diag([FIRST_SPREAD**2] + [VALUE_SPREAD**2] * len(pairs))
-        self._kept = np.array([1.0] + [(1 - 1 / VALUE_MEMORY) ** FORGET_EVERY] * len(pairs))
-        self._kept_squares = np.multiply.outer(self._kept, self._kept)
-        self._returning = self._prior * (1 - self._kept_squares)
+        self._design = np.array(rows, np.float32)
+        self._places = [np.flatnonzero(row).tolist() for row in self._design]
         self._begin()
 
     def _begin(self) -> None:
-        self._mean, self._covariance = np.zeros(len(self.names)), self._prior.copy()
+        values = len(self.names) - 1
+        self._mean, self._variance = [0.0] * (1 + values), [FIRST_SPREAD**2] + [VALUE_SPREAD**2] * values
         self._scale, self._run, self.answers = 1.0, 0, 0
         self.ignored: dict[str, int] = {}
-        self.drift: tuple[Array, float] | None = None
+        self.drift: tuple[NDArray[np.float32], float] | None = None
+
+    def _refresh(self) -> None:
+        self.drift = self._design.dot(np.array(self._mean, np.float32)), self._scale
 
     def update(self, configuration: int, log_latency: float, spread: float, measured_ms: float) -> None:
         """Learn from an answer: the index of its configuration, the mean and standard deviation of ln ms predicted
@@ -91,42 +94,43 @@ class LatencyTracker:
             return self.ignore("an answer without a positive, finite time")
         residual = min(max(math.log(measured_ms) - log_latency, -MOST_OFFSET), MOST_OFFSET)
         scale = self._scale
-        z = self._follow(self._rows[configuration], residual, (scale * max(spread, LEAST_SPREAD)) ** 2)
+        z = self._follow(self._places[configuration], residual, (scale * max(spread, LEAST_SPREAD)) ** 2)
         scale *= math.sqrt(1 + SPREAD_GAIN * (z * z / CLIPPED_SQUARE - 1))
         self._scale = min(max(scale, SCALES[0]), SCALES[1])
-        self.drift = self._design.dot(self._mean), self._scale
+        self._refresh()
 
-    def _follow(self, row: Array, residual: float, noise: float) -> float:
-        """One step of the filter, with noise of this variance; returns the clipped residual in its own spreads."""
+    def _follow(self, places: list[int], residual: float, noise: float) -> float:
+        """One step of the filter for these elements of x, with noise of this variance; returns the clipped residual in
+        its own spreads."""
         self.answers += 1
         if not self.answers % FORGET_EVERY:
             self._forget()
-        mean, covariance = self._mean, self._covariance
-        covariance[0, 0] += WANDER**2
-        along = covariance.dot(row)
-        variance = float(row.dot(along)) + noise
-        error = residual - float(row.dot(mean))
-        if abs(error) <= CLIP * math.sqrt(variance):
+        mean, variance = self._mean, self._variance
+        variance[0] += WANDER**2
+        total, error = noise, residual
+        for place in places:
+            total += variance[place]
+            error -= mean[place]
+        if abs(error) <= CLIP * math.sqrt(total):
             self._run = 0
         else:
             side = 1 if error > 0 else -1
             self._run = self._run + side if self._run * side > 0 else side
             if abs(self._run) >= SHIFT_AFTER:
-                covariance[0, 0] += SHIFT_VARIANCE * noise
-                along[0] += SHIFT_VARIANCE * noise
-                variance += SHIFT_VARIANCE * noise
-        spread = math.sqrt(variance)
+                variance[0] += SHIFT_VARIANCE * noise
+                total += SHIFT_VARIANCE * noise
+        spread = math.sqrt(total)
         z = min(max(error / spread, -CLIP), CLIP)
-        mean += along * (z / spread)
-        along /= spread
-        covariance -= np.multiply.outer(along, along)
+        for place in places:
+            mean[place] += variance[place] * z / spread
+            variance[place] -= variance[place] ** 2 / total
         return z
 
     def _forget(self) -> None:
-        """Shrink the offsets towards 0, and their covariance towards the prior."""
-        self._mean *= self._kept
-        self._covariance *= self._kept_squares
-        self._covariance += self._returning
+        """Shrink the offsets towards 0, and their variances towards the first."""
+        for place in range(1, len(self._mean)):
+            self._mean[place] *= KEPT
+            self._variance[place] += (1 - KEPT**2) * (VALUE_SPREAD**2 - self._variance[place])
 
     def warm_start(self, configurations: Sequence[int], log_ratios: Sequence[float]) -> None:
         """Begin anew with timed cells: their configurations and ln(time here / time in the profile), n each. The level
@@ -135,11 +139,11 @@ class LatencyTracker:
         ratios = np.clip(log_ratios, -MOST_OFFSET, MOST_OFFSET)
         timed = ~np.isnan(ratios)
         if timed.any():
-            self._mean[0] = level = np.median(ratios[timed])
+            self._mean[0] = level = float(np.median(ratios[timed]))
             spread = max(1.4826 * float(np.median(np.abs(ratios[timed] - level))), LEAST_SPREAD)
             for place in np.flatnonzero(timed).tolist():
-                self._follow(self._rows[configurations[place]], float(ratios[place]), spread**2)
-            self.drift = self._design.dot(self._mean), self._scale
+                self._follow(self._places[configurations[place]], float(ratios[place]), spread**2)
+            self._refresh()
 
     def ignore(self, reason: str) -> None:
         """Count an answer that nothing can be learned from; the first for a reason is logged in one line."""
@@ -150,7 +154,7 @@ class LatencyTracker:
     def factors(self) -> dict[str, float]:
         """Latency here / latency predicted: `level`, the typical one, and for each knob value (as `max_crops=12`) what
         comes on top; `spread` is κ."""
-        offset, scale = self.drift or (np.zeros(len(self._rows)), self._scale)
+        offset, scale = self.drift or (np.zeros(1), self._scale)
         values = dict(zip(self.names, np.exp(self._mean).tolist(), strict=True))
         return values | {"level": math.exp(float(offset.mean())), "spread": scale}
 
@@ -160,8 +164,8 @@ class LatencyTracker:
             "format": FORMAT,
             "controller": self.digest,
             "names": list(self.names),
-            "mean": self._mean.tolist(),
-            "covariance": self._covariance.tolist(),
+            "mean": list(self._mean),
+            "variance": list(self._variance),
             "scale": self._scale,
             "run": self._run,
             "answers": self.answers,
@@ -179,19 +183,21 @@ class LatencyTracker:
                 raise ValueError(f"format {state['format']}, expected {FORMAT}")
             if state["controller"] != self.digest or state["names"] != self.names:
                 raise InputError("tracker: the state is of another controller; start without it")
-            mean, covariance = (np.array(state[name], np.float64) for name in ("mean", "covariance"))
-            if mean.shape != self._mean.shape or covariance.shape != self._covariance.shape:
+            mean, variance = (np.array(state[name], np.float64) for name in ("mean", "variance"))
+            if not mean.shape == variance.shape == (len(self.names),):
                 raise ValueError("wrong sizes")
-            valid = np.isfinite(mean).all() and np.isfinite(covariance).all()
-            if not (valid and np.linalg.eigvalsh(covariance)[0] > -1e-9 and SCALES[0] <= state["scale"] <= SCALES[1]):
+            valid = np.isfinite(mean).all() and np.isfinite(variance).all() and (variance >= 0).all()
+            if not (valid and SCALES[0] <= state["scale"] <= SCALES[1]):
                 raise ValueError("numbers out of range")
             scale, run, answers = float(state["scale"]), int(state["run"]), int(state["answers"])
             ignored = {str(reason): int(count) for reason, count in state["ignored"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"tracker: no state of a tracker ({type(error).__name__}: {error})") from None
-        self._mean, self._covariance = mean, (covariance + covariance.T) / 2
+        self._mean, self._variance = mean.tolist(), variance.tolist()
         self._scale, self._run, self.answers, self.ignored = scale, run, answers, ignored
-        self.drift = (self._design.dot(mean), scale) if answers else None
+        self.drift = None
+        if answers:
+            self._refresh()
 
 
 class TrackedStatic:
@@ -210,10 +216,9 @@ class TrackedStatic:
         self, arrays: Mapping[str, NDArray[Any]], tracker: LatencyTracker, budgets_ms: Array | None = None
     ) -> None:
         self.tracker = tracker
-        logs = np.log(np.maximum(arrays["sorted_ms"].astype(np.float64), 1e-9))
+        self.log_latency, self.spread = log_moments(arrays["sorted_ms"])
+        logs = np.log(np.maximum(arrays["sorted_ms"].astype(np.float64), LEAST_MS))
         measured = np.isfinite(logs)
-        some = np.where(measured.any(1, keepdims=True), np.where(measured, logs, np.nan), 0.0)
-        self.log_latency, self.spread = np.nanmean(some, 1), np.nanstd(some, 1)
         # one sorted array for all configurations: each has its own interval
         self._low, self._width = float(logs[measured].min()) - 1, float(np.ptp(logs[measured])) + 3
         self._starts = self._width * np.arange(len(logs))

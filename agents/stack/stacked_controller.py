@@ -138,15 +138,15 @@ class StackedController(nn.Module):
 
     def preference(self, view: View, limits: Tensor) -> Tensor:
         """What the choice under deadlines [n] maximises, guard included, float64 [n, C] in units of accuracy."""
-        worth = view.score.double()
+        worth, hopeless = view.score.double(), view.meets.amax(1, keepdim=True) < HOPELESS
         if self.guard is not None and self.static is not None:
             group = self.guard.groups(limits)
             # double because of the highest price
             worth = worth + self.guard.miss[group].unsqueeze(1) * view.meets.double()
             fixed = self.static.choose({}, limits).unsqueeze(1)
             static = torch.full_like(worth, -torch.inf).scatter_(1, fixed, 1.0)
-            worth = torch.where(self.guard.deploy[group].unsqueeze(1), worth, static)
-        hopeless = view.meets.amax(1, keepdim=True) < HOPELESS
+            deployed = self.guard.deploy[group].unsqueeze(1)
+            worth, hopeless = torch.where(deployed, worth, static), hopeless & deployed
         return torch.where(hopeless, -view.log_latency.double(), worth)
 
     def forward(self, features: Tensor, limit: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -175,11 +175,12 @@ class StackedController(nn.Module):
         if self.priced:
             return choose_at_price(*self.predictions(normal).costs(), 1 / limits.double(), mask)
         score, meets, log_latency = self.view(normal, limits)
+        hopeless = meets.masked_fill(~mask, 0.0).amax(1) < HOPELESS
         if self.guard is None or self.static is None:
             chosen = pick(score, log_latency, mask)
         else:
             chosen = self.guard.choose(score, meets, limits, mask, self.static.choose({}, limits, mask))
-        hopeless = meets.masked_fill(~mask, 0.0).amax(1) < HOPELESS
+            hopeless &= self.guard.deploy[self.guard.groups(limits)]
         return torch.where(hopeless, pick(-log_latency, log_latency, mask), chosen)
 
     def chosen(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -13,6 +15,8 @@ def builtin_profile(accuracy: str = "accuracy") -> ProfileTable:
     from knobwise.envs.readers.long_table import read_long_table
 
     folder = Path(str(resources.files("knobwise.envs") / "data" / "builtin"))
-    return read_long_table(
+    features_ms = json.loads((folder / "profile.json").read_text())["features_ms"]
+    table = read_long_table(
         folder / "table.parquet", features=folder / "features.npz", name="builtin", accuracy=accuracy
     )
+    return replace(table, features_ms=features_ms)

@@ -3,9 +3,9 @@
 Arrivals, budgets and the order of the requests are drawn; the model, its answers and the clock are real. Every request
 is served by the controller (`knobwise.agents.serving.adaptive_model`), by budget-aware static and by fixed
 configurations. Each follows the drift of this machine by a tracker fed with its own answers; the frozen controller and
-two fixed configurations, which do not depend on latencies, do not. The controller is charged everything that it takes
-beyond the model's own time, the others nothing. Then the same decisions are looked up in the profile: a replay that
-disagrees with the real model would be worth nothing.
+two fixed configurations, which do not depend on latencies, do not. Each is charged everything that it takes beyond the
+model's own time. Then the same decisions are looked up in the profile: a replay that disagrees with the real model
+would be worth nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, averages
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
+from knobwise.agents.serving.adaptive_model import DECISIONS_KEPT, AdaptiveModel
 from knobwise.agents.serving.export import arrays_of_static, to_numpy
 from knobwise.agents.serving.numpy_controller import Drift, NumpyController
 from knobwise.agents.serving.tracker import LatencyTracker, TrackedStatic
@@ -164,7 +166,7 @@ class Served(NamedTuple):
     score: float
     inference_ms: float
     overhead_ms: float
-    """Time beyond the model's own; static and fixed configurations are charged nothing."""
+    """Time beyond the model's own: for static to choose and to follow the drift, for a fixed configuration none."""
     waited_ms: float
     limit_ms: float
     """The limit that the decision had to meet; NaN for a fixed configuration."""
@@ -207,6 +209,8 @@ class Server:
             name: TrackedStatic(tables, LatencyTracker(model.configurations, name), budgets)
             for name, budgets in ((STATIC, None), (BEST_STATIC, np.unique(stream.budgets_ms)))
         }
+        # what a choice cost lately is taken off the next budget, as in the runtime
+        self.latest: dict[str, deque[float]] = {name: deque(maxlen=DECISIONS_KEPT) for name in self.statics}
         self.policies: dict[str, Callable[[int, float, float], Served]] = {
             LEARNED: partial(self.by_controller, self.model),
             FROZEN: partial(self.by_controller, self.frozen),
@@ -226,11 +230,18 @@ class Server:
         return Served(result.choice, score, inference_ms, *costs, result.limit_ms, result.decision_us, result.drift)
 
     def by_static(self, static: TrackedStatic, row: int, budget: float, waited: float) -> Served:
-        limit = max(budget - waited, LEAST_LATENCY_MS)
-        drift = static.tracker.drift
-        served = self.by_configuration(static.decide(limit), row, budget, waited)
-        static.update(served.choice, served.inference_ms)
-        return served._replace(limit_ms=limit, drift=drift)
+        latest = self.latest[static.tracker.digest]
+        limit = max(budget - waited - (statistics.median(latest) if latest else 0.0), LEAST_LATENCY_MS)
+        drift, start = static.tracker.drift, self.clock()
+        choice = static.decide(limit)
+        decided = self.clock()
+        served = self.by_configuration(choice, row, budget, waited)
+        answered = self.clock()
+        static.update(choice, served.inference_ms)
+        decision_ms = max((decided - start) * 1e3, 0.0)
+        overhead_ms = decision_ms + max((self.clock() - answered) * 1e3, 0.0)
+        latest.append(overhead_ms)
+        return served._replace(limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3)
 
     def by_configuration(self, choice: int, row: int, budget: float, waited: float) -> Served:
         request = self.requests[row]
@@ -285,9 +296,9 @@ def live_results(
     """What is printed and written: a row for each policy, the replay of the same decisions, and the overhead.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if every answer is the
-    same. Only the model's part is replayed, at the median speed of all answers: overhead and waiting stay as they
-    were. Intervals are 95 % bootstrap intervals over requests, and ignore that requests which wait for one another are
-    not independent.
+    same. Only the model's part is replayed, each of its measurements, at the median speed of all answers: overhead and
+    waiting stay as they were. Intervals are 95 % bootstrap intervals over requests, and ignore that requests which wait
+    for one another are not independent.
     """
     served = {name: torch.from_numpy(values) for name, values in record.served.items() if name != "drift"}
     choice, rows = served["choice"].long(), torch.from_numpy(stream.rows)
@@ -295,8 +306,9 @@ def live_results(
     at = rows[:, None].expand(choice.shape), choice
     during, half_width = _speed(served["inference_ms"] / table.latency_ms[at].clamp_min(LEAST_LATENCY_MS))
     costs = served["overhead_ms"] + served["waited_ms"]
-    live = _outcomes(served["score"], served["inference_ms"] + costs, budgets)
-    replay = _outcomes(table.accuracy[at].double(), during * table.latency_ms[at].double() + costs, budgets)
+    live = _outcomes(served["score"], (served["inference_ms"] + costs).unsqueeze(-1), budgets)
+    replayed = during * table.measurements_ms[at].double() + costs.unsqueeze(-1)
+    replay = _outcomes(table.accuracy[at].double(), replayed, budgets)
     gained = live["utility"].mean(-1)
     fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC)]
     feasible = during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
@@ -347,9 +359,9 @@ def _speed(ratios: Tensor) -> tuple[float, float]:
 
 
 def _outcomes(accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor) -> dict[str, Tensor]:
-    """`METRICS` of every request, [P, n, R] each."""
-    met = (latency_ms <= budgets_ms).double()
-    return dict(zip(METRICS, (accuracy, latency_ms, met, accuracy * met), strict=True))
+    """`METRICS` of every request, [P, n, R] each, from latencies [P, n, R, M] of M measurements."""
+    met = (latency_ms <= budgets_ms.unsqueeze(-1)).double().mean(-1)
+    return dict(zip(METRICS, (accuracy, latency_ms.mean(-1), met, accuracy * met), strict=True))
 
 
 def _agreement(live: Tensor, replay: Tensor, ci95: Sequence[float], what: str, unsure: float) -> dict[str, Any]:

@@ -65,9 +65,9 @@ def judge_deadlines(
     """
     times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, own_cost, teachers)
     free = judge_all(table, test, budgets_ms, rewards, controllers, baselines, teachers=teachers)
-    charged = [baseline for baseline in baselines if costs.get(baseline.name)]
+    charged = [baseline for baseline in baselines if baseline.name in costs]
     judged = free
-    if any(costs.values()):
+    if costs:
         judged = free | judge_all(table, test, budgets_ms, rewards, controllers, charged, costs, teachers)
     decisions = _decisions(table, test, judged, seeds, times, free)
     return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
@@ -123,12 +123,13 @@ def _own_costs(
     baselines: Sequence[Any],
     own_cost: bool,
     teachers: Sequence[Any] = (),
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Median time of a decision in µs, and what a decision is charged in ms, by policy."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Median time of a decision in µs, and what a decision is charged in ms where it is, by policy, [B] each."""
     timed = {"controller": controllers[0], **{b.name: b for b in baselines if b.name not in KNOW_THE_ROWS}}
     timed |= {"teacher": teachers[0]} if teachers else {}
     times = {name: decision_us(policy, table, rows, budgets_ms) for name, policy in timed.items()}
-    return times, {name: own_cost_ms(table, time) if own_cost else 0.0 for name, time in times.items()}
+    costs = {name: own_cost_ms(table, time) for name, time in times.items()} if own_cost else {}
+    return times, {name: cost for name, cost in costs.items() if cost.any()}
 
 
 def judged_means(judged: Judged) -> dict[str, float | None]:
@@ -177,7 +178,7 @@ def _decisions(
     test: Tensor,
     judged: Mapping[str, Sequence[Judged]],
     seeds: Sequence[int],
-    times: Mapping[str, float],
+    times: Mapping[str, Tensor],
     free: Mapping[str, Sequence[Judged]] | None = None,
 ) -> pl.DataFrame:
     """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs where known, and
@@ -199,7 +200,7 @@ def _decisions(
                 "reward": outcome.reward,
                 "score": outcome.utility,
                 "score_free": free and free[policy][place].utility,
-                "decision_us": times.get(policy),
+                "decision_us": times[policy].expand(len(test), -1) if policy in times else None,
             }
             frames.append(decision_rows(policy, seed, samples, outcome.budgets_ms.tolist(), columns))
     return pl.concat(frames)
@@ -226,7 +227,8 @@ def _results(
     rows = _rows(outcomes(arrays, test), arrays.places)
     for row in rows:
         times = arrays.array(row["policy"], "decision_us")[0, 0]
-        row["decision_us_p50"] = None if np.isnan(times[0]) else float(times.mean())
+        budgets = slice(None) if row["budget_ms"] is None else arrays.places.index(row["budget_ms"])
+        row["decision_us_p50"] = None if np.isnan(times[0]) else float(times[budgets].mean())
     accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))
     profiled = table.mask[test].any(0).tolist()
     results: Results = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -38,6 +39,8 @@ class Exp5Exp6Profile:
     """Name of the data set, such as text_vqa; or a list of names."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
+    features_ms: float = 0.0
+    """Time that the features of a request take, in ms; every policy that reads them is charged it."""
     latency: str = "total"
     """The time that the budget limits: total, prefill or decode."""
     accuracy: str = "score"
@@ -66,6 +69,8 @@ class CoreExpProfile:
     """The time that the budget limits: total, prefill or vision_prefill."""
     features: str | None = None
     """Feature file keyed by sample id; None for a policy that sees the budget only."""
+    features_ms: float = 0.0
+    """Time that the features of a request take, in ms; every policy that reads them is charged it."""
     name: str | None = None
     """Name of the profile; None for the data set's name."""
 
@@ -84,6 +89,8 @@ class LongTables:
     """Column of the latency in ms, or of another non-negative cost: prefill time, energy, price."""
     unit: str = "ms"
     """Unit of that column and of the budgets, for reports."""
+    features_ms: float = 0.0
+    """Time that the features of a request take, in ms; every policy that reads them is charged it."""
     dataset_input: bool = False
     """Add a feature block `dataset`: the data set that a sample is from, by the column `dataset`."""
 
@@ -137,13 +144,21 @@ class CalibratedProfile(CalibratedConfig):
 
 def read_profile(config: Any) -> ProfileTable:
     """Read the profile that a config of group `profile` names. Raises InputError: see the readers."""
+    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
+    features_ms = settings.pop("features_ms", 0.0)
+    if not 0 <= features_ms < math.inf:
+        raise InputError(f"profile.features_ms={features_ms}: must be a time in ms")
+    table = _read(config, settings)
+    return replace(table, features_ms=features_ms) if features_ms else table
+
+
+def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
     from knobwise.envs.readers.builtin import builtin_profile
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
     from knobwise.envs.readers.joint import with_dataset_input
     from knobwise.envs.simulated.calibrated import simulate_calibrated
     from knobwise.envs.simulated.kinds import simulate
 
-    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "format"}
     if isinstance(config, JointProfile):
         return _read_joint(**settings)
     dataset_input = settings.pop("dataset_input", False)

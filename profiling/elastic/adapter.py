@@ -58,9 +58,12 @@ class ElasticAdaptive:
         self.configuration = full
         """What it runs with."""
         self._width = self.model.size.width
-        stem = self.model.stem.weight.detach().view(-1, 3, CELL, CELL).transpose(2, 3)  # columns of pixels first
-        self._stem = np.ascontiguousarray(stem.reshape(len(stem), -1).T.numpy())
-        self._words = self.model.words.weight.detach().numpy()
+        # from the overview's pixels to the mean of its tokens: windows averaged along rows and columns, then the stem
+        stem = self.model.stem.weight.detach().view(-1, 3, CELL, CELL).numpy()
+        self._overview = np.ascontiguousarray(
+            np.einsum("yi,xj,ocij->cyxo", _MEAN_WINDOW, _MEAN_WINDOW, stem, optimize=True).reshape(-1, len(stem))
+        )
+        self._words = self.model.words.weight.detach().numpy() / _PROMPT_TOKENS
         self._base: dict[torch.Size, NDArray[np.float32]] = {}
         self._checked: dict[tuple[tuple[str, int], ...], Configuration] = {}
 
@@ -82,8 +85,8 @@ class ElasticAdaptive:
         return wanted
 
     def first_stage(self, request: Request) -> FirstStage:
-        """The overview, and features as in the built-in profile, rounded to half precision. Raises InputError for an
-        image or a question that the model cannot take."""
+        """The overview, and features as in the built-in profile, which rounds them to half precision. Raises InputError
+        for an image or a question that the model cannot take."""
         start, cpu = clock_ms(), time.thread_time_ns()
         image, prompt = request.image, request.question
         if not (isinstance(image, Tensor) and image.shape in self._base and image.dtype == torch.float32):
@@ -102,18 +105,14 @@ class ElasticAdaptive:
     def _features(
         self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float32]]:
-        """What `ElasticVLM.features` gives, from an overview [1, 3, 16, 16] and a prompt [6]."""
+        """What `ElasticVLM.features` gives, from an overview [1, 3, 16, 16] and a prompt [6], in as few calls as
+        possible: each takes microseconds right after the model has run."""
         base, width = self._base.get(image.shape), self._width
         if base is None:
             base = self._base[image.shape] = self._base_of(image)
         joined = base.copy()
-        # to the mean of the windows, rows and columns of pixels apart: [3, 16, 16] → [3, 16, 8] → [3, 8, 8] transposed
-        across = overview.reshape(-1, TILE).dot(_MEAN_WINDOW).reshape(3, TILE, CELL).swapaxes(1, 2)
-        joined[:width] += across.reshape(-1, TILE).dot(_MEAN_WINDOW).reshape(-1).dot(self._stem)
-        language = joined[2 * width :]
-        np.add.reduce(self._words.take(prompt, 0), 0, out=language)
-        language /= _PROMPT_TOKENS
-        joined = joined.astype(np.float16).astype(np.float32)
+        joined[:width] += overview.reshape(-1).dot(self._overview)
+        np.add.reduce(self._words.take(prompt, 0), 0, out=joined[2 * width :])
         return {"image_features": joined[: 2 * width], "language_features": joined[2 * width :]}
 
     def _base_of(self, image: Tensor) -> NDArray[np.float32]:

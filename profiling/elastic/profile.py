@@ -29,11 +29,14 @@ from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_t
 from knobwise.profiling.measuring.measuring import Plan, appended, measure, read_logs
 from knobwise.profiling.measuring.outputs import (
     CLOCK_NAMES,
+    WINDOW,
     cells_of,
+    features_ms,
     long_records,
     measurements_of,
     profile_figures,
     steadiness,
+    without_drift,
     write_exp_files,
     write_table,
 )
@@ -66,7 +69,7 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
     out, state = Path(out_dir), Path(out_dir) / "state"
     # latencies of two machines or two versions of torch must not end up in one table
     identity = {"cpu": cpu_name(), "torch": torch.__version__}
-    left_out = {"exp_json", "cells"} | ({"clock"} if config.clock == "wall" else set())
+    left_out = {"exp_json", "cells", "detrend"} | ({"clock"} if config.clock == "wall" else set())
     claim(state / "config.json", identity | {k: v for k, v in asdict(config).items() if k not in left_out})
     with one_thread():
         about = _profile(out, state, config, samples, plan)
@@ -110,6 +113,7 @@ def _write(
 ) -> dict[str, Any] | None:
     """Write everything that a run leaves in ``out``, each file whole or not at all; return the description, None where
     only some cells were measured."""
+    log = without_drift(plan, log) if config.detrend else log
     right = [item.answers[0] for item in plan.items]
     cells = cells_of(plan, log, lambda i, text: float(text == right[i]))
     soft = [share_of_right(text.split(), right[i].split()) for i, text in cells.select("sample", "pred").iter_rows()]
@@ -187,10 +191,12 @@ def _about(
             "latency_ms": CLOCK_NAMES[config.clock],
             "cpu_ms": CLOCK_NAMES["cpu"],
             "statistic": f"median of {config.repeats}, rounded to 4 significant digits",
+            "drift": f"divided out, by the running median of {WINDOW}" if config.detrend else "left in",
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
             "wall_over_cpu_p50_p95": quiet,
         },
+        "features_ms": features_ms(plan, log),
         "cost_cpu_s": {
             "training": round(model.training_s, 1),
             "measuring": round(float(plan.select(log)["extra.cpu_ms"].sum()) / 1e3, 1),

@@ -81,8 +81,11 @@ class ElasticProfileConfig:
 
     samples: int = 2000
     """Scenes, each with one question, made of digit images that training never saw."""
-    repeats: int = 3
+    repeats: int = 5
     """Measurements per (sample, configuration). The table keeps all of them; figures are those of their medians."""
+    detrend: bool = True
+    """Divide out how fast the machine was at the moment, which a deployed controller follows by its tracker; needs
+    three repeats."""
     clock: str = "wall"
     """What latency_ms is: wall, the time that passes, or cpu, the CPU time of the thread, for a machine that others use
     too. cpu_ms is the CPU time in either case."""

@@ -24,6 +24,8 @@ from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
 
 SAVES_NOTHING = 0.02
 """A knob that saves less than this share of the time is reported to save none."""
+WINDOW = 51
+"""Measurements that the drift of a machine is taken from, about as many as a tracker remembers."""
 CLOCK_NAMES = {
     "wall": f"wall, {time.get_clock_info('perf_counter').implementation}",
     "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
@@ -58,6 +60,29 @@ def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
             num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS),
         )
     )
+
+
+def without_drift(plan: Plan, log: pl.DataFrame) -> pl.DataFrame:
+    """The plan's part of a log, its times divided by how fast the machine was at the moment.
+
+    ln ms of a measurement is taken as cell + level + jitter. The level is the running median over `WINDOW` measurements
+    of ln ms − cell, and 0 in the median; a cell is the median of its ln ms − level; both are found in turn. Since cells
+    are measured in random order, a running median is of all of them alike. With fewer than three repeats a cell is not
+    known well enough, and nothing changes.
+    """
+    if plan.repeats < 3:
+        return log
+    measured = plan.select(log.with_row_index("moment")).sort("moment")  # in the order that they were taken
+    cells = measured.select(cell=pl.struct("sample", "configuration"), ln_ms=pl.col("total_ms").clip(1e-6).log())
+    level = pl.Series("level", np.zeros(len(cells)))
+    for _ in range(4):
+        centred = cells.with_columns(level).with_columns(left=pl.col("ln_ms") - pl.col("level"))
+        far = centred.select(pl.col("ln_ms") - pl.col("left").median().over("cell")).to_series()
+        level = far.rolling_median(WINDOW, min_samples=1, center=True).alias("level")
+        level = level - level.median()
+    times = [column for column in measured.columns if column.endswith("_ms") and column != "features_ms"]
+    steady = measured.with_columns(pl.col(times) / level.exp())
+    return steady.drop("moment", "sample", "configuration")
 
 
 def long_records(plan: Plan, cells: pl.DataFrame, dataset: str) -> pl.DataFrame:
@@ -152,6 +177,7 @@ def write_vlm_profile(
             **steadiness(plan, log),
             "repeats_that_changed_an_answer": int(cells["changed"].sum()),
         },
+        "features_ms": features_ms(plan, log),
         "cost_s": round(float(plan.select(log)["total_ms"].sum()) / 1e3, 1),
         "knobs": knob_report(knobs, settings, latency),
         "by_configuration": by_configuration(records, plan.knobs),
@@ -167,6 +193,11 @@ def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
     logs = pl.col("total_ms").clip(1e-6).log()
     cells = plan.select(log).group_by("sample", "configuration").agg(spread=logs.std(ddof=1))
     return {"log_spread_of_one_measurement": round(_mean(cells["spread"]), 4) if plan.repeats > 1 else None}
+
+
+def features_ms(plan: Plan, log: pl.DataFrame) -> float:
+    """Median time of the features of a decision, in ms."""
+    return round(float(np.median(plan.select(log)["features_ms"].fill_null(0.0).to_numpy())), 4)
 
 
 def by_configuration(records: pl.DataFrame, knobs: Sequence[str]) -> list[dict[str, Any]]:

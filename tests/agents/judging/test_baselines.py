@@ -270,7 +270,7 @@ def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds() ->
     torch.testing.assert_close(judged.in_time, torch.tensor([[2 / 3, 1], [1, 1]]))
     torch.testing.assert_close(judged.utility, torch.tensor([[1 / 3, 0.5], [0.25, 0.25]]))
     assert judged.latency_ms.tolist() == [[11, 11], [5, 5]]
-    charged = judge(Always(0), table, rows, budgets, cost_ms=0.5)
+    charged = judge(Always(0), table, rows, budgets, cost_ms=torch.full_like(budgets, 0.5))
     torch.testing.assert_close(charged.in_time, torch.tensor([[1 / 3, 1], [1, 1]]))
     assert charged.latency_ms.tolist() == [[11.5, 11.5], [5.5, 5.5]]
     # 0.75 in two of three measurements is worth as much as 0.5 in all, and the faster is taken
@@ -286,9 +286,9 @@ def test_a_policy_decides_for_what_its_own_cost_leaves() -> None:
     table = table_of([[0.5, 1.0]], [[10.0, 20.0]])
     static, rows, budgets = BudgetAwareStatic(table, torch.arange(1)), torch.arange(1), torch.tensor([20.5])
     assert judge(static, table, rows, budgets).utility.tolist() == [[1.0]]
-    charged = judge(static, table, rows, budgets, cost_ms=1.0)
+    charged = judge(static, table, rows, budgets, cost_ms=torch.full_like(budgets, 1.0))
     assert (charged.chosen.tolist(), charged.utility.tolist()) == ([[0]], [[0.5]])
-    assert judge(static, table, rows, budgets, cost_ms=30.0).utility.tolist() == [[0.0]]
+    assert judge(static, table, rows, budgets, cost_ms=torch.full_like(budgets, 30.0)).utility.tolist() == [[0.0]]
 
 
 def test_the_same_policy_scores_the_same_twice() -> None:

@@ -302,12 +302,31 @@ def test_the_short_way_sees_what_is_missing_and_what_is_far_out(column: tuple[fl
 
 
 @pytest.mark.parametrize("name", ["gappy", "no features"])
-def test_what_is_not_plain_goes_the_long_way(name: str) -> None:
+def test_gaps_go_the_short_way_and_what_has_no_features_the_long_one(name: str) -> None:
     table = TABLES[name]()
     stack = light_stack(table, **GUARDS["prices"])
     light = to_numpy(stack)
-    assert light._fast is None
+    assert (light._fast is None) == (name == "no features")
     assert_same(stack, table, one_by_one(light), samples=20)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_fall_back_runs_no_network_and_expects_what_static_does(short: bool) -> None:
+    table = small_table(60)
+    light = to_numpy(light_stack(table, deploy=[0, 0, 0, 0, 0]))
+    if not short:
+        light._fast = None
+    assert light._utility is not None
+    light._utility.outcomes = None  # type: ignore[assignment,method-assign]
+    static = BudgetAwareStatic(table, torch.arange(60))
+    for budget in budgets_of(table).tolist():
+        index, log_latency, spread = light.decide_expected(arrays(table.features, 0), budget)
+        assert index == int(static.choose({}, torch.tensor([budget])))
+        logs = table.latency_ms[:, index].double().log().numpy()
+        assert (log_latency, spread) == pytest.approx((logs.mean(), logs.std()), rel=1e-5)
+    assert light.decide_expected(arrays(table.features, 0), 15.0, (math.log(2), 1.0))[0] == int(
+        static.choose({}, torch.tensor([7.5]))
+    )
 
 
 def test_ties_go_to_the_fastest_by_the_short_way_too() -> None:
@@ -380,7 +399,10 @@ def test_the_same_offset_everywhere_is_another_budget(name: str, budget: float, 
 
 @pytest.mark.parametrize("name", ["gappy", "no features"])
 def test_what_a_stack_expects_is_the_mixture_of_its_members(name: str) -> None:
-    table, stack, light = stacked(name)
+    table, stack, _ = stacked(name)
+    stack = copy.deepcopy(stack)
+    stack.guard.deploy.fill_(True)  # a fall-back to static expects nothing of this request
+    light = to_numpy(stack)
     with torch.no_grad():
         predicted = stack.predictions(stack.features(table.features, 90))
     assert predicted.outcomes is not None

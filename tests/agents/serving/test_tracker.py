@@ -202,7 +202,7 @@ def test_states_of_others_are_refused_in_one_line() -> None:
     state = followed(noise(20)).state()
     wrong: list[Any] = [
         state | {"controller": "another"}, state | {"names": ["level"]}, state | {"format": "x"}, {}, None,
-        state | {"mean": [0.0]}, state | {"covariance": [[-1.0] * 8] * 8}, state | {"scale": math.nan},
+        state | {"mean": [0.0]}, state | {"variance": [-1.0] * 8}, state | {"scale": math.nan},
         state | {"mean": [math.nan] * 8}, state | {"mean": "x"}, state | {"ignored": 3},
     ]  # fmt: skip
     for number, each in enumerate(wrong):

@@ -94,7 +94,7 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case:
     assert set(frozen["drift"]) == {None}
     assert None not in (*learned["drift"], *static["drift"])  # each learns from its own answers, from the first on
     assert (np.array(learned["limit_ms"]) < stream.budgets_ms).all()  # its own costs are taken off
-    assert static["limit_ms"] == stream.budgets_ms.tolist()
+    assert (np.array(static["limit_ms"]) < stream.budgets_ms).all()
 
 
 def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,12 +125,12 @@ def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsy
     assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
 
 
-def test_the_controller_is_charged_all_that_its_way_takes_and_static_nothing(served: tuple[Stream, Record]) -> None:
+def test_the_controller_is_charged_its_whole_way_and_static_its_choice(served: tuple[Stream, Record]) -> None:
     _, record = served
     overhead, decision = record.served["overhead_ms"], record.served["decision_us"]
-    assert (overhead[:2] > decision[:2] / 1e3).all()
-    assert (decision[:2] > 0).all()
-    assert (overhead[2:] == 0).all()
+    assert (overhead[:4] > decision[:4] / 1e3).all()
+    assert (decision[:4] > 0).all()
+    assert (overhead[4:] == 0).all()
     assert (record.served["inference_ms"] > 0).all()
 
 
