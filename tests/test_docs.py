@@ -1,11 +1,11 @@
 """The guides: their snippets run as they stand, and docs/metrics.md explains every name that small runs log."""
 
+import functools
 import json
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from PIL import Image
 from tiny_models import tiny_model
 from wandb_stub import offline_runs
 
+import knobwise
 from knobwise.__main__ import main
 from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.readers.exp_files import write_exp5_exp6
@@ -50,6 +51,7 @@ RUNS = {
     "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT],
     "live": [
         *("experiment=selector", *SELECTOR, "seeds=[0]", "judged_shots=[1,2]", "variants.hidden_live.epochs=1"),
+        *(f"{stage}.queries=1024" for stage in ("sft", "rce", "grpo")),
         *(f"variants.{name}=null" for name in ("grpo_recorded", "grpo_rounds", "shuffled_recorded", "shuffled_live")),
         "variants.grpo_live.epochs=1",
     ],
@@ -94,7 +96,7 @@ def explains_each(explained: list[str], logged: set[str]) -> None:
     assert set(explained) == {line for matching in by_name.values() for line in matching}
 
 
-@cache
+@functools.cache
 def logged_to_wandb(run: Path) -> dict[str, set[str]]:
     """Names in history and summary of every W&B run of a folder, by the name of the W&B run."""
     names = {}
@@ -199,8 +201,9 @@ SHORTER = [
     *("tracking=disabled", "seeds=[0]"),
 ]
 SHORTER_SELECTOR = [
-    *("sft.epochs=1", "rce.epochs=1", "grpo.epochs=1", "judged_shots=[2]", "tracking=disabled", "seeds=[0]"),
-    *(f"variants.{name}.epochs=1" for name in ("grpo_rounds", "grpo_live")),
+    *(f"{stage}.{short}" for stage in ("sft", "rce", "grpo") for short in ("epochs=1", "queries=1024")),
+    *("judged_shots=[2]", "tracking=disabled", "seeds=[0]", "selector.width=16", "selector.heads=2"),
+    *("variants.grpo_rounds.rounds=2", "variants.grpo_rounds.epochs=1", "variants.grpo_live.epochs=1"),
     *(f"variants.{name}=null" for name in ("shuffled_live", "hidden_live")),
 ]
 
@@ -244,7 +247,9 @@ def shortened(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("guide", GUIDES)
-def test_every_command_of_a_guide(guide: str, folder: Path) -> None:
+def test_every_command_of_a_guide_and_then_every_snippet(
+    guide: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [line for block in blocks(guide, "bash") for line in block.splitlines() if line.startswith("knobwise ")]
     assert lines
     for line in lines:
@@ -258,17 +263,10 @@ def test_every_command_of_a_guide(guide: str, folder: Path) -> None:
         if words[0] == "train" and not has_data and "--help" not in words:
             words += ["profile=table", "profile.path=measured.csv"]
         assert main(shortened(words)) == 0, line
-
-
-@pytest.mark.parametrize("guide", GUIDES)
-def test_every_python_snippet_of_a_guide(guide: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    snippets = blocks(guide, "python")
-    if any("runs/latest" in snippet for snippet in snippets):
-        assert main(["train", "experiment=controller", *LEAN, *SHORTER]) == 0
-    for line in blocks(guide, "bash"):
-        if "knobwise profile model=learner" in line:
-            assert main(shlex.split(line)[1:]) == 0
+    shorter = dict(word.removeprefix("optimiser.").split("=") for word in SHORTER if word.startswith("optimiser."))
+    monkeypatch.setattr(knobwise, "fit", functools.partial(knobwise.fit, optimiser=shorter, **{"policy.members": 2}))
+    capsys.readouterr()
     names: dict[str, object] = {}
-    for snippet in snippets:
+    for snippet in blocks(guide, "python"):
         exec(compile(snippet, guide, "exec"), names)
     assert capsys.readouterr().out

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import wandb
+from wandb.util import get_core_path
 
 KEY = "0" * 40
 ENTITY = "someone"
@@ -79,10 +79,14 @@ def _number(value: Any) -> Any:
 
 def offline_runs(run_folder: Path) -> list[ReceivedRun]:
     """The offline W&B runs in a folder, as the server would have them, in the order of their creation; records are read
-    by W&B's own reader."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
+    by the program behind `wandb leet inspect`, which itself takes seconds to start."""
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file"]
     folders = sorted((run_folder / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
-    readers = [subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, text=True) for folder in folders]
+    files = [next(folder.glob("run-*.wandb")) for folder in folders]
+    readers = [
+        subprocess.Popen([*command, str(file), str(folder.parent)], stdout=subprocess.PIPE, text=True)
+        for folder, file in zip(folders, files, strict=True)
+    ]
     runs = []
     for folder, reader in zip(folders, readers, strict=True):
         records = [json.loads(line) for line in reader.communicate()[0].splitlines()]

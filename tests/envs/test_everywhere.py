@@ -3,6 +3,7 @@ environment, a table, an agent, a way of collecting and a transform is in some c
 
 import functools
 import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ def vector(mode: AutoresetMode, table: ProfileTable) -> EnvBase:
 FORMS: dict[str, Callable[[ProfileTable], EnvBase]] = {
     "native": native,
     "serial": lambda table: SerialEnv(2, functools.partial(native, table)),
-    "parallel": lambda table: ParallelEnv(2, functools.partial(native, table), mp_start_method="spawn"),
+    "parallel": lambda table: ParallelEnv(2, functools.partial(native, table), mp_start_method="forkserver"),
     "wrapper": lambda table: GymWrapper(ConfigBanditEnv(table), categorical_action_encoding=True),
     "gym_env": lambda table: GymEnv("knobwise/ConfigBandit-v0", table=table, categorical_action_encoding=True),
     "vector_same_step": functools.partial(vector, AutoresetMode.SAME_STEP),
@@ -180,6 +181,16 @@ def run(case: Case, folder: Path) -> None:
     collector.shutdown()
     if case.use.startswith("multi"):
         weights.shutdown()  # TorchRL leaves it to the end of Python, where its queue would wait for a thread for ever.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_start() -> Iterator[None]:
+    """Processes are forked from one that has imported everything; others import for seconds (test_with_torchrl.py)."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.weight_update", "knobwise.agents"])
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize("case", cases(), ids="-".join)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,47 +180,6 @@ def test_sft_is_the_mean_cross_entropy_of_the_beams() -> None:
     dist = distribution_of(student.selector, table, batch["row"])
     by_hand = -dist.log_prob(table.sequences[batch["row"]][:, :2]).mean()
     torch.testing.assert_close(prepared(student).loss(batch)["loss_rce"], by_hand)
-
-
-@pytest.mark.parametrize(
-    ("stage", "live", "stop", "keep"),
-    [
-        ("sft", False, 3, "best"),
-        ("rce", False, 5, "best"),
-        ("rce", False, 9, "best_kl"),
-        ("grpo", False, 4, "best"),
-        ("grpo", True, 7, "best_kl"),
-    ],
-)
-def test_a_stopped_stage_ends_bit_for_bit_like_any(
-    tmp_path: Path, stage: str, live: bool, stop: int, keep: str
-) -> None:
-    data = small_beams()
-    loss = SelectorLossConfig(kl_band=(0.0, 0.001))
-
-    def make(folder: Path) -> SelectorTrainer:
-        return trainer(stage, data, live=live, folder=folder, loss=loss, config=replace(SHORT, epochs=3, keep=keep))
-
-    whole = make(tmp_path / "whole")
-    whole.run()
-
-    broken = make(tmp_path / "broken")
-    learn = broken._learn
-
-    def pressed(batch: Any) -> Mapping[str, float]:
-        if broken.iteration == stop:
-            raise KeyboardInterrupt
-        return learn(batch)
-
-    broken._learn = pressed
-    with pytest.raises(KeyboardInterrupt):
-        broken.run()
-    again = make(tmp_path / "broken")
-    assert again.resume(tmp_path / "broken" / "last.pt")
-    again.run()
-    for name in ("best.pt", "last.pt", "epoch0.pt", "epoch3.pt"):
-        assert equal_states(*(load_checkpoint(tmp_path / how / name).selector for how in ("whole", "broken")))
-    assert whole.best["score"] == again.best["score"]
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:

@@ -69,38 +69,6 @@ def test_the_same_seed_gives_the_same_controller_and_another_seed_another() -> N
     assert not equal_states(first, other)
 
 
-@pytest.mark.parametrize("objective", ["exact", "sampled"])
-@pytest.mark.parametrize("how", ["independent", "ensemble", "mean"])
-def test_a_run_that_was_stopped_ends_bit_for_bit_like_any(tmp_path: Path, how: str, objective: str) -> None:
-    table = small_table(80, holes=0.2)
-    settings: dict[str, object] = {
-        "loss": LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1)),
-        "policy": PolicyConfig(hidden=32) if how == "independent" else ENSEMBLE,
-        "budget": BudgetConfig(sense="mean") if how == "mean" else None,
-    }
-    whole = trainer(table, tmp_path / "whole", **settings)
-    whole.run()
-    last = load_checkpoint(tmp_path / "whole" / "last.pt")
-    for stop in (2, 9, 17):
-        folder = tmp_path / f"stopped at {stop}"
-        stopped = trainer(table, folder, **settings)
-
-        def killed(data: Any, trainer: ControllerTrainer = stopped, stop: int = stop) -> None:
-            if trainer.iteration == stop:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            watch(stopped, killed).run()
-        resumed = trainer(table, folder, **settings)
-        assert resumed.resume(folder / "last.pt")
-        assert resumed.iteration == stop // 4 * 4
-        resumed.run()
-        assert equal_states(whole.agent, resumed.agent)
-        again = load_checkpoint(folder / "last.pt")
-        assert equal_states(last.controller, again.controller)
-        assert last.extra["training"]["iteration"] == again.extra["training"]["iteration"]
-
-
 def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_path: Path) -> None:
     table = small_table(60)
     assert not trainer(table, tmp_path).resume(tmp_path / "last.pt")

@@ -13,7 +13,6 @@ from torchrl.collectors import Collector
 from torchrl.envs import check_env_specs
 
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.reward import RewardTable, complexity, reward, utility
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.configurations.torchrl_env import ConfigBandit
@@ -212,17 +211,6 @@ def test_a_group_is_the_same_as_flat_rows_with_repeated_contexts() -> None:
     repeated["action"] = context["action"].reshape(15, 1, 3)
     reward = grouped.step(context)["next", "reward"]
     assert torch.equal(flat.step(repeated)["next", "reward"].reshape(5, 3), reward)
-
-
-def test_what_was_never_profiled_is_refused_and_never_rewarded() -> None:
-    env = ConfigBandit(ONE_KNOB, batch_size=2, group_size=2, unprofiled="error")
-    context = env.reset().update({"row": torch.tensor([0, 1]), "action": torch.tensor([[[1], [0]], [[0], [1]]])})
-    with pytest.raises(InputError, match=r"1 of the actions.*'1'.*'by hand'"):
-        env.step(context)
-    replay, row, limit = Replay(ONE_KNOB), torch.tensor([0]), torch.tensor([1.0])
-    for action in (-1, 3):
-        with pytest.raises(InputError, match=f"no index {action}"):
-            replay(row, torch.tensor([[[action]]]), limit)
 
 
 def test_the_collector_gives_one_decision_for_each_context() -> None:

@@ -23,9 +23,9 @@ POLICIES = [
     *("controller", "teacher", "budget_aware_static", "best_static", "lookup_table", "latency_only"),
     *("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "random", "oracle"),
 ]
-QUICK = [*OPTIMISER, "seeds=[0,1,2]"]
+QUICK = [*OPTIMISER, "seeds=[0,1]"]
 CHECKPOINTS = ("checkpoints/best.pt", "checkpoints/last.pt")
-LEAN = [*QUICK, "policy=utility", "seeds=[0]"]
+LEAN = [*QUICK, "policy=utility", "seeds=[0]", "baselines=false"]
 """Where it does not matter what is trained: one network, no experts."""
 
 
@@ -49,7 +49,7 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> N
     results = json.loads((run / "results.json").read_text())
     table = read_long_table("t.parquet", features="f.npz")
     assert results["profile"] == {"name": "t", "digest": table.digest, "samples": 90, "configurations": 12}
-    assert (results["split"], results["seeds"], len(results["budgets_ms"])) == ("test", [0, 1, 2], 5)
+    assert (results["split"], results["seeds"], len(results["budgets_ms"])) == ("test", [0, 1], 5)
     assert [row["policy"] for row in results["rows"] if row["budget_ms"] is None] == POLICIES
     assert len(results["rows"]) == 6 * len(POLICIES)
     named = {row["policy"]: row for row in results["rows"] if row["budget_ms"] is None}
@@ -68,7 +68,7 @@ def test_train_leaves_what_the_contract_says(folder: Path, capsys: Capture) -> N
     assert best_seed["validation_utility"] == max(results["validation_utility"])
     shares = [u["share"] for u in results["knob_usage"] if u["policy"] == "controller" and u["knob"] == "top_k"]
     assert sum(shares) == pytest.approx(5)
-    assert [[row["budget_ms"] for row in rows] for rows in results["guard"]] == [results["budgets_ms"]] * 3
+    assert [[row["budget_ms"] for row in rows] for rows in results["guard"]] == [results["budgets_ms"]] * 2
     assert {row["level"] for rows in results["guard"] for row in rows} == {results["satisfaction_level"]} == {0.95}
     for chosen in results["chosen"]:
         assert list(chosen["weights"]) == ["network", *EXPERTS]
@@ -158,20 +158,6 @@ def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
     assert same(*(checkpoint["controller"]["state"] for checkpoint in checkpoints))
     killed, whole = (pl.read_csv(run / "metrics.csv") for run in latest)
     assert killed.equals(whole)
-
-
-@pytest.mark.parametrize("place", ["training", "report"])
-def test_ctrl_c_leaves_a_run_that_the_same_command_finishes(place: str, folder: Path, capsys: Capture) -> None:
-    words = ["train", *TABLE, *LEAN, "name=x"]
-    in_training = commands.ctrl_c(lambda trainer: trainer.iteration == 9)
-    with in_training if place == "training" else commands.ctrl_c_in_report():
-        assert main(words) == 130
-    assert "repeat the command to resume" in capsys.readouterr().err
-    assert main(words) == 0
-    assert [path.name for path in Path("runs/controller").iterdir()] == ["x"]
-    assert Path("runs/latest/report.html").exists()
-    steps = pl.read_csv("runs/latest/metrics.csv").filter(pl.col("Val/Utility").is_not_null())["step"].to_list()
-    assert steps == [0, 4, 8, 12]
 
 
 def test_a_second_run_does_not_disturb_the_first(folder: Path, capsys: Capture) -> None:

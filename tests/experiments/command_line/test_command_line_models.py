@@ -36,9 +36,9 @@ KNOBS = ["knobs.top_k=[1,2]", "knobs.num_active_blocks=[2,4]", "knobs.max_new_to
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two long tables and their features, a tiny model and questions for it, and what is no good."""
+    """A folder with three long tables and their features, a tiny model and questions for it, and what is no good."""
     folder = tmp_path_factory.mktemp("files")
-    for name, seed in (("first", 0), ("second", 1)):
+    for seed, name in enumerate(("first", "second", "third")):
         table = small_table(60, seed)
         write_long_table(table, folder / f"{name}.parquet")
         write_features(table, folder / f"{name}.npz")
@@ -171,29 +171,40 @@ def test_what_is_deployed_may_be_the_policy_itself(folder: Path, train: Callable
 def test_an_exported_file_decides_alone_as_the_checkpoint(
     folder: Path, train: Callable[..., Path], capsys: Capture
 ) -> None:
-    checkpoint = best_of("FIRST", train)
-    assert main(["export", *FIRST, checkpoint, "onnx=true", "int8=true", "out=light"]) == 0
-    assert capsys.readouterr().out.count("exported: light") == 1
-    assert main(["export", *FIRST, checkpoint]) == 0
-    names = {"controller.npz", "numpy_controller.py", "export.json"}
-    assert {path.name for path in Path("exported").iterdir()} == names
-    light = {path.name for path in Path("light").iterdir()}
-    assert light == names | {"controller.onnx", "controller.int8.onnx"}
-
+    checkpoint, out = best_of("FIRST", train), Path("light")
     table = read_long_table("files/first.parquet", features="files/first.npz")
     budgets_ms = torch.linspace(5, 20, table.num_samples)
     inputs = {name: block.numpy() for name, block in table.features.items()} | {"budgets_ms": budgets_ms.numpy()}
     chosen = load_checkpoint(checkpoint.removeprefix("checkpoint=")).controller.choose(table.features, budgets_ms)
-    for out in ("exported", "light"):
-        assert decided(Path(out), inputs) == [table.configuration(index) for index in chosen.tolist()]
-        facts = json.loads(Path(out, "export.json").read_text())
-        assert facts["forms"]["NumPy"]["different"] == 0
+    names, graphs = {"controller.npz", "numpy_controller.py"}, {"controller.onnx", "controller.int8.onnx"}
+    kept: set[str] = set()
+    # the second time there is a file of somebody else, which stays, and graphs of before, which go
+    for words, written, forms in (
+        (["onnx=true", "int8=true"], names | graphs, {"NumPy", "ONNX float32", "ONNX int8"}),
+        ([], names, {"NumPy"}),
+    ):
+        assert main(["export", *FIRST, checkpoint, *words, "out=light"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("exported: light") == 1
+        assert all(form in printed for form in forms)
+        assert {path.name for path in out.iterdir()} == written | kept | {"export.json"}
+        facts = json.loads((out / "export.json").read_text())
+        assert set(facts["files"]) == written
+        assert facts["files"]["controller.npz"]["bytes"] == (out / "controller.npz").stat().st_size
         assert facts["trained_on"] == {"name": "first", "digest": table.digest}
         assert facts["compared_on"]["digest"] == table.digest
-    forms = json.loads(Path("light/export.json").read_text())["forms"]
-    assert forms["ONNX float32"]["different"] == 0
-    assert forms["ONNX int8"]["same"] + forms["ONNX int8"]["rounding"] + forms["ONNX int8"]["different"] > 0
-    assert all(form["decision_us_p50"] > 0 for form in forms.values())
+        assert set(facts["forms"]) == forms
+        for name in forms - {"ONNX int8"}:
+            assert facts["forms"][name]["different"] == 0
+        for form in (*facts["forms"].values(), facts["forms"]["NumPy"]["one_by_one"]):
+            contexts = 60 * len(facts["compared_on"]["budgets_ms"])
+            assert form["same"] + form["rounding"] + form["different"] == form["contexts"] == contexts
+        assert facts["forms"]["NumPy"]["one_by_one"]["different"] == 0
+        assert all(form["decision_us_p50"] > 0 for form in facts["forms"].values())
+        assert decided(out, inputs) == [table.configuration(index) for index in chosen.tolist()]
+        (out / "asked.npz").unlink()
+        (out / "notes.txt").write_text("mine")
+        kept = {"notes.txt"}
 
 
 def test_export_compares_on_another_profile(folder: Path, train: Callable[..., Path]) -> None:
@@ -376,7 +387,7 @@ TRAIN = ["train", *QUICK]
             [*TRAIN, "profile=joint", "profile.paths=[files/first.parquet,files/experts.parquet]"],
             "profiles that are joined must have the same",
         ),
-        ([*TRAIN, *JOINT, "split.leave_out=third"], "split.leave_out='third': must be one of first, second"),
+        ([*TRAIN, *JOINT, "split.leave_out=fourth"], "split.leave_out='fourth': must be one of first, second"),
         ([*TRAIN, *JOINT, "split.leave_out=first", "split.folds=2"], "give only one of them"),
         ([*TRAIN, *FIRST, "split.leave_out=first"], "leaving one out needs at least two"),
         ([*TRAIN, *FIRST, "split.folds=0"], "split.folds=0: must be at least 2"),

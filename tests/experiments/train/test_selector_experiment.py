@@ -334,15 +334,15 @@ def metrics_of(run: Path | str) -> pl.DataFrame:
     return frame.select(sorted(frame.columns)).sort("seed", maintain_order=True)
 
 
-@pytest.mark.parametrize(("stage", "iteration"), [("sft", 3), ("rce", 2), ("grpo", 7), ("report", 0)])
-def test_an_interrupted_run_ends_like_one_that_was_not(
-    folder: Path, whole: Path, stage: str, iteration: int, capsys: Capture
+def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_was_not(
+    folder: Path, whole: Path, capsys: Capture
 ) -> None:
     words = [*REPLAY, "name=x"]
-    in_training = commands.ctrl_c(lambda trainer: (trainer.stage.name, trainer.iteration) == (stage, iteration))
-    with commands.ctrl_c_in_report() if stage == "report" else in_training:
-        assert main(words) == 130
-    assert "repeat the command to resume" in capsys.readouterr().err
+    for stop in (("sft", 3), ("rce", 2), ("grpo", 7), None):
+        in_training = commands.ctrl_c(lambda trainer, stop=stop: (trainer.stage.name, trainer.iteration) == stop)
+        with in_training if stop else commands.ctrl_c_in_report():
+            assert main(words) == 130, stop
+        assert "repeat the command to resume" in capsys.readouterr().err
     assert main(words) == 0
     assert [path.name for path in RUN.iterdir()] == ["x"]
     assert Path("runs/latest/report.html").exists()

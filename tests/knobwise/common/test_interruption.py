@@ -35,8 +35,8 @@ from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common import interruption
 from knobwise.common.interruption import held_back, status_of, stopped_by_signals
-from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.losses.settings import LossConfig
+from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
+from knobwise.losses.settings import LossConfig, SelectorLossConfig
 from knobwise.profiling.demonstrations import learner
 from knobwise.profiling.demonstrations.learner import LearnerConfig, train_learner
 from knobwise.profiling.elastic import training
@@ -146,29 +146,35 @@ def test_in_another_thread_nothing_changes() -> None:
 SHORT = OptimiserConfig(warmup_iterations=8, iterations=12, contexts=32, minibatch=16, epochs=2, evaluate_every=6)
 
 
-def controller(folder: Path, objective: str) -> ControllerTrainer:
-    table = small_table(80, holes=0.2)
-    policy = PolicyConfig(structure="utility" if objective == "exact" else "independent", hidden=16, members=3)
+def controller(folder: Path, how: str) -> ControllerTrainer:
+    """`how`: structure or sense of the budgets, and objective."""
+    table, (kind, objective) = small_table(80, holes=0.2), how.split()
+    policy = PolicyConfig(structure="independent" if kind == "independent" else "utility", hidden=16, members=3)
     loss = LossConfig(objective=objective, kl_to_ref_coeff=0.01, kl_band=(0.01, 0.1))
     settings: dict[str, Any] = {"policy": policy, "loss": loss, "optimiser": SHORT, "reward": RewardConfig("utility")}
+    settings["budget"] = BudgetConfig(sense="mean") if kind == "mean" else None
     return ControllerTrainer(table, table.split(), folder=folder, **settings)
 
 
-def selector(folder: Path, stage: str) -> SelectorTrainer:
-    table, scorer = small_beams()
+def selector(folder: Path, how: str) -> SelectorTrainer:
+    """`how`: stage, and which epoch is kept."""
+    (table, scorer), (stage, keep) = small_beams(), how.split()
     torch.manual_seed(0)
     start = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates)
     settings: dict[str, Any] = {"scorer": scorer, "live": stage == "live", "folder": folder}
-    settings["config"] = StageConfig(epochs=3, lr=3e-3, queries=8)
+    settings["config"] = StageConfig(epochs=3, lr=3e-3, queries=8, keep=keep)
+    settings["loss"] = SelectorLossConfig(kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001))
     return SelectorTrainer("grpo" if stage == "live" else stage, table, table.split(0.8, 0.1), start, **settings)
 
 
-def press(trainer: Trainer, iteration: int, times: int = 1) -> None:
-    """Have signals sent to this process in the middle of an iteration."""
+def press(trainer: Trainer, iteration: int, times: int = 1, error: Exception | None = None) -> None:
+    """Have signals sent to this process, or an error raised, in the middle of an iteration."""
     learn = trainer._learn
 
     def pressed(data: Any) -> Any:
         if trainer.iteration == iteration:
+            if error is not None:
+                raise error
             for _ in range(times):
                 send()
         return learn(data)
@@ -177,34 +183,45 @@ def press(trainer: Trainer, iteration: int, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "how", "stops"),
+    ("make", "how", "stops", "crash"),
     [
-        (controller, "exact", [3, 11]),
-        (controller, "sampled", [7, 12]),
-        (selector, "sft", [1, 4]),
-        (selector, "rce", [2]),
-        (selector, "grpo", [3]),
-        (selector, "live", [5]),
+        (controller, "utility exact", [3, 11], 19),
+        (controller, "independent sampled", [7, 12], 19),
+        (controller, "mean exact", [], 2),
+        (controller, "mean sampled", [], 9),
+        (selector, "sft best", [1, 4], 10),
+        (selector, "rce best", [2], 5),
+        (selector, "rce best_kl", [], 9),
+        (selector, "grpo best", [3], 9),
+        (selector, "live best_kl", [5], 11),
     ],
 )
-def test_ctrl_c_saves_the_iteration_it_is_in_and_the_end_is_bit_for_bit_the_same(
-    tmp_path: Path, make: Callable[[Path, str], Trainer], how: str, stops: list[int]
+def test_what_was_stopped_ends_bit_for_bit_like_any(
+    tmp_path: Path, make: Callable[[Path, str], Trainer], how: str, stops: list[int], crash: int
 ) -> None:
+    """Ctrl-C saves the iteration that it comes in; a crash loses those since the last evaluation."""
     make(tmp_path / "whole", how).run()
+
+    def resumed() -> Any:
+        trainer: Any = make(tmp_path / "stopped", how)
+        trainer.resume(tmp_path / "stopped" / "last.pt")
+        return trainer
+
     for stop in stops:
-        trainer = make(tmp_path / "stopped", how)
-        trainer.resume(tmp_path / "stopped" / "last.pt")  # type: ignore[attr-defined]
-        press(trainer, stop)
+        press(trainer := resumed(), stop)
         (note,) = stopped(trainer.run).__notes__
         state = load_checkpoint(tmp_path / "stopped" / "last.pt").extra["training"]
         assert state["iteration"] == stop + 1  # nothing of what was done is lost
         load_checkpoint(tmp_path / "stopped" / "best.pt")
         assert f"{tmp_path / 'stopped' / 'last.pt'} holds iteration {stop + 1} of {trainer.total}" in note
         assert f"validation {trainer.judged_by} {state['best']['score']:.4f}" in note
-    resumed = make(tmp_path / "stopped", how)
-    assert resumed.resume(tmp_path / "stopped" / "last.pt")  # type: ignore[attr-defined]
-    assert resumed.iteration == stops[-1] + 1
-    resumed.run()
+        assert resumed().iteration == stop + 1
+    press(trainer := resumed(), crash, error=RuntimeError("no power"))
+    with pytest.raises(RuntimeError, match="no power"):
+        trainer.run()
+    trainer, every = resumed(), trainer.settings.evaluate_every
+    assert trainer.iteration == crash // every * every
+    trainer.run()
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert sorted(path.name for path in (tmp_path / "stopped").iterdir()) == names
     for name in names:
@@ -216,7 +233,7 @@ def test_ctrl_c_saves_the_iteration_it_is_in_and_the_end_is_bit_for_bit_the_same
 
 def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
-    trainer = controller(tmp_path, "sampled")
+    trainer = controller(tmp_path, "independent sampled")
     press(trainer, 9, times=2)
     assert "holds iteration 6 of 20" in stopped(trainer.run).__notes__[0]
     assert iteration_of(tmp_path / "last.pt") == 6
@@ -224,7 +241,7 @@ def test_a_second_ctrl_c_stops_in_the_middle_with_what_was_saved_before(tmp_path
 
 def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(interruption, "SAME_S", 0.0)
-    trainer = controller(tmp_path, "sampled")
+    trainer = controller(tmp_path, "independent sampled")
     press(trainer, 9)
     state = trainer.training_state
 
@@ -241,10 +258,10 @@ def test_pressing_on_while_it_saves_leaves_whole_files(tmp_path: Path, monkeypat
 
 
 def test_ctrl_c_at_the_last_iteration_leaves_a_finished_training(tmp_path: Path) -> None:
-    trainer = controller(tmp_path, "sampled")
+    trainer = controller(tmp_path, "independent sampled")
     press(trainer, 19)
     assert "finished" in stopped(trainer.run).__notes__[0]
-    again = controller(tmp_path, "sampled")
+    again = controller(tmp_path, "independent sampled")
     assert again.resume(tmp_path / "last.pt")
     assert again.finished
 

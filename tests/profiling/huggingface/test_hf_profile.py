@@ -83,22 +83,21 @@ def test_importance_is_measured_once_and_then_used(questions, tmp_path, monkeypa
     assert kept == [(0, int(most)), (0, 3)]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("model=./nowhere", "./nowhere: no such folder"), ("dtype=float8", "dtype='float8': must be one of"),
-        ("importance=nothing.json", "nothing.json: cannot be read"),
-        ("knobs.num_active_blocks=[0]", "num_active_blocks=0: this model takes 1 to 4"),
-        ("importance=measure knobs.num_active_blocks=[5]", "num_active_blocks=5"), ("knobs.metric=choice", "q0"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_named_and_nothing_is_written(words, message, questions, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_named_and_nothing_is_written(questions, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = saved(tmp_path / "model", *tiny_model("llava_next"))
-    command = ["profile", f"model={folder}", "data=questions.jsonl", "out=out", "device=cpu", *words.split()]
-    assert main(command) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    for words, message in {
+        "model=./nowhere": "./nowhere: no such folder",
+        "dtype=float8": "dtype='float8': must be one of",
+        "importance=nothing.json": "nothing.json: cannot be read",
+        "knobs.num_active_blocks=[0]": "num_active_blocks=0: this model takes 1 to 4",
+        "importance=measure knobs.num_active_blocks=[5]": "num_active_blocks=5",
+        "knobs.metric=choice": "q0",
+    }.items():
+        command = ["profile", f"model={folder}", "data=questions.jsonl", "out=out", "device=cpu", *words.split()]
+        assert main(command) == 2, words
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 def test_other_weights_have_another_digest(tmp_path):
