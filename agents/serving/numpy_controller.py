@@ -200,8 +200,8 @@ class NumpyController:
         factor, scale = self._checked(drift)
         if self._guard is not None and not self._guard.single(budget_ms * factor)[1]:
             static = self._guard.static
-            index = static.single(budget_ms * factor)
-            return index, float(static.log_latency[index]), float(static.spread[index])
+            fixed = static.single(budget_ms * factor)
+            return fixed, float(static.log_latency[fixed]), float(static.spread[fixed])
         if self._fast is not None and (decided := self._fast(raw, budget_ms, factor, drift)) is not None:
             return decided
         limit = np.array([budget_ms * factor], np.float64 if self._mean else np.float32)

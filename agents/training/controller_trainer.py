@@ -49,6 +49,7 @@ class ControllerTrainer(Trainer):
     """
 
     agent: Controller
+    loss: LossConfig
     env: ConfigBandit
     table: ProfileTable
     trained_on = "on another profile or with another policy"

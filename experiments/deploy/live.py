@@ -217,7 +217,7 @@ class Server:
             **{name: partial(self.by_static, static) for name, static in self.statics.items()},
             **{name: partial(self.by_configuration, fixed[name]) for name in fixed if name != BEST_STATIC},
         }
-        shape = (len(self.policies), len(stream.rows), config.repeats)
+        shape = len(self.policies), len(stream.rows), config.repeats
         fields = {name: np.zeros(shape, object if name == "drift" else float) for name in Served._fields}
         self.record = Record(list(self.policies), fields)
 
@@ -233,10 +233,8 @@ class Server:
         latest = self.latest[static.tracker.digest]
         limit = max(budget - waited - (statistics.median(latest) if latest else 0.0), LEAST_LATENCY_MS)
         drift, start = static.tracker.drift, self.clock()
-        choice = static.decide(limit)
-        decided = self.clock()
-        served = self.by_configuration(choice, row, budget, waited)
-        answered = self.clock()
+        choice, decided = static.decide(limit), self.clock()
+        served, answered = self.by_configuration(choice, row, budget, waited), self.clock()
         static.update(choice, served.inference_ms)
         decision_ms = max((decided - start) * 1e3, 0.0)
         overhead_ms = decision_ms + max((self.clock() - answered) * 1e3, 0.0)
@@ -325,10 +323,8 @@ def live_results(
             agreement.append({"policy": name, "what": what, **compared})
         row["latency_ms_p95"] = float(live["latency_ms"][p].quantile(0.95))
         row |= _mean("satisfaction_feasible", live["satisfaction"][p].mean(-1)[feasible])
-        row |= {
-            "waited_ms": float(served["waited_ms"][p].mean()),
-            "utility_per_run": live["utility"][p].mean(0).tolist(),
-        }
+        row["waited_ms"] = float(served["waited_ms"][p].mean())
+        row["utility_per_run"] = live["utility"][p].mean(0).tolist()
         policies.append(row | _mean("behind", gained[learned] - gained[p]))
     decisions, timeline = _replayed_decisions(table, stream, controller, record, learned)
     return {
@@ -414,10 +410,8 @@ def _replayed_decisions(
             }
             row |= {"level": float(np.exp(np.mean(offsets))), "spread": float(scale)}
             timeline.append({name: round(float(value), 4) for name, value in row.items()})
-    shares = same.mean((1, 2)).tolist()
-    return dict(
-        zip(("as_replayed_at_the_same_limit", "as_replayed_at_the_whole_budget"), shares, strict=True)
-    ), timeline
+    names = "as_replayed_at_the_same_limit", "as_replayed_at_the_whole_budget"
+    return dict(zip(names, same.mean((1, 2)).tolist(), strict=True)), timeline
 
 
 def _mean(name: str, values: Tensor) -> dict[str, Any]:
