@@ -51,6 +51,7 @@ class ControllerTrainer(Trainer):
     agent: Controller
     env: ConfigBandit
     table: ProfileTable
+    loss: LossConfig
     trained_on = "on another profile or with another policy"
 
     def __init__(
