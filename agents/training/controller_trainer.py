@@ -52,6 +52,7 @@ class ControllerTrainer(Trainer):
     loss: LossConfig
     env: ConfigBandit
     table: ProfileTable
+    loss: LossConfig
     trained_on = "on another profile or with another policy"
 
     def __init__(
