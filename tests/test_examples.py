@@ -33,7 +33,7 @@ def test_step_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     reward = example("step_by_hand").main()
     printed = capsys.readouterr().out
     assert f"reward {reward:+.2f}" in printed
-    assert "budget 2.0 ms" in printed
+    assert "budget 4.0 ms" in printed
     assert example("step_by_hand").main(str(tmp_path / "picture.png")) == reward
     picture = Image.open(tmp_path / "picture.png")
     assert min(picture.size) > 300

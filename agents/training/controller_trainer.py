@@ -49,7 +49,6 @@ class ControllerTrainer(Trainer):
     """
 
     agent: Controller
-    loss: LossConfig
     env: ConfigBandit
     table: ProfileTable
     loss: LossConfig
