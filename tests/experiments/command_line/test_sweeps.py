@@ -319,9 +319,9 @@ def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(folder: Path, monkeypatch:
 
 def test_hydras_own_flags_show_what_is_composed(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(sys, "argv", ["knobwise"])
-    for words in (["--cfg", "job", "policy=joint"], ["policy=joint", "--cfg", "job"]):
+    for words in (["--cfg", "job", "policy=independent"], ["policy=independent", "--cfg", "job"]):
         assert main(["train", *words]) == 0
-        assert "structure: joint" in capsys.readouterr().out
+        assert "structure: independent" in capsys.readouterr().out
     assert not Path("runs").exists()
 
 

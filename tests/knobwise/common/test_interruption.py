@@ -163,7 +163,7 @@ def selector(folder: Path, how: str) -> SelectorTrainer:
     start = Selector.fitted(SelectorConfig(width=16, heads=2, dropout=0.3), table.queries, table.candidates)
     settings: dict[str, Any] = {"scorer": scorer, "live": stage == "live", "folder": folder}
     settings["config"] = StageConfig(epochs=3, lr=3e-3, queries=8, keep=keep)
-    settings["loss"] = SelectorLossConfig(kl_band=(0.0, 0.001), temperature_band=(0.0, 0.001))
+    settings["loss"] = SelectorLossConfig(kl_band=(0.0, 0.001))
     return SelectorTrainer("grpo" if stage == "live" else stage, table, table.split(0.8, 0.1), start, **settings)
 
 
