@@ -1,7 +1,7 @@
 """What a controller adds to a request, as a share of the elastic model's own time: features, decision, setting knobs.
 
-Every request is served by the controller in front of the model, and by the model alone at the configuration that was
-chosen, all in random order, so that both meet caches filled by other requests. The difference is the whole overhead;
+Every request is served by the controller in front of the model, and some requests later by the model alone at the
+configuration that was chosen, so that both meet caches filled by other requests. The difference is the whole overhead;
 its parts, as the runtime measures them, are printed next to it. The time of a decision does not depend on how long a
 controller was trained, so these are fresh ones, first a student as a run deploys it; exported or trained ones can be
 given:
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from exported import student_on
+from threadpoolctl import threadpool_limits
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.controller.controller import Controller
@@ -38,7 +39,7 @@ from knobwise.profiling.elastic.adapter import ElasticAdaptive, request_of
 from knobwise.profiling.elastic.scenes import draw_samples
 from knobwise.profiling.elastic.settings import Configuration, ElasticProfileConfig
 
-REQUESTS, REPEATS, BAR = 150, 5, 0.04
+REQUESTS, REPEATS, BEHIND, BAR = 150, 5, 10, 0.04
 
 
 def controllers(table: ProfileTable, paths: Iterable[str]) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def controllers(table: ProfileTable, paths: Iterable[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    threadpool_limits(1)  # as `knobwise evaluate live=true` does: products of this size are slower on two threads
     gc.disable()  # as `knobwise live` does: it would interrupt random requests
     table, vlm = builtin_profile(), ElasticAdaptive()
     rows = table.split().test[:REQUESTS].tolist()
@@ -65,18 +67,21 @@ if __name__ == "__main__":
     budgets = rng.choice(default_budgets(table).numpy(), len(rows)).tolist()
     for name, controller in controllers(table, sys.argv[1:]).items():
         model = AdaptiveModel(vlm, controller)
-        chosen = [model.answer(r, b).configuration for r, b in zip(requests, budgets, strict=True)]
         took = np.zeros((2, len(rows), REPEATS))
         results: list[Result] = []
-        for repeat in range(REPEATS):
-            for item in rng.permutation(2 * len(rows)).tolist():
-                way, i = divmod(item, len(rows))
-                start = time.thread_time_ns()
-                if way:
+        for repeat in range(-1, REPEATS):  # the first round warms up
+            waiting: list[tuple[int, Configuration]] = []
+            for i in [*rng.permutation(len(rows)).tolist(), *[None] * BEHIND]:
+                if i is not None:
+                    start = time.thread_time_ns()
                     results.append(model.answer(requests[i], budgets[i]))
-                else:
-                    vlm.model.generate(requests[i].image, requests[i].question, Configuration(**chosen[i]))
-                took[way, i, repeat] = (time.thread_time_ns() - start) / 1e9
+                    took[1, i, repeat] = (time.thread_time_ns() - start) / 1e9
+                    waiting.append((i, Configuration(**results[-1].configuration)))
+                if i is None or len(waiting) > BEHIND:
+                    place, configuration = waiting.pop(int(rng.integers(len(waiting))))
+                    start = time.thread_time_ns()
+                    vlm.model.generate(requests[place].image, requests[place].question, configuration)
+                    took[0, place, repeat] = (time.thread_time_ns() - start) / 1e9
         inference, served = np.median(took, 2).mean(1)
         share = (served - inference) / inference
         decision = statistics.median(r.decision_us for r in results)
