@@ -129,7 +129,6 @@ def test_every_policy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(policies) == parts | {STUDENT, "oracle"}
     assert max(row["utility"] for row in policies.values()) == policies["oracle"]["utility"]
     assert policies["oracle"]["decision_us"] == 0 < policies[STUDENT]["decision_us"]
-    assert policies[STUDENT]["cpu_seconds"] > policies["teacher"]["cpu_seconds"]
     assert {"deployed", "unattainable", "too_dear"} <= set(policies["teacher"]["guard"][0])
 
 
