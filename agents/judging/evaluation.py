@@ -131,17 +131,18 @@ def judge_all(
     rewards: RewardTable,
     controllers: Sequence[Policy[Tensor]],
     baselines: Sequence[Baseline],
-    costs_ms: Mapping[str, Tensor] | None = None,
+    costs_ms: Mapping[str, Sequence[Tensor]] | None = None,
     teachers: Sequence[Policy[Tensor]] = (),
 ) -> dict[str, list[Judged]]:
     """The outcomes by policy: one for each seed of `controller` and of `teacher`, one for each baseline. Arguments as
-    in `judge`, the costs by policy."""
+    in `judge`, the costs by policy, one for each of its outcomes."""
     judged: dict[str, list[Judged]] = {}
     named = [*(("controller", c) for c in controllers), *(("teacher", t) for t in teachers)]
     named += [(b.name, b) for b in baselines]
     with progress("judging", len(named), quiet_s=2) as tick:
         for done, (name, policy) in enumerate(named, 1):
-            cost = (costs_ms or {}).get(name)
-            judged.setdefault(name, []).append(judge(policy, table, rows, budgets_ms, rewards, cost))
+            outcomes, costs = judged.setdefault(name, []), (costs_ms or {}).get(name)
+            cost = costs[len(outcomes)] if costs else None
+            outcomes.append(judge(policy, table, rows, budgets_ms, rewards, cost))
             tick(done, name)
     return judged

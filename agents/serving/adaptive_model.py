@@ -2,6 +2,7 @@
 
     first stage ─▶ the rest of the budget ─▶ decision ─▶ groups of equal configuration ─▶ answers, in their order
 
+Where the controller's guard falls back to static, the decision comes first and the first stage leaves the features out.
 A request pays for everything that it would not have cost without the controller: pooling features, the decision,
 setting knobs, learning from the answer's time, and, where arrivals are known, all waiting.
 """
@@ -44,6 +45,20 @@ from knobwise.profiling.measuring.adaptive_model import (
 
 DECISIONS_KEPT = 64
 """How many of the latest decisions count: the next is charged their median time, knobs included, before it is made."""
+
+
+class _Overhead:
+    """Medians of what the latest decisions took, and the calls around them, in ms; 0 before the first."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
+        self._count, self.decision_ms, self.beyond_ms = 0, 0.0, 0.0
+
+    def add(self, decision_ms: float, beyond_ms: float) -> None:
+        self._latest.append((decision_ms, beyond_ms))
+        self._count += 1
+        if self._count < 8 or self._count % DECISIONS_KEPT == 0:  # the medians take time too
+            self.decision_ms, self.beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
 
 
 @dataclass(slots=True)
@@ -126,16 +141,15 @@ class AdaptiveModel:
             raise InputError("runtime: the tracker is of another controller; start with tracker=True")
         self._tracks = tracker is not False
         self._lock = threading.Lock()
-        self._stages: OrderedDict[tuple[bytes, bytes], FirstStage] = OrderedDict()
+        self._stages: OrderedDict[tuple[bytes, bytes, bool], FirstStage] = OrderedDict()
         self._cache = cache
         self.cache_hits = self.cache_misses = 0
-        self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
-        self._count, self._decision_ms, self._beyond_ms = 0, 0.0, 0.0
+        self._decided, self._fallen_back = _Overhead(), _Overhead()
 
     @property
     def decision_us(self) -> float:
-        """Median of the latest decisions, as charged to the next one; 0 before the first."""
-        return self._decision_ms * 1e3
+        """Median of the latest decisions by features, as charged to the next one; 0 before the first."""
+        return self._decided.decision_ms * 1e3
 
     def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
         """Answer one request under its budget, a deadline in ms after arrival.
@@ -151,18 +165,23 @@ class AdaptiveModel:
         now = self._now
         # right after the model has run every line costs microseconds: keep only what one request needs
         with self._lock, self._clocked:
-            begun = now()
-            stage = self._first_stage(request)
-            start = now()
-            limit = self._limit(stage, budget_ms, arrived, begun)
-            drift = self.tracker.drift
-            expected = self.controller.decide_expected(stage.features, limit, drift)
+            begun, drift, latest = now(), self.tracker.drift, self._fallen_back
+            limit = self._limit(latest, 0.0, budget_ms, arrived, begun)
+            expected = self.controller.fall_back(limit, drift)
             decided = now()
+            took = decided - begun
+            stage = self._first_stage(request, features=expected is None)
+            if expected is None:
+                latest, start = self._decided, now()
+                limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
+                expected = self.controller.decide_expected(stage.features, limit, drift)
+                took += now() - start
             (answer,) = self._answers((stage,), (expected,))
             done = now()
-            decision_ms = _positive((decided - start) * 1e3)
+            decision_ms = _positive(took * 1e3)
             # what is neither in the answer nor counted yet: calls, clocks, setting knobs, tracking
             beyond_ms = _positive((done - begun) * 1e3 - answer.total_ms - stage.extra_ms - decision_ms)
+            latest.add(decision_ms, beyond_ms)
             about = stage, budget_ms, limit, drift, arrived
             return self._result(about, expected[0], answer, decision_ms, beyond_ms, done)
 
@@ -204,7 +223,8 @@ class AdaptiveModel:
         start = self._now()
         # when each would have begun had it come alone
         begun = [start - stage.total_ms / 1e3 for stage in stages]
-        limits = [self._limit(*each) for each in zip(stages, budgets, moments, begun, strict=True)]
+        extras = [stage.extra_ms for stage in stages]
+        limits = [self._limit(self._decided, *each) for each in zip(extras, budgets, moments, begun, strict=True)]
         arrays = {name: np.stack([stage.features[name] for stage in stages]) for name in stages[0].features}
         drift = self.tracker.drift
         expected = self.controller.choose_expected(arrays, np.array(limits, np.float32), None, drift)
@@ -222,6 +242,7 @@ class AdaptiveModel:
             # what the group took beyond its answers: setting knobs, tracking
             work = (a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True))
             beyond_ms = _positive((done - before) * 1e3 - sum(work))
+            self._decided.add(decision_ms, beyond_ms)
             for i, answer in zip(members, answers, strict=True):
                 about = stages[i], budgets[i], limits[i], drift, moments[i]
                 results[i] = self._result(about, choice, answer, decision_ms, beyond_ms, done)
@@ -254,28 +275,25 @@ class AdaptiveModel:
         overhead = stage.extra_ms + decision_ms + beyond_ms
         total = overhead + answer.total_ms
         waited = 0.0 if arrived is None else _positive((done - arrived) * 1e3 - total)
-        self._latest.append((decision_ms, beyond_ms))
-        self._count += 1
-        if self._count < 8 or self._count % DECISIONS_KEPT == 0:  # the medians take time too
-            self._decision_ms, self._beyond_ms = map(statistics.median, zip(*self._latest, strict=True))
         configuration = self.configurations[choice]
         total += waited
         return Result(answer, configuration, choice, budget, limit, drift, total, waited, overhead, decision_ms * 1e3)
 
-    def _limit(self, stage: FirstStage, budget: float, arrived: float | None, begun: float) -> float:
-        """The rest of a budget whose first stage began at `begun`, for the answer."""
-        left = budget - stage.extra_ms - self._decision_ms - self._beyond_ms
+    def _limit(self, latest: _Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float) -> float:
+        """The rest of a budget for the answer, without the overhead of the latest decisions and what the first stage,
+        which began at `begun`, took for features."""
+        left = budget - extra_ms - latest.decision_ms - latest.beyond_ms
         if arrived is not None:
             if self.clock == "cpu":
                 raise InputError("runtime: arrivals need clock=wall; clock=cpu counts the work of a request only")
             left -= (begun - arrived) * 1e3
         return left if left > LEAST_LATENCY_MS else LEAST_LATENCY_MS
 
-    def _first_stage(self, request: Request) -> FirstStage:
+    def _first_stage(self, request: Request, features: bool = True) -> FirstStage:
         if not self._cache:
-            return self.model.first_stage(request)
+            return self.model.first_stage(request, features)
         start = self._now()
-        key = content_key(request.image), content_key(request.question)
+        key = content_key(request.image), content_key(request.question), features
         known = self._stages.get(key)
         took = (self._now() - start) * 1e3
         if known is not None:
@@ -283,7 +301,7 @@ class AdaptiveModel:
             self.cache_hits += 1
             return replace(known, request=request, total_ms=took, extra_ms=took)
         self.cache_misses += 1
-        stage = self.model.first_stage(request)
+        stage = self.model.first_stage(request, features)
         self._stages[key] = stage
         if len(self._stages) > self._cache:
             self._stages.popitem(last=False)

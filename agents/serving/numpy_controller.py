@@ -149,6 +149,14 @@ class NumpyController:
             raise ValueError("a controller for mean budgets predicts no spread of latencies")
         return self._decided(features, budget_ms, drift)
 
+    def fall_back(self, budget_ms: float, drift: Drift | None = None) -> Expected | None:
+        """What `decide_expected` gives where the guard falls back to budget-aware static, for which it needs no
+        features; None where the policy decides."""
+        if self._guard is None or self._guard.never_falls_back:
+            return None
+        limit = budget_ms * self._checked(drift)[0]
+        return None if self._guard.single(limit)[1] else self._guard.static.expected(limit)
+
     def choose(
         self, features: Mapping[str, Array], limits: Array, mask: Array | None = None, drift: Drift | None = None
     ) -> NDArray[np.int64]:
@@ -197,11 +205,9 @@ class NumpyController:
         raw = np.concatenate(blocks, dtype=np.float32) if blocks else np.zeros(0, np.float32)
         if raw.ndim != 1:
             raise ValueError(self._wrong(features))
+        if (fixed := self.fall_back(budget_ms, drift)) is not None:
+            return fixed
         factor, scale = self._checked(drift)
-        if self._guard is not None and not self._guard.single(budget_ms * factor)[1]:
-            static = self._guard.static
-            fixed = static.single(budget_ms * factor)
-            return fixed, float(static.log_latency[fixed]), float(static.spread[fixed])
         if self._fast is not None and (decided := self._fast(raw, budget_ms, factor, drift)) is not None:
             return decided
         limit = np.array([budget_ms * factor], np.float64 if self._mean else np.float32)
@@ -787,6 +793,7 @@ class _Guard:
         self.static, self.logs = static, np.log(np.maximum(arrays["budgets_ms"], LEAST_MS))
         self.miss, self.deploy = arrays["miss"], arrays["deploy"]
         order = np.argsort(self.logs, kind="stable")
+        self.never_falls_back = bool(self.deploy.all())
         self._few = list(zip(self.miss[order].tolist(), self.deploy[order].tolist(), strict=True))
         self._between = np.exp((self.logs[order][1:] + self.logs[order][:-1]) / 2).tolist()
 
@@ -819,6 +826,10 @@ class _Static:
 
     def single(self, limit: float) -> int:
         return int(self.choices[bisect.bisect_right(self._few, limit) - 1])
+
+    def expected(self, limit: float) -> Expected:
+        choice = self.single(limit)
+        return choice, float(self.log_latency[choice]), float(self.spread[choice])
 
     def __call__(self, limits: Array, mask: Array | None) -> Array:
         limits = limits.astype(np.float64)

@@ -2,20 +2,19 @@
 
 In front of a model a decision is never repeated at once: the model has run in between, and the caches hold its weights
 and its code. A decision then takes several times as long as in a loop of decisions. So a transformer runs before each
-that is timed, and the features are pooled, whose time `ProfileTable.features_ms` is.
+that is timed, and the features are pooled, whose time `ProfileTable.features_ms` is. Where a guard falls back to
+static, features are neither pooled nor charged.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from knobwise.agents.judging.baselines import PredictThenChoose
@@ -29,39 +28,50 @@ CALLS, WARM_UP = 40, 5
 WIDTH, LAYERS, TOKENS = 128, 4, 32
 """Of the transformer: 3 MB of weights, as the elastic model has. Larger models take so long that decisions cost next to
 nothing."""
-Decide = Callable[[Mapping[str, NDArray[Any]], float], int]
-"""Blocks [d] and a budget in ms → a configuration, as `NumpyController.decide_index`."""
+EXPECTED_US = {"network": 60.0, "experts": 1500.0}
+"""What a decision takes, by rule of thumb: of one network, with experts. The guard is calibrated by these, so that
+training is repeatable; results are charged what was measured."""
 
 
-def deployed_form(policy: Any, table: ProfileTable) -> Decide | None:
+class OwnCost(NamedTuple):
+    """Under B budgets, float64 [B] each."""
+
+    decision_us: Tensor
+    """Median time of a decision in µs, with the features at hand; 0 for a look-up."""
+    charged_ms: Tensor
+    """What it is charged: its decision and its features; 0 where budgets are no times."""
+
+
+def deployed_form(policy: Any, table: ProfileTable) -> NumpyController | None:
     """A policy in the form that decides for single requests; None for one that reads nothing but the budget, which is a
     look-up in a sorted list."""
     chooser = policy.chooser if isinstance(policy, PricedChooser) else policy
     if isinstance(chooser, PredictThenChoose):
-        return NumpyController(_arrays_of_baseline(policy, chooser, table)).decide_index
+        return NumpyController(_arrays_of_baseline(policy, chooser, table))
     if hasattr(chooser, "normaliser"):
-        return NumpyController(arrays_of(policy)).decide_index
+        return NumpyController(arrays_of(policy))
     return None
 
 
-def decision_us(policy: Any, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> Tensor:
-    """Median time of a decision in µs under each budget, float64 [B], on samples `rows` [n] with the features at hand;
-    0 for a look-up, under budgets [B] in ms."""
-    decide = deployed_form(policy, table)
-    if decide is None:
-        return torch.zeros(len(budgets_ms), dtype=torch.float64)
+def own_cost(policy: Any, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> OwnCost:
+    """Time decisions on samples `rows` [n] under budgets [B] in ms, which take turns in random order."""
+    deployed, limits = deployed_form(policy, table), budgets_ms.tolist()
+    if deployed is None:
+        return OwnCost(*torch.zeros(2, len(limits), dtype=torch.float64))
+    rng = np.random.default_rng(0)
     samples = [{name: block[row].numpy() for name, block in table.features.items()} for row in rows[:CALLS].tolist()]
-    micros = np.zeros((WARM_UP + CALLS, len(budgets_ms)))
+    micros = np.zeros((WARM_UP + CALLS, len(limits)))
     with torch.inference_mode():
-        for call, place in np.ndindex(*micros.shape):
-            limit = float(budgets_ms[place])
+        for call, place in ((call, place) for call in range(len(micros)) for place in rng.permutation(len(limits))):
             _transformer()(torch.zeros(1, TOKENS, WIDTH))
             # the mean of two equal tokens is the token
             blocks = {name: np.stack([block, block]).mean(0) for name, block in samples[call % len(samples)].items()}
             start = time.perf_counter_ns()
-            decide(blocks, limit)
+            deployed.decide_index(blocks, limits[place])
             micros[call, place] = (time.perf_counter_ns() - start) / 1e3
-    return torch.from_numpy(np.median(micros[WARM_UP:], 0))
+    took = torch.from_numpy(np.median(micros[WARM_UP:], 0))
+    reads = torch.tensor([deployed.fall_back(limit) is None for limit in limits])
+    return OwnCost(took, (took / 1e3 + table.features_ms * reads) * (table.unit == "ms"))
 
 
 @cache
@@ -71,12 +81,10 @@ def _transformer() -> nn.Module:
         return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).eval()
 
 
-def own_cost_ms(table: ProfileTable, decision_us: Tensor) -> Tensor:
-    """What decisions of so many µs are charged, in ms, of the same shape. They are charged the features too, unless
-    they are look-ups (0 µs), which read none. Nothing is charged where budgets are no times."""
-    if table.unit != "ms":
-        return torch.zeros_like(decision_us)
-    return decision_us / 1e3 + table.features_ms * (decision_us > 0)
+def expected_cost_ms(table: ProfileTable, experts: bool) -> float:
+    """What decisions by a network, or with experts, are expected to cost with their features, in ms."""
+    micros = EXPECTED_US["experts" if experts else "network"]
+    return micros / 1e3 + table.features_ms if table.unit == "ms" else 0.0
 
 
 def _arrays_of_baseline(policy: Any, chooser: PredictThenChoose, table: ProfileTable) -> Arrays:

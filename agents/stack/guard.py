@@ -68,15 +68,23 @@ class Guard(nn.Module):
     @classmethod
     @torch.no_grad()
     def calibrate(
-        cls, measured: Measured, *, score: Tensor, meets: Tensor, static_choice: Tensor, **settings: float
+        cls,
+        measured: Measured,
+        *,
+        score: Tensor,
+        meets: Tensor,
+        static_choice: Tensor,
+        cost_ms: float = 0.0,
+        **settings: float,
     ) -> Guard:
         """Find prices and fall-backs on n held-out samples with C configurations, for B budgets.
 
         Args:
             measured: the samples and the budgets.
-            score, meets: float [B, n, C], the utility under each budget, and the probability that the latency is at
-                most the budget, predicted by a model not fitted on the sample.
+            score, meets: float [B, n, C], the utility under what the policy's own cost leaves of each budget, and the
+                probability that the latency is at most that, predicted by a model not fitted on the sample.
             static_choice: int64 [B, n], what budget-aware static chooses.
+            cost_ms: what a decision of the policy takes from each budget. Static costs nothing.
             settings: those of the class.
         """
         guard = cls(len(measured.budgets_ms), **settings)
@@ -86,7 +94,9 @@ class Guard(nn.Module):
             choices = [_choice(score[group], meets[group], p, measured.mask, static_choice[group]) for p in PRICES]
             columns = torch.stack([*choices, static_choice[group]], 1)
             cells = torch.arange(len(columns)).unsqueeze(1), columns
-            in_time = share_in_time(measured.measurements_ms[cells].double(), budget)
+            latency_ms = measured.measurements_ms[cells].double()
+            latency_ms[:, :-1] += cost_ms
+            in_time = share_in_time(latency_ms, budget)
             feasible = (measured.latency_ms <= budget).any(1)
             utilities = measured.accuracy[cells].double() * in_time
             values = guard._calibrated(utilities, in_time[feasible].sum(0), int(feasible.sum()))

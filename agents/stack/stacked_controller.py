@@ -25,6 +25,7 @@ from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.prices import choose_at_price
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -244,7 +245,13 @@ def _fit_members(
 
 @torch.no_grad()
 def fit_stack(
-    table: ProfileTable, rows: Tensor, network: Controller, config: PolicyConfig, limits: Tensor, seed: int
+    table: ProfileTable,
+    rows: Tensor,
+    network: Controller,
+    config: PolicyConfig,
+    limits: Tensor,
+    seed: int,
+    cost_ms: float = 0.0,
 ) -> StackedController:
     """Fit the experts for deadlines, weigh all members and calibrate the guard, all out of fold.
 
@@ -253,24 +260,26 @@ def fit_stack(
         network: of structure `utility`, with at least two members.
         limits: float [B], budgets in ms that the utility of a decision is averaged over.
         seed: of folds and trees.
+        cost_ms: what a decision takes from each budget.
     """
     measured, fitted, outcomes, unseen = _fit_members(table, rows, network, config, limits, seed)
     inner = network.network
     assert isinstance(inner, UtilityNetwork)
-    each = [limit.expand(len(rows)) for limit in limits]
+    left = (limits - cost_ms).clamp_min(LEAST_LATENCY_MS)
+    each = [limit.expand(len(rows)) for limit in left]
     views = [
         [View(*(part[unseen] for part in View.of_network(inner, outcomes, limit))) for limit in each],
         *([View.of_expert(expert.out_of_fold, limit) for limit in each] for expert in fitted),
     ]
     scores = [torch.stack([view.score for view in of_limits]) for of_limits in views]
     meets = [torch.stack([view.meets for view in of_limits]) for of_limits in views]
-    worth = expected_utility(measured.accuracy, measured.measurements_ms, limits[:, None, None])
+    worth = expected_utility(measured.accuracy, measured.measurements_ms, left[:, None, None])
     held_out = HeldOut(scores, worth, measured.mask)
     weights = stack_weights(held_out)
     static = guard = None
     if config.guard:
         static = BudgetAwareStatic(table, rows)
-        guard = _calibrated(table, measured, held_out, meets, weights, config)
+        guard = _calibrated(table, measured, held_out, meets, weights, config, cost_ms)
     mean_worth = held_out.mean_worth(weighted(scores, weights))
     return StackedController(network, [f.expert for f in fitted], weights, guard, static, mean_worth).eval()
 
@@ -317,6 +326,7 @@ def _calibrated(
     meets: Sequence[Tensor],
     weights: Tensor,
     config: PolicyConfig,
+    cost_ms: float,
 ) -> Guard:
     """The guard, calibrated by weights that have not seen the fold they are judged on."""
     score, likely = _joined(measured, held_out, weights, held_out.scores, meets)
@@ -325,5 +335,5 @@ def _calibrated(
         static = BudgetAwareStatic(table, measured.rows[torch.from_numpy(fit)])
         for number, budget in enumerate(measured.budgets_ms):
             static_choice[number, hold] = static.choose({}, budget.expand(len(hold)), measured.mask[hold])
-    guard_settings = {name: getattr(config, name) for name in GUARD_SETTINGS}
-    return Guard.calibrate(measured, score=score, meets=likely, static_choice=static_choice, **guard_settings)
+    settings = {name: getattr(config, name) for name in GUARD_SETTINGS} | {"cost_ms": cost_ms}
+    return Guard.calibrate(measured, score=score, meets=likely, static_choice=static_choice, **settings)

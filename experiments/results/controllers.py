@@ -16,7 +16,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.judging.evaluation import Judged, judge_all
 from knobwise.agents.judging.policy import Baseline, Policy
-from knobwise.agents.serving.own_cost import decision_us, own_cost_ms
+from knobwise.agents.serving.own_cost import own_cost
 from knobwise.agents.stack.priced_policy import PricedChooser
 from knobwise.agents.stack.stacked_controller import StackedController
 from knobwise.envs.configurations.reward import RewardTable
@@ -46,7 +46,7 @@ def judge_deadlines(
     controllers: Sequence[Policy[Tensor]],
     seeds: Sequence[int],
     baselines: Sequence[Baseline],
-    own_cost: bool = True,
+    charge: bool = True,
     teachers: Sequence[Policy[Tensor]] = (),
 ) -> tuple[Results, pl.DataFrame]:
     """The contents of `results.json` and of `decisions.parquet`: controllers, one for each of `seeds`, and baselines on
@@ -60,10 +60,10 @@ def judge_deadlines(
         budgets_ms: float [B].
         rewards: the reward of the column `reward`.
         baselines: `budget_aware_static` and `oracle` must be among them.
-        own_cost: whether to charge it.
+        charge: whether to.
         teachers: what taught the controllers, if they are students.
     """
-    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, own_cost, teachers)
+    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, charge, teachers)
     free = judge_all(table, test, budgets_ms, rewards, controllers, baselines, teachers=teachers)
     charged = [baseline for baseline in baselines if baseline.name in costs]
     judged = free
@@ -81,7 +81,7 @@ def judge_mean_budgets(
     controllers: Sequence[PricedChooser],
     seeds: Sequence[int],
     baselines: Sequence[PricedChooser],
-    own_cost: bool = True,
+    charge: bool = True,
 ) -> tuple[Results, pl.DataFrame]:
     """The same under mean budgets.
 
@@ -98,7 +98,7 @@ def judge_mean_budgets(
         baselines: those that look at the request; the static ones and the oracle are added.
     """
     reference = Reference(table, fitted, test)
-    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, own_cost)
+    times, costs = _own_costs(table, test, budgets_ms, controllers, baselines, charge)
     judged = reference.judged(budgets_ms, controllers, baselines, costs)
     prices = {baseline.name: baseline.prices.unsqueeze(0) for baseline in baselines}
     prices["controller"] = torch.stack([controller.prices for controller in controllers])
@@ -121,15 +121,17 @@ def _own_costs(
     budgets_ms: Tensor,
     controllers: Sequence[Any],
     baselines: Sequence[Any],
-    own_cost: bool,
+    charge: bool,
     teachers: Sequence[Any] = (),
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Median time of a decision in µs, and what a decision is charged in ms where it is, by policy, [B] each."""
-    timed = {"controller": controllers[0], **{b.name: b for b in baselines if b.name not in KNOW_THE_ROWS}}
-    timed |= {"teacher": teachers[0]} if teachers else {}
-    times = {name: decision_us(policy, table, rows, budgets_ms) for name, policy in timed.items()}
-    costs = {name: own_cost_ms(table, time) for name, time in times.items()} if own_cost else {}
-    return times, {name: cost for name, cost in costs.items() if cost.any()}
+) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    """Median times of a decision in µs, and what decisions are charged in ms where they are, by policy: [B] each, for
+    each controller and teacher."""
+    timed = {"controller": controllers, **{b.name: [b] for b in baselines if b.name not in KNOW_THE_ROWS}}
+    timed |= {"teacher": teachers} if teachers else {}
+    costs = {name: [own_cost(each, table, rows, budgets_ms) for each in policies] for name, policies in timed.items()}
+    charged = {name: [each.charged_ms for each in of_policy] for name, of_policy in costs.items() if charge}
+    times = {name: [each.decision_us for each in of_policy] for name, of_policy in costs.items()}
+    return times, {name: each for name, each in charged.items() if any(cost.any() for cost in each)}
 
 
 def judged_means(judged: Judged) -> dict[str, float | None]:
@@ -178,7 +180,7 @@ def _decisions(
     test: Tensor,
     judged: Mapping[str, Sequence[Judged]],
     seeds: Sequence[int],
-    times: Mapping[str, Tensor],
+    times: Mapping[str, Sequence[Tensor]],
     free: Mapping[str, Sequence[Judged]] | None = None,
 ) -> pl.DataFrame:
     """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs where known, and
@@ -200,7 +202,7 @@ def _decisions(
                 "reward": outcome.reward,
                 "score": outcome.utility,
                 "score_free": free and free[policy][place].utility,
-                "decision_us": times[policy].expand(len(test), -1) if policy in times else None,
+                "decision_us": times[policy][place].expand(len(test), -1) if policy in times else None,
             }
             frames.append(decision_rows(policy, seed, samples, outcome.budgets_ms.tolist(), columns))
     return pl.concat(frames)
@@ -226,7 +228,7 @@ def _results(
     arrays = DecisionArrays(decisions)
     rows = _rows(outcomes(arrays, test), arrays.places)
     for row in rows:
-        times = arrays.array(row["policy"], "decision_us")[0, 0]
+        times = arrays.array(row["policy"], "decision_us")[:, 0].mean(0)
         budgets = slice(None) if row["budget_ms"] is None else arrays.places.index(row["budget_ms"])
         row["decision_us_p50"] = None if np.isnan(times[0]) else float(times[budgets].mean())
     accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))

@@ -78,21 +78,27 @@ class Reference:
         budgets_ms: Tensor,
         controllers: Sequence[PricedChooser],
         baselines: Sequence[PricedChooser],
-        costs_ms: Mapping[str, Tensor],
+        costs_ms: Mapping[str, Sequence[Tensor]],
     ) -> dict[str, list[Judged]]:
         """The outcomes of every policy by name, charged its own cost, the references included; one for each
         controller."""
         mix = StaticMix(self.table, self.fitted, budgets_ms).expected(self.table, self.test)
         single = best_single_at(*self.averages, budgets_ms, self.mask)
+        priced = {"controller": controllers, **{baseline.name: [baseline] for baseline in baselines}}
+        nothing = [torch.zeros_like(budgets_ms)] * len(controllers)
+        judged = {
+            name: [self._priced(*each) for each in zip(policies, costs_ms.get(name, nothing), strict=False)]
+            for name, policies in priced.items()
+        }
         return {
-            "controller": [self._priced(controller, costs_ms.get("controller", 0.0)) for controller in controllers],
+            "controller": judged.pop("controller"),
             "static_mix": [_judged(budgets_ms, torch.full(mix[0].shape, -1), *mix)],
             "best_single": [self._chosen(budgets_ms, single)],
-            **{baseline.name: [self._priced(baseline, costs_ms.get(baseline.name, 0.0))] for baseline in baselines},
+            **judged,
             "oracle": [self.oracle(budgets_ms)],
         }
 
-    def _priced(self, policy: PricedChooser, cost_ms: Tensor | float) -> Judged:
+    def _priced(self, policy: PricedChooser, cost_ms: Tensor) -> Judged:
         chosen = policy.decided(self.table, self.test)
         accuracy, latency_ms = policy.expected(self.table, self.test, chosen)
         return _judged(policy.budgets_ms, chosen.where(policy.deployed, -1), accuracy, latency_ms + cost_ms)

@@ -25,7 +25,7 @@ from knobwise.agents.judging.baselines import make_baselines
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.predictors.experts import Expert
 from knobwise.agents.serving.distillation import StudentConfig, student_of
-from knobwise.agents.serving.own_cost import decision_us, own_cost_ms
+from knobwise.agents.serving.own_cost import expected_cost_ms, own_cost
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
@@ -113,7 +113,8 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     # the default run: a network, experts and a guard around it, and a student of them all
     trainer, network_seconds = _timed(cell.trained, "auto")
     network, optimiser, config = trainer.agent, trainer.settings, GROUPS["policy"]["auto"]
-    teacher, seconds = _timed(fit_stack, table, cell.fitted, network, config, cell.budgets, seed)
+    expected_ms = expected_cost_ms(table, experts=False)  # of the student, which is deployed
+    teacher, seconds = _timed(fit_stack, table, cell.fitted, network, config, cell.budgets, seed, expected_ms)
     seconds += network_seconds
     lessons = StudentConfig(steps=STUDENT_STEPS * (optimiser.warmup_iterations + optimiser.iterations))
     student, more_seconds = _timed(student_of, teacher, table, cell.fitted, seed, lessons)
@@ -155,9 +156,9 @@ class _Cell:
     def judge(self, name: str, policy: Any, seconds: float, **facts: Any) -> None:
         """Charged with its own cost, and for nothing."""
         table, test, budgets = self.table, self.split.test, self.budgets
-        micros = decision_us(policy, table, test, budgets)
-        row = {"policy": name, "decision_us": float(micros.mean()), "cpu_seconds": seconds, **facts}
-        for ending, cost in (("", own_cost_ms(table, micros)), ("_free", None)):
+        own = own_cost(policy, table, test, budgets)
+        row = {"policy": name, "decision_us": float(own.decision_us.mean()), "cpu_seconds": seconds, **facts}
+        for ending, cost in (("", own.charged_ms), ("_free", None)):
             means = judged_means(judge(policy, table, test, budgets, cost_ms=cost))
             row |= {key + ending: means[key] for key in ("utility", "satisfaction_feasible")}
         self.policies.append(row)

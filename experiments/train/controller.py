@@ -17,6 +17,7 @@ from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, StaticP
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import export_numpy
+from knobwise.agents.serving.own_cost import expected_cost_ms
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines, price_stack
 from knobwise.agents.stack.prices import mean_budgets
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -97,6 +98,12 @@ class ControllerExperiment(Experiment):
             if not student.exists() and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
                 deployed.save(student)
 
+    @property
+    def _taught(self) -> bool:
+        """Whether a student is deployed, or the policy itself (`policy.deploy`)."""
+        policy = self.config.policy
+        return policy.deploy == "student" or (policy.deploy == "auto" and bool(policy.experts) and not self.mean)
+
     def completed(self, trainer: ControllerTrainer, network: Controller) -> Loaded:
         """What a training ends in, from its best network: experts and a guard around an ensemble that predicts
         outcomes, and under mean budgets the price of each. Any other network stays as it is."""
@@ -106,17 +113,17 @@ class ControllerExperiment(Experiment):
             if self.mean:
                 done = price_stack(table, self.fitted, network, policy, limits, self.budgets_ms, seed)
             elif self.stacked:
-                done = fit_stack(table, self.fitted, network, policy, limits, seed)
+                experts = bool(policy.experts) and not self._taught
+                cost_ms = expected_cost_ms(table, experts) if self.config.own_cost else 0.0
+                done = fit_stack(table, self.fitted, network, policy, limits, seed, cost_ms)
         extra = trainer.provenance()
         if isinstance(stack := getattr(done, "chooser", done), StackedController):
             extra["validation_utility"] = stack.held_out_worth
         return Loaded(done, table.name, table.digest, extra)
 
     def deployed(self, loaded: Loaded, seed: int) -> Loaded:
-        """What is deployed of a completed training: a student of it, or the policy itself (`policy.deploy`)."""
-        policy = self.config.policy
-        taught = policy.deploy == "student" or (policy.deploy == "auto" and bool(policy.experts) and not self.mean)
-        if not taught:
+        """What is deployed of a completed training: a student of it, or the policy itself."""
+        if not self._taught:
             return loaded
         assert isinstance(loaded.agent, StackedController)
         steps = max(STUDENT_STEPS * (self.config.optimiser.warmup_iterations + self.config.optimiser.iterations), 200)

@@ -44,11 +44,11 @@ class ElasticAdaptive:
     An image is a PIL image or float [1, 3, h, w] or [3, h, w] in 0–1, a tensor or an array, whose sides are 2 to 8
     cells of 8 pixels. A question is a text such as `"digit? r1 c2"` or its tokens int64 [1, 6].
 
-    `model` None is the one that comes with knobwise; `features`: whether the first stage computes what a decision sees.
+    `model` None is the one that comes with knobwise.
     """
 
-    def __init__(self, model: ElasticVLM | None = None, name: str = "elastic", features: bool = True) -> None:
-        self.model, self.name, self.features = model or shipped_model(), name, features
+    def __init__(self, model: ElasticVLM | None = None, name: str = "elastic") -> None:
+        self.model, self.name = model or shipped_model(), name
         size, full = self.model.size, self.model.full
         self.knobs = (
             KnobSupport("max_crops", full.max_crops, 1, size.max_crops, "16-pixel tiles of the image, at most"),
@@ -84,7 +84,7 @@ class ElasticAdaptive:
             wanted = self._checked[key] = Configuration(**check_configuration(self.knobs, configuration))
         return wanted
 
-    def first_stage(self, request: Request) -> FirstStage:
+    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         """The overview, and features as in the built-in profile, which rounds them to half precision. Raises InputError
         for an image or a question that the model cannot take."""
         start, cpu = clock_ms(), time.thread_time_ns()
@@ -96,11 +96,11 @@ class ElasticAdaptive:
         overview = self.model.overview(image)
         done, cpu_done = clock_ms(), time.thread_time_ns()
         kept = image, prompt, overview, (cpu_done - cpu) / 1e6
-        if not self.features:
+        if not features:
             return FirstStage(request, {}, kept, done - start, 0.0)
-        features = self._features(image, overview.numpy(), prompt.numpy()[0])
+        blocks = self._features(image, overview.numpy(), prompt.numpy()[0])
         end = clock_ms()
-        return FirstStage(request, features, kept, end - start, end - done)
+        return FirstStage(request, blocks, kept, end - start, end - done)
 
     def _features(
         self, image: Tensor, overview: NDArray[np.float32], prompt: NDArray[np.int64]

@@ -67,14 +67,16 @@ class HuggingFaceVLM(PromptedModel):
         return self.knobs_of_model.set(configuration)
 
     @torch.inference_mode()
-    def first_stage(self, request: Request) -> FirstStage:
+    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         """Features: `image_features`, the vision tower's last hidden states of the overview, and `language_features`,
         the token embeddings of the prompt as it reads without its image; each the mean over tokens, float32 [d].
 
         `extra_ms` is all of `total_ms` where answers compute the overview again (see
-        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time. Raises InputError if the
-        image is no PIL image or the question no text.
+        `knobwise.profiling.huggingface.first_stage`); else it lacks the vision tower's time. Without features nothing
+        is computed yet. Raises InputError if the image is no PIL image or the question no text.
         """
+        if not features:
+            return FirstStage(request, {}, None, 0.0, 0.0)
         start = self._clock()
         with self.set_knobs({"max_crops": self._overview_crops()}):
             inputs = self.inputs([request])
@@ -82,14 +84,14 @@ class HuggingFaceVLM(PromptedModel):
         prompt = self._text(request.question, image=False)
         tokens = self.tokenizer(prompt, return_tensors="pt", **self._token_options(prompt))["input_ids"]
         words = self.model.get_input_embeddings()(tokens.to(self.model.device))[0]
-        features = {
+        blocks = {
             "image_features": overview.pooled().numpy(),
             "language_features": words.float().mean(0).cpu().numpy(),
         }
         reusable = self.model.config.model_type in SAME_AT_EVERY_SETTING
         total = self._clock() - start
         extra = total - overview.ms if reusable else total
-        return FirstStage(request, features, overview if reusable else None, total, extra)
+        return FirstStage(request, blocks, overview if reusable else None, total, extra)
 
     @torch.inference_mode()
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:

@@ -94,7 +94,7 @@ class FirstStage:
 
     request: Request
     features: dict[str, NDArray[np.float32]]
-    """What a decision may see, [d] each: `image_features`, `language_features`."""
+    """What a decision may see, [d] each: `image_features`, `language_features`. Empty if they were not wanted."""
     kept: Any
     """What `answer` continues from, so that nothing is computed twice."""
     total_ms: float
@@ -147,8 +147,9 @@ class AdaptiveVLM(Protocol):
         Not for two threads at once. Raises InputError for a value that cannot be set."""
         ...
 
-    def first_stage(self, request: Request) -> FirstStage:
-        """The part that comes before a decision; independent of every knob."""
+    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+        """The part that comes before a decision; independent of every knob. `features` is False where the decision
+        needs none, because it is always the same at this budget: leave out what only they need."""
         ...
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:

@@ -310,11 +310,16 @@ def test_a_fall_back_runs_no_network_and_expects_what_static_does(short: bool) -
     for budget in budgets_of(table).tolist():
         index, log_latency, spread = light.decide_expected(arrays(table.features, 0), budget)
         assert index == int(static.choose({}, torch.tensor([budget])))
+        assert light.fall_back(budget) == (index, log_latency, spread)
         logs = table.latency_ms[:, index].double().log().numpy()
         assert (log_latency, spread) == pytest.approx((logs.mean(), logs.std()), rel=1e-5)
     assert light.decide_expected(arrays(table.features, 0), 15.0, (math.log(2), 1.0))[0] == int(
         static.choose({}, torch.tensor([7.5]))
     )
+    assert to_numpy(light_stack(table, deploy=[1, 1, 1, 1, 1])).fall_back(15.0) is None
+    some = to_numpy(light_stack(table, deploy=[1, 1, 0, 1, 1]))
+    falls_back = [some.fall_back(budget) is not None for budget in budgets_of(table).tolist()]
+    assert 0 < sum(falls_back) < len(falls_back)
 
 
 def test_ties_go_to_the_fastest_by_the_short_way_too() -> None:

@@ -8,9 +8,10 @@ from helpers import small_table
 
 from knobwise.agents import Controller, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic, PredictThenChoose, Random, make_baselines
-from knobwise.agents.serving.own_cost import decision_us, deployed_form, own_cost_ms
+from knobwise.agents.serving.own_cost import deployed_form, expected_cost_ms, own_cost
 from knobwise.agents.stack.priced_policy import make_priced_baselines
 from knobwise.agents.stack.prices import mean_budgets
+from knobwise.agents.stack.stacked_controller import fit_stack
 from knobwise.envs.configurations.budgets import default_budgets
 
 
@@ -23,26 +24,41 @@ def test_the_deployed_form_of_every_baseline_decides_as_it_does(priced: bool) ->
     timed = [each for each in baselines if isinstance(getattr(each, "chooser", each), PredictThenChoose)]
     assert len(timed) == 6
     for policy in timed:
-        decide = deployed_form(policy, table)
-        assert decide is not None
+        deployed = deployed_form(policy, table)
+        assert deployed is not None
         if policy.name == "latency_only":  # it is timed with the accuracies that it does not use
             continue
         features = {name: block[split.test] for name, block in table.features.items()}
         for budget in budgets:
             wanted = policy.choose(features, budget.expand(len(split.test))).tolist()
             samples = [{name: block[i].numpy() for name, block in features.items()} for i in range(len(wanted))]
-            assert [decide(sample, float(budget)) for sample in samples] == wanted, policy.name
+            assert [deployed.decide_index(sample, float(budget)) for sample in samples] == wanted, policy.name
 
 
 def test_what_is_charged() -> None:
     table = dataclasses.replace(small_table(40), features_ms=0.25)
     rows, budgets = torch.arange(40), default_budgets(table)
     controller = Controller.for_table(table, rows, PolicyConfig(hidden=8)).eval()
-    took = decision_us(controller, table, rows, budgets)
-    torch.testing.assert_close(own_cost_ms(table, took), took / 1e3 + 0.25)
+    took, charged_ms = own_cost(controller, table, rows, budgets)
+    torch.testing.assert_close(charged_ms, took / 1e3 + 0.25)
     assert took.shape == budgets.shape
     assert (took > 0).all()
+    nothing = [0.0] * len(budgets)
     for look_up in (BudgetAwareStatic(table, rows), Random()):
-        assert own_cost_ms(table, decision_us(look_up, table, rows, budgets)).tolist() == [0.0] * len(budgets)
+        assert own_cost(look_up, table, rows, budgets).charged_ms.tolist() == nothing
     in_usd = dataclasses.replace(table, unit="USD")
-    assert own_cost_ms(in_usd, took).tolist() == [0.0] * len(budgets)
+    assert own_cost(controller, in_usd, rows, budgets).charged_ms.tolist() == nothing
+    assert expected_cost_ms(table, experts=False) == pytest.approx(0.31)
+    assert expected_cost_ms(table, experts=True) == pytest.approx(1.75)
+    assert expected_cost_ms(in_usd, experts=True) == 0
+
+
+def test_a_fall_back_is_not_charged_the_features() -> None:
+    table = dataclasses.replace(small_table(40), features_ms=0.25)
+    rows, budgets = torch.arange(40), default_budgets(table)
+    config = PolicyConfig(structure="utility", members=2, hidden=8)
+    stack = fit_stack(table, rows, Controller.for_table(table, rows, config).eval(), config, budgets, 0)
+    assert stack.guard is not None
+    stack.guard.deploy.copy_(torch.arange(len(budgets)) > 1)
+    took, charged_ms = own_cost(stack, table, rows, budgets)
+    torch.testing.assert_close(charged_ms, took / 1e3 + 0.25 * stack.guard.deploy)

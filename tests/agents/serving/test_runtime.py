@@ -50,6 +50,9 @@ class ByFeatures:
     def __init__(self) -> None:
         self.limits: list[float] = []
 
+    def fall_back(self, limit: float, drift: Any) -> None:
+        return None
+
     def choose(self, features: Mapping[str, Any], limits: Any) -> Any:
         assert {name: block.shape for name, block in features.items()} == {
             "image_features": (len(limits), 32),
@@ -106,8 +109,10 @@ class Noting:
         finally:
             self.running.pop()
 
-    def first_stage(self, request: Request) -> FirstStage:
+    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         self.first_stages += 1
+        if not features:
+            return FirstStage(request, {}, None, total_ms=1.0, extra_ms=0.0)
         blocks = {"image_features": np.zeros(32, np.float32), "language_features": np.zeros(16, np.float32)}
         return FirstStage(request, blocks, None, total_ms=2.0, extra_ms=1.0)
 
@@ -128,8 +133,8 @@ class Later(Noting):
         super().__init__()
         self.extra_ms = extra_ms
 
-    def first_stage(self, request: Request) -> FirstStage:
-        return replace(super().first_stage(request), total_ms=499 + self.extra_ms, extra_ms=self.extra_ms)
+    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+        return replace(super().first_stage(request, features), total_ms=499 + self.extra_ms, extra_ms=self.extra_ms)
 
     def answer(self, stages: Sequence[FirstStage], configuration: Mapping[str, int]) -> list[Answer]:
         time.sleep(0.02)
@@ -191,9 +196,9 @@ def test_what_a_decision_costs_is_charged_to_the_budget() -> None:
 
 def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
     class Sleepy(Noting):
-        def first_stage(self, request: Request) -> FirstStage:
+        def first_stage(self, request: Request, features: bool = True) -> FirstStage:
             time.sleep(0.5)  # beside what it says that it took
-            return super().first_stage(request)
+            return super().first_stage(request, features)
 
     model = AdaptiveModel(Sleepy(), ByLimit())
     result = model.answer(requests_of("a")[0], 60_000.0)
@@ -204,6 +209,29 @@ def test_the_model_is_charged_for_nothing_that_the_controller_took() -> None:
     arrived = model.answer(requests_of("c")[0], 60_000.0, time.perf_counter())
     assert arrived.waited_ms < 400  # not a second time
     assert arrived.limit_ms == pytest.approx(60_000 - 500, abs=400)
+
+
+def test_a_fall_back_needs_no_features_and_does_not_pay_for_them() -> None:
+    class FallingBack(ByLimit):
+        """To the smallest configuration below 10 ms."""
+
+        def fall_back(self, limit: float, drift: Any) -> Any:  # type: ignore[override]
+            return (0, math.log(3), 0.05) if limit < 10 else None
+
+    noting, controller = Noting(), FallingBack()
+    for cache in (0, 4):
+        model = AdaptiveModel(noting, controller, cache=cache)
+        for _ in range(2):  # with a cache the second time without the first stage
+            cheap, dear = (model.answer(Request("the same image", "the same question"), ms) for ms in (9.0, 90.0))
+            assert (cheap.choice, dear.choice) == (0, 7)
+            assert 8.0 < cheap.limit_ms <= 9.0
+            assert cheap.decision_us < 1e3
+    model = AdaptiveModel(noting, controller)
+    # 1 ms for features, which only a decision by features takes off its budget
+    assert model.answer(requests_of("a")[0], 90.0).limit_ms == pytest.approx(89.0)
+    assert model.answer(requests_of("a")[0], 9.0).limit_ms == pytest.approx(9.0)
+    later = [model.answer(requests_of("a")[0], ms) for ms in (9.0, 90.0) for _ in range(3)]
+    assert max(result.overhead_ms for result in later[:3]) < 1.0 < min(result.overhead_ms for result in later[3:])
 
 
 def test_waiting_counts_from_the_arrival_on() -> None:

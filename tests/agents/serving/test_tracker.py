@@ -384,9 +384,8 @@ def test_answers_that_fail_or_take_no_time_are_counted_and_the_stream_goes_on(
     assert sorted(model.tracker.ignored.values()) == [2, 3]
     assert model.tracker.answers == 2
     assert len(caplog.records) == 2
-    model._now = iter([5.0, 4.0, 3.0, 2.0]).__next__  # a clock that goes back
+    model._now = iter([6.0, 5.0, 4.0, 3.0, 2.0]).__next__  # a clock that goes back
     assert model.answer(requests[0], 600.0).limit_ms <= 600.0
-    assert model.answer is not None
     assert model.decision_us >= 0
 
 

@@ -239,6 +239,14 @@ def test_deployed_where_better_by_more_than_chance(policy: list[float], confiden
     assert got.tolist() == [int(deployed)]
 
 
+@pytest.mark.parametrize(("cost_ms", "gain"), [(0.0, 0.5), (1.0, 0.5), (1.001, 0.0), (5.5, -0.5)])
+def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms: float, gain: float) -> None:
+    # the policy takes the second, right for all; two requests have 1 ms left, two have 5; static is right for half
+    latency_ms = [[10, 9], [10, 9], [10, 5], [10, 5]]
+    guard = calibrated([[1, 2]] * 4, [[1, 1]] * 4, [[0.5, 1]] * 4, latency_ms, [0] * 4, cost_ms=cost_ms, level=0.01)
+    ruling(guard, gain=gain, satisfaction_static=1.0, utility_static=0.5, deployed=gain > 0)
+
+
 def test_a_request_belongs_to_the_nearest_calibrated_budget_in_log_ms() -> None:
     guard = Guard(2)
     guard.budgets_ms[:] = torch.tensor([10.0, 1000.0])

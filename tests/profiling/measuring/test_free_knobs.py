@@ -51,7 +51,7 @@ class Bright:
         check_configuration(self.knobs, configuration)
         yield
 
-    def first_stage(self, request):
+    def first_stage(self, request, features=True):
         return adaptive.FirstStage(request, {"image_features": request.image.mean(0)}, request.image, 0.0, 0.0)
 
     def answer(self, stages, configuration):
@@ -176,6 +176,7 @@ def controller_of(names):
         knobs=names,
         configurations=np.array([[0, 0, 0], [1, 1, 1]]),
         digest="in turn",
+        fall_back=lambda limit, drift: None,
         decide_expected=lambda blocks, limit, drift: (next(turns) % 2, 0.0, 0.1),
         choose_expected=lambda blocks, limits, mask, drift: (
             np.array([next(turns) % 2 for _ in limits]),

@@ -46,7 +46,7 @@ class Blurred:
         yield
         self.configuration = before
 
-    def first_stage(self, request):
+    def first_stage(self, request, features=True):
         self.first += 1
         start = time.perf_counter()
         mean = np.asarray(request.image, dtype=np.float32).mean((0, 1))
@@ -295,7 +295,7 @@ def test_a_part_of_another_model_is_refused_and_leaves_nothing(tmp_path):
 
 def test_features_are_taken_over_when_nothing_changed_and_anew_by_force(tmp_path):
     class Other(Blurred):
-        def first_stage(self, request):
+        def first_stage(self, request, features=True):
             stage = super().first_stage(request)
             return replace(stage, features={name: x + 1 for name, x in stage.features.items()})
 
