@@ -26,8 +26,9 @@ class GRPOConfig:
     """ε of PPO's clip."""
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
-    kl_to_ref_coeff: float = 0.0
-    """β, weight of the k3 KL to the reference policy."""
+    kl_to_ref_coeff: float | None = None
+    """β, weight of the k3 KL to the reference policy. None: 0.02 for a `utility` structure, which starts from outcomes
+    that it predicts well, 0 for heads, which have more to learn."""
     kl_band: tuple[float, float] | None = None
     """(low, high) in nats: β is raised above and lowered below this band; None keeps it fixed."""
     temperature_start: float = 0.5
@@ -44,7 +45,7 @@ class GRPOConfig:
         one_of("loss.advantage", self.advantage, ADVANTAGES)
         at_least("loss.group_size", self.group_size, 1)
         for name in ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff"):
-            at_least(f"loss.{name}", getattr(self, name), 0)
+            at_least(f"loss.{name}", getattr(self, name) or 0, 0)
         for name in ("temperature_start", "temperature_end", "advantage_std_floor", "advantage_clip"):
             positive(f"loss.{name}", getattr(self, name))
         band("loss.kl_band", self.kl_band)
@@ -56,7 +57,7 @@ class LossConfig(GRPOConfig):
 
     objective: str = "exact"
     """`exact`: the expectation over all configurations; `sampled`: over `group_size` draws."""
-    regression_coeff: float = 0.2
+    regression_coeff: float = 0.5
     """Weight of the regression on measured accuracy and latency beside GRPO, for a `utility` structure."""
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class SelectorLossConfig(GRPOConfig):
     """What is minimised. The reference policy of the KL is the one after supervised fine-tuning."""
 
     advantage: str = "zscore"
-    kl_to_ref_coeff: float = 0.02
+    kl_to_ref_coeff: float | None = 0.02
     """β, weight of the k3 KL to the SFT policy."""
     temperature_start: float = 2.0
     """τ of the RCE warm-up at its beginning, in units of reward."""

@@ -3,7 +3,7 @@
 `tests/agents/training/test_trajectories.py` holds them against what the code gives today, so that nobody changes the
 mathematics unawares. Where a change is meant, make them anew and commit them with it:
 
-    python tests/trajectories.py
+    PYTHONPATH=. python tests/trajectories.py
 
 Nothing in these runs depends on more than rounding: no dropout and no draws whose numbers come from MKL (a build
 without it draws others), full batches where such draws are made beside, evaluations far from a tie.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.controller.networks import KnobNetwork, UtilityNetwork
+from knobwise.agents.controller.networks import KnobNetwork, UtilityNetwork, columns_in_bins
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, worths_range
@@ -46,6 +46,7 @@ class Controller(nn.Module):
         encoding: BudgetEncoding,
         config: PolicyConfig,
         priced: bool = False,
+        in_bins: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.knobs, self.config, self.priced = tuple(knobs), config, priced
@@ -53,7 +54,8 @@ class Controller(nn.Module):
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
         if config.structure == "utility":
-            self.network = UtilityNetwork(normaliser.width, configurations, encoding, config, priced)
+            columns = torch.zeros(0, dtype=torch.int64) if in_bins is None else in_bins
+            self.network = UtilityNetwork(normaliser.width, configurations, encoding, config, priced, columns)
         else:
             self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
 
@@ -72,9 +74,9 @@ class Controller(nn.Module):
         limits = worths_range(latencies_ms) if priced else latencies_ms
         encoding = BudgetEncoding(limits, config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows)
-        controller = cls(table.knobs, table.configurations, normaliser, encoding, config, priced)
+        x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
+        controller = cls(table.knobs, table.configurations, normaliser, encoding, config, priced, columns_in_bins(x))
         if isinstance(controller.network, UtilityNetwork):
-            x = controller.features({name: block[rows] for name, block in table.features.items()}, len(rows))
             controller.network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
         else:
             controller.network.start_from(table.accuracy[rows], table.latency_ms[rows])
@@ -127,7 +129,9 @@ class Controller(nn.Module):
         settings = dict(plain["policy"])
         if settings.pop("budget_encoding", "sinusoidal") == "linear":  # earlier versions had both
             settings["budget_width"] = 1
-        state, config = plain["state"], PolicyConfig(**settings)
+        state, config = dict(plain["state"]), PolicyConfig(**settings)
+        if "network.edges" in state:  # earlier versions cut all columns or none
+            state.setdefault("network.in_bins", torch.arange(state["network.edges"].shape[1]))
         controller = cls(
             [Knob(name, tuple(values)) for name, values in plain["knobs"]],
             state["configurations"],
@@ -135,6 +139,7 @@ class Controller(nn.Module):
             BudgetEncoding(torch.ones(1), config.budget_width),
             config,
             plain["priced"],
+            state.get("network.in_bins"),
         )
         controller.load_state_dict(state)
         return controller.eval()

@@ -18,9 +18,12 @@ from torch.nn import functional
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.budgets import BudgetEncoding, log_measured, log_ms
 
-WIDEST = 260
-"""Features are also cut into bins if that gives at most this many inputs."""
+FEW = 32
+"""Up to so many features all are also cut into bins; of more only those with heavy tails."""
+EXCESS = 1.0
+"""Excess kurtosis above which a column has heavy tails: 0 is a normal variable, 6 an exponential one."""
 BINS = 8
+"""Bins of a column, with as many samples each."""
 
 
 class MemberLinear(nn.Module):
@@ -114,31 +117,47 @@ class Outcomes(NamedTuple):
         return torch.exp(self.log_latency + self.spread.square() / 2)
 
 
+def columns_in_bins(x: Tensor) -> Tensor:
+    """Which of the features [n, d] are also cut into bins, int64 [b]: columns that a linear layer reads badly."""
+    if x.shape[1] <= FEW:
+        return torch.arange(x.shape[1])
+    centred = x.double() - x.double().mean(0)
+    fourth, square = centred.pow(4).mean(0), centred.square().mean(0).square()
+    return (fourth > (3 + EXCESS) * square).nonzero().squeeze(1)
+
+
 class UtilityNetwork(nn.Module):
     """Predicts accuracy and log-latency of every configuration; logits = s·score.
 
     Under a deadline b the score is Â·Φ((ln b − μ)/σ) plus a residual, learned from the hidden vector and the limit. At
     a price λ it is only Â − λ·exp(μ + σ²/2), so that the price for a mean budget can be found exactly
     (`knobwise.agents.stack.prices`). The heads start at 0 on top of the table's means, so that training starts at the
-    best static choice; a linear skip connects the inputs with accuracy and latency. Narrow features are also cut into
-    bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning",
-    section 3.1).
+    best static choice; a linear skip connects the inputs with accuracy and latency. The features `in_bins`, int64 [b],
+    are also cut into bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular
+    Deep Learning", section 3.1).
 
     `priced`: the limit is not a deadline but the worth of a right answer in ms, 1/λ.
     """
 
+    in_bins: Tensor
     edges: Tensor
     sharpness: Tensor
 
     def __init__(
-        self, features: int, configurations: Tensor, encoding: BudgetEncoding, config: PolicyConfig, priced: bool
+        self,
+        features: int,
+        configurations: Tensor,
+        encoding: BudgetEncoding,
+        config: PolicyConfig,
+        priced: bool,
+        in_bins: Tensor,
     ) -> None:
         super().__init__()
         self.encoding, self.dropout, self.priced, members = encoding, config.dropout, priced, config.members
-        self.binned = 0 < features * BINS <= WIDEST
-        self.register_buffer("edges", torch.zeros(BINS + 1, features if self.binned else 0))
+        self.register_buffer("in_bins", in_bins)
+        self.register_buffer("edges", torch.zeros(BINS + 1, len(in_bins)))
         self.register_buffer("sharpness", torch.tensor(20.0))
-        inputs, count = features * (1 + BINS * self.binned), len(configurations)
+        inputs, count = features + BINS * len(in_bins), len(configurations)
         widths = [inputs] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
         self.outcome_head = MemberLinear(members, config.hidden, 3 * count, zero=True)
@@ -151,10 +170,9 @@ class UtilityNetwork(nn.Module):
     def start_from(self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, member_rows: Tensor | None = None) -> None:
         """Begin at the means of a table: features [n, d], accuracy and latency [n, C], NaN where not profiled, and
         which samples each member is fitted on, bool [M, n], None for all."""
-        if self.binned:
-            shares = torch.linspace(0, 1, BINS + 1)
-            # one feature at a time: torch refuses quantiles of more than 16 M values
-            self.edges.copy_(torch.stack([column.quantile(shares) for column in x.T], 1))
+        shares = torch.linspace(0, 1, BINS + 1)
+        for place, column in enumerate(self.in_bins.tolist()):
+            self.edges[:, place] = x[:, column].quantile(shares)
         if member_rows is None:
             member_rows = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
         log_latency = log_measured(latency_ms)
@@ -164,8 +182,8 @@ class UtilityNetwork(nn.Module):
 
     def outcomes(self, x: Tensor) -> Outcomes:
         """Features [M, n, d] → predictions."""
-        if self.binned:
-            x = torch.cat([x, self._in_bins(x)], -1)
+        if len(self.in_bins):
+            x = torch.cat([x, self._shares(x[..., self.in_bins])], -1)
         hidden = functional.silu(self.layers[0](x))
         for layer in self.layers[1:]:
             hidden = hidden + functional.silu(layer(functional.dropout(hidden, self.dropout, self.training)))
@@ -176,7 +194,8 @@ class UtilityNetwork(nn.Module):
         logits, log_latency = logits + more_logits, log_latency + more_latency
         return Outcomes(logits, log_latency, spread, hidden)
 
-    def _in_bins(self, x: Tensor) -> Tensor:
+    def _shares(self, x: Tensor) -> Tensor:
+        """How much of each bin lies below [*, b] → [*, BINS · b]."""
         low, width = self.edges[:-1], self.edges.diff(dim=0).clamp_min(1e-6)
         return ((x.unsqueeze(-2) - low) / width).clamp(0, 1).flatten(-2)
 

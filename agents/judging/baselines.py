@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.judging.policy import Baseline
-from knobwise.agents.predictors.experts import Expert, Measured, Prediction, fit_experts, pick
+from knobwise.agents.predictors.experts import Expert, Experts, Prediction, pick
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.envs.configurations.budgets import default_budgets
@@ -178,10 +178,15 @@ class Oracle:
 
 
 def make_baselines(
-    table: ProfileTable, split: Split, seed: int = 0, budgets_ms: Tensor | None = None
+    table: ProfileTable,
+    split: Split,
+    seed: int = 0,
+    budgets_ms: Tensor | None = None,
+    experts: Experts | None = None,
 ) -> list[Baseline]:
     """All baselines, fitted on everything but the test rows, because the learned ones choose their settings out of
     fold; the oracle is for the test rows. They will be judged on `budgets_ms` [b], None for `default_budgets`.
+    `experts`: of all families, fitted on the same rows for the same budgets; None fits them.
 
     A new baseline is listed here, and in `experiments/report/policies.json` with its name, colour and description. One
     that predicts is a family of `knobwise.agents.predictors.regressors` instead. Mean budgets have a list of their
@@ -189,15 +194,14 @@ def make_baselines(
     """
     rows = torch.cat([split.train, split.validation])
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
-    normaliser = FeatureNormaliser.fit(table, rows)
-    measured = Measured.from_table(table, rows, budgets_ms, seed)
-    experts = {f.expert.name: f.expert for f in fit_experts(table, measured, normaliser, tuple(FAMILIES), seed)}
+    _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
+    named = {each.expert.name: each.expert for each in fitted}
     return [
         BudgetAwareStatic(table, rows),
         BestStatic(table, rows, budgets_ms),
         LookupTable(table, rows),
-        PredictThenChoose("latency_only", experts["ridge"], normaliser, predict_accuracy=False),
-        *(PredictThenChoose(name, expert, normaliser) for name, expert in experts.items()),
+        PredictThenChoose("latency_only", named["ridge"], normaliser, predict_accuracy=False),
+        *(PredictThenChoose(name, expert, normaliser) for name, expert in named.items()),
         Random(seed),
         Oracle(table, split.test),
     ]

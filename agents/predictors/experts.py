@@ -151,6 +151,26 @@ class Fitted(NamedTuple):
     out_of_fold: Prediction
 
 
+class Experts(NamedTuple):
+    """Experts for some rows, and what they were fitted on. The seeds of a run and its baselines share them."""
+
+    measured: Measured
+    normaliser: FeatureNormaliser
+    fitted: list[Fitted]
+
+    @classmethod
+    def fit(cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, families: Sequence[str], seed: int) -> Experts:
+        """Fit an expert of each family on `rows`, int64 [n]; `budgets_ms` [B] are the deadlines that their spreads are
+        chosen for, empty at a price; `seed` is that of folds and trees."""
+        measured, normaliser = Measured.from_table(table, rows, budgets_ms, seed), FeatureNormaliser.fit(table, rows)
+        return cls(measured, normaliser, fit_experts(table, measured, normaliser, families, seed) if families else [])
+
+    def of_families(self, families: Sequence[str]) -> list[Fitted]:
+        """Those of some families, in their order."""
+        named = {each.expert.name: each for each in self.fitted}
+        return [named[family] for family in families]
+
+
 def padded(x: Tensor) -> Tensor:
     """Features [n, d]; where there are none a column of zeros, so that every regressor has an input."""
     return x if x.shape[-1] else x.new_zeros(x.shape[0], 1)

@@ -164,7 +164,7 @@ def _beginner(teacher: Controller, lessons: Lessons, seed: int) -> Controller:
     normaliser, encoding = copy.deepcopy(teacher.normaliser), copy.deepcopy(origin.encoding)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        student = Controller(teacher.knobs, teacher.configurations, normaliser, encoding, config)
+        student = Controller(teacher.knobs, teacher.configurations, normaliser, encoding, config, False, origin.in_bins)
     network = student.network
     assert isinstance(network, UtilityNetwork)
     network.edges.copy_(origin.edges)

@@ -16,8 +16,7 @@ from torch import Tensor
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import PredictThenChoose
-from knobwise.agents.predictors.experts import Measured, fit_experts
-from knobwise.agents.predictors.features import FeatureNormaliser
+from knobwise.agents.predictors.experts import Experts
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.agents.stack.prices import StaticMix, calibrate_prices, choose_at_price
@@ -193,9 +192,10 @@ def price_stack(
     worths: Tensor,
     budgets_ms: Tensor,
     seed: int,
+    experts: Experts | None = None,
 ) -> PricedChooser:
     """A stack (see `fit_priced_stack`) at its prices for mean budgets [B], inside a guard, calibrated out of fold."""
-    stack, (accuracy, cost) = fit_priced_stack(table, rows, network, config, worths, seed)
+    stack, (accuracy, cost) = fit_priced_stack(table, rows, network, config, worths, seed, experts)
     mask = table.mask[rows]
     prices = calibrate_prices(accuracy, cost, table.latency_ms[rows], mask, budgets_ms)
     chosen = torch.stack([choose_at_price(accuracy, cost, price, mask) for price in prices], 1)
@@ -235,13 +235,14 @@ class PredictAtPrice(PredictThenChoose):
         return choose_at_price(prediction.accuracy, prediction.latency_ms, 1 / worths.double(), mask)
 
 
-def make_priced_baselines(table: ProfileTable, split: Split, budgets_ms: Tensor, seed: int = 0) -> list[PricedChooser]:
+def make_priced_baselines(
+    table: ProfileTable, split: Split, budgets_ms: Tensor, seed: int = 0, experts: Experts | None = None
+) -> list[PricedChooser]:
     """The baselines that read the request, for mean budgets [B], fitted on all but the test rows and calibrated out of
-    fold; `seed` is that of folds and trees."""
+    fold; `seed` is that of folds and trees, `experts` as in `make_baselines`."""
     rows = torch.cat([split.train, split.validation])
-    normaliser = FeatureNormaliser.fit(table, rows)
-    measured = Measured.from_table(table, rows, budgets_ms[:0], seed)
-    fitted = fit_experts(table, measured, normaliser, tuple(FAMILIES), seed)
+    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), seed)
+    measured, normaliser, fitted = experts
     named = [("latency_only", fitted[0]), *((each.expert.name, each) for each in fitted)]
     baselines = []
     for name, (expert, held_out) in named:

@@ -20,7 +20,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import Outcomes, UtilityNetwork, masked_log_softmax
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
-from knobwise.agents.predictors.experts import Expert, Fitted, Measured, Prediction, fit_experts, pick
+from knobwise.agents.predictors.experts import Expert, Experts, Fitted, Measured, Prediction, pick
 from knobwise.agents.predictors.folds import folds_of
 from knobwise.agents.stack.guard import Guard
 from knobwise.agents.stack.prices import choose_at_price
@@ -227,20 +227,28 @@ def network_outcomes(controller: Controller, features: Tensor) -> Outcomes:
 
 
 def _fit_members(
-    table: ProfileTable, rows: Tensor, network: Controller, config: PolicyConfig, budgets_ms: Tensor, seed: int
+    table: ProfileTable,
+    rows: Tensor,
+    network: Controller,
+    config: PolicyConfig,
+    budgets_ms: Tensor,
+    seed: int,
+    experts: Experts | None,
 ) -> tuple[Measured, list[Fitted], Outcomes, tuple[Tensor, Tensor]]:
-    """Fit the experts; `budgets_ms` are the deadlines that their spreads are chosen for, empty at a price.
+    """Fit the experts, unless there are `experts`; `budgets_ms` are the deadlines that their spreads are chosen for,
+    empty at a price.
 
     Returns the rows' measurements, the experts, the outcomes [M, n, ·] that the network's members predict, and the
     index of what each row's own member predicts, the one that it was held out of: [M, n, C] → [n, C].
     """
-    measured = Measured.from_table(table, rows, budgets_ms, seed)
-    fitted = fit_experts(table, measured, network.normaliser, config.experts, seed) if network.normaliser.width else []
+    families = config.experts if network.normaliser.width else ()
+    experts = experts or Experts.fit(table, rows, budgets_ms, families, seed)
     owner = torch.empty(len(rows), dtype=torch.int64)
     for member, (_, hold) in enumerate(folds_of(table, rows, seed, network.config.members)):
         owner[torch.from_numpy(hold)] = member
     features = network.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    return measured, fitted, network_outcomes(network, features), (owner, torch.arange(len(rows)))
+    outcomes = network_outcomes(network, features)
+    return experts.measured, experts.of_families(families), outcomes, (owner, torch.arange(len(rows)))
 
 
 @torch.no_grad()
@@ -252,6 +260,7 @@ def fit_stack(
     limits: Tensor,
     seed: int,
     cost_ms: float = 0.0,
+    experts: Experts | None = None,
 ) -> StackedController:
     """Fit the experts for deadlines, weigh all members and calibrate the guard, all out of fold.
 
@@ -261,8 +270,9 @@ def fit_stack(
         limits: float [B], budgets in ms that the utility of a decision is averaged over.
         seed: of folds and trees.
         cost_ms: what a decision takes from each budget.
+        experts: fitted on the same rows, for the same limits; None fits those of `config`.
     """
-    measured, fitted, outcomes, unseen = _fit_members(table, rows, network, config, limits, seed)
+    measured, fitted, outcomes, unseen = _fit_members(table, rows, network, config, limits, seed, experts)
     inner = network.network
     assert isinstance(inner, UtilityNetwork)
     left = (limits - cost_ms).clamp_min(LEAST_LATENCY_MS)
@@ -286,7 +296,13 @@ def fit_stack(
 
 @torch.no_grad()
 def fit_priced_stack(
-    table: ProfileTable, rows: Tensor, network: Controller, config: PolicyConfig, worths: Tensor, seed: int
+    table: ProfileTable,
+    rows: Tensor,
+    network: Controller,
+    config: PolicyConfig,
+    worths: Tensor,
+    seed: int,
+    experts: Experts | None = None,
 ) -> tuple[StackedController, tuple[Tensor, Tensor]]:
     """Fit the experts for prices and weigh all members out of fold, arguments as in `fit_stack`: the mean of
     accuracy − latency/worth is averaged over `worths` [B] in ms.
@@ -295,7 +311,7 @@ def fit_priced_stack(
         The stack, and its accuracy and latency in ms for these rows, [n, C] each, predicted by members and weights that
         have not seen them.
     """
-    measured, fitted, outcomes, unseen = _fit_members(table, rows, network, config, worths[:0], seed)
+    measured, fitted, outcomes, unseen = _fit_members(table, rows, network, config, worths[:0], seed, experts)
     costs = [(outcomes.accuracy[unseen], outcomes.latency_ms[unseen])]
     costs += [(expert.out_of_fold.accuracy, expert.out_of_fold.latency_ms) for expert in fitted]
     worth = worths[:, None, None]

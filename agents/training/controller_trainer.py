@@ -72,6 +72,8 @@ class ControllerTrainer(Trainer):
     ) -> None:
         self.table, self.split = table, split
         self.policy, self.loss = policy or PolicyConfig(), loss or LossConfig()
+        by_structure = 0.02 if self.policy.structure == "utility" else 0.0
+        self.kl_coeff = by_structure if self.loss.kl_to_ref_coeff is None else self.loss.kl_to_ref_coeff
         self.priced = budget is not None and budget.sense == "mean"
         self.judged_by = "reward" if self.priced else "utility"
         self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
@@ -137,7 +139,8 @@ class ControllerTrainer(Trainer):
     def _stages(self, settings: OptimiserConfig, env: ConfigBandit) -> list[Stage]:
         """The warm-up and GRPO."""
         self.rce = RCELoss(self.actor, functional=False)
-        self.grpo = GRPOLoss(self.actor, **self.loss.of_grpo(), functional=False).to(env.device)
+        settings_of_loss = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
+        self.grpo = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
         name, warm_up, grpo = "RCE", self.rce.__call__, self.grpo.__call__
         if self.policy.structure == "utility":
             self.predictor = OutcomesOfRows(self.actor)
@@ -151,14 +154,14 @@ class ControllerTrainer(Trainer):
                 *("GRPO", grpo, settings.iterations, settings.lr, self._prepare_grpo, self._begin_grpo),
                 steer=None if self.loss.kl_band is None else self._steer,
                 patience=settings.patience,
+                retreat=settings.retreat,
             ),
         ]
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
         start, end = self.loss.temperature_start, self.loss.temperature_end
         self.rce.temperature.fill_(start + (end - start) * share)
-        self.rce.diagnostics = watched
-        self.behaviour.with_reference = watched or self.loss.kl_to_ref_coeff > 0
+        self.rce.diagnostics = self.behaviour.with_reference = watched
 
     def _begin_grpo(self) -> None:
         """What GRPO starts from becomes the reference.
@@ -173,8 +176,11 @@ class ControllerTrainer(Trainer):
     def _prepare_grpo(self, share: float, watched: bool) -> None:
         if isinstance(self.agent.network, UtilityNetwork):
             self.agent.network.sharpen(share)
+            assert isinstance(self.reference, Controller)
+            assert isinstance(self.reference.network, UtilityNetwork)
+            self.reference.network.sharpen(share)  # else the KL would count the sharpness
         self.grpo.diagnostics = watched
-        self.behaviour.with_reference = watched or self.loss.kl_to_ref_coeff > 0
+        self.behaviour.with_reference = watched or self.kl_coeff > 0
 
     def _grpo_and_regression(self, minibatch: TensorDictBase) -> TensorDictBase:
         """GRPO and, with its weight, the regression, both from one prediction."""
@@ -240,8 +246,19 @@ class ControllerTrainer(Trainer):
             "iteration": self.best["iteration"],
             "seen": self.seen,
             "fold_seed": self.fold_seed,
+            "grpo": self._gained(),
             **rows,
         }
+
+    def _gained(self) -> dict[str, float]:
+        """Validation utility where GRPO starts, and of its `best` and `last` evaluation; {} without warm-up or GRPO."""
+        begins = self.settings.warmup_iterations
+        before = [score for iteration, score in self.scores if iteration <= begins]
+        after = [score for iteration, score in self.scores if iteration > begins]
+        if not (begins and before and after):
+            return {}
+        start = max(before) if self.policy.structure == "utility" else before[-1]  # as `_begin_grpo`
+        return {"start": start, "best": max(after), "last": after[-1]}
 
     def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> bool:
         if (loaded.network.config, loaded.network.priced) != (self.policy, self.priced):

@@ -90,6 +90,9 @@ class Stage:
     the new ones are then without dropout, and the ratio is 1 at the first step."""
     patience: int = 0
     """Evaluations of this stage without a better score after which training stops; 0 never stops early."""
+    retreat: int = 0
+    """Evaluations in a row below the best score after which training goes back to the best weights and halves the
+    learning rate; 0 never goes back."""
 
 
 class Trainer(ABC):
@@ -138,6 +141,8 @@ class Trainer(ABC):
         self.iteration, self.finished = 0, False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.saved: int | None = None  # the iteration that `last.pt` holds
+        self.below, self.slower = 0, 1.0  # evaluations in a row below the best; the factor on the learning rate
+        self.scores: list[tuple[int, float]] = []  # iteration and score of every evaluation
         self._held = Held()
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
@@ -229,7 +234,7 @@ class Trainer(ABC):
         return torch.optim.AdamW([decayed, {"params": biases}], lr=0.0, weight_decay=0.0, fused=True)
 
     def _learning_rate(self) -> float:
-        lr, share, rise = self.stage.lr, self._share(), self.settings.rise
+        lr, share, rise = self.stage.lr * self.slower, self._share(), self.settings.rise
         if self.settings.schedule == "constant":
             return lr
         return lr * (share + 1e-2) / rise if share + 1e-2 < rise else lr * 0.5 * (1 + math.cos(math.pi * share))
@@ -282,6 +287,11 @@ class Trainer(ABC):
         if self.iteration == start:
             stage.begin()
             self.optimiser = self._new_optimiser()
+            self.below, self.slower = 0, 1.0
+        elif self.below >= stage.retreat > 0:
+            self.agent.load_state_dict(self.best["state"])
+            self.optimiser = self._new_optimiser()
+            self.below, self.slower = 0, self.slower / 2
         return True
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
@@ -319,7 +329,11 @@ class Trainer(ABC):
     def _evaluate(self) -> None:
         """Judge on held-out data, keep the best, see whether to stop early, save."""
         score, metrics = self._judge()
-        if self._is_better(score, metrics):
+        better = self._is_better(score, metrics)
+        if not self.scores or self.scores[-1][0] < self.iteration:  # a resumed training evaluates once more
+            self.scores.append((self.iteration, score))
+            self.below = 0 if better else self.below + 1
+        if better:
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
             self.best = {"score": score, "iteration": self.iteration, "state": state, "metrics": metrics}
         stage, start = self._stage_and_start()
@@ -359,9 +373,11 @@ class Trainer(ABC):
             "iteration": self.iteration,
             "finished": self.finished,
             "best": self.best,
+            "scores": self.scores,
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "kl_to_ref_coeff": float(self.grpo.kl_to_ref_coeff),
+            "retreat": (self.below, self.slower),
             "contexts": self.env.contexts.before,
             "random": random_state(self.device),
         }
@@ -381,9 +397,11 @@ class Trainer(ABC):
         self.reference.load_state_dict(state["reference"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.grpo.kl_to_ref_coeff = state["kl_to_ref_coeff"]
+        self.below, self.slower = state["retreat"]
         self.env.contexts.set_back(state["contexts"])
         self.collector.reset()
         self._random = state["random"]
         self.iteration, self.finished, self.best = state["iteration"], state["finished"], state["best"]
+        self.scores = [tuple(each) for each in state["scores"]]
         self.saved = self.iteration
         return True

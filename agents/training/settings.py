@@ -38,14 +38,17 @@ class OptimiserConfig:
     """Largest norm of the gradient."""
     evaluate_every: int = 20
     """Iterations between evaluations on the validation split."""
-    patience: int = 10
+    patience: int = 8
     """Evaluations without a better validation utility after which GRPO stops; 0 never stops early."""
+    retreat: int = 0
+    """Evaluations in a row below the best validation utility after which GRPO goes back to the best weights and halves
+    the learning rate; 0 never goes back."""
 
     def __post_init__(self) -> None:
         one_of("optimiser.schedule", self.schedule, ("cosine", "constant"))
         for name in ("contexts", "minibatch", "epochs", "evaluate_every"):
             at_least(f"optimiser.{name}", getattr(self, name), 1)
-        for name in ("warmup_iterations", "iterations", "patience", "lr", "warmup_lr", "weight_decay"):
+        for name in ("warmup_iterations", "iterations", "patience", "retreat", "lr", "warmup_lr", "weight_decay"):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         positive("optimiser.clip_grad", self.clip_grad)
         positive("optimiser.rise", self.rise)
@@ -94,5 +97,6 @@ class StageConfig:
             minibatch=min(self.queries, collected),
             evaluate_every=each,
             patience=0,
+            retreat=0,
             **{name: getattr(self, name) for name in ("lr", "rise", "weight_decay", "clip_grad")},
         )

@@ -6,11 +6,13 @@ import functools
 import json
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from scipy.special import stdtrit
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.results.problem import Metric
@@ -232,6 +234,19 @@ def kept_before_grpo(results: Mapping[str, Any]) -> int:
     if begins is None:
         return 0
     return sum(seed.get("iteration", begins + 1) <= begins for seed in results.get("chosen") or ())
+
+
+def grpo_gain(results: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Points of validation utility from the start of GRPO to its end: the mean over seeds, and half the width of its
+    95 % interval (Student's t), NaN for a single seed. None where there is no GRPO."""
+    seeds = [seed["grpo"] for seed in results.get("chosen") or () if seed.get("grpo")]
+    gains = [100 * (seed["last"] - seed["start"]) for seed in seeds]
+    if not gains:
+        return None
+    half = math.nan
+    if len(gains) > 1:
+        half = float(stdtrit(len(gains) - 1, 0.975)) * statistics.stdev(gains) / len(gains) ** 0.5
+    return statistics.mean(gains), half
 
 
 def rows_at(results: Mapping[str, Any], shots: int, rows: str = "rows") -> dict[str, Row]:

@@ -147,7 +147,8 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
     """Choices made on held-out samples in training; every list has one entry for each seed.
 
     `guard`: rows of `Guard.rows`, or under mean budgets of `knobwise.agents.stack.priced_policy.compared`, [] without
-    a guard. `chosen`: the weights of the stack, the settings of its experts, the iteration of the network.
+    a guard. `chosen`: the weights of the stack, the settings of its experts, the iteration of the network, and
+    validation utility where GRPO starts, at its best and at its end.
     `satisfaction_level`: the level that the guard keeps, if any.
     """
     chosen, guards = [], []
@@ -161,7 +162,8 @@ def held_out_choices(loaded: Sequence[Loaded]) -> Results:
             choice = controller.chosen()
             if controller.guard is not None:
                 guards.append(controller.guard.rows())
-        chosen.append(choice | {"iteration": checkpoint.extra["iteration"]})
+        extra = checkpoint.extra
+        chosen.append(choice | {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})})
     level = {"satisfaction_level": guards[0][0]["level"]} if guards and "level" in guards[0][0] else {}
     return {"guard": guards, "chosen": chosen, **level}
 

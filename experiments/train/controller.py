@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle, StaticPerDataset, make_baselines
+from knobwise.agents.predictors.experts import Experts
+from knobwise.agents.predictors.regressors import FAMILIES
 from knobwise.agents.serving import numpy_controller
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.export import export_numpy
@@ -98,6 +101,13 @@ class ControllerExperiment(Experiment):
             if not student.exists() and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
                 deployed.save(student)
 
+    @cached_property
+    def experts(self) -> Experts:
+        """What the seeds and the baselines share; folds and trees are those of the first seed."""
+        config, budgets_ms = self.config, self.budgets_ms[:0] if self.mean else self.budgets_ms
+        families = tuple(FAMILIES) if config.baselines else config.policy.experts
+        return Experts.fit(self.table, self.fitted, budgets_ms, families, config.seeds[0])
+
     @property
     def _taught(self) -> bool:
         """Whether a student is deployed, or the policy itself (`policy.deploy`)."""
@@ -111,11 +121,11 @@ class ControllerExperiment(Experiment):
         done: Controller | StackedController | PricedChooser = network
         with threadpool_limits(self.config.threads):
             if self.mean:
-                done = price_stack(table, self.fitted, network, policy, limits, self.budgets_ms, seed)
+                done = price_stack(table, self.fitted, network, policy, limits, self.budgets_ms, seed, self.experts)
             elif self.stacked:
-                experts = bool(policy.experts) and not self._taught
-                cost_ms = expected_cost_ms(table, experts) if self.config.own_cost else 0.0
-                done = fit_stack(table, self.fitted, network, policy, limits, seed, cost_ms)
+                slow = bool(policy.experts) and not self._taught
+                cost_ms = expected_cost_ms(table, slow) if self.config.own_cost else 0.0
+                done = fit_stack(table, self.fitted, network, policy, limits, seed, cost_ms, self.experts)
         extra = trainer.provenance()
         if isinstance(stack := getattr(done, "chooser", done), StackedController):
             extra["validation_utility"] = stack.held_out_worth
@@ -162,10 +172,10 @@ class ControllerExperiment(Experiment):
         baselines: list[Any] = []
         if self.mean:
             if config.baselines:
-                baselines = make_priced_baselines(table, split, budgets_ms, seeds[0])
+                baselines = make_priced_baselines(table, split, budgets_ms, experts=self.experts)
             return judge_mean_budgets(table, fitted, test, budgets_ms, controllers, seeds, baselines, config.own_cost)
         if config.baselines:
-            baselines = make_baselines(table, split, seed=seeds[0], budgets_ms=budgets_ms)
+            baselines = make_baselines(table, split, seeds[0], budgets_ms, self.experts)
             if len(rows_by_dataset(table, test)) > 1:
                 baselines.insert(1, StaticPerDataset(table, fitted, test))
         else:

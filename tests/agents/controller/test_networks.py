@@ -15,6 +15,7 @@ from knobwise.agents.controller.networks import (
     IndependentHead,
     KnobNetwork,
     UtilityNetwork,
+    columns_in_bins,
     masked_log_softmax,
 )
 from knobwise.agents.controller.settings import PolicyConfig
@@ -29,7 +30,7 @@ def network(features: int = 2, members: int = 1, priced: bool = False, hidden: i
     torch.manual_seed(0)
     config = PolicyConfig(structure="utility", hidden=hidden, members=members, dropout=0.3)
     encoding = BudgetEncoding(torch.tensor([1.0, 10.0, 100.0]))
-    return UtilityNetwork(features, CONFIGURATIONS, encoding, config, priced).eval()
+    return UtilityNetwork(features, CONFIGURATIONS, encoding, config, priced, torch.arange(features)).eval()
 
 
 def stirred(net: UtilityNetwork) -> UtilityNetwork:
@@ -143,21 +144,46 @@ def test_it_sharpens_from_20_to_60() -> None:
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def test_features_are_cut_into_bins_piecewise_linearly_unless_they_are_wide() -> None:
+def test_a_few_features_all_go_into_bins_and_of_many_those_with_heavy_tails() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(500, 40)
+    x[:, 3], x[:, 7] = x[:, 3].exp(), x[:, 7].sign() * x[:, 7] ** 2
+    x[:, 9], x[:, 11] = x[:, 9].sign(), 5.0
+    x[:, 20] = torch.cat([torch.zeros(499), torch.ones(1)])  # excess kurtosis of some 500
+    assert columns_in_bins(x).tolist() == [3, 7, 20]
+    assert columns_in_bins(x[:, :32]).tolist() == list(range(32))
+    assert columns_in_bins(x[:, :0]).tolist() == []
+    # by hand: one of 20 at 1, mean .05: fourth moment .05·.95⁴ + .95·.05⁴ over (.05·.95)², minus 3, is 15.05
+    one_of_twenty = torch.zeros(20, 33)
+    one_of_twenty[0, 1] = 1.0
+    one_of_twenty[::2, 2] = 1.0  # 1 − 3 = −2
+    assert columns_in_bins(one_of_twenty).tolist() == [1]
+
+
+def test_only_some_columns_are_cut() -> None:
+    config, encoding = PolicyConfig(structure="utility", hidden=8), BudgetEncoding(torch.tensor([1.0, 10.0]))
+    net = UtilityNetwork(40, CONFIGURATIONS, encoding, config, False, torch.tensor([3, 7])).eval()
+    x = torch.arange(9.0).unsqueeze(1) + torch.arange(40.0)
+    net.start_from(x, torch.ones(9, 3), torch.ones(9, 3))
+    assert net.layers[0].weight.shape[1] == 40 + 2 * BINS
+    assert net.edges.T.tolist() == [[column + place for place in range(9)] for column in (3, 7)]
+    again = UtilityNetwork(40, CONFIGURATIONS, encoding, config, False, torch.tensor([0, 1])).eval()
+    again.load_state_dict(net.state_dict())
+    torch.testing.assert_close(again.outcomes(x.unsqueeze(0)).accuracy, net.outcomes(x.unsqueeze(0)).accuracy)
+
+
+def test_features_are_cut_into_bins_piecewise_linearly() -> None:
     net = network(features=1)
     net.start_from(torch.arange(9.0).unsqueeze(1), torch.ones(9, 3), torch.ones(9, 3))  # edges 0, 1 … 8
     assert net.edges[:, 0].tolist() == list(range(9))
-    result = net._in_bins(torch.tensor([[[2.25], [-7.0], [8.5]]]))[0].tolist()
+    result = net._shares(torch.tensor([[[2.25], [-7.0], [8.5]]]))[0].tolist()
     assert result == [[1, 1, 0.25, 0, 0, 0, 0, 0], [0] * 8, [1] * 8]
     # a feature of two values is not spoiled by bins of no width
     net.start_from(torch.tensor([[0.0]] * 8 + [[1.0]]), torch.ones(9, 3), torch.ones(9, 3))
-    low, high = net._in_bins(torch.tensor([[[0.0], [1.0]]]))[0]
+    low, high = net._shares(torch.tensor([[[0.0], [1.0]]]))[0]
     assert low.isfinite().all()
     assert high.isfinite().all()
     assert high.sum() > low.sum()
-    widest = 260 // BINS
-    assert network(features=widest).layers[0].weight.shape[1] == widest * (1 + BINS)
-    assert network(features=widest + 1).layers[0].weight.shape[1] == widest + 1
 
 
 def test_a_network_of_heads_is_an_mlp_by_hand() -> None:

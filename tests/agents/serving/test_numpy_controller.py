@@ -45,6 +45,14 @@ def gappy(samples: int = 90) -> ProfileTable:
     return table
 
 
+def many_columns() -> ProfileTable:
+    """Some of them with heavy tails, which go into bins."""
+    table = small_table(90)
+    columns = torch.randn(90, 32, generator=torch.Generator().manual_seed(0))
+    columns[:, ::5] = columns[:, ::5].exp()
+    return dataclasses.replace(table, features=table.features | {"more_features": columns})
+
+
 def slowest_first() -> ProfileTable:
     """So that what is taken where nothing else decides, the first, is not the fastest."""
     table = small_table(90)
@@ -57,6 +65,7 @@ TABLES = {
     "gappy": gappy,
     "slowest first": slowest_first,
     "no features": lambda: small_table(90, features=False),
+    "many columns": many_columns,
     "simulated": lambda: simulate(SimulatedConfig(kind="portfolio", samples=90)),
 }
 
@@ -129,8 +138,11 @@ def test_one_expert_alone(expert: str) -> None:
 def test_bins_and_the_budget_as_a_single_number(members: int) -> None:
     config = PolicyConfig(structure="utility", members=members, hidden=8, budget_width=1)
     controller = driven_apart(small_table(90), config)
-    assert controller.network.binned
+    assert len(controller.network.in_bins) == controller.normaliser.width
     assert_same(controller, small_table(90))
+    some = driven_apart(many_columns(), config)
+    assert 0 < len(some.network.in_bins) < some.normaliser.width
+    assert_same(some, many_columns())
 
 
 def test_fall_backs_and_prices_of_the_guard() -> None:
@@ -289,7 +301,7 @@ def test_the_short_way_sees_what_is_missing_and_what_is_far_out(column: tuple[fl
     assert one_by_one(light)(doubles, np.full(60, 15.0)).tolist() == decided.tolist()
 
 
-@pytest.mark.parametrize("name", ["gappy", "no features"])
+@pytest.mark.parametrize("name", ["gappy", "many columns", "no features"])
 def test_gaps_go_the_short_way_and_what_has_no_features_the_long_one(name: str) -> None:
     table = TABLES[name]()
     stack = light_stack(table, **GUARDS["prices"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import blocks, driven_apart, small_table, table_of, two_kinds
+from helpers import blocks, driven_apart, equal_states, small_table, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from knobwise.agents.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
-from knobwise.agents.predictors.experts import Measured, fit_experts
+from knobwise.agents.predictors.experts import Experts, Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.predictors.folds import folds_of, rows_of_members
 from knobwise.agents.stack.stacked_controller import StackedController, fit_priced_stack, fit_stack
@@ -61,6 +61,19 @@ def fitted(name: str) -> tuple[ProfileTable, Tensor, StackedController]:
     table = TABLES[name]()
     rows = torch.arange(table.num_samples)[: -table.num_samples // 5]
     return table, rows, stack_of(table, rows, config_of(experts=EXPERTS))
+
+
+def test_stacks_share_experts_and_are_what_they_would_be_alone() -> None:
+    table, rows, config = small_table(90), torch.arange(80), config_of()
+    budgets = default_budgets(table)
+    experts = Experts.fit(table, rows, budgets, EXPERTS, seed=0)
+    network = driven_apart(table, config, rows, by=0.1)
+    alone = fit_stack(table, rows, network, config, budgets, seed=0)
+    shared, other = (fit_stack(table, rows, network, config, budgets, seed, 0.0, experts) for seed in (0, 1))
+    assert [expert.name for expert in shared.experts] == list(FAST)
+    assert all(one is another for one, another in zip(shared.experts, other.experts, strict=True))
+    assert equal_states(alone, shared)
+    assert (alone.guard.rows(), alone.held_out_worth) == (shared.guard.rows(), shared.held_out_worth)  # type: ignore[union-attr]
 
 
 def saved_and_loaded(stack: StackedController, table: ProfileTable, folder: Path) -> StackedController:

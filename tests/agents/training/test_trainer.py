@@ -108,6 +108,68 @@ def test_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     assert student.iteration < 4000
 
 
+def test_after_evaluations_below_the_best_grpo_goes_back_to_the_best_and_learns_half_as_fast() -> None:
+    optimiser = dataclasses.replace(SHORT, iterations=24, patience=0, retreat=2, schedule="constant", lr=1e-3)
+    student = trainer(small_table(80), optimiser=optimiser, policy=ENSEMBLE)
+    scores = iter([0.1, 0.2, 0.5, 0.6, 0.4, 0.5, 0.7, 0.3, 0.3])  # at 0, 4 … 32, GRPO from 8 on
+    student._judge = lambda: (next(scores), {})  # type: ignore[method-assign]
+    rates: dict[int, float] = {}
+    went_back = []
+    watch(student, lambda data: rates.update({student.iteration: student._learning_rate()}))
+    load = student.agent.load_state_dict
+
+    def loaded(state: Any) -> object:
+        went_back.append((student.iteration, student.best["iteration"]))
+        return load(state)
+
+    student.agent.load_state_dict = loaded
+    student.run()
+    # 8: where GRPO begins; 20: .4 and .5 are below .6; 32: the end
+    assert went_back == [(8, 8), (20, 12), (32, 24)]
+    assert {iteration: rates[iteration] for iteration in (8, 19, 20, 31)} == {8: 1e-3, 19: 1e-3, 20: 5e-4, 31: 5e-4}
+    assert student._gained() == {"start": 0.5, "best": 0.7, "last": 0.3}
+
+
+def test_the_reference_is_as_sharp_as_the_policy() -> None:
+    student = trainer(small_table(80), policy=ENSEMBLE)
+    student._evaluate()
+    grpo = student.stages[1]
+    grpo.begin()
+    grpo.prepare(0.7, True)
+    assert student.agent.network.sharpness > 20
+    assert equal_states(student.agent, student.reference)
+    assert student.behaviour.with_reference
+    assert float(student.grpo.kl_to_ref_coeff) == pytest.approx(0.02)
+    heads = trainer(small_table(80))
+    assert float(heads.grpo.kl_to_ref_coeff) == 0
+    heads.stages[1].prepare(0.7, False)
+    assert not heads.behaviour.with_reference
+
+
+def test_a_stop_after_going_back_ends_as_without_it(tmp_path: Path) -> None:
+    optimiser = dataclasses.replace(SHORT, iterations=40, lr=0.01, retreat=1)
+    whole, first, again = (
+        trainer(small_table(80), tmp_path / name, optimiser=optimiser, policy=ENSEMBLE) for name in "abb"
+    )
+    whole.run()
+    assert whole.slower < 1
+    save = first._save
+
+    def saved(judged: bool) -> None:
+        save(judged)
+        if first.slower < 1:
+            raise KeyboardInterrupt
+
+    first._save = saved  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert again.resume(tmp_path / "b" / "last.pt")
+    assert again.slower < 1
+    again.run()
+    assert equal_states(whole.agent, again.agent)
+    assert again.scores == whole.scores
+
+
 @pytest.mark.parametrize("policy", [PolicyConfig(hidden=32), ENSEMBLE], ids=["one", "ensemble"])
 def test_unprofiled_configurations_are_never_drawn(policy: PolicyConfig) -> None:
     table = small_table(80, holes=0.6)
