@@ -262,7 +262,8 @@ def fit_stack(
     cost_ms: float = 0.0,
     experts: Experts | None = None,
 ) -> StackedController:
-    """Fit the experts for deadlines, weigh all members and calibrate the guard, all out of fold.
+    """Fit the experts for deadlines, weigh all members and calibrate the guard, all out of fold. A member that is worth
+    more alone than with the others, by more than chance, decides alone.
 
     Args:
         rows: int64 [n], the rows that the network's members were fitted on in folds (`folds_of` with the same seed).
@@ -286,10 +287,14 @@ def fit_stack(
     worth = expected_utility(measured.accuracy, measured.measurements_ms, left[:, None, None])
     held_out = HeldOut(scores, worth, measured.mask)
     weights = stack_weights(held_out)
+    score, likely = _joined(measured, held_out, weights, scores, meets)
+    if (alone := held_out.better_alone(score)) is not None:
+        weights = torch.eye(len(scores), dtype=torch.float64)[alone]
+        score, likely = scores[alone], meets[alone]
     static = guard = None
     if config.guard:
         static = BudgetAwareStatic(table, rows)
-        guard = _calibrated(table, measured, held_out, meets, weights, config, cost_ms)
+        guard = _calibrated(table, measured, score, likely, config, cost_ms)
     mean_worth = held_out.mean_worth(weighted(scores, weights))
     return StackedController(network, [f.expert for f in fitted], weights, guard, static, mean_worth).eval()
 
@@ -338,14 +343,13 @@ def _joined(measured: Measured, held_out: HeldOut, weights: Tensor, *parts: Sequ
 def _calibrated(
     table: ProfileTable,
     measured: Measured,
-    held_out: HeldOut,
-    meets: Sequence[Tensor],
-    weights: Tensor,
+    score: Tensor,
+    likely: Tensor,
     config: PolicyConfig,
     cost_ms: float,
 ) -> Guard:
-    """The guard, calibrated by weights that have not seen the fold they are judged on."""
-    score, likely = _joined(measured, held_out, weights, held_out.scores, meets)
+    """The guard, calibrated by scores and probabilities of being on time [B, n, C], predicted by members and weights
+    that have not seen the rows."""
     static_choice = torch.zeros(score.shape[:2], dtype=torch.int64)
     for fit, hold in measured.folds:
         static = BudgetAwareStatic(table, measured.rows[torch.from_numpy(fit)])

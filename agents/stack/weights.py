@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROUNDS = 15
+ROUNDS, LEVEL = 15, 0.05
 
 
 class HeldOut(NamedTuple):
@@ -24,10 +24,24 @@ class HeldOut(NamedTuple):
         """The same for some of the samples, int64 [m]."""
         return HeldOut([s[:, positions] for s in self.scores], self.worth[:, positions], self.mask[positions])
 
-    def mean_worth(self, score: Tensor) -> float:
-        """Mean worth of taking the best score [B, n, C] of every sample."""
+    def worth_of_best(self, score: Tensor) -> Tensor:
+        """Worth of taking the best score [B, n, C] of every sample, float64 [B, n]."""
         chosen = score.masked_fill(~self.mask, -torch.inf).argmax(-1, keepdim=True)
-        return float(self.worth.gather(-1, chosen).double().mean())
+        return self.worth.gather(-1, chosen).squeeze(-1).double()
+
+    def mean_worth(self, score: Tensor) -> float:
+        """The mean of `worth_of_best`."""
+        return float(self.worth_of_best(score).mean())
+
+    def better_alone(self, joined: Tensor) -> int | None:
+        """The member that is worth most alone, if that is more than the members are together by more than chance:
+        `joined` [B, n, C] by weights that have not seen the samples; at a level of 5 % for all members together
+        (Bonferroni)."""
+        together = self.worth_of_best(joined).mean(0)
+        gains = torch.stack([self.worth_of_best(score).mean(0) - together for score in self.scores])
+        best, n = int(gains.mean(1).argmax()), gains.shape[1]
+        z = torch.special.ndtri(torch.tensor(1 - LEVEL / len(gains), dtype=torch.float64))
+        return best if n > 1 and gains[best].mean() > z * gains[best].std() / n**0.5 else None
 
 
 def stack_weights(held_out: HeldOut) -> Tensor:

@@ -76,6 +76,24 @@ def test_stacks_share_experts_and_are_what_they_would_be_alone() -> None:
     assert (alone.guard.rows(), alone.held_out_worth) == (shared.guard.rows(), shared.held_out_worth)  # type: ignore[union-attr]
 
 
+def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    worth = torch.rand(2, 100, 3, generator=generator)
+    perfect, mask = worth.clone(), torch.ones(100, 3, dtype=torch.bool)
+    held_out = HeldOut([torch.rand(worth.shape, generator=generator), perfect], worth, mask)
+    assert held_out.better_alone(-worth) == 1
+    assert held_out.better_alone(perfect) is None  # the same everywhere
+    # by hand: in one of 100 samples it is right by 1 where the stack is wrong: mean .01, standard error .01, z = 1
+    worth = torch.tensor([1.0, 0.0]).repeat(1, 100, 1)
+    joined = worth.clone()
+    joined[0, 0] = torch.tensor([0.0, 1.0])
+    assert HeldOut([worth], worth, mask[:, :2]).better_alone(joined) is None
+    # in four mean .04, standard error .0197, z = 2.03: above the 1.64 of one member, below the 2.13 of three
+    joined[0, :4] = torch.tensor([0.0, 1.0])
+    assert HeldOut([worth], worth, mask[:, :2]).better_alone(joined) == 0
+    assert HeldOut([worth] * 3, worth, mask[:, :2]).better_alone(joined) is None
+
+
 def saved_and_loaded(stack: StackedController, table: ProfileTable, folder: Path) -> StackedController:
     save_checkpoint(folder / "s.pt", stack, table, {})
     again = load_checkpoint(folder / "s.pt").controller

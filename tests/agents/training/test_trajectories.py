@@ -51,8 +51,9 @@ def test_every_step_is_the_committed_one(name: str) -> None:
         pytest.fail(
             f"{name}: the training takes another course from step {step} of {len(result)} on: loss {loss:.7g} "
             f"(committed {old_loss:.7g}), gradient norm {norm:.7g} (committed {old_norm:.7g}). If that is meant, make "
-            f"the trajectories anew with `python tests/{FILE.with_suffix('.py').name}` and commit tests/{FILE.name} "
-            "together with the change and its reason; if not, a change of the mathematics slipped in.",
+            f"the trajectories anew with `PYTHONPATH=. python tests/{FILE.with_suffix('.py').name}` and commit "
+            f"tests/{FILE.name} together with the change and its reason; if not, a change of the mathematics slipped "
+            "in.",
             pytrace=False,
         )
 

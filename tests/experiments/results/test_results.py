@@ -86,7 +86,7 @@ def test_every_seed_says_what_was_chosen_and_what_its_guard_found(tmp_path: Path
 
 
 def test_without_a_guard_no_level_was_asked_for() -> None:
-    alone = {"guard": [], "chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 30}]}
+    alone = {"guard": [], "chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 30, "grpo": {}}]}
     for controller in (stacked(guard=False), untrained()):
         assert held_out_choices([loaded(controller)]) == alone
 
