@@ -74,7 +74,7 @@ class RewardFunction:
 
     def _imported(self, module: str, name: str) -> Callable[..., Any]:
         if not module or not name:
-            raise self._refused("must be module:name, such as examples.rewards:late_answers_hurt_more")
+            raise self._refused("must be module:name, such as examples.rewards:late_answers")
         if (folder := str(Path.cwd())) not in sys.path:
             sys.path.insert(0, folder)
         try:
@@ -97,8 +97,12 @@ class RewardFunction:
         for shift in range(len(budgets)):
             limits = budgets[(rows + shift) % len(budgets)].unsqueeze(1)
             rewards = self(accuracy, latency_ms, limits, configurations)
-        with _NoFiles():  # only now, because the first call may import something
+        threads = _threads_without_files()
+        threads.add(threading.get_ident())  # only now, because the first call may import something
+        try:
             again = self(accuracy, latency_ms, limits, configurations)
+        finally:
+            threads.discard(threading.get_ident())
         if not torch.equal(again.nan_to_num(), rewards.nan_to_num()):
             raise self._refused("returns other rewards when it is called again; must be deterministic")
         some = (slice(None, None, 2), slice(1))
@@ -117,26 +121,15 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-class _NoFiles:
-    """A block in which this thread can open no file. Python's audit hooks (PEP 578) cannot be removed, so there is
-    only the one, installed at the first use."""
-
+@functools.cache
+def _threads_without_files() -> set[int]:
+    """The threads that can open no file. An audit hook (PEP 578) sees to it; it cannot be removed, so it is the only
+    one, from the first use on."""
     threads: set[int] = set()
 
-    def __enter__(self) -> None:
-        self.install()
-        self.threads.add(threading.get_ident())
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and threading.get_ident() in threads:
+            raise PermissionError(f"opens {arguments[0]}; a reward reads no files, its module may when imported")
 
-    def __exit__(self, *_: object) -> None:
-        self.threads.discard(threading.get_ident())
-
-    @staticmethod
-    @functools.cache
-    def install() -> None:
-        def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" and threading.get_ident() in _NoFiles.threads:
-                raise PermissionError(
-                    f"opens {arguments[0]}; read files when the module is imported, not in the reward"
-                )
-
-        sys.addaudithook(refuse)
+    sys.addaudithook(refuse)
+    return threads
