@@ -1,10 +1,9 @@
-"""Aims other than utility: a network trained by GRPO on their reward, against predicting the outcomes first and then
-choosing the best expected reward.
+"""Aims other than utility: a network trained by GRPO on their reward, against predicting outcomes and then choosing the
+best expected reward.
 
     python experiments/studies/aims.py key=value …
 
-Measures what is missing and writes docs/aims.md; to be run in the folder above examples/. Every policy is judged by the
-mean reward of its choices on samples that nothing was fitted or chosen on.
+Measures what is missing and writes docs/aims.md; run it in the folder above `examples/`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,51 +23,41 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import EXPERTS
 from knobwise.agents.judging.evaluation import judge
 from knobwise.agents.predictors.experts import Measured, Prediction, fit_experts
-from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.stacked_controller import network_outcomes
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
-from knobwise.envs.configurations.reward_function import RewardFunction
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.simulated.kinds import KINDS
-from knobwise.experiments.command_line.compose import question_of, read_settings
-from knobwise.experiments.settings.options import TrainRun
-from knobwise.experiments.studies.decisions import table_of
+from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.studies.decisions import DecisionsConfig, table_of
 from knobwise.experiments.studies.running import Mean, folder_for, measured, rendered, run_from_words
 
 AIMS = ("late_answers", "worst_lateness", "accuracy_floor")
-GRPO, REGRESSION, STATIC = "network, GRPO", "network, regression only", "static"
-BY_NETWORK, BY_EXPERTS, ORACLE = "two stages, network", "two stages, stacked experts", "oracle"
-RULES = (BY_NETWORK, BY_EXPERTS)
+GRPO, REGRESSION = "network, GRPO", "network, regression only"
+RULES = ("two stages, network", "two stages, experts")
+Pair = tuple[Prediction, Prediction]
+"""Of the samples that were fitted on, out of fold, and of the test samples."""
 NODES = torch.special.ndtri((torch.arange(40) + 0.5) / 40)
-"""Standard normal values of equal weight, for expectations over ln ms."""
-FEW_NODES = NODES[2::5]
-"""The same for accuracies."""
+"""Standard normal values of equal weight, for expectations over ln ms; every fifth for those over accuracies."""
 
 
 @dataclass
-class AimsConfig:
-    """The settings, each as key=value."""
+class AimsConfig(DecisionsConfig):
+    """The settings of the other study, each as key=value, with defaults of its own."""
 
     tables: list[str] = field(default_factory=lambda: ["builtin", "portfolio", "heavy_tails"])
-    """The built-in profile and kinds of simulated tables."""
     seeds: int = 5
-    """How many seeds, for tables, splits and training."""
     runs: str = "runs/aims"
-    """Where measurements are kept; a finished one is not repeated."""
     out: str = "docs/aims.md"
-    """The page."""
-    jobs: int = 2
-    """Processes at the same time, one thread each."""
 
 
 def run(config: AimsConfig) -> list[str]:
     """Measure every table with every seed, and write the page. Raises InputError: a reward that cannot be used, or that
     is not in this folder."""
-    table, settings = builtin_profile(), [settings_of(aim) for aim in AIMS]
+    table, settings = builtin_profile(), [read_settings("train", [f"experiment={aim}"]) for aim in AIMS]
     for each in settings:
         RewardTable(table, each.reward)
     kept = [table.digest, KINDS, settings, Path("examples/rewards.py").read_text(encoding="utf-8")]
@@ -79,168 +67,99 @@ def run(config: AimsConfig) -> list[str]:
     return []
 
 
-def settings_of(aim: str) -> TrainRun:
-    """Those of the experiment file of this name."""
-    settings: TrainRun = read_settings("train", [f"experiment={aim}"])
-    return settings
-
-
-# -- policies ----------------------------------------------------------------------------------------------------------
-
-
 class AimTrainer(ControllerTrainer):
     """Keeps the weights with the best held-out reward."""
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
-        judged = judge(self, self.table, self.judged_rows, self.limits, self.env.rewards)
-        return float(judged.reward.mean()), {}
+        return float(judge(self, self.table, self.judged_rows, self.limits, self.env.rewards).reward.mean()), {}
 
 
-class Predicted(NamedTuple):
-    """What is known of n requests before deciding: predicted accuracy, mean and standard deviation of ln ms, and the
-    standard deviation of the accuracy's residuals, [C] or [n, C] each."""
-
-    outcome: Prediction
-    accuracy_spread: Tensor
-
-    def expected(self, reward: RewardFunction, budgets_ms: Tensor, labels: bool) -> Tensor:
-        """The expected reward, [B, n, C]: ln ms is normal, the accuracy a draw of 0 or 1 for `labels`, else normal and
-        cut to 0 … 1, and both are independent."""
-        accuracy, configurations = self.outcome.accuracy.clamp(0, 1), torch.arange(self.outcome.accuracy.shape[1])
-        if labels:
-            cases = [(accuracy, torch.ones_like(accuracy)), (1 - accuracy, torch.zeros_like(accuracy))]
-        else:
-            drawn = [(self.outcome.accuracy + z * self.accuracy_spread).clamp(0, 1) for z in FEW_NODES]
-            cases = [(torch.tensor(1 / len(drawn)), each) for each in drawn]
-        total = torch.zeros(len(budgets_ms), *accuracy.shape)
-        for z in NODES:
-            latency_ms = (self.outcome.log_latency + z * self.outcome.spread).exp()
-            for weight, value in cases:
-                total += weight * reward(value, latency_ms, budgets_ms[:, None, None], configurations)
-        return total / len(NODES)
+def worths(rewards: RewardTable, rows: Tensor, budgets_ms: Tensor) -> Tensor:
+    """The measured reward of every configuration, [B, n, C], NaN where not profiled."""
+    return torch.stack([rewards.all(rows, limit.expand(len(rows))) for limit in budgets_ms])
 
 
-class Cell:
-    """One table with one seed, and what predicts its outcomes; `score` says how good choices are."""
+@torch.no_grad()
+def members_mean(network: Controller, x: Tensor) -> Prediction:
+    """What the members of a network predict of normalised features [n, width] on average."""
+    outcomes = network_outcomes(network, x)
+    return Prediction(*(part.mean(0) for part in (outcomes.accuracy, outcomes.log_latency, outcomes.spread)))
 
-    def __init__(self, name: str, seed: int) -> None:
-        self.table, self.split = table_of(name, seed)
-        self.seed, self.test, self.budgets_ms = seed, self.split.test, default_budgets(self.table)
-        self.fitted = torch.cat([self.split.train, self.split.validation])
-        accuracy = self.table.accuracy[self.table.mask]
-        self.labels = bool(((accuracy == 0) | (accuracy == 1)).all())
-        normaliser = FeatureNormaliser.fit(self.table, self.fitted)
-        self.measured = Measured.from_table(self.table, self.fitted, self.budgets_ms, seed)
-        self.experts = fit_experts(self.table, self.measured, normaliser, EXPERTS, seed)
-        self.x = normaliser(self.blocks, len(self.test))
 
-    @property
-    def blocks(self) -> dict[str, Tensor]:
-        """The features of the test samples."""
-        return {name: block[self.test] for name, block in self.table.features.items()}
+def expected(rewards: RewardTable, known: Measured, seen: Prediction, predicted: Prediction) -> Tensor:
+    """The expected reward [B, n, C] of predicted outcomes [n, C]: ln ms is normal; the accuracy is independent of it,
+    and a draw of 0 or 1 if all of the table's are, else normal with the residual spread of the `seen` samples."""
+    assert rewards.function is not None
+    right, budgets_ms = predicted.accuracy.clamp(0, 1), known.budgets_ms[:, None, None]
+    if known.accuracy[known.mask].unique().tolist() == [0, 1]:
+        cases = [(right, torch.ones_like(right)), (1 - right, torch.zeros_like(right))]
+    else:
+        spread = (known.accuracy - seen.accuracy).square().nanmean(0).sqrt()
+        drawn = [(right + z * spread).clamp(0, 1) for z in NODES[2::5]]
+        cases = [(torch.tensor(1 / len(drawn)), accuracy) for accuracy in drawn]
+    total = torch.zeros(len(budgets_ms), *right.shape)
+    for latency_ms in ((predicted.log_latency + z * predicted.spread).exp() for z in NODES):
+        for weight, accuracy in cases:
+            total += weight * rewards.function(accuracy, latency_ms, budgets_ms, rewards.configurations)
+    return total / len(NODES)
 
-    def score(self, reward: RewardTable, choice: Tensor) -> float:
-        """The mean reward of choices int64 [B, n] on the test samples."""
-        return float(self.worth(reward, self.test).gather(2, choice.unsqueeze(2)).mean())
 
-    def worth(self, reward: RewardTable, rows: Tensor) -> Tensor:
-        """The measured reward of every configuration, [B, n, C], NaN where not profiled."""
-        return torch.stack([reward.all(rows, budget.expand(len(rows))) for budget in self.budgets_ms])
-
-    def best(self, scores: Tensor) -> Tensor:
-        """The profiled configuration with the highest of these scores, [B, n or 1, C] → int64 [B, n]."""
-        return torch.where(self.table.mask[self.test], scores, -torch.inf).argmax(-1)
-
-    def by_experts(self, reward: RewardTable) -> Tensor:
-        """Expected rewards by the experts, weighted by how well each predicts rewards out of fold."""
-        assert reward.function is not None
-        of_folds, of_test = [], []
-        for expert, out_of_fold in self.experts:
-            accuracy, log_latency, _ = out_of_fold
-            spreads = self.measured.residual_spread(log_latency), self.accuracy_spread(accuracy)
-            for predicted, scores in ((out_of_fold, of_folds), (expert(self.x), of_test)):
-                known = Predicted(predicted._replace(spread=spreads[0]), spreads[1])
-                scores.append(known.expected(reward.function, self.budgets_ms, self.labels))
-        worth = self.worth(reward, self.fitted)
-        return weighted(of_test, stack_weights(HeldOut(of_folds, worth, self.measured.mask)))
-
-    @torch.no_grad()
-    def by_network(self, network: Controller, reward: RewardTable) -> Tensor:
-        """Expected rewards by a network's members, each of which counts the same."""
-        assert reward.function is not None
-        blocks = {name: block[self.fitted] for name, block in self.table.features.items()}
-        fitted = network_outcomes(network, network.features(blocks, len(self.fitted))).accuracy.mean(0)
-        outcomes = network_outcomes(network, network.features(self.blocks, len(self.test)))
-        parts = zip(outcomes.accuracy, outcomes.log_latency, outcomes.spread, strict=True)
-        each = [Predicted(Prediction(*part), self.accuracy_spread(fitted)) for part in parts]
-        return torch.stack([e.expected(reward.function, self.budgets_ms, self.labels) for e in each]).mean(0)
-
-    def accuracy_spread(self, predicted: Tensor) -> Tensor:
-        """Root mean square residual of each configuration's accuracy, [C]."""
-        return (self.measured.accuracy - predicted).square().nanmean(0).sqrt()
-
-    def choices(self, network: Controller) -> Tensor:
-        mask, n = self.table.mask[self.test], len(self.test)
-        return torch.stack([network.choose(self.blocks, budget.expand(n), mask) for budget in self.budgets_ms])
+def stacked(rewards: RewardTable, known: Measured, by_experts: Sequence[Pair]) -> Tensor:
+    """The expected reward by all experts, weighted by how well each predicts rewards out of fold."""
+    held_out = [expected(rewards, known, out_of_fold, out_of_fold) for out_of_fold, _ in by_experts]
+    weights = stack_weights(HeldOut(held_out, worths(rewards, known.rows, known.budgets_ms), known.mask))
+    return weighted([expected(rewards, known, *pair) for pair in by_experts], weights)
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:
-    """Fit and judge every policy on one table with one seed: mean rewards by aim and policy."""
-    cell, rewards = Cell(name, seed), dict[str, dict[str, float]]()
+    """Fit and judge every policy on one table with one seed: mean rewards × 100 by aim and policy."""
+    table, split = table_of(name, seed)
+    rows, test, budgets_ms = torch.cat([split.train, split.validation]), split.test, default_budgets(table)
+    configs = {aim: read_settings("train", [f"experiment={aim}"]) for aim in AIMS}
+    policy, optimiser = configs[AIMS[0]].policy, configs[AIMS[0]].optimiser
+    shared: dict[str, Any] = {"policy": policy, "budgets_ms": budgets_ms, "seed": seed}
+    first = ControllerTrainer(table, split, optimiser=replace(optimiser, iterations=0), **shared)
+    network = first.run()
+    tuned = {}
     with tempfile.TemporaryDirectory() as folder:
-        shared = {"budgets_ms": cell.budgets_ms, "seed": seed}
-        settings = settings_of(AIMS[0])
-        optimiser = replace(settings.optimiser, iterations=0)
-        first = ControllerTrainer(cell.table, cell.split, policy=settings.policy, optimiser=optimiser, **shared)
-        first.run()
-        save_checkpoint(start := Path(folder) / "start.pt", first.trained, cell.table, first.provenance())
-        for aim in AIMS:
-            settings = settings_of(aim)
-            shared |= {name: getattr(settings, name) for name in ("policy", "loss", "reward")}
-            shared |= {"optimiser": replace(settings.optimiser, warmup_iterations=0), "init_from": start}
-            reward = RewardTable(cell.table, settings.reward)
-            trained = AimTrainer(cell.table, cell.split, **shared).run()
-            static = cell.worth(reward, cell.fitted).nanmean(1, keepdim=True).nan_to_num(-torch.inf)
-            choices = {
-                STATIC: cell.best(static),
-                REGRESSION: cell.choices(first.trained),
-                GRPO: cell.choices(trained),
-                BY_NETWORK: cell.best(cell.by_network(first.trained, reward)),
-                BY_EXPERTS: cell.best(cell.by_experts(reward)),
-                ORACLE: cell.best(cell.worth(reward, cell.test)),
-            }
-            rewards[aim] = {policy: cell.score(reward, choice) for policy, choice in choices.items()}
-    return {"table": name, "seed": seed, "rewards": rewards}
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------
+        save_checkpoint(start := Path(folder) / "start.pt", network, table, first.provenance())
+        for aim, config in configs.items():
+            optimiser = replace(config.optimiser, warmup_iterations=0)
+            options = {"optimiser": optimiser, "loss": config.loss, "reward": config.reward, "init_from": start}
+            tuned[aim] = AimTrainer(table, split, **shared, **options).run()
+    known = Measured.from_table(table, rows, budgets_ms, seed)
+    seen, new = (network.features({k: v[part] for k, v in table.features.items()}, len(part)) for part in (rows, test))
+    by_network, by_experts = (members_mean(network, seen), members_mean(network, new)), list[Pair]()
+    for expert, out_of_fold in fit_experts(table, known, network.normaliser, EXPERTS, seed):
+        spread = known.residual_spread(out_of_fold.log_latency)
+        by_experts.append((out_of_fold._replace(spread=spread), expert(new)._replace(spread=spread)))
+    results = {}
+    for aim, config in configs.items():
+        rewards = RewardTable(table, config.reward)
+        policies = {REGRESSION: network, GRPO: tuned[aim]}
+        judged = {key: judge(policy, table, test, budgets_ms, rewards).reward for key, policy in policies.items()}
+        scores = expected(rewards, known, *by_network), stacked(rewards, known, by_experts)
+        for rule, score in zip(RULES, scores, strict=True):
+            chosen = score.masked_fill(~table.mask[test], -torch.inf).argmax(-1, keepdim=True)
+            judged[rule] = worths(rewards, test, budgets_ms).gather(2, chosen)
+        results[aim] = {key: 100 * float(reward.mean()) for key, reward in judged.items()}
+    return {"table": name, "seed": seed, "rewards": results}
 
 
 def aims_page(cells: Sequence[Mapping[str, Any]]) -> str:
     """docs/aims.md, from one measurement for each table and seed."""
-    tables = list(dict.fromkeys(cell["table"] for cell in cells))
-
-    def values(aim: str, table: str, policy: str) -> list[float]:
-        return [100 * cell["rewards"][aim][policy] for cell in cells if cell["table"] == table]
-
-    def lead(aim: str, table: str, other: str) -> Mean:
-        """GRPO minus another policy, paired by seed."""
-        return Mean.over(np.subtract(values(aim, table, GRPO), values(aim, table, other)))
-
-    places = [(aim, table) for aim in AIMS for table in tables]
-    leads = {other: {place: lead(*place, other) for place in places} for other in (STATIC, REGRESSION, *RULES)}
+    values: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    for cell in cells:
+        for aim in AIMS:
+            values.setdefault((aim, cell["table"]), []).append(cell["rewards"][aim])
     policies = list(cells[0]["rewards"][AIMS[0]])
-    return rendered(
-        "aims.md.j2",
-        seeds=len({cell["seed"] for cell in cells}),
-        questions={aim: question_of(aim).partition("? ")[0] + "?" for aim in AIMS},
-        means={place: {policy: Mean.over(values(*place, policy)) for policy in policies} for place in places},
-        leads=leads,
-        signs={other: [mean.sign for mean in of_places.values()] for other, of_places in leads.items()},
-        policies=policies,
-        GRPO=GRPO,
-        RULES=RULES,
-    )
+    means = {place: {key: Mean.over(each[key] for each in rows) for key in policies} for place, rows in values.items()}
+    leads = {
+        other: {place: Mean.over(each[GRPO] - each[other] for each in rows) for place, rows in values.items()}
+        for other in (REGRESSION, *RULES)
+    }
+    seeds = len({cell["seed"] for cell in cells})
+    return rendered("aims.md.j2", seeds=seeds, means=means, leads=leads, policies=policies, RULES=RULES)
 
 
 if __name__ == "__main__":
