@@ -26,6 +26,7 @@ from knobwise.agents.predictors.experts import Measured, Prediction, fit_experts
 from knobwise.agents.stack.stacked_controller import network_outcomes
 from knobwise.agents.stack.weights import HeldOut, stack_weights, weighted
 from knobwise.agents.training.controller_trainer import ControllerTrainer
+from knobwise.common.checks import one_of
 from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.configurations.reward import RewardTable
@@ -55,8 +56,10 @@ class AimsConfig(DecisionsConfig):
 
 
 def run(config: AimsConfig) -> list[str]:
-    """Measure every table with every seed, and write the page. Raises InputError: a reward that cannot be used, or that
-    is not in this folder."""
+    """Measure every table with every seed, and write the page. Raises InputError: an unknown table; a reward that
+    cannot be used or is not in this folder."""
+    for name in config.tables:
+        one_of("tables", name, ("builtin", *KINDS))
     table, settings = builtin_profile(), [read_settings("train", [f"experiment={aim}"]) for aim in AIMS]
     for each in settings:
         RewardTable(table, each.reward)
