@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from knobwise.envs.configurations.reward_function import RewardFunction
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -30,7 +31,7 @@ def expected_utility(accuracy: Tensor, measurements_ms: Tensor, budget_ms: Tenso
 
 
 def reward(accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, complexity: Tensor, config: RewardConfig) -> Tensor:
-    """The reward of running a configuration under a budget.
+    """The reward of running a configuration under a budget, by a formula; `RewardTable` also knows `function`.
 
     `shaped` = α·accuracy − β·sigmoid(10·(latency/budget − 1)) − γ·(max(0, latency − budget)/budget)² − ε·complexity
     + δ·(1 − latency/budget if latency ≤ budget else 0), the formula of the original controller.
@@ -81,6 +82,9 @@ class RewardTable:
         repeats: str = "draw",
     ) -> None:
         self.config, self.complexity = config, complexity(table).to(device)
+        self.configurations = torch.arange(table.num_configurations, device=self.complexity.device)
+        by_function = config.kind == "function" and config.function is not None
+        self.function = RewardFunction(config.function, table, device) if by_function else None
         self.accuracy, self.latency_ms = table.accuracy.to(device), table.latency_ms.to(device)
         several = table.repeats_ms is not None and repeats == "draw"
         self.repeats_ms = table.measurements_ms.to(device) if several else None
@@ -90,8 +94,8 @@ class RewardTable:
         accuracy, budgets_ms = self.accuracy.index_select(0, rows), budgets_ms.unsqueeze(-1)
         if self.repeats_ms is None:
             latency_ms = self.latency_ms.index_select(0, rows)
-            return reward(accuracy, latency_ms, budgets_ms, self.complexity, self.config)
-        return self._mean(accuracy, self.repeats_ms.index_select(0, rows), budgets_ms, self.complexity)
+            return self._rewards(accuracy, latency_ms, budgets_ms, self.configurations)
+        return self._mean(accuracy, self.repeats_ms.index_select(0, rows), budgets_ms, self.configurations)
 
     def outcome(self, rows: Tensor, configurations: Tensor, repeats: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """int64 [n] rows, int64 [n, G] configurations → accuracy and latency in ms, float32 [n, G] each.
@@ -108,15 +112,21 @@ class RewardTable:
     def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor, repeats: Tensor | None = None) -> Tensor:
         """int64 [n] rows, int64 [n, G] configurations, float [n] budgets → float32 [n, G]: the reward of the
         measurements in `repeats`, see `outcome`; for None the mean over all measurements of each cell."""
-        budgets_ms, complexities = budgets_ms.unsqueeze(-1), self.complexity.take(configurations)
+        budgets_ms = budgets_ms.unsqueeze(-1)
         if repeats is None and self.repeats_ms is not None:
             cells = rows.unsqueeze(-1) * len(self.complexity) + configurations
             measured = self.repeats_ms.flatten(0, 1)[cells]
-            return self._mean(self.accuracy.take(cells), measured, budgets_ms, complexities)
-        return reward(*self.outcome(rows, configurations, repeats), budgets_ms, complexities, self.config)
+            return self._mean(self.accuracy.take(cells), measured, budgets_ms, configurations)
+        return self._rewards(*self.outcome(rows, configurations, repeats), budgets_ms, configurations)
 
-    def _mean(self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, complexities: Tensor) -> Tensor:
+    def _mean(self, accuracy: Tensor, measured: Tensor, budgets_ms: Tensor, configurations: Tensor) -> Tensor:
         """The mean reward over measurements [*, R] of cells [*]."""
-        cells = (each.unsqueeze(-1) for each in (accuracy, budgets_ms, complexities))
-        accuracy, budgets_ms, complexities = cells
-        return reward(accuracy, measured, budgets_ms, complexities, self.config).nanmean(-1)
+        cells = (each.unsqueeze(-1) for each in (accuracy, budgets_ms, configurations))
+        accuracy, budgets_ms, configurations = cells
+        return self._rewards(accuracy, measured, budgets_ms, configurations).nanmean(-1)
+
+    def _rewards(self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor) -> Tensor:
+        """The reward of each measurement; int64 configurations and the others broadcast."""
+        if self.function is not None:
+            return self.function(accuracy, latency_ms, budgets_ms, configurations)
+        return reward(accuracy, latency_ms, budgets_ms, self.complexity[configurations], self.config)

@@ -37,7 +37,10 @@ class RewardConfig:
 
     kind: str = "shaped"
     """`shaped`: the sum of the five terms below; `utility`: α·accuracy if the budget is met, else −`miss`; `priced`:
-    α·accuracy − latency/worth, under a mean budget."""
+    α·accuracy − latency/worth, under a mean budget; `function`: what `function` returns."""
+    function: str | None = None
+    """A Python function as module:name, of accuracy, latency_ms, budget_ms and knobs (see
+    `knobwise.envs.configurations.reward_function`)."""
     alpha: float = 1.0
     """α, weight of the accuracy."""
     beta: float = 0.5
@@ -52,7 +55,9 @@ class RewardConfig:
     """The cost of a missed budget under `utility`."""
 
     def __post_init__(self) -> None:
-        one_of("reward.kind", self.kind, ("shaped", "utility", "priced"))
+        one_of("reward.kind", self.kind, ("shaped", "utility", "priced", "function"))
+        if (self.kind == "function") != (self.function is not None):
+            raise InputError("reward=function and reward.function=module:name: each needs the other")
         if not 0 <= self.miss < math.inf:
             raise InputError(f"reward.miss={self.miss}: is what a missed budget costs; must be 0 or a positive number")
 

@@ -60,7 +60,11 @@ GROUPS: dict[str, dict[str, Any]] = {
         **{name: BudgetConfig(strategy=name) for name in ("quantiles", "relative", "fixed")},
         "mean": BudgetConfig(sense="mean"),
     },
-    "reward": {"utility": replace(TRAINING_REWARD), "shaped": RewardConfig(kind="shaped")},
+    "reward": {
+        "utility": replace(TRAINING_REWARD),
+        "shaped": RewardConfig(kind="shaped"),
+        "function": RewardConfig(kind="function", function=MISSING),
+    },
     "policy": {
         "auto": replace(_POLICY, experts=EXPERTS),
         "utility": _POLICY,

@@ -82,10 +82,10 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
             results, _ = judge_mean_budgets(table, fitted, test, budgets_ms, [policy], [0], priced, config.own_cost)
         else:
             budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
+            rewards = RewardTable(table, config.reward)
             baselines: list[Baseline] = [BudgetAwareStatic(table, fitted), Oracle(table, test)]
             if config.baselines:
                 baselines = make_baselines(table, split, seed=0, budgets_ms=budgets_ms)
-            rewards = RewardTable(table, config.reward)
             results, _ = judge_deadlines(table, test, budgets_ms, rewards, [policy], [0], baselines, config.own_cost)
     return results | held_out_choices([loaded])
 

@@ -80,6 +80,10 @@ class TrainRun(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("threads", self.threads, 1)
+        if self.reward.kind == "function" and (self.policy.experts or self.policy.deploy == "student"):
+            raise InputError("reward=function: experts and students serve utility alone; give policy=utility")
+        if self.reward.kind == "function" and self.budget.sense == "mean":
+            raise InputError("reward=function: is for deadlines; budget=mean has a reward of its own")
 
 
 @dataclass

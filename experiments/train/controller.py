@@ -52,7 +52,9 @@ class ControllerExperiment(Experiment):
         self.split = self._split_of(config)
         self.fitted = torch.cat([self.split.train, self.split.validation])
         self.mean = config.budget.sense == "mean"
-        self.stacked = config.policy.structure == "utility" and config.policy.members > 1
+        # a guard would hold the policy to utility
+        guarded = config.reward.kind != "function"
+        self.stacked = guarded and config.policy.structure == "utility" and config.policy.members > 1
         if self.mean and not self.stacked:
             raise InputError("budget=mean: needs policy.structure=utility and policy.members of at least 2")
         if self.mean and config.policy.deploy == "student":

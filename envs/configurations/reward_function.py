@@ -1,0 +1,135 @@
+"""A reward that the user wrote: a Python function, named as `module:name`, checked before it trains anything."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.tables.profile_table import Knob, ProfileTable
+
+CHECKED_SHARES = (0.0, 0.5, 1.0)
+"""Quantiles of the profiled latencies: the budgets under which a function is checked on every cell."""
+
+
+class RewardFunction:
+    """The reward of each decision, `function(accuracy, latency_ms, budget_ms, knobs)`.
+
+    The first three are float32 tensors of one shape, whatever it is; `knobs` has a tensor of this shape for each knob,
+    by name: its values, or their indices where a knob has names. The result is a tensor of the same shape. A decision's
+    reward must depend on its own numbers alone. Cells that were not profiled come in as NaN and get NaN whatever the
+    function returns.
+
+    Args:
+        name: `module:name`; modules are looked for in the current folder first, as by `python -m`.
+        table: the profile; its cells are what the function is checked on.
+        device: where the arguments will be; None for where the table is.
+
+    Raises:
+        InputError: also by each call. There is no such function; it raises, returns no tensor or another shape, or NaN
+            or infinity in a profiled cell; called again it returns something else or opens a file; a reward depends on
+            the other decisions in the batch.
+    """
+
+    def __init__(self, name: str, table: ProfileTable, device: torch.device | str | None = None) -> None:
+        self.key = f"reward.function={name}"
+        self._function = self._imported(*name.partition(":")[::2])
+        places = table.configurations.to(device).unbind(1)
+        self.knobs = {knob.name: _sizes(knob).to(at.device)[at] for knob, at in zip(table.knobs, places, strict=True)}
+        self._check(table.accuracy.to(device), table.latency_ms.to(device))
+
+    def __call__(self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, configurations: Tensor) -> Tensor:
+        """Float tensors and int64 configurations that broadcast to one shape → float32 of this shape."""
+        values = (sizes[configurations] for sizes in self.knobs.values())
+        cells = torch.broadcast_tensors(accuracy, latency_ms, budget_ms, *values)
+        profiled = ~(cells[0].isnan() | cells[1].isnan())
+        try:
+            rewards = self._function(*cells[:3], dict(zip(self.knobs, cells[3:], strict=True)))
+        except Exception as error:
+            raise self._refused(f"raises {_in_a_line(error)}") from error
+        if not isinstance(rewards, Tensor):
+            raise self._refused(f"returns {type(rewards).__name__}; must return a torch.Tensor")
+        if rewards.shape != profiled.shape:
+            raise self._refused(f"returns shape {[*rewards.shape]}; must be that of its arguments, {[*profiled.shape]}")
+        bad = profiled & ~rewards.isfinite()
+        if bad.any():
+            right, took, limit = (float(values[bad][0]) for values in cells[:3])
+            raise self._refused(
+                f"returns {float(rewards[bad][0])} in {int(bad.sum())} of {int(profiled.sum())} profiled cells, the "
+                f"first with accuracy {right:g}, latency {took:g} ms, budget {limit:g} ms; must be finite"
+            )
+        return torch.where(profiled, rewards.detach().to(torch.float32), torch.nan)
+
+    def _refused(self, problem: str) -> InputError:
+        return InputError(f"{self.key}: {problem}")
+
+    def _imported(self, module: str, name: str) -> Callable[..., Any]:
+        if not module or not name:
+            raise self._refused("must be module:name, such as examples.rewards:late_answers")
+        if (folder := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            imported = importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+                known = f"neither in {folder} nor installed; name it as in an import, without .py"
+                raise self._refused(f"there is no module {module}, {known}") from error
+            raise self._refused(f"importing {module} raises {_in_a_line(error)}") from error
+        function = getattr(imported, name, None)
+        if not callable(function):
+            raise self._refused(f"{getattr(imported, '__file__', module)} has no function {name}")
+        return function  # type: ignore[no-any-return]
+
+    def _check(self, accuracy: Tensor, latency_ms: Tensor) -> None:
+        """Call it on every cell under several budgets, then again, then on a part: accuracy and latency [N, C]."""
+        rows, configurations = (torch.arange(size, device=accuracy.device) for size in accuracy.shape)
+        ordered = latency_ms[~latency_ms.isnan()].sort().values.clamp_min(LEAST_LATENCY_MS)
+        budgets = torch.stack([ordered[round(share * (len(ordered) - 1))] for share in CHECKED_SHARES])
+        for shift in range(len(budgets)):
+            limits = budgets[(rows + shift) % len(budgets)].unsqueeze(1)
+            rewards = self(accuracy, latency_ms, limits, configurations)
+        threads = _threads_without_files()
+        threads.add(threading.get_ident())  # only now, because the first call may import something
+        try:
+            again = self(accuracy, latency_ms, limits, configurations)
+        finally:
+            threads.discard(threading.get_ident())
+        if not torch.equal(again.nan_to_num(), rewards.nan_to_num()):
+            raise self._refused("returns other rewards when it is called again; must be deterministic")
+        some = (slice(None, None, 2), slice(1))
+        part = self(accuracy[some], latency_ms[some], limits[::2], configurations[:1])
+        if not torch.allclose(part, rewards[some], rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise self._refused("a decision's reward depends on the other decisions in the batch; must not")
+
+
+def _sizes(knob: Knob) -> Tensor:
+    """float32, the values of a knob, or their indices if it has names."""
+    named = any(isinstance(value, str) for value in knob.values)
+    return torch.tensor([*(range(len(knob.values)) if named else knob.values)], dtype=torch.float32)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+@functools.cache
+def _threads_without_files() -> set[int]:
+    """The threads that can open no file. An audit hook (PEP 578) sees to it; it cannot be removed, so it is the only
+    one, from the first use on."""
+    threads: set[int] = set()
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and threading.get_ident() in threads:
+            raise PermissionError(f"opens {arguments[0]}; a reward reads no files, its module may when imported")
+
+    sys.addaudithook(refuse)
+    return threads

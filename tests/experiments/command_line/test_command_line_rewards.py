@@ -1,0 +1,85 @@
+"""A reward that the user wrote, from the command line to the column of rewards; mistakes before anything is written."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import OPTIMISER, TABLE, Capture, Patch, refused, write_table
+from omegaconf import OmegaConf
+
+from knobwise.__main__ import main
+
+TRAIN = ["train", *TABLE, *OPTIMISER, "policy=utility", "policy.members=2", "seeds=[0]", "reward=function"]
+MODULE = """
+from pathlib import Path
+
+import torch
+
+def fastest(accuracy, latency_ms, budget_ms, knobs):
+    return 3 - latency_ms / budget_ms
+
+def in_pairs(accuracy, latency_ms, budget_ms, knobs):
+    return accuracy[:, ::2]
+
+def undefined(accuracy, latency_ms, budget_ms, knobs):
+    return accuracy * torch.nan
+
+def reads(accuracy, latency_ms, budget_ms, knobs):
+    return accuracy * float(Path("weight.txt").read_text())
+
+def raises(accuracy, latency_ms, budget_ms, knobs):
+    return accuracy * knobs["max_crop"]
+"""
+
+
+@pytest.fixture
+def _folder(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A folder with a table, and the module `my_rewards` in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    write_table()
+    Path("my_rewards.py").write_text(MODULE)
+    Path("weight.txt").write_text("2")
+
+
+@pytest.mark.usefixtures("_folder")
+def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys: Capture) -> None:
+    words = ["reward=function", "reward.function=my_rewards:fastest", "own_cost=false", "baselines=false"]
+    assert main([*TRAIN, *words, "name=x"]) == 0
+    run = Path("runs/controller/x")
+    assert OmegaConf.load(run / "config.yaml").reward.function == "my_rewards:fastest"
+    trained = json.loads((run / "results.json").read_text())
+    for row in trained["rows"]:
+        if row["budget_ms"] is not None and row["policy"] == "budget_aware_static":
+            assert row["reward"] == pytest.approx(3 - row["latency_ms_mean"] / row["budget_ms"], abs=1e-3)
+    assert main(["evaluate", *TABLE, *words, "json=again.json"]) == 0
+    again = json.loads(Path("again.json").read_text())
+    rewards = [{(r["policy"], r["budget_ms"]): r["reward"] for r in each["rows"]} for each in (trained, again)]
+    assert rewards[0] == pytest.approx(rewards[1])
+    capsys.readouterr()
+
+
+@pytest.mark.usefixtures("_folder")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward.function=my_rewards:raises"], "reward.function=my_rewards:raises: raises KeyError: 'max_crop'"),
+        (["reward.function=my_rewards:undefined"], "my_rewards:undefined: returns nan in "),
+        (["reward.function=my_rewards:in_pairs"], "my_rewards:in_pairs: returns shape [60, 6]; must be that of"),
+        (["reward.function=my_rewards:reads"], "my_rewards:reads: raises PermissionError: opens weight.txt"),
+        (["reward.function=my_rewards:slowest"], "my_rewards.py has no function slowest"),
+        (["reward.function=your_rewards:fastest"], "there is no module your_rewards, neither in "),
+        (["reward.function=fastest"], "reward.function=fastest: must be module:name"),
+        ([], "reward=function and reward.function=module:name: each needs the other"),
+        (["reward=utility", "reward.function=my_rewards:fastest"], "each needs the other"),
+        (["reward.function=my_rewards:fastest", "policy=auto"], "experts and students serve utility alone"),
+        (["reward.function=my_rewards:fastest", "policy.deploy=student"], "experts and students serve utility"),
+        (["reward.function=my_rewards:fastest", "budget=mean"], "reward=function: is for deadlines"),
+    ],
+)
+def test_a_mistake_is_a_line_and_nothing_is_written(words: list[str], message: str, capsys: Capture) -> None:
+    kept = [word for word in TRAIN if word.partition("=")[0] not in {each.partition("=")[0] for each in words}]
+    assert message in refused([*kept, *words], capsys)
