@@ -75,7 +75,8 @@ class ControllerTrainer(Trainer):
         by_structure = 0.02 if self.policy.structure == "utility" else 0.0
         self.kl_coeff = by_structure if self.loss.kl_to_ref_coeff is None else self.loss.kl_to_ref_coeff
         self.priced = budget is not None and budget.sense == "mean"
-        self.judged_by = "reward" if self.priced else "utility"
+        by_reward = self.priced or (reward is not None and reward.kind == "function")
+        self.judged_by = "reward" if by_reward else "utility"
         self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
         if self.priced:
             self.limits, reward = judged_worths(table), RewardConfig(kind="priced")
@@ -211,7 +212,7 @@ class ControllerTrainer(Trainer):
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """Greedy decisions."""
         judged = judge(self, self.table, self.judged_rows, self.limits, self.env.rewards)
-        score = float((judged.reward if self.priced else judged.utility).mean())
+        score = float(getattr(judged, self.judged_by).mean())
         if self.log is None:
             return score, {}
         metrics = judged.metrics() | {"Loss": self._validation_loss()}

@@ -70,13 +70,6 @@ def run(config: AimsConfig) -> list[str]:
     return []
 
 
-class AimTrainer(ControllerTrainer):
-    """Keeps the weights with the best held-out reward."""
-
-    def _judge(self) -> tuple[float, Mapping[str, float]]:
-        return float(judge(self, self.table, self.judged_rows, self.limits, self.env.rewards).reward.mean()), {}
-
-
 def worths(rewards: RewardTable, rows: Tensor, budgets_ms: Tensor) -> Tensor:
     """The measured reward of every configuration, [B, n, C], NaN where not profiled."""
     return torch.stack([rewards.all(rows, limit.expand(len(rows))) for limit in budgets_ms])
@@ -129,7 +122,7 @@ def measure(name: str, seed: int) -> dict[str, Any]:
         for aim, config in configs.items():
             optimiser = replace(config.optimiser, warmup_iterations=0)
             options = {"optimiser": optimiser, "loss": config.loss, "reward": config.reward, "init_from": start}
-            tuned[aim] = AimTrainer(table, split, **shared, **options).run()
+            tuned[aim] = ControllerTrainer(table, split, **shared, **options).run()
     known = Measured.from_table(table, rows, budgets_ms, seed)
     seen, new = (network.features({k: v[part] for k, v in table.features.items()}, len(part)) for part in (rows, test))
     by_network, by_experts = (members_mean(network, seen), members_mean(network, new)), list[Pair]()
