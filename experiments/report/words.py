@@ -196,7 +196,8 @@ def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
 
 def _with_fallback(row: Row) -> Row:
     worse = not (row["deployed"] or row.get("better"))
-    return {**row, "worse": worse, "safer": not worse and not row["deployed"]}
+    # earlier runs have no `unshown`
+    return {"unshown": False, **row, "worse": worse, "safer": not worse and not row["deployed"]}
 
 
 def guard_words(rows: Sequence[Row]) -> str:
@@ -205,7 +206,7 @@ def guard_words(rows: Sequence[Row]) -> str:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         title = "deployed" if row["deployed"] else "fell back"
-        title += ", unattainable" * row["unattainable"] + ", too dear" * row["too_dear"]
+        title += ", unattainable" * row["unattainable"] + ", too dear" * row["too_dear"] + ", unshown" * row["unshown"]
         groups.setdefault(title, []).append(row)
     reasons = [group[0]["reason"] for group in groups.values()]
     if len(groups) == 1:

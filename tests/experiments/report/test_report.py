@@ -67,6 +67,7 @@ def guard_row(budget: float, **more: Any) -> dict[str, Any]:
 FELL_BACK = {"deployed": False, "better": False, "reason": "fell back to static: +0.000 is not above 0"}
 UNATTAINABLE: dict[str, Any] = {"unattainable": True, "miss_price": 0.0, "satisfaction_deployed": 0.713}
 UNATTAINABLE |= {"reason": "deployed: better by far; 95% is unattainable at this budget"}
+UNSHOWN = {"unshown": True, "satisfaction_deployed": 23 / 24}
 TOO_DEAR = {"too_dear": True, "miss_price": 0.0, "satisfaction_deployed": 0.9, "reason": "deployed; too dear"}
 
 
@@ -234,6 +235,10 @@ def test_verdict_on_the_budget_and_without_numbers() -> None:
     )
     assert "which meets the 95% asked for" in verdict(content | {"satisfaction_level": 0.95})[2]
     assert "falls short of the 99% asked for" in verdict(content | {"satisfaction_level": 0.99})[2]
+    content["rows"][0]["satisfaction_feasible"] = 0.9496  # as it is printed
+    assert (
+        "for 95.0% of the feasible requests, which meets the 95%" in verdict(content | {"satisfaction_level": 0.95})[2]
+    )
     content["rows"][0] |= {"gap_closed": math.nan, "satisfaction_feasible": None}
     assert verdict(content)[0].endswith("no interval is known.")
     assert len(verdict(content)) == 2
@@ -256,8 +261,11 @@ def test_verdict_says_what_is_not_enforced() -> None:
     guard = with_guard((UNATTAINABLE, TOO_DEAR), (UNATTAINABLE | {"satisfaction_deployed": 0.733}, {}))
     assert verdict(guard)[3:] == [
         "At 120 ms (72.3% on time), 95% on time is unattainable, so it is not enforced.",
-        "At 480 ms (90.0% on time, 1 of 2 seeds), 95% on time would cost too much utility, so it is not enforced.",
+        "At 480 ms (90.0% on time, 1 of 2 seeds), a guarantee of 95% on time would cost too much utility, so there is "
+        "none.",
     ]
+    guard = with_guard((UNSHOWN, {}), (UNSHOWN, {}))
+    assert verdict(guard)[3:] == ["At 120 ms (95.8% on time), held-out requests are too few to guarantee 95% on time."]
 
 
 def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
@@ -293,7 +301,7 @@ def test_equal_budgets_are_listed_once() -> None:
     for row in [*content["guard"][0], *content["knob_usage"]]:
         row["budget_ms"] = 120.0
     assert verdict(content)[3:] == [
-        "At 120 ms (90.0% on time), 95% on time would cost too much utility, so it is not enforced."
+        "At 120 ms (90.0% on time), a guarantee of 95% on time would cost too much utility, so there is none."
     ]
     usage = page.specification(result_charts(content)["Which settings are used"])
     assert sum(row["share"] for row in points_of(usage)) == pytest.approx(3 * 2)  # 3 policies, 2 knobs
