@@ -221,6 +221,15 @@ def mean_of(rows: Sequence[Row], name: str) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def calibration_error(bins: Sequence[Row]) -> float:
+    """The expected calibration error of the bins of `results["reliability"]`: the mean over all decisions of the
+    absolute difference between predicted probability and observed share in their bin (Naeini, Cooper and Hauskrecht
+    2015, "Obtaining Well Calibrated Probabilities Using Bayesian Binning", AAAI). NaN without bins."""
+    total = sum(row["decisions"] for row in bins)
+    off = sum(row["decisions"] * abs(row["expected_in_time"] - row["in_time"]) for row in bins)
+    return off / total if total else math.nan
+
+
 def grpo_begins(results: Mapping[str, Any]) -> int | None:
     """The iteration at which GRPO begins; None if training had no warm-up or no GRPO, or if it is not known."""
     training = results.get("training") or {}

@@ -18,7 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.report import on_decisions, print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
-from knobwise.experiments.report.words import policy_name, quantity, read_results
+from knobwise.experiments.report.words import calibration_error, policy_name, quantity, read_results
 
 BUDGETS = (120.0, 480.0)
 POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58, "ridge": 0.55, "oracle": 0.8}
@@ -289,6 +289,22 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     bars, dots = sorted(data_of(weights), key=len)
     assert [(r["member"], r["weight"]) for r in bars] == [("network", 0.375), ("kernel ridge", 0.625)]
     assert {(r["member"], r["seed"], r["weight"]) for r in dots} >= {("network", "1", 0.5), ("kernel ridge", "0", 0.75)}
+
+
+def test_report_shows_how_reliable_predicted_probabilities_are(run: Path) -> None:
+    assert "Reliability" not in write_report(run).read_text()
+    places = ((10, 0.72, 0.61), (10, 0.9, 0.95), (20, 0.99, 0.97))
+    bins = [{"decisions": n, "expected_in_time": p, "in_time": share} for n, p, share in places]
+    assert calibration_error(bins) == pytest.approx((10 * 0.11 + 10 * 0.05 + 20 * 0.02) / 40)
+    assert math.isnan(calibration_error([]))
+    text = report_of(run, results() | {"reliability": bins})
+    figure = text.split("<h2>Reliability</h2>")[1].split("<h2>")[0]
+    assert "on average they differ by 5.0 points (expected calibration error)" in figure
+    (spec,) = charts_of(figure)
+    svg_of(spec)
+    diagonal, dots = sorted(data_of(spec), key=len)
+    assert diagonal == [{"predicted": end, "observed": end} for end in (0.6, 1.0)]
+    assert [(row["decisions"], row["predicted"], row["observed"]) for row in dots] == list(places)
 
 
 def test_report_of_a_network_alone(run: Path) -> None:
