@@ -172,13 +172,13 @@ class Guard(nn.Module):
     def _row(self, group: dict[str, Any]) -> dict[str, Any]:
         deployed, n = "after" if group["deploy"] else "static", group["n_feasible"]
         satisfaction = {w: group[f"satisfaction_{w}"] if n else None for w in WHEN}
-        shown = n * (1 - group[f"satisfaction_{deployed}"]) <= self._may_miss(n) + ROUNDING
+        kept = n * (1 - group[f"satisfaction_{deployed}"]) <= self._may_miss(n) + ROUNDING
         row = {
             "budget_ms": group["budgets_ms"],
             "level": self.level,
             "miss_price": group["miss"],
             **{name: group[name] for name in ("unattainable", "too_dear", "better")},
-            "unshown": n > 0 and not (shown or group["unattainable"] or group["too_dear"]),
+            "unshown": n > 0 and not (kept or group["unattainable"] or group["too_dear"]),
             "deployed": group["deploy"],
             "reason": "",
             **{f"satisfaction_{w}": share for w, share in satisfaction.items()},

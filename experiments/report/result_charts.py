@@ -119,12 +119,14 @@ def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
     """Observed shares on time against predicted probabilities: expected_in_time, in_time and decisions of each bin, and
     a dashed diagonal, on which the two are equal."""
     rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
-    lowest = min(rows["predicted"].min(), rows["observed"].min())
-    ends = [max(0.0, math.floor(20 * lowest) / 20), 1.0]
-    scale, axis = alt.Scale(domain=ends, nice=False), alt.Axis(format="%", tickCount=5)
+    lowest = min(0.99, *(row[key] for row in bins for key in ("expected_in_time", "in_time")))
+    corners = [math.floor(20 * lowest) / 20, 1.0]
+    scale, axis = alt.Scale(domain=corners, nice=False), alt.Axis(format="%", tickCount=5)
     x = alt.X("predicted:Q", title="predicted probability of being on time", scale=scale, axis=axis)
     y = alt.Y("observed:Q", title="observed share on time", scale=scale, axis=axis)
-    diagonal = alt.Chart(pl.DataFrame({"predicted": ends, "observed": ends})).mark_line(**charts.DASHED).encode(x, y)
+    diagonal = (
+        alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners})).mark_line(**charts.DASHED).encode(x, y)
+    )
     tooltip = [*(alt.Tooltip(f"{side}:Q", format=".1%") for side in ("predicted", "observed")), "decisions:Q"]
     dots = alt.Chart(rows).encode(x, y, tooltip=tooltip)
     layers = dots.mark_line(strokeWidth=1.5), dots.mark_circle(size=60, opacity=1)

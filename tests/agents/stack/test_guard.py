@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.predictors.experts import Measured
-from knobwise.agents.stack.guard import PRICES, Guard
+from knobwise.agents.stack.guard import PRICES, WHEN, Guard
 
 NAN = math.nan
 ZERO = torch.zeros(1, dtype=torch.int64)
@@ -151,9 +151,7 @@ def test_what_is_said_of_the_level_agrees_with_the_shares(seed: int, n: int, lev
     flags = [row[name] for name in ("unattainable", "too_dear", "unshown")]
     assert sum(flags) <= 1
     if row["feasible"]:
-        before, after, cautious, deployed = (
-            row[f"satisfaction_{when}"] for when in ("before", "after", "cautious", "deployed")
-        )
+        before, after, cautious, deployed = (row[f"satisfaction_{when}"] for when in (*WHEN[:3], "deployed"))
         assert cautious >= max(before, after)
         assert not (row["unattainable"] and max(cautious, deployed) >= level)
         misses = row["feasible"] * (1 - deployed)
