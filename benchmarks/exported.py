@@ -70,7 +70,8 @@ def forms_of(agent: Agent, table: ProfileTable, folder: Path) -> dict[str, Calla
     """For each form a function that decides on request number i."""
     generator = torch.Generator().manual_seed(1)
     count = table.num_samples
-    budgets = default_budgets(table)[torch.randint(5, (count,), generator=generator)]
+    budgets = default_budgets(table)
+    budgets = budgets[torch.randint(len(budgets), (count,), generator=generator)]
     budgets = budgets * (0.9 + 0.2 * torch.rand(count, generator=generator))
     limits, controller = budgets.tolist(), to_numpy(agent)
     drift = np.random.default_rng(0).normal(0.1, 0.05, table.num_configurations), 1.2

@@ -8,14 +8,17 @@ was not better by more than chance.
 section 2): λ̂ = inf{λ : n/(n+1)·R̂(λ) + 1/(n+1) ≤ 1 − level}, where R̂ is the share of missed budgets among the n
 feasible requests (some profiled configuration meets the budget). The guarantee is a mean over the draw of calibration
 samples and of a new one. A higher price can make a choice miss that met before, so R̂(λ) is replaced by its maximum over
-all prices from λ up; the guarantee is then asymptotic in n, not exact. A bound on every single probability would reach
-the same level at a higher cost: it forbids a gamble even where there is no better choice.
+all prices from λ up to the *cautious* one, at which the fewest budgets are missed; the guarantee is then asymptotic in
+n, not exact. With true probabilities the cautious price is the highest, up to chance; where the model is wrong, higher
+prices can make more choices late, and are left out. A bound on every single probability would reach the same level at a
+higher cost: it forbids a gamble even where there is no better choice.
 
 Static may miss the level too. If it does and the priced policy keeps it, the policy only has to be no worse on average.
 
-The level is not enforced at any cost. If neither a price nor static reaches it, it is *unattainable*; if it costs more
-than a share of the gain over static, measured from what would be deployed without it, it is *too dear*. In both cases
-nothing is enforced, and the report says so.
+The level is not enforced at any cost. It is *unattainable* if the share on time is below it at every price and with
+static; *unshown* if it is not, but n is too small for the bound above; *too dear* if it costs more than a share of the
+gain over static, measured from what would be deployed without it. In all three cases nothing is enforced, and the
+report says so.
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ from knobwise.envs.configurations.reward import share_in_time
 PRICES = torch.tensor([0.0, *(0.05 * 1.2**step for step in range(43)), 1e6], dtype=torch.float64)
 """Prices of a miss that are tried, float64 [45], in units of accuracy: from 0 to one at which only the probability of
 meeting the budget counts."""
+ROUNDING = 1e-6
+"""Of sums of shares of measurements."""
 WHEN = ("before", "after", "cautious", "static")
-"""What is compared: the policy at the lowest price, at the calibrated one, at the highest; budget-aware static."""
+"""What is compared: the policy at the lowest price, at the calibrated one, at the cautious one; budget-aware static."""
 
 
 class Guard(nn.Module):
@@ -107,9 +112,11 @@ class Guard(nn.Module):
     def _calibrated(self, utilities: Tensor, met: Tensor, count: int) -> dict[str, Any]:
         """The buffers for one budget, from utilities [n, P + 1] at each price and, last, of static, how many feasible
         requests are on time [P + 1], shares of measurements added up, and how many there are."""
-        means = utilities.mean(0)
-        keeps = (count - met[:-1]).flip(0).cummax(0).values.flip(0) <= self._may_miss(count)
-        static_keeps = bool(count - met[-1] <= self._may_miss(count))
+        means, may_miss = utilities.mean(0), self._may_miss(count)
+        misses, static_misses = count - met[:-1], float(count - met[-1])
+        cautious = int((misses <= misses.min() + ROUNDING).nonzero()[-1])
+        keeps = misses[: cautious + 1].flip(0).cummax(0).values.flip(0) <= may_miss + ROUNDING
+        static_keeps = static_misses <= may_miss + ROUNDING
         lowest = int(keeps.long().argmax())  # the first; 0 if no price keeps the level
         otherwise = means[0] if self._is_better(utilities[:, 0] - utilities[:, -1]) else means[-1]
         may_cost = self.level_cost * max(float(otherwise - means[-1]), 0.0) + 1e-12
@@ -120,17 +127,18 @@ class Guard(nn.Module):
         better = self._is_better(gain)
         only_static = static_keeps and not priced and self.level_cost == 1
         deploy = (better and not only_static) or (priced and not static_keeps)
-        reachable = bool(keeps.any()) or static_keeps
+        allowed = (1 - self.level) * count + ROUNDING  # without the correction for the number of requests
+        fewest, late = min(float(misses.min()), static_misses), float(misses[price]) if deploy else static_misses
         values = {
             "miss": PRICES[price],
-            "unattainable": count > 0 and not reachable,
-            "too_dear": reachable and not (priced if deploy else static_keeps),
+            "unattainable": may_miss >= 0 and fewest > allowed,
+            "too_dear": fewest <= may_miss + ROUNDING < late,
             "better": better,
             "deploy": deploy,
             "n_feasible": count,
             "gain_se": _standard_error(gain),
         }
-        for when, column in zip(WHEN, (0, price, -2, -1), strict=True):
+        for when, column in zip(WHEN, (0, price, cautious, -1), strict=True):
             values[f"satisfaction_{when}"] = met[column].double() / max(count, 1)
             values[f"utility_{when}"] = means[column]
         return values
@@ -155,20 +163,22 @@ class Guard(nn.Module):
         """The calibration of each budget in plain values, with a `reason` in words; [] before calibration.
 
         `…_deployed` are of the policy at its price, or of static after a fall-back. Satisfactions are None if no
-        held-out request was feasible.
+        held-out request was feasible. `unshown`: see above.
         """
         buffers = {name: values.tolist() for name, values in self.state_dict().items()}
         groups = [dict(zip(buffers, values, strict=True)) for values in zip(*buffers.values(), strict=True)]
         return [self._row(group) for group in groups if group["budgets_ms"] > 0]
 
     def _row(self, group: dict[str, Any]) -> dict[str, Any]:
-        deployed = "after" if group["deploy"] else "static"
-        satisfaction = {w: group[f"satisfaction_{w}"] if group["n_feasible"] else None for w in WHEN}
+        deployed, n = "after" if group["deploy"] else "static", group["n_feasible"]
+        satisfaction = {w: group[f"satisfaction_{w}"] if n else None for w in WHEN}
+        kept = n * (1 - group[f"satisfaction_{deployed}"]) <= self._may_miss(n) + ROUNDING
         row = {
             "budget_ms": group["budgets_ms"],
             "level": self.level,
             "miss_price": group["miss"],
             **{name: group[name] for name in ("unattainable", "too_dear", "better")},
+            "unshown": n > 0 and not (kept or group["unattainable"] or group["too_dear"]),
             "deployed": group["deploy"],
             "reason": "",
             **{f"satisfaction_{w}": share for w, share in satisfaction.items()},
@@ -179,7 +189,7 @@ class Guard(nn.Module):
             "utility_deployed": group[f"utility_{deployed}"],
             "gain": group["utility_after"] - group["utility_static"],
             "gain_se": group["gain_se"],
-            "feasible": group["n_feasible"],
+            "feasible": n,
         }
         return row | {"reason": self._reason(row)}
 
@@ -188,20 +198,23 @@ class Guard(nn.Module):
         decision, n, level = self._comparison(row), row["feasible"], f"{100 * self.level:g}%"
         if not n:
             return f"{decision}; no held-out request can meet this budget"
-        may_miss, kept = self._may_miss(n), f"{row['satisfaction_deployed']:.1%}"
-        if may_miss < 0:
-            least = math.ceil((1 - 1e-9) / (1 - self.level)) - 1
-            return f"{decision}; {n} feasible requests are too few to show {level} on time, at least {least} are needed"
+        needed, kept = n - self._may_miss(n), row["satisfaction_deployed"]
         if row["too_dear"]:
             cost = f"more than {100 * self.level_cost:g}% of the gain over static" if row["deployed"] else "utility"
-            return f"{decision}; {level} on time would cost {cost}, so it is not enforced ({kept} on time)"
-        if row["unattainable"]:
-            share = max(row["satisfaction_cautious"], row["satisfaction_static"])
             return (
-                f"{decision}; {level} on time is unattainable at this budget: the most cautious choice reaches "
-                f"{share:.1%} ({round(share * n)} of {n} feasible requests, {n - may_miss} are needed)"
+                f"{decision}; a guarantee of {level} on time would cost {cost}, so there is none ({kept:.1%} on time)"
             )
-        return decision
+        if not (row["unattainable"] or row["unshown"]):
+            return decision
+        if needed > n:
+            least = math.ceil((1 - 1e-9) / (1 - self.level)) - 1
+            return f"{decision}; {n} feasible requests are too few to show {level} on time, at least {least} are needed"
+        best = max(row["satisfaction_cautious"], row["satisfaction_static"])
+        on_time = f"at best {best:.1%} are ({round(best * n, 1):g} of {n} feasible requests, {needed} are needed)"
+        if row["unshown"]:
+            return f"{decision}; too few requests to guarantee {level} on time: {on_time}"
+        no_help = "; a price of a miss does not help" * (row["satisfaction_cautious"] <= row["satisfaction_before"])
+        return f"{decision}; {level} on time is unattainable at this budget: {on_time}{no_help}"
 
     def _comparison(self, row: dict[str, Any]) -> str:
         gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"

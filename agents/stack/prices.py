@@ -23,12 +23,12 @@ ROUNDING = 1e-9
 
 
 def mean_budgets(table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None) -> Tensor:
-    """These mean budgets (see `judged_budgets`), by default 10/25/50/75/90 % quantiles of the configurations' mean
-    latencies, so that a single configuration can keep each: float64 [B], ms."""
+    """These mean budgets (see `judged_budgets`), by default the distinct 10/25/50/75/90 % quantiles of the
+    configurations' mean latencies, so that a single configuration can keep each: float64 [B], ms."""
     if budgets_ms is not None:
         return judged_budgets(table, budgets_ms).double()
     cost = averages(table, rows)[1]
-    return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype))
+    return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype)).unique()
 
 
 # -- choosing by a price -----------------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
 FEASIBLE_SHARE = 0.75
+TIME_OUT_SHARE, TIME_OUT_RATIO = 0.01, 5
+"""The largest latency is that of time-outs if more than this share of the profiled cells have exactly it, and more than
+so many times as many as have the second largest; costs that depend on the configuration alone repeat too."""
 LEAST_LATENCY_MS = 1e-9
 """Lower bound of budgets and of the arguments of logarithms; below any cost in any unit, even USD."""
 
@@ -32,17 +35,38 @@ def log_measured(latency_ms: Tensor) -> Tensor:
 
 
 def default_budgets(table: ProfileTable) -> Tensor:
-    """The five budgets that policies are judged on, float32 [5], in ms: `quantile_budgets` of the whole table."""
+    """The budgets that policies are judged on, float32 [B], in ms: `quantile_budgets` of the whole table."""
     return quantile_budgets(table.latency_ms, table.mask)
 
 
 def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
-    """The 10/25/50/75/90 % quantiles of all profiled latencies, each raised if needed until three quarters of the
-    samples can meet it with their fastest configuration: latencies [N, C] and the mask bool [N, C] → [5], in ms."""
+    """Five distinct budgets in ms, fewer where many latencies are equal: latencies [N, C] and the mask bool [N, C] →
+    [B], rising.
+
+    They are the 10/25/50/75/90 % quantiles of all profiled latencies, each raised if needed to the floor: what three
+    quarters of the samples can meet with their fastest configuration. If no latency lies between two of these, which
+    are then the same budget, the quantiles are taken of the latencies from the floor up instead, and equal ones count
+    once. Time-outs count as not profiled, and samples that have nothing else do not count.
+    """
     quantiles = torch.tensor(DEFAULT_QUANTILES)
+    ordered = latency_ms[mask].sort().values
+    values, counts = ordered.unique_consecutive(return_counts=True)
+    if len(values) > 1 and counts[-1] > max(TIME_OUT_SHARE * len(ordered), TIME_OUT_RATIO * int(counts[-2])):
+        mask, ordered = mask & (latency_ms < values[-1]), ordered[: -int(counts[-1])]
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
-    floor = torch.quantile(fastest, FEASIBLE_SHARE, interpolation="higher")
-    return _quantile(latency_ms[mask], quantiles).maximum(floor).clamp_min(LEAST_LATENCY_MS)
+    floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
+    budgets = _quantile(ordered, quantiles).maximum(floor)
+    if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):
+        above = ordered[ordered >= floor]
+        budgets = above[(quantiles.double() * len(above)).long()]
+    return budgets.clamp_min(LEAST_LATENCY_MS).unique()
+
+
+def few_budgets(budgets_ms: Tensor) -> list[str]:
+    """A note where default budgets [B] are fewer than usual, else []."""
+    few, usual = len(budgets_ms), len(DEFAULT_QUANTILES)
+    note = f"budgets: {few} of {usual} are distinct, because many latencies are equal; budgets_ms sets others"
+    return [note] if few < usual else []
 
 
 def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None) -> Tensor:

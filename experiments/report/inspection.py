@@ -18,7 +18,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.envs.configurations.budgets import default_budgets, log_measured
+from knobwise.envs.configurations.budgets import default_budgets, few_budgets, log_measured
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.report.tables import Table, print_lines, print_table
 from knobwise.experiments.report.words import policy_name, quantity, sentences
@@ -75,7 +75,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "notes": list(table.notes),
         "pareto": [c for c in means["latency_ms"].argsort().tolist() if front[c]],
     }
-    return facts | {"warnings": sentences("profile_warnings.txt.j2", **facts)}
+    return facts | {"warnings": sentences("profile_warnings.txt.j2", **facts) + few_budgets(default_budgets(table))}
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

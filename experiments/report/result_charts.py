@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import altair as alt
 import polars as pl
 
 from knobwise.agents.selector.baselines import SIMPLE
@@ -14,10 +16,7 @@ from knobwise.experiments.report import charts, page, words
 from knobwise.experiments.report.words import MIX, ORACLE, SINGLE, policy_name, rows_at, shots_words
 from knobwise.experiments.results.problem import CONTROLS, DEMONSTRATIONS, LEARNED, UPPER, Problem, problem_of, shown_at
 
-if TYPE_CHECKING:
-    import altair as alt
-
-Charts = dict[str, "alt.TopLevelMixin"]
+Charts = dict[str, alt.TopLevelMixin]
 """Heading → chart."""
 KINDS = {name: kind for kind, names in (("simple baseline", SIMPLE), ("sees the answer", UPPER)) for name in names}
 KINDS |= dict.fromkeys(CONTROLS, "control")
@@ -110,8 +109,28 @@ def _over_budgets(results: Mapping[str, Any]) -> Charts:
     title, level = "utility (0 to 1)", results.get("satisfaction_level")
     drawn["Utility against budget"] = charts.by_budget(utility, problem.ranked_by, title, legend, unit=unit)
     drawn["On time"] = charts.on_time(frame, legend, 0.95 if level is None else float(level), unit)
+    if "reliability" in results:
+        drawn["Reliability"] = reliability(results["reliability"])
     usage = charts.knob_usage([(policy_name(policy), policy, results) for policy in problem.usage], unit)
     return drawn if usage is None else drawn | {"Which settings are used": usage}
+
+
+def reliability(bins: Sequence[Mapping[str, float]]) -> alt.LayerChart:
+    """Observed shares on time against predicted probabilities: expected_in_time, in_time and decisions of each bin, and
+    a dashed diagonal, on which the two are equal."""
+    rows = pl.DataFrame(bins).rename({"expected_in_time": "predicted", "in_time": "observed"})
+    lowest = min(0.99, *(row[key] for row in bins for key in ("expected_in_time", "in_time")))
+    corners = [math.floor(20 * lowest) / 20, 1.0]
+    scale, axis = alt.Scale(domain=corners, nice=False), alt.Axis(format="%", tickCount=5)
+    x = alt.X("predicted:Q", title="predicted probability of being on time", scale=scale, axis=axis)
+    y = alt.Y("observed:Q", title="observed share on time", scale=scale, axis=axis)
+    diagonal = (
+        alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners})).mark_line(**charts.DASHED).encode(x, y)
+    )
+    tooltip = [*(alt.Tooltip(f"{side}:Q", format=".1%") for side in ("predicted", "observed")), "decisions:Q"]
+    dots = alt.Chart(rows).encode(x, y, tooltip=tooltip)
+    layers = dots.mark_line(strokeWidth=1.5), dots.mark_circle(size=60, opacity=1)
+    return alt.layer(diagonal, *layers).properties(width=340, height=340)
 
 
 # -- over numbers of shots ---------------------------------------------------------------------------------------------

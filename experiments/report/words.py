@@ -198,7 +198,8 @@ def guarantees(results: Mapping[str, Any]) -> list[list[Row]]:
 
 def _with_fallback(row: Row) -> Row:
     worse = not (row["deployed"] or row.get("better"))
-    return {**row, "worse": worse, "safer": not worse and not row["deployed"]}
+    # earlier runs have no `unshown`
+    return {"unshown": False, **row, "worse": worse, "safer": not worse and not row["deployed"]}
 
 
 def guard_words(rows: Sequence[Row]) -> str:
@@ -207,7 +208,7 @@ def guard_words(rows: Sequence[Row]) -> str:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         title = "deployed" if row["deployed"] else "fell back"
-        title += ", unattainable" * row["unattainable"] + ", too dear" * row["too_dear"]
+        title += ", unattainable" * row["unattainable"] + ", too dear" * row["too_dear"] + ", unshown" * row["unshown"]
         groups.setdefault(title, []).append(row)
     reasons = [group[0]["reason"] for group in groups.values()]
     if len(groups) == 1:
@@ -220,6 +221,15 @@ def mean_of(rows: Sequence[Row], name: str) -> float:
     """The mean of the known values; NaN where none is known."""
     values = [row[name] for row in rows if known(row.get(name))]
     return sum(values) / len(values) if values else math.nan
+
+
+def calibration_error(bins: Sequence[Row]) -> float:
+    """The expected calibration error of the bins of `results["reliability"]`: the mean over all decisions of the
+    absolute difference between predicted probability and observed share in their bin (Naeini, Cooper and Hauskrecht
+    2015, "Obtaining Well Calibrated Probabilities Using Bayesian Binning", AAAI). NaN without bins."""
+    total = sum(row["decisions"] for row in bins)
+    off = sum(row["decisions"] * abs(row["expected_in_time"] - row["in_time"]) for row in bins)
+    return off / total if total else math.nan
 
 
 def grpo_begins(results: Mapping[str, Any]) -> int | None:

@@ -25,6 +25,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.results.decisions import DecisionArrays, decision_rows
 from knobwise.experiments.results.equal_latency import Reference
 from knobwise.experiments.results.problem import DEADLINE, MEAN_BUDGET, Problem
+from knobwise.experiments.results.reliability import expected_in_time, reliability
 from knobwise.experiments.results.statistics import score_intervals
 
 KNOW_THE_ROWS = ("static_per_dataset", "oracle")
@@ -69,7 +70,12 @@ def judge_deadlines(
     judged = free
     if costs:
         judged = free | judge_all(table, test, budgets_ms, rewards, controllers, charged, costs, teachers)
-    decisions = _decisions(table, test, judged, seeds, times, free)
+    spent = costs.get("controller") or [torch.zeros_like(budgets_ms)] * len(controllers)
+    expected = [
+        expected_in_time(policy, table, test, outcome.chosen, budgets_ms - cost_ms)
+        for policy, outcome, cost_ms in zip(controllers, judged["controller"], spent, strict=True)
+    ]
+    decisions = _decisions(table, test, judged, seeds, times, free, {"controller": expected})
     return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
 
 
@@ -184,9 +190,10 @@ def _decisions(
     seeds: Sequence[int],
     times: Mapping[str, Sequence[Tensor]],
     free: Mapping[str, Sequence[Judged]] | None = None,
+    expected: Mapping[str, Sequence[Tensor | None]] | None = None,
 ) -> pl.DataFrame:
-    """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs where known, and
-    outcomes without own costs."""
+    """The content of `decisions.parquet`, from outcomes by policy, median decision times in µs where known, outcomes
+    without own costs, and predicted probabilities of being on time."""
     datasets = [table.datasets[i] for i in test.tolist()] if table.datasets else [None] * len(test)
     ids = [table.sample_ids[i] for i in test.tolist()]
     samples = pl.DataFrame({"sample_id": ids, "dataset": datasets}, schema_overrides={"dataset": pl.String})
@@ -200,6 +207,7 @@ def _decisions(
                 "accuracy": outcome.accuracy,
                 "latency_ms": outcome.latency_ms,
                 "in_time": outcome.in_time,
+                "expected_in_time": expected[policy][place] if expected and policy in expected else None,
                 "feasible": outcome.feasible,
                 "reward": outcome.reward,
                 "score": outcome.utility,
@@ -250,6 +258,8 @@ def _results(
         ],
         "knob_usage": _usage(problem, arrays, table, reference),
     }
+    if bins := reliability(decisions):
+        results["reliability"] = bins
     names = arrays.samples["dataset"]
     if names.n_unique() > 1:
         results["by_dataset"] = []

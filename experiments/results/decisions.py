@@ -28,6 +28,7 @@ SCHEMA: dict[str, pl.DataType] = {
     "accuracy": pl.Float32(),
     "latency_ms": pl.Float32(),
     "in_time": pl.Float32(),
+    "expected_in_time": pl.Float32(),
     "feasible": pl.Boolean(),
     "reward": pl.Float32(),
     "score": pl.Float32(),
@@ -44,6 +45,7 @@ SCHEMA: dict[str, pl.DataType] = {
 - `accuracy`: of demonstrations 0 or 1, whether the answer was right.
 - `in_time`: the share of the cell's measurements that meet the budget, with the policy's own cost; `feasible`: some
   profiled configuration meets the budget. Both for deadlines only.
+- `expected_in_time`: the probability of being on time that a learned policy predicts for its choice.
 - `score`: what is judged: the utility, or the accuracy; `score_free`: the utility if the policy cost nothing.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
 - `decision_us`: the median time of a decision of this policy at this place."""
@@ -76,7 +78,7 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
         frame = pl.read_parquet(path)
     except (PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}); run the experiment again") from error
-    if set(SCHEMA) - set(frame.columns) - {"score_free"}:  # older runs have no such column
+    if set(SCHEMA) - set(frame.columns) - {"score_free", "expected_in_time"}:  # older runs have no such columns
         raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
     return _complete(frame)
 

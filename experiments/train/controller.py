@@ -26,7 +26,7 @@ from knobwise.agents.stack.prices import mean_budgets
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
 from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
-from knobwise.envs.configurations.budgets import judged_budgets
+from knobwise.envs.configurations.budgets import few_budgets, judged_budgets
 from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -64,6 +64,7 @@ class ControllerExperiment(Experiment):
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
         else:
             self.budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, self.split))
+        self.notes += few_budgets(self.budgets_ms) if config.budgets_ms is None else []
         names = ("policy", "loss", "optimiser", "budget", "reward", "init_from", "device")
         settings = {name: getattr(config, name) for name in names}
         settings["budgets_ms"] = self.budgets_ms

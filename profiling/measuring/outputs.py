@@ -260,7 +260,7 @@ def levels(column: NDArray[Any], order: Sequence[Any] = ()) -> list[Any]:
 
 
 def headroom(accuracy: Array, latency_ms: Array) -> dict[str, Any]:
-    """Oracle and budget-aware static at the five default budgets, in utility, over the samples themselves."""
+    """Oracle and budget-aware static at the default budgets, in utility, over the samples themselves."""
     times = torch.from_numpy(latency_ms)
     budgets = quantile_budgets(times, torch.ones_like(times, dtype=torch.bool))
     worth = utility(torch.from_numpy(accuracy), times, budgets[:, None, None])  # [B, N, C]

@@ -132,7 +132,7 @@ def test_the_names_are_those_of_the_contract_and_features_that_tell_are_used() -
     table, split, baselines = fitted_where_features_tell()
     assert [baseline.name for baseline in baselines] == NAMES
     got = {b.name: utility_of(b, table, split.test) for b in baselines}
-    assert got["oracle"] > 0.75 > 0.5 > got["budget_aware_static"]
+    assert got["oracle"] > 0.75 > 0.6 > got["budget_aware_static"]
     # the fast one is the right one here, so that the latency alone tells which it is
     for name in ("latency_only", *LEARNED):
         assert got["oracle"] - 0.08 < got[name] <= got["oracle"], name

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.predictors.experts import Measured
-from knobwise.agents.stack.guard import PRICES, Guard
+from knobwise.agents.stack.guard import PRICES, WHEN, Guard
 
 NAN = math.nan
 ZERO = torch.zeros(1, dtype=torch.int64)
@@ -81,15 +81,15 @@ def test_the_lowest_price_that_keeps_the_level() -> None:
 def test_a_stricter_level_needs_a_higher_price_and_more_requests() -> None:
     # (misses + 1) / 4 ≤ 0.25 allows none
     ruling(three_requests(level=0.75), miss_price=first_price_above(1 / 0.7), satisfaction_after=1)
-    reason = ruling(three_requests(level=0.8), unattainable=True, miss_price=0, satisfaction_after=1 / 3)
+    reason = ruling(three_requests(level=0.8), unshown=True, unattainable=False, miss_price=0, satisfaction_after=1 / 3)
     assert reason.endswith("; 3 feasible requests are too few to show 80% on time, at least 4 are needed")
 
 
 def test_rounding_of_the_level_does_not_decide() -> None:
     # 1 − .9 is a little below .1 in floating point; nine requests without a miss are just enough
-    for n, unattainable in ((9, False), (8, True)):
+    for n, unshown in ((9, False), (8, True)):
         guard = calibrated([[1.0]] * n, [[1.0]] * n, [[1.0]] * n, [[5.0]] * n, [0] * n, level=0.9)
-        assert guard.unattainable.tolist() == [unattainable]
+        ruling(guard, unshown=unshown, unattainable=False)
 
 
 def test_a_higher_price_that_misses_more_rules_out_the_lower_ones() -> None:
@@ -107,15 +107,55 @@ def test_a_higher_price_that_misses_more_rules_out_the_lower_ones() -> None:
     ruling(guard, miss_price=price, satisfaction_before=2 / 3, satisfaction_after=2 / 3)
 
 
+def misled(late: int, **settings: float) -> Guard:
+    """Predictions that say the opposite: of 24 requests what is called sure is slow for all but `late`, and static
+    takes it; what is called unlikely, and preferred without a price, is slow for these."""
+    latency_ms: Cells = [[5, 20] if i < late else [20, 5] for i in range(24)]
+    return calibrated([[1, 2]] * 24, [[1, 0.1]] * 24, [[1, 1]] * 24, latency_ms, [0] * 24, **settings)
+
+
 def test_an_unattainable_level_forces_nothing() -> None:
-    # predictions that say the opposite: what is called sure is slow for two of three, and static takes it
-    latency_ms: Cells = [[20, 5], [20, 5], [5, 20]]
-    guard = calibrated([[1, 2]] * 3, [[1, 0.1]] * 3, [[1, 1]] * 3, latency_ms, [0, 0, 0], level=0.75)
-    reason = ruling(guard, unattainable=True, too_dear=False, miss_price=0, satisfaction_after=2 / 3)
+    reason = ruling(misled(late=3, level=0.9), unattainable=True, too_dear=False, unshown=False, miss_price=0)
     assert reason.endswith(
-        "; 75% on time is unattainable at this budget: the most cautious choice reaches 33.3% "
-        "(1 of 3 feasible requests, 3 are needed)"
+        "; 90% on time is unattainable at this budget: at best 87.5% are (21 of 24 feasible requests, 23 are needed); "
+        "a price of a miss does not help"
     )
+
+
+def test_a_level_that_only_caution_breaks_is_kept_without_it() -> None:
+    # at the highest price one of 24 is on time, and without a price 23, which (1 + 1) / 25 ≤ .1 allows
+    shares = {"satisfaction_before": 23 / 24, "satisfaction_cautious": 23 / 24, "satisfaction_static": 1 / 24}
+    reason = ruling(
+        misled(late=1, level=0.9), unattainable=False, too_dear=False, unshown=False, miss_price=0, **shares
+    )
+    assert "; " not in reason
+
+
+def test_a_share_above_the_level_that_few_requests_do_not_guarantee_is_not_called_unattainable() -> None:
+    # 23 of 24 are 95.8 %, but (1 + 1) / 25 > .05
+    reason = ruling(misled(late=1, level=0.95), unattainable=False, too_dear=False, unshown=True, miss_price=0)
+    assert reason.endswith(
+        "; too few requests to guarantee 95% on time: at best 95.8% are (23 of 24 feasible requests, 24 are needed)"
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.sampled_from([0.5, 0.8, 0.9, 0.95]), st.sampled_from([0.1, 1.0]))
+def test_what_is_said_of_the_level_agrees_with_the_shares(seed: int, n: int, level: float, level_cost: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    score, meets, accuracy, latency_ms = torch.rand(4, n, 3, generator=generator)
+    latency_ms = 10 * latency_ms + 20 * latency_ms.gt(torch.rand(1, generator=generator))
+    cells = (part.tolist() for part in (score, meets, accuracy, latency_ms))
+    guard = calibrated(*cells, [0] * n, level=level, level_cost=level_cost)
+    (row,) = guard.rows()
+    flags = [row[name] for name in ("unattainable", "too_dear", "unshown")]
+    assert sum(flags) <= 1
+    if row["feasible"]:
+        before, after, cautious, deployed = (row[f"satisfaction_{when}"] for when in (*WHEN[:3], "deployed"))
+        assert cautious >= max(before, after)
+        assert not (row["unattainable"] and max(cautious, deployed) >= level)
+        misses = row["feasible"] * (1 - deployed)
+        assert any(flags) == ((misses + 1) / (row["feasible"] + 1) > 1 - level + 1e-9)
 
 
 def costly(level_cost: float, static_right: float = 0.4) -> Guard:
@@ -142,8 +182,8 @@ def test_a_level_that_is_too_dear_is_not_enforced_and_nothing_is_lost_where_noth
         utility = pytest.approx(right)
         ruling(costly(cost), deployed=True, unattainable=False, utility_deployed=utility, **expected)
     assert ruling(costly(0.1)) == (
-        "deployed: better than budget-aware static by +0.500 ± 0.100 on held-out samples; 90% on time would cost "
-        "more than 10% of the gain over static, so it is not enforced (90.0% on time)"
+        "deployed: better than budget-aware static by +0.500 ± 0.100 on held-out samples; a guarantee of 90% on time "
+        "would cost more than 10% of the gain over static, so there is none (90.0% on time)"
     )
     # the policy is late for one of ten at the same utility as static, .9, which keeps the level; the price costs it .1
     guard = costly(0.5, static_right=0.9)
@@ -179,7 +219,7 @@ def test_where_static_misses_the_level_no_worse_is_enough(static_right: int, lev
         assert reason.startswith(f"deployed: 100.0% on time, budget-aware static 90.0%; utility {gain:+z.3f} ± ")
         assert reason.endswith(" on held-out samples")
     else:
-        assert reason.endswith("; 90% on time would cost utility, so it is not enforced (90.0% on time)")
+        assert reason.endswith("; a guarantee of 90% on time would cost utility, so there is none (90.0% on time)")
 
 
 def test_at_any_cost_static_keeps_the_level_that_no_price_reaches() -> None:

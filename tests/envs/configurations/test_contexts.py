@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import small_table, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.budgets import (
@@ -13,6 +15,7 @@ from knobwise.envs.configurations.budgets import (
     BudgetEncoding,
     BudgetSampler,
     default_budgets,
+    few_budgets,
     judged_worths,
     log_measured,
     log_ms,
@@ -121,22 +124,52 @@ def test_numbers_that_cannot_be_used_are_refused(settings: dict[str, Any], words
         BudgetSampler(small_table(), BudgetConfig(**settings))
 
 
-def test_default_budgets_are_quantiles_where_most_samples_can_meet_them() -> None:
-    # every sample has 1 ms and one of 2 … 101 ms: all 200 latencies in order are 1 × 100, 2 … 101
-    table = of_latencies(torch.stack([torch.ones(100), torch.arange(2.0, 102.0)], 1))
-    # places .1·199 = 19.9, 49.75, 99.5, 149.25, 179.1
-    wanted = [1.0, 1.0, 1.5, 51.25, 81.1]
-    assert default_budgets(table).tolist() == pytest.approx(wanted, rel=1e-5)
+def numbered(samples: int, configurations: int) -> torch.Tensor:
+    """Latencies 1, 2, …: those of the first configuration, then those of the second, and so on."""
+    return torch.arange(1.0, samples * configurations + 1).reshape(configurations, samples).T
 
 
-def test_default_budgets_are_raised_to_what_three_quarters_of_the_samples_can_meet() -> None:
-    latency = torch.tensor([[1.0, 50.0], [2.0, 50.0], [30.0, 50.0], [40.0, torch.nan]])
-    # latencies 1, 2, 30, 40, 50, 50, 50: quantiles 1.6, 16, 40, 50, 50; fastest 1, 2, 30, 40: place 2.25, upward: 40
-    assert default_budgets(of_latencies(latency)).tolist() == pytest.approx([40, 40, 40, 50, 50])
-    table = small_table(holes=0.5)
-    fastest = table.latency_ms.nan_to_num(torch.inf).amin(1)
-    assert all((fastest <= budget).float().mean() >= 0.75 for budget in default_budgets(table))
-    assert default_budgets(of_latencies(torch.zeros(4, 2))).tolist() == pytest.approx([LEAST_LATENCY_MS] * 5)
+FROM_38_UP = [44.0, 53.0, 69.0, 85.0, 94.0]
+"""The 63 numbers from 38 to 100 at places .1·63 = 6.3, 15.75, 31.5, 47.25 and 56.7, rounded down."""
+
+
+@pytest.mark.parametrize(
+    ("latency_ms", "wanted"),
+    [
+        # 1 … 100 at places .1·99 = 9.9, 24.75, 49.5, 74.25, 89.1; fastest 1 … 10: place 6.75, upward: 8
+        (numbered(10, 10), [10.9, 25.75, 50.5, 75.25, 90.1]),
+        # fastest 1 … 50: place 36.75, upward: 38, above two of the quantiles
+        (numbered(50, 2), FROM_38_UP),
+        # neither what times out counts nor samples with nothing else
+        (torch.cat([numbered(50, 2), torch.full((50, 3), 1000.0)], 1), FROM_38_UP),
+        (torch.cat([numbered(50, 2), torch.full((30, 2), 1000.0)]), FROM_38_UP),
+        # the largest of a few costs is none
+        (torch.tensor([[1.0, 2.0, 4.0]]).expand(30, -1), [1, 2, 4]),
+        (torch.tensor([[1.0, 50.0], [2.0, 50.0], [30.0, 50.0], [40.0, torch.nan]]), [40, 50]),
+        (torch.zeros(4, 2), [LEAST_LATENCY_MS]),
+    ],
+)
+def test_default_budgets_by_hand(latency_ms: torch.Tensor, wanted: list[float]) -> None:
+    budgets = default_budgets(of_latencies(latency_ms))
+    assert budgets.tolist() == pytest.approx(wanted, rel=1e-6)
+    note = f"budgets: {len(wanted)} of 5 are distinct, because many latencies are equal; budgets_ms sets others"
+    assert few_budgets(budgets) == ([note] if len(wanted) < 5 else [])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 6), st.sampled_from([0.0, 0.1, 4.0]), st.booleans())
+def test_default_budgets_are_distinct_feasible_and_below_time_outs(
+    seed: int, samples: int, configurations: int, rounded_to: float, timed_out: bool
+) -> None:
+    measured = (torch.randn(samples, configurations, generator=torch.Generator().manual_seed(seed)) + 1).exp()
+    measured = (measured / rounded_to).ceil() * rounded_to if rounded_to else measured
+    out = torch.full((samples, 5 * configurations + 1), 1e4)
+    budgets = default_budgets(of_latencies(torch.cat([measured, out], 1) if timed_out else measured))
+    assert 1 <= len(budgets) <= 5
+    assert budgets[0] > 0
+    assert (measured.flatten() <= budgets.unsqueeze(1)).sum(1).diff().gt(0).all()
+    assert budgets[-1] <= measured.max()
+    assert (measured.amin(1) <= budgets[0]).double().mean() >= 0.75
 
 
 def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_the_unit() -> None:

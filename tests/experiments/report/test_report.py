@@ -18,7 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.report import on_decisions, print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import result_charts
-from knobwise.experiments.report.words import policy_name, quantity, read_results
+from knobwise.experiments.report.words import calibration_error, policy_name, quantity, read_results
 
 BUDGETS = (120.0, 480.0)
 POLICIES = {"controller": 0.6, "budget_aware_static": 0.5, "random_forest": 0.58, "ridge": 0.55, "oracle": 0.8}
@@ -67,6 +67,7 @@ def guard_row(budget: float, **more: Any) -> dict[str, Any]:
 FELL_BACK = {"deployed": False, "better": False, "reason": "fell back to static: +0.000 is not above 0"}
 UNATTAINABLE: dict[str, Any] = {"unattainable": True, "miss_price": 0.0, "satisfaction_deployed": 0.713}
 UNATTAINABLE |= {"reason": "deployed: better by far; 95% is unattainable at this budget"}
+UNSHOWN = {"unshown": True, "satisfaction_deployed": 23 / 24}
 TOO_DEAR = {"too_dear": True, "miss_price": 0.0, "satisfaction_deployed": 0.9, "reason": "deployed; too dear"}
 
 
@@ -234,6 +235,10 @@ def test_verdict_on_the_budget_and_without_numbers() -> None:
     )
     assert "which meets the 95% asked for" in verdict(content | {"satisfaction_level": 0.95})[2]
     assert "falls short of the 99% asked for" in verdict(content | {"satisfaction_level": 0.99})[2]
+    content["rows"][0]["satisfaction_feasible"] = 0.9496  # as it is printed
+    assert (
+        "for 95.0% of the feasible requests, which meets the 95%" in verdict(content | {"satisfaction_level": 0.95})[2]
+    )
     content["rows"][0] |= {"gap_closed": math.nan, "satisfaction_feasible": None}
     assert verdict(content)[0].endswith("no interval is known.")
     assert len(verdict(content)) == 2
@@ -256,8 +261,11 @@ def test_verdict_says_what_is_not_enforced() -> None:
     guard = with_guard((UNATTAINABLE, TOO_DEAR), (UNATTAINABLE | {"satisfaction_deployed": 0.733}, {}))
     assert verdict(guard)[3:] == [
         "At 120 ms (72.3% on time), 95% on time is unattainable, so it is not enforced.",
-        "At 480 ms (90.0% on time, 1 of 2 seeds), 95% on time would cost too much utility, so it is not enforced.",
+        "At 480 ms (90.0% on time, 1 of 2 seeds), a guarantee of 95% on time would cost too much utility, so there is "
+        "none.",
     ]
+    guard = with_guard((UNSHOWN, {}), (UNSHOWN, {}))
+    assert verdict(guard)[3:] == ["At 120 ms (95.8% on time), held-out requests are too few to guarantee 95% on time."]
 
 
 def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
@@ -283,6 +291,21 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run: Path) -> None:
     assert {(r["member"], r["seed"], r["weight"]) for r in dots} >= {("network", "1", 0.5), ("kernel ridge", "0", 0.75)}
 
 
+def test_report_shows_how_reliable_predicted_probabilities_are(run: Path) -> None:
+    assert "Reliability" not in write_report(run).read_text()
+    places = ((10, 0.72, 0.61), (10, 0.9, 0.95), (20, 0.99, 0.97))
+    bins = [{"decisions": n, "expected_in_time": p, "in_time": share} for n, p, share in places]
+    assert calibration_error(bins) == pytest.approx((10 * 0.11 + 10 * 0.05 + 20 * 0.02) / 40)
+    text = report_of(run, results() | {"reliability": bins})
+    figure = text.split("<h2>Reliability</h2>")[1].split("<h2>")[0]
+    assert "on average they differ by 5.0 points (expected calibration error)" in figure
+    (spec,) = charts_of(figure)
+    svg_of(spec)
+    diagonal, dots = sorted(data_of(spec), key=len)
+    assert diagonal == [{"predicted": end, "observed": end} for end in (0.6, 1.0)]
+    assert [(row["decisions"], row["predicted"], row["observed"]) for row in dots] == list(places)
+
+
 def test_report_of_a_network_alone(run: Path) -> None:
     content = with_guard(({}, {})) | {"chosen": [{"weights": {"network": 1.0}, "settings": {}, "iteration": 7}]}
     assert "<p>Chosen on held-out samples: the network of iteration 7 (seeds 0).</p>" in report_of(run, content)
@@ -293,7 +316,7 @@ def test_equal_budgets_are_listed_once() -> None:
     for row in [*content["guard"][0], *content["knob_usage"]]:
         row["budget_ms"] = 120.0
     assert verdict(content)[3:] == [
-        "At 120 ms (90.0% on time), 95% on time would cost too much utility, so it is not enforced."
+        "At 120 ms (90.0% on time), a guarantee of 95% on time would cost too much utility, so there is none."
     ]
     usage = page.specification(result_charts(content)["Which settings are used"])
     assert sum(row["share"] for row in points_of(usage)) == pytest.approx(3 * 2)  # 3 policies, 2 knobs

@@ -12,13 +12,14 @@ from unittest.mock import Mock
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, mistake, write_table
+from commands import OPTIMISER, TABLE, Capture, mistake, write_table
 from helpers import Always, small_table, table_of
 
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.judging.baselines import BudgetAwareStatic, Oracle
 from knobwise.agents.predictors.experts import Measured, fit_experts
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.agents.stack.priced_policy import PricedChooser
@@ -27,11 +28,12 @@ from knobwise.agents.stack.stacked_controller import StackedController, fit_stac
 from knobwise.envs.configurations.budgets import default_budgets, judged_worths
 from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import RewardConfig
-from knobwise.envs.readers.long_table import long_frame
+from knobwise.envs.readers.long_table import long_frame, write_features, write_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.report import verdict
 from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
 from knobwise.experiments.results.equal_latency import Reference
+from knobwise.experiments.results.reliability import expected_in_time, reliability
 
 QUICK = [
     *(*OPTIMISER, "optimiser.warmup_iterations=10", "optimiser.iterations=4", "seeds=[0,1]"),
@@ -285,6 +287,56 @@ def test_a_priced_run_that_was_stopped_before_its_prices_goes_on(
     assert main(words) == 0
     assert main(["evaluate", *TABLE, unpriced, "baselines=false"]) == 0
     assert Path("runs/mean_budget/x/report.html").exists()
+
+
+# -- reliability, and fewer than five budgets --------------------------------------------------------------------------
+
+
+def test_bins_of_predicted_probabilities_by_hand() -> None:
+    rows = [{"policy": "controller", "expected_in_time": 0.05 * i, "in_time": float(i > 10)} for i in range(20, 0, -1)]
+    rows += [{"policy": "oracle", "expected_in_time": None, "in_time": 1.0}]
+    bins = reliability(pl.DataFrame(rows))  # ten bins of two, of .05 and .1, .15 and .2, …
+    assert [row["expected_in_time"] for row in bins] == pytest.approx([0.075 + 0.1 * i for i in range(10)])
+    assert [(row["decisions"], row["in_time"]) for row in bins] == [(2, 0)] * 5 + [(2, 1)] * 5
+    assert [row["decisions"] for row in reliability(pl.DataFrame(rows[:3]))] == [1] * 3
+
+
+def test_a_predicted_probability_is_that_of_the_choice_under_what_is_left_of_the_budget() -> None:
+    stack, left, rows = stacked(experts=("ridge",)), torch.tensor([8.0, 12.0]).double(), torch.tensor([5, 3, 9])
+    chosen = torch.tensor([[0, 11], [4, 2], [7, 7]])
+    features = stack.features({name: block[rows] for name, block in SMALL.features.items()}, 3)
+    views = [stack.view(features, limit.float().expand(3)).meets for limit in left]
+    wanted = torch.stack([view[torch.arange(3), chosen[:, b]] for b, view in enumerate(views)], 1)
+    torch.testing.assert_close(expected_in_time(stack, SMALL, rows, chosen, left), wanted)
+
+
+@pytest.mark.parametrize("structure", ["utility", "independent"])
+def test_only_policies_that_predict_have_such_probabilities(structure: str) -> None:
+    rows, budgets = torch.arange(60), default_budgets(SMALL)
+    policy = Controller.for_table(SMALL, rows, PolicyConfig(structure=structure, hidden=8)).eval()
+    baselines = [BudgetAwareStatic(SMALL, rows), Oracle(SMALL, rows)]
+    rewards = RewardTable(SMALL, RewardConfig())
+    results, decisions = judge_deadlines(SMALL, rows, budgets, rewards, [policy, policy], [0, 1], baselines)
+    known = decisions.drop_nulls("expected_in_time")
+    predicts = structure == "utility"
+    assert known["policy"].to_list() == ["controller"] * (2 * 60 * len(budgets) * predicts)
+    assert sum(row["decisions"] for row in results.get("reliability", [])) == len(known)
+
+
+def test_a_run_at_fewer_budgets_says_so_once(folder: Path, capsys: Capture) -> None:
+    """Three configurations that cost 1, 2 and 4 ms on every sample."""
+    table = table_of(torch.rand(60, 3), torch.tensor([[1.0, 2.0, 4.0]]).repeat(60, 1), torch.randn(60, 2))
+    write_long_table(table, "t.parquet")
+    write_features(table, "f.npz")
+    words = [*TABLE, *OPTIMISER, "policy=utility", "policy.members=2", "seeds=[0]", "baselines=false"]
+    assert main(["train", *words]) == 0
+    printed = "".join(capsys.readouterr())
+    assert printed.count("budgets: 3 of 5 are distinct, because many latencies are equal; budgets_ms sets others") == 1
+    results = results_in("runs/latest/results.json")
+    assert results["budgets_ms"] == [row["budget_ms"] for row in results["guard"][0]] == [1, 2, 4]
+    policies = [row["policy"] for row in results["rows"]]
+    assert all(policies.count(policy) == 1 + 3 for policy in policies)
+    assert "<h2>Reliability</h2>" in Path("runs/latest/report.html").read_text()
 
 
 # -- costs that are no times -------------------------------------------------------------------------------------------

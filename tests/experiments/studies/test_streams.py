@@ -129,7 +129,7 @@ def test_the_lines_under_the_tables_by_hand() -> None:
     """Two streams of each kind; the tracker gains .2 points as profiled, costs .2 without drift, and loses 1.6 of
     knowing the drift on the ramp."""
     tracked = {"as profiled": (0.602, 0.96), "no drift": (0.598, 0.94), "ramp": (0.584, 0.929), "stalls": (0.6, 0.971)}
-    row = {"level": 0.95, "unattainable": False, "too_dear": False}
+    row = {"level": 0.95, "unattainable": False, "too_dear": False, "unshown": False}
     guard = [row, row | {"too_dear": True}]
     served = {}
     for kind in KINDS:
