@@ -296,7 +296,7 @@ def _rows(outcomes: Iterable[Outcome], splits: np.ndarray | None, budgets: Seque
             score, low, high, *rivals = (values[..., part].mean(-1) for values in scores)
             gains = [score - rival for rival in rivals]
             between = float(high.mean() - low.mean())
-            row = {"policy": policy, "budget_ms": budget}
+            row: dict[str, Any] = {"policy": policy, "budget_ms": budget}
             row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
             row |= {key: float(gain.mean()) for key, gain in zip(COMPARED, gains, strict=False)}
             row["gap_closed"] = float(score.mean() - low.mean()) / between if between > 1e-9 else 0.0
