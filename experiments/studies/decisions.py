@@ -60,8 +60,6 @@ LEAST_HEADROOM = 0.05
 MOST_LOST = 0.5
 """Points that a student may lose to its teacher, as a mean over the tables."""
 PARTS = {
-    "GRPO after the regression, without experts": ("network", "network" + WITHOUT_GRPO),
-    "GRPO after the regression, next to experts": (TEACHER, TEACHER + WITHOUT_GRPO),
     "experts next to the network": (UNGUARDED, "network"),
     "weights learned out of fold, against equal ones": (UNGUARDED, "teacher, no guard, equal weights"),
     "the guard": (TEACHER, UNGUARDED),

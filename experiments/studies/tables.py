@@ -41,7 +41,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     **{f"lzma {level}": functools.partial(lzma.compress, preset=level) for level in (0, 6)},
 }
 Measured = Iterator[tuple[str, list[float], dict[str, tuple[float, float]]]]
-"""Of each sample its id, its features, and accuracy and CPU time in ms of each configuration."""
+"""Of each sample its id, its features, and accuracy and CPU time in ms of each program."""
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -91,11 +91,10 @@ def classified(name: str) -> Measured:
             yield str(rows[row]), x[row].tolist(), cells
 
 
-MAKERS: dict[str, tuple[Callable[[], Measured], str]] = {
-    "python_files": (python_files, "compressor"),
-    **{n: (functools.partial(classified, n), "model") for n in ("digits", "breast_cancer", "diabetes")},
+MAKERS: dict[str, Callable[[], Measured]] = {
+    "python_files": python_files,
+    **{name: functools.partial(classified, name) for name in ("digits", "breast_cancer", "diabetes")},
 }
-"""Each table's measurements, and its knob."""
 MEASURED: dict[str, Callable[[], ProfileTable]] = {
     "builtin": builtin_profile,
     **{name: functools.partial(ProfileTable.load, FOLDER / f"{name}.safetensors") for name in MAKERS},
@@ -105,17 +104,15 @@ MEASURED: dict[str, Callable[[], ProfileTable]] = {
 
 def measure(name: str) -> ProfileTable:
     """Measure a table of `MAKERS`."""
-    make, knob = MAKERS[name]
-    rows, ids, features = [], [], []
-    for sample, block, cells in make():
-        ids.append(sample)
-        features.append(block)
-        rows += [
-            {"sample_id": sample, knob: value, "accuracy": accuracy, "latency_ms": ms}
-            for value, (accuracy, ms) in cells.items()
-        ]
-    blocks = features_from({"sample_id": ids, "features": features}, name)
-    return table_from_frame(pl.DataFrame(rows), name=name, knobs=[knob], features=blocks)
+    samples = list(MAKERS[name]())
+    rows = [
+        {"sample_id": sample, "program": program, "accuracy": accuracy, "latency_ms": ms}
+        for sample, _, cells in samples
+        for program, (accuracy, ms) in cells.items()
+    ]
+    blocks = {"sample_id": [sample for sample, *_ in samples], "features": [block for _, block, _ in samples]}
+    features = features_from(blocks, name)
+    return table_from_frame(pl.DataFrame(rows), name=name, knobs=["program"], features=features)
 
 
 if __name__ == "__main__":
