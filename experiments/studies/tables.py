@@ -110,7 +110,10 @@ def measure(name: str) -> ProfileTable:
         for sample, _, cells in samples
         for program, (accuracy, ms) in cells.items()
     ]
-    blocks = {"sample_id": [sample for sample, *_ in samples], "features": [block for _, block, _ in samples]}
+    blocks: dict[str, Any] = {
+        "sample_id": [sample for sample, *_ in samples],
+        "features": [block for _, block, _ in samples],
+    }
     features = features_from(blocks, name)
     return table_from_frame(pl.DataFrame(rows), name=name, knobs=["program"], features=features)
 
