@@ -17,6 +17,7 @@ import torch
 
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.serving.knob_policy import Blocks, Explanation, KnobPolicy
+from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.long_table import table_from_frame
@@ -99,6 +100,8 @@ def fit(data: Any, features: Features = None, *, policy: str = "auto", seed: int
     threads = torch.get_num_threads()
     try:
         experiment = ControllerExperiment(read_settings("train", list(_words(options))), table)
+        if experiment.others:
+            raise InputError("split.repeats: fit trains on one split; use knobwise train")
         for note in experiment.notes:
             say(note)
         (trainer,) = experiment.trainers

@@ -47,6 +47,7 @@ SELECTOR = [
 RUNS = {
     "guarded": ["policy=utility", "policy.members=2", "policy.deploy=student", *TABLE, *SHORT],
     "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT],
+    "splits": ["policy=independent", "baselines=false", "split.repeats=2", *TABLE, *SHORT],
     "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT],
     "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT],
     "live": [

@@ -152,10 +152,15 @@ def divide(
     leave_out: str | None = None,
     folds: int | None = None,
     fold: int = 0,
+    repeats: int = 1,
 ) -> Split:
     """The split described by the settings: by shares, with a data set left out, or one of several folds; always without
     samples that show an image of the test part. For the last two only the ratio of the shares counts. Raises InputError
-    if the data set or the fold does not exist, or both are given, or a part would be empty."""
+    if the data set or the fold does not exist, or both are given, or a part would be empty, or if there are to be
+    `repeats` splits with other seeds and none changes the test part."""
+    if repeats > 1 and (leave_out is not None or (table.parts and folds is None)):
+        fixed = "split.leave_out" if leave_out is not None else f"profile {table.name!r}"
+        raise InputError(f"split.repeats={repeats}: {fixed} fixes the test part, so all splits would test the same")
     if leave_out is not None and folds is not None:
         raise InputError("split.leave_out and split.folds: give only one of them")
     if folds is None and fold:

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.experiments.compare.runs import ComparedRun, place_of
+from knobwise.experiments.results.decisions import SAMPLE
 from knobwise.experiments.results.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "place")
@@ -27,8 +28,8 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
 
 def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
     """The decisions with `KEYS`."""
-    # only together are data set and sample unique
-    sample = pl.concat_str("dataset", "sample_id", separator="\t", ignore_nulls=True).alias("sample")
+    # only together are they unique
+    sample = pl.concat_str(*SAMPLE, separator="\t", ignore_nulls=True).alias("sample")
     places = {place: place_of(place) for place in decisions["place"].unique()}
     return decisions.with_columns(sample, pl.col("place").replace_strict(places))
 
@@ -61,6 +62,8 @@ def differences(
     for side in (reference, run):
         if side.decisions is None:
             return [], f"{side.label} {side.missing}, so it is shown but not tested"
+        if "split_seeds" in side.results:
+            return [], f"{side.label} was judged on several splits, so it is shown but not tested"
     old, new = decisions_of(reference, policies[0]), decisions_of(run, policies[1])
     if old is None or new is None:
         label = reference.label if old is None else run.label

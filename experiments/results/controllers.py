@@ -1,6 +1,7 @@
 """Let controllers and baselines decide on the held-out samples: decisions.parquet, and its summary results.json.
 
-The rows of a controller hold means over its seeds, and intervals over samples and seeds.
+The rows of a controller hold means over its seeds, and intervals over samples and seeds; those of a run on several
+splits hold means over the splits too, and intervals over them.
 """
 
 from __future__ import annotations
@@ -77,6 +78,22 @@ def judge_deadlines(
     ]
     decisions = _decisions(table, test, judged, seeds, times, free, {"controller": expected})
     return _results(DEADLINE, decisions, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), decisions
+
+
+def over_splits(
+    table: ProfileTable, tests: Sequence[Tensor], seeds: Sequence[int], decisions: Sequence[pl.DataFrame]
+) -> tuple[Results, pl.DataFrame]:
+    """The same of several splits together, from the decisions in each of them under the same deadlines.
+
+    Every row also has `utility_per_split`. `test_samples` counts a sample once for each split that judges it.
+
+    Args:
+        tests: int64 [n], the test samples of each split.
+    """
+    numbered = [frame.with_columns(split=pl.lit(number, pl.Int64)) for number, frame in enumerate(decisions)]
+    together = pl.concat(numbered)
+    test = torch.cat(list(tests))
+    return _results(DEADLINE, together, table, test, seeds, lambda arrays, _: _under_deadlines(arrays)), together
 
 
 def judge_mean_budgets(
@@ -236,9 +253,10 @@ def _results(
 ) -> Results:
     """What both kinds have; `outcomes` takes decisions and the rows of the table that they are about."""
     arrays = DecisionArrays(decisions)
-    rows = _rows(outcomes(arrays, test), arrays.places)
+    rows = _rows(outcomes(arrays, test), arrays.splits, arrays.places)
+    firsts = [0] if arrays.splits is None else np.unique(arrays.splits[0], return_index=True)[1]
     for row in rows:
-        times = arrays.array(row["policy"], "decision_us")[:, 0].mean(0)
+        times = arrays.array(row["policy"], "decision_us")[:, firsts].mean((0, 1))
         budgets = slice(None) if row["budget_ms"] is None else arrays.places.index(row["budget_ms"])
         row["decision_us_p50"] = None if np.isnan(times[0]) else float(times[budgets].mean())
     accuracy, latency = (values[test].nanmean(0).tolist() for values in (table.accuracy, table.latency_ms))
@@ -266,7 +284,7 @@ def _results(
         for dataset in sorted(names.unique()):
             part = DecisionArrays(decisions.filter(pl.col("dataset") == dataset))
             samples = test[torch.from_numpy((names == dataset).to_numpy())]
-            means = _most_important(problem, _rows(outcomes(part, samples)))
+            means = _most_important(problem, _rows(outcomes(part, samples), part.splits))
             results["by_dataset"] += [{"dataset": dataset, "samples": len(samples), **row} for row in means]
     return results
 
@@ -280,9 +298,9 @@ def _most_important(problem: Problem, means: Rows) -> Rows:
     return [rows[policy] for policy in names if policy in rows]
 
 
-def _rows(outcomes: Iterable[Outcome], budgets: Sequence[float] = ()) -> Rows:
+def _rows(outcomes: Iterable[Outcome], splits: np.ndarray | None, budgets: Sequence[float] = ()) -> Rows:
     """For each policy the mean over all budgets, then a row for each of `budgets`, with the intervals of its score, of
-    the oracle gap that it closes and of `COMPARED`."""
+    the oracle gap that it closes and of `COMPARED`; `splits` as in `resampled_means`."""
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
     rows, cases = [], []
     for policy, numbers, scores in outcomes:
@@ -290,15 +308,17 @@ def _rows(outcomes: Iterable[Outcome], budgets: Sequence[float] = ()) -> Rows:
             score, low, high, *rivals = (values[..., part].mean(-1) for values in scores)
             gains = [score - rival for rival in rivals]
             between = float(high.mean() - low.mean())
-            row = {"policy": policy, "budget_ms": budget}
+            row: dict[str, Any] = {"policy": policy, "budget_ms": budget}
             row |= {key: _known_mean(values[part]) for key, values in numbers.items()}
             row |= {key: float(gain.mean()) for key, gain in zip(COMPARED, gains, strict=False)}
             row["gap_closed"] = float(score.mean() - low.mean()) / between if between > 1e-9 else 0.0
-            if len(score) > 1:
+            if policy in DEADLINE.trained:
                 row["utility_per_seed"] = score.mean(1).tolist()
+            if splits is not None:
+                row["utility_per_split"] = [float(score[:, splits[0] == r].mean()) for r in np.unique(splits[0])]
             rows.append(row)
             cases.append([score, low, high, *gains])
-    for row, intervals in zip(rows, score_intervals(cases), strict=True):
+    for row, intervals in zip(rows, score_intervals(cases, splits), strict=True):
         row |= {"utility_ci95": intervals["score_ci95"], "gap_closed_ci95": intervals["gap_closed_ci95"]}
         row |= {f"{key}_ci95": interval for key, interval in zip(COMPARED, intervals["differences_ci95"], strict=False)}
     return rows

@@ -17,9 +17,11 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 FILE = "decisions.parquet"
-SAMPLE = ("dataset", "sample_id")
+SAMPLE = ("split", "dataset", "sample_id")
+"""A sample is judged once in each split whose test part it is in."""
 SCHEMA: dict[str, pl.DataType] = {
     "policy": pl.String(),
+    "split": pl.Int64(),
     "seed": pl.Int64(),
     "dataset": pl.String(),
     "sample_id": pl.String(),
@@ -38,6 +40,7 @@ SCHEMA: dict[str, pl.DataType] = {
 }
 """One row for each policy, seed, sample and place. A column is null where it is unknown or means nothing:
 
+- `split`: its number, counted from 0, where there are several (`split.repeats`).
 - `seed`: where no seed changes the policy; `dataset`: where there is only one.
 - `place`: the budget in ms, or the number of demonstrations.
 - `choice`: the label of the configuration, null where a mixture of two decided (accuracy and latency are then
@@ -78,7 +81,8 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
         frame = pl.read_parquet(path)
     except (PolarsError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}); run the experiment again") from error
-    if set(SCHEMA) - set(frame.columns) - {"score_free", "expected_in_time"}:  # older runs have no such columns
+    newer = {"score_free", "split", "expected_in_time"}  # older runs have no such columns
+    if set(SCHEMA) - set(frame.columns) - newer:
         raise InputError(f"{path}: does not hold the columns of decisions; run the experiment again")
     return _complete(frame)
 
@@ -116,7 +120,7 @@ def _complete(frame: pl.DataFrame) -> pl.DataFrame:
 class DecisionArrays:
     """The decisions of a run as arrays float64 [S, n, P] by policy and column, NaN where nothing is known.
 
-    `samples` (n rows: dataset and sample_id), `policies` and `places` keep the order of the rows.
+    `samples` (n rows: split, dataset and sample_id), `policies` and `places` keep the order of the rows.
     """
 
     def __init__(self, decisions: pl.DataFrame) -> None:
@@ -135,6 +139,15 @@ class DecisionArrays:
             seed = part.select(_number("seed")).to_series()
             self._rows[policy] = part["index"].to_numpy()
             self._cells[policy] = (seed * len(self.samples) * len(self.places) + part["cell"]).to_numpy()
+
+    @property
+    def splits(self) -> np.ndarray | None:
+        """The split and the number of each of the n samples, int64 [2, n]: a sample that several splits judge has the
+        same number in all of them. None where there is only one split."""
+        if self.samples["split"].has_nulls():
+            return None
+        numbers = self.samples.with_row_index().select("split", number=_number("dataset", "sample_id"))
+        return numbers.to_numpy().T
 
     def array(self, policy: str, column: str) -> np.ndarray:
         """A column of numbers."""

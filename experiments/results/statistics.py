@@ -1,4 +1,4 @@
-"""Intervals and tests: the one bootstrap of the project, over samples and seeds, and differences between policies.
+"""Intervals and tests: the one bootstrap of the project, over samples, seeds and splits, and differences of policies.
 
 All of it is paired: in a draw every policy is judged on the same samples. Tensors may be given; no torch is imported.
 """
@@ -30,9 +30,17 @@ FEWEST = 5
 
 
 def resampled_means(
-    values: Sequence[ArrayLike], draws: int = DRAWS, seed: int = 0, other_seeds: bool = False
+    values: Sequence[ArrayLike],
+    draws: int = DRAWS,
+    seed: int = 0,
+    other_seeds: bool = False,
+    splits: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Means in each draw of n samples and of S seeds, both with replacement.
+    """Means in each draw of n samples and of S seeds, both with replacement; with several splits also of these.
+
+    The test parts of random splits overlap. So a draw takes splits and distinct samples independently of each other,
+    and a sample judged in a split counts as often as the split and the sample were drawn, multiplied (the pigeonhole
+    bootstrap of Owen, 2007): a sample that three splits judge is one sample, not three.
 
     All K arrays share the draws of samples, and those with the same S also the draws of seeds. Memory stays near
     2·BLOCK numbers for any n.
@@ -42,6 +50,7 @@ def resampled_means(
         draws: their number, D.
         seed: of the draws.
         other_seeds: keep the draws of samples and change those of seeds, for policies trained with other seeds.
+        splits: int [2, n], see `DecisionArrays.splits`; None for one split.
 
     Returns:
         float64 [D, K].
@@ -50,12 +59,19 @@ def resampled_means(
     n = arrays[0].shape[1]
     columns = np.concatenate(arrays).T  # [n, sum of S]
     generator = np.random.default_rng(seed)
-    chances = np.full(n, 1 / n)
+    distinct = n if splits is None else int(splits[1].max()) + 1
+    chances = np.full(distinct, 1 / distinct)
+    if splits is not None:
+        several = int(splits[0].max()) + 1
+        times = np.random.default_rng([seed, 2]).multinomial(several, np.full(several, 1 / several), draws)
     per_seed = np.empty((draws, columns.shape[1]))
     step = max(1, BLOCK // n)
     for start in range(0, draws, step):  # how often each sample is drawn: means are then matrix products
-        counts = generator.multinomial(n, chances, min(step, draws - start))
-        per_seed[start : start + step] = (counts / n) @ columns
+        counts = generator.multinomial(distinct, chances, min(step, draws - start))
+        if splits is not None:
+            counts = counts[:, splits[1]] * times[start : start + step, splits[0]]
+        total = counts.sum(1, keepdims=True)
+        per_seed[start : start + step] = (counts / np.where(total > 0, total, np.nan)) @ columns
     if other_seeds:
         generator = np.random.default_rng([seed, 1])
     state = generator.bit_generator.state
@@ -88,16 +104,17 @@ def mean_interval(values: ArrayLike) -> list[float]:
     return mean_intervals([values])[0]
 
 
-def score_intervals(cases: Sequence[Sequence[ArrayLike]]) -> list[dict[str, Any]]:
+def score_intervals(cases: Sequence[Sequence[ArrayLike]], splits: np.ndarray | None = None) -> list[dict[str, Any]]:
     """For each policy the intervals `score_ci95`, `gap_closed_ci95` and the list `differences_ci95`, of the same draws.
     A draw in which nothing could be gained says nothing about the gap.
 
     Args:
         cases: for each policy its score, float [S, n], those of the low and the high reference, float [n], and the same
             number of differences, float [S, n].
+        splits: as in `resampled_means`.
     """
     width = len(cases[0])
-    drawn = resampled_means([array for case in cases for array in case])
+    drawn = resampled_means([array for case in cases for array in case], splits=splits)
     score, low, high = (drawn[:, side::width] for side in range(3))
     gaps = ends_of((score - low) / np.where(high - low > 1e-9, high - low, np.nan))
     others = [ends_of(drawn[:, side::width]) for side in (0, *range(3, width))]

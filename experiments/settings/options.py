@@ -44,14 +44,27 @@ class SplitConfig:
 
 
 @dataclass
+class RepeatedSplitConfig(SplitConfig):
+    """The same, divided several times."""
+
+    repeats: int = 1
+    """Number of random splits, with the seeds `seed`, `seed` + 1 and so on. Every policy is trained and judged anew on
+    each of them, and all numbers are means over the splits; the run deploys the policy of the first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("split.repeats", self.repeats, 1)
+
+
+@dataclass
 class TrainRun(Training):
     """knobwise train: train a controller with several seeds, compare it with every simple way, and report."""
 
     experiment: str = "controller"
     profile: Any = MISSING
     """What was measured, or is simulated."""
-    split: SplitConfig = field(default_factory=SplitConfig)
-    """Shares of the samples."""
+    split: RepeatedSplitConfig = field(default_factory=RepeatedSplitConfig)
+    """Shares of the samples, and how often they are divided."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Deadlines in training; or with mean a limit on the mean over requests."""
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -1,29 +1,34 @@
-"""Which policy decides best, charged with its own cost: what is deployed, its teacher and every baseline, on the
-built-in profile and on simulated tables.
+"""Which policy decides best, charged with its own cost: what is deployed, its teacher and every baseline, on measured
+and on simulated tables; and whether the training of today is better than an older one.
 
     python experiments/studies/decisions.py key=value …
 
 Measures what is missing and writes docs/decisions.md. Each policy makes all its choices (weights, settings, when to
 stop, where to fall back) on samples outside the test part. A simulated table is drawn anew for each seed and judged on
-2,000 additional samples; the built-in profile is split anew.
+2,000 additional samples; a measured table is split anew.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import polars as pl
 import torch
 from torch import Tensor
 
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.networks import FEW, columns_in_bins
+from knobwise.agents.controller.settings import EXPERTS
 from knobwise.agents.judging.baselines import make_baselines
 from knobwise.agents.judging.evaluation import judge
-from knobwise.agents.predictors.experts import Expert
+from knobwise.agents.predictors.experts import Expert, Experts
 from knobwise.agents.serving.distillation import StudentConfig, student_of
 from knobwise.agents.serving.own_cost import expected_cost_ms, own_cost
 from knobwise.agents.stack.stacked_controller import StackedController, fit_stack
@@ -31,17 +36,26 @@ from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import default_budgets
-from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.simulated.kinds import KINDS, SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.report.words import ORACLE, STATIC
 from knobwise.experiments.results.controllers import judged_means
 from knobwise.experiments.studies.running import Mean, folder_for, measured, rendered, run_from_words
+from knobwise.experiments.studies.tables import MEASURED
 from knobwise.experiments.train.controller import STUDENT_STEPS
 
 TEST_SAMPLES = 2000
 STUDENT, TEACHER, UNGUARDED = "student (deployed)", "teacher", "teacher, no guard"
+WITHOUT_GRPO, OLD_RECIPE = ", regression only", ", old recipe"
+"""Endings of the names of networks and teachers."""
+OLD: dict[str, dict[str, Any]] = {
+    "policy": {},
+    "loss": {"kl_to_ref_coeff": 0.0, "regression_coeff": 0.2},
+    "optimiser": {"iterations": 50, "patience": 10, "retreat": 0, "lr": 2e-4},
+}
+"""An older recipe for training the network, by the settings in which it differs from the defaults of today. It also
+put all features into bins where there are at most `FEW` and else none."""
 LEARNERS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "latency_only")
 BASELINES = (STATIC, "best_static", "lookup_table", *LEARNERS, "random")
 CHARGED, FREE = "utility", "utility_free"
@@ -50,7 +64,6 @@ LEAST_HEADROOM = 0.05
 MOST_LOST = 0.5
 """Points that a student may lose to its teacher, as a mean over the tables."""
 PARTS = {
-    "GRPO after the regression, without experts": ("network", "network, regression only"),
     "experts next to the network": (UNGUARDED, "network"),
     "weights learned out of fold, against equal ones": (UNGUARDED, "teacher, no guard, equal weights"),
     "the guard": (TEACHER, UNGUARDED),
@@ -58,12 +71,24 @@ PARTS = {
 """What each part of the teacher adds: the policy with it, and without."""
 
 
+CONTRASTS = {
+    "network: new − old": ("network", "network" + OLD_RECIPE),
+    "without GRPO: new − old": ("network" + WITHOUT_GRPO, "network" + WITHOUT_GRPO + OLD_RECIPE),
+    "network: GRPO adds": ("network", "network" + WITHOUT_GRPO),
+    "network: GRPO added (old)": ("network" + OLD_RECIPE, "network" + WITHOUT_GRPO + OLD_RECIPE),
+    "teacher: new − old": (TEACHER, TEACHER + OLD_RECIPE),
+    "teacher: GRPO adds": (TEACHER, TEACHER + WITHOUT_GRPO),
+    "teacher: GRPO added (old)": (TEACHER + OLD_RECIPE, TEACHER + WITHOUT_GRPO + OLD_RECIPE),
+}
+"""Column of the comparison of recipes → the policy with what it is about, and without."""
+
+
 @dataclass
 class DecisionsConfig:
     """The settings, each as key=value."""
 
-    tables: list[str] = field(default_factory=lambda: ["builtin", *(kind for kind in KINDS if kind != "wide_knobs")])
-    """The built-in profile and kinds of simulated tables."""
+    tables: list[str] = field(default_factory=lambda: [*MEASURED, *(kind for kind in KINDS if kind != "wide_knobs")])
+    """Measured tables and kinds of simulated ones."""
     seeds: int = 3
     """How many seeds, for tables, splits and training."""
     runs: str = "runs/decisions"
@@ -80,12 +105,13 @@ def run(config: DecisionsConfig) -> list[str]:
     Raises:
         InputError: an unknown table.
     """
-    unknown = [name for name in config.tables if name != "builtin" and name not in KINDS]
+    unknown = [name for name in config.tables if name not in {**MEASURED, **KINDS}]
     if unknown:
-        raise InputError(f"tables={unknown}: must be among builtin, {', '.join(KINDS)}")
-    # another built-in profile or other default settings are measured anew
-    groups = [GROUPS[name] for name in ("policy", "optimiser", "reward")]
-    folder = folder_for(config.runs, [builtin_profile().digest, KINDS, *groups, StudentConfig(), STUDENT_STEPS])
+        raise InputError(f"tables={unknown}: must be among {', '.join([*MEASURED, *KINDS])}")
+    # other measured tables or other default settings are measured anew
+    groups = [OLD, *(GROUPS[name] for name in ("policy", "optimiser", "reward", "loss"))]
+    digests = [read().digest for read in MEASURED.values()]
+    folder = folder_for(config.runs, [digests, KINDS, *groups, StudentConfig(), STUDENT_STEPS])
     # the built-in profile takes longest, so it goes first
     cells = {folder / f"{name}-{seed}.json": (name, seed) for name in config.tables for seed in range(config.seeds)}
     write_text(config.out, decisions_page(measured("tables × seeds", measure, cells, config.jobs)))
@@ -94,8 +120,8 @@ def run(config: DecisionsConfig) -> list[str]:
 
 def table_of(name: str, seed: int) -> tuple[ProfileTable, Split]:
     """A table and its parts. A simulated one is fitted on the samples of its kind, and judged on further ones."""
-    if name == "builtin":
-        table = builtin_profile()
+    if name in MEASURED:
+        table = MEASURED[name]()
         return table, table.split(seed=seed)
     size = KINDS[name].samples
     table = simulate(SimulatedConfig(name, size + TEST_SAMPLES, seed))
@@ -107,26 +133,27 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     """Fit and judge every policy on one table with one seed."""
     table, split = table_of(name, seed)
     cell = _Cell(table, split, seed)
-    policies, seconds = _timed(make_baselines, table, split, seed, cell.budgets)
-    for policy in policies:
-        cell.judge(policy.name, policy, seconds)
-    # the default run: a network, experts and a guard around it, and a student of them all
-    trainer, network_seconds = _timed(cell.trained, "auto")
-    network, optimiser, config = trainer.agent, trainer.settings, GROUPS["policy"]["auto"]
-    expected_ms = expected_cost_ms(table, experts=False)  # of the student, which is deployed
-    teacher, seconds = _timed(fit_stack, table, cell.fitted, network, config, cell.budgets, seed, expected_ms)
-    seconds += network_seconds
+    for policy in make_baselines(table, split, seed, cell.budgets, cell.experts):
+        cell.judge(policy.name, policy, cell.experts_seconds)
+    # a network, experts and a guard around it, with and without GRPO
+    teachers: dict[str, tuple[StackedController, float]] = {}
+    for recipe, changes in (("", {}), (OLD_RECIPE, OLD)):
+        for stage, (network, seconds) in cell.networks(changes).items():
+            cell.judge("network" + stage + recipe, network, seconds)
+            teacher, more_seconds = _timed(cell.stack, network)
+            teachers[stage + recipe] = teacher, seconds + cell.experts_seconds + more_seconds
+    for ending, (teacher, seconds) in teachers.items():
+        assert teacher.guard is not None
+        cell.judge(TEACHER + ending, teacher, seconds, guard=teacher.guard.rows())
+    # the default run: a student of the teacher
+    (teacher, seconds), optimiser = teachers[""], GROUPS["optimiser"]["auto"]
     lessons = StudentConfig(steps=STUDENT_STEPS * (optimiser.warmup_iterations + optimiser.iterations))
     student, more_seconds = _timed(student_of, teacher, table, cell.fitted, seed, lessons)
     cell.judge(STUDENT, student, seconds + more_seconds)
-    cell.judge(TEACHER, teacher, seconds, guard=teacher.guard.rows())
     # its parts
     cell.judge(UNGUARDED, _with_weights(teacher, teacher.weights), seconds)
     equal = torch.full_like(teacher.weights, 1 / len(teacher.weights))
     cell.judge("teacher, no guard, equal weights", _with_weights(teacher, equal), seconds)
-    cell.judge("network", network, network_seconds)
-    warm, seconds = _timed(cell.trained, "utility", iterations=0)
-    cell.judge("network, regression only", warm.agent, seconds)
     return {
         "table": name,
         "seed": seed,
@@ -137,6 +164,10 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     }
 
 
+def _few_in_bins(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1] if x.shape[1] <= FEW else 0)
+
+
 class _Cell:
     """One table with one seed: what each policy got, the time of its decisions, and the CPU seconds of fitting it."""
 
@@ -144,22 +175,41 @@ class _Cell:
         self.table, self.split, self.seed = table, split, seed
         self.fitted = torch.cat([split.train, split.validation])
         self.budgets = default_budgets(table)
+        self.experts, self.experts_seconds = _timed(Experts.fit, table, self.fitted, self.budgets, EXPERTS, seed)
         self.policies: list[dict[str, Any]] = []
 
-    def trained(self, policy: str, **changes: Any) -> ControllerTrainer:
-        groups = {"policy": GROUPS["policy"][policy], "reward": GROUPS["reward"]["utility"], "budgets_ms": self.budgets}
-        optimiser = replace(GROUPS["optimiser"][policy], **changes)
-        trainer = ControllerTrainer(self.table, self.split, optimiser=optimiser, seed=self.seed, **groups)
-        trainer.run()
-        return trainer
+    def networks(self, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Controller, float]]:
+        """A network of the default run after its training and where GRPO begins, each with the CPU seconds until then,
+        by the ending of its name; `changes` are those of settings, by group."""
+        names = {"policy": "auto", "loss": "exact", "optimiser": "auto", "reward": "utility"}
+        groups = {group: replace(GROUPS[group][name], **changes.get(group, {})) for group, name in names.items()}
+        start, networks = time.process_time(), {}
+        bins = _few_in_bins if changes else columns_in_bins
+        with patch("knobwise.agents.controller.controller.columns_in_bins", bins):
+            trainer = ControllerTrainer(self.table, self.split, seed=self.seed, budgets_ms=self.budgets, **groups)
+        grpo = trainer.stages[-1]
+
+        def begin() -> None:
+            grpo.begin()
+            networks[WITHOUT_GRPO] = copy.deepcopy(trainer.agent), time.process_time() - start
+
+        trainer.stages[-1] = replace(grpo, begin=begin)
+        networks[""] = trainer.run(), time.process_time() - start
+        return networks
+
+    def stack(self, network: Controller) -> StackedController:
+        """The teacher with this network; its guard knows what its student, which is deployed, is expected to cost."""
+        expected_ms = expected_cost_ms(self.table, experts=False)
+        about = self.table, self.fitted, network, GROUPS["policy"]["auto"], self.budgets, self.seed
+        return fit_stack(*about, expected_ms, self.experts)
 
     def judge(self, name: str, policy: Any, seconds: float, **facts: Any) -> None:
         """Charged with its own cost, and for nothing."""
         table, test, budgets = self.table, self.split.test, self.budgets
-        own = own_cost(policy, table, test, budgets)
-        row = {"policy": name, "decision_us": float(own.decision_us.mean()), "cpu_seconds": seconds, **facts}
-        for ending, cost in (("", own.charged_ms), ("_free", None)):
-            means = judged_means(judge(policy, table, test, budgets, cost_ms=cost))
+        cost = own_cost(policy, table, test, budgets)
+        row = {"policy": name, "decision_us": float(cost.decision_us.mean()), "cpu_seconds": seconds, **facts}
+        for ending, charged_ms in (("", cost.charged_ms), ("_free", None)):
+            means = judged_means(judge(policy, table, test, budgets, cost_ms=charged_ms))
             row |= {key + ending: means[key] for key in ("utility", "satisfaction_feasible")}
         self.policies.append(row)
 
@@ -191,7 +241,7 @@ class MeasuredTable:
         self.means = {row["policy"]: row for row in means.to_dicts()}
         self.headroom = self.lead(ORACLE, STATIC).value
         self.best_baseline = max(BASELINES, key=lambda policy: self.means[policy][CHARGED])
-        self.guard = [budget for row in rows["guard"].drop_nulls() for budget in row]
+        self.guard = [budget for row in rows.filter(policy=TEACHER)["guard"] for budget in row]
 
     def gap(self, policy: str, key: str = CHARGED) -> Mean | None:
         """The share of the headroom; None where there is hardly any."""
@@ -199,6 +249,11 @@ class MeasuredTable:
             return None
         low, high = self.utility[STATIC, key], self.utility[ORACLE, key]
         return Mean.over((self.utility[policy, key] - low) / (high - low))
+
+    def gain(self, policy: str, other: str) -> Mean:
+        """The paired difference in the share of the headroom, free."""
+        ours, theirs, low, high = (self.utility[name, FREE] for name in (policy, other, STATIC, ORACLE))
+        return Mean.over((ours - theirs) / (high - low))
 
     def lead(self, policy: str, other: str, key: str = CHARGED) -> Mean:
         """The paired difference in utility."""
@@ -214,7 +269,18 @@ class MeasuredTable:
         for ending, key in (("", CHARGED), ("_free", FREE)):
             gap = self.gap(policy, key)
             row |= {f"lead{ending}": self.lead(policy, STATIC, key).value, f"gap{ending}": gap.value if gap else None}
-        return row
+        return row | {"gap_measured": row["gap_free"] if self.name in MEASURED else None}
+
+
+def _gains(tables: Sequence[MeasuredTable]) -> dict[str, dict[str, list[Mean]]]:
+    """What each of `CONTRASTS` gains on the tables with headroom, and as means over them."""
+    rows = {t.name: [t.gain(*pair) for pair in CONTRASTS.values()] for t in tables if t.headroom >= LEAST_HEADROOM}
+    kinds = {"mean": set(rows), "mean, measured": rows.keys() & MEASURED, "mean, simulated": rows.keys() - MEASURED}
+    means = {
+        words: [Mean.over(gain.value for gain in column) for column in zip(*(rows[n] for n in names), strict=True)]
+        for words, names in kinds.items()
+    }
+    return {"tables": rows, "means": means}
 
 
 def decisions_page(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -237,6 +303,11 @@ def decisions_page(cells: Sequence[Mapping[str, Any]]) -> str:
         above=[each.name for each in tables if each.lead(TEACHER, STUDENT).value > 0],
         loss=Mean.over(losses.values()),
         worst=min(losses.items(), key=lambda item: item[1]),
+        contrasts=list(CONTRASTS),
+        few=FEW,
+        gains=_gains(tables),
+        measured=[each.name for each in tables if each.name in MEASURED],
+        old=" ".join(f"{group}.{key}={value}" for group, changes in OLD.items() for key, value in changes.items()),
         parts={words: [each.lead(*pair, FREE) for each in tables] for words, pair in PARTS.items()},
         STUDENT=STUDENT,
         TEACHER=TEACHER,

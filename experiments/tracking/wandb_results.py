@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.results.decisions import SAMPLE, read_decisions
 from knobwise.experiments.results.problem import problem_of
 
 CELLS = 200_000
@@ -118,7 +118,7 @@ def _decisions(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     references = {problem.low, problem.high} if problem.averaged else {problem.high}
     frame = frame.filter(pl.col("policy").is_in(list(trained | references)))
     names = [name for name in frame.columns if not frame[name].is_null().all()]
-    sample = pl.struct(name for name in ("dataset", "sample_id") if name in names).rank("dense")
+    sample = pl.struct(name for name in SAMPLE if name in names).rank("dense")
     count = frame.select(sample.max()).item()
     fits = max(1, CELLS * count // max(1, frame.height * len(names)))
     if fits < count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from dataclasses import asdict
 from functools import cached_property
@@ -31,23 +32,30 @@ from knobwise.envs.configurations.settings import RewardConfig
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import budget_rows, divide
-from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets
+from knobwise.experiments.results.controllers import held_out_choices, judge_deadlines, judge_mean_budgets, over_splits
 from knobwise.experiments.results.run_folder import STUDENT
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.run import Experiment, keep_best, tracker_of
 
-STUDENT_STEPS = 10
+STUDENT_STEPS = 6
 """Steps of a student's fit for each iteration of its teacher's training; at least 200 in all."""
 
 
 class ControllerExperiment(Experiment):
     """The trainings of all seeds, all set up before the first is run: what is wrong shows before anything is
-    written. `table` is what they are trained on; None to read it as `config.profile` says."""
+    written.
 
-    def __init__(self, config: TrainRun, table: ProfileTable | None = None) -> None:
+    Args:
+        table: what they are trained on; None to read it as `config.profile` says.
+        number: of the split, counted from 0. Those after the first are experiments of their own, `others`.
+    """
+
+    def __init__(self, config: TrainRun, table: ProfileTable | None = None, number: int = 0) -> None:
         super().__init__(config, config.threads)
-        self.table = table = read_profile(config.profile) if table is None else table
+        self.table, self.number = read_profile(config.profile) if table is None else table, number
+        table = self.table
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.split = self._split_of(config)
         self.fitted = torch.cat([self.split.train, self.split.validation])
@@ -59,6 +67,8 @@ class ControllerExperiment(Experiment):
             raise InputError("budget=mean: needs policy.structure=utility and policy.members of at least 2")
         if self.mean and config.policy.deploy == "student":
             raise InputError("policy.deploy=student: is for deadlines; under budget=mean the policy itself is deployed")
+        if self.mean and config.split.repeats > 1:
+            raise InputError("split.repeats: is for deadlines; under budget=mean there is one split")
         if self.mean:
             config.reward = RewardConfig(kind="priced")  # so that config.yaml says what was trained on
             self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
@@ -69,6 +79,16 @@ class ControllerExperiment(Experiment):
         settings = {name: getattr(config, name) for name in names}
         settings["budgets_ms"] = self.budgets_ms
         self.trainers = [ControllerTrainer(table, self.split, seed=seed, **settings) for seed in config.seeds]
+        self.others = [self._on_split(other) for other in range(1, config.split.repeats)]
+        self.notes += [note for other in self.others for note in other.notes if note not in self.notes]
+
+    def _on_split(self, number: int) -> ControllerExperiment:
+        """The same on another split, at the same budgets, so that rows can be averaged."""
+        config = copy.deepcopy(self.config)
+        config.split.seed, config.split.repeats = self.config.split.seed + number, 1
+        config.budgets_ms = self.budgets_ms.tolist()
+        config.tracking = TrackingSettings(mode="disabled", tensorboard=False)
+        return ControllerExperiment(config, self.table, number)
 
     def _split_of(self, config: TrainRun) -> Split:
         """The split, without the test samples that `init_from` was trained on."""
@@ -87,8 +107,11 @@ class ControllerExperiment(Experiment):
         return split._replace(test=split.test[new])
 
     def train(self, folder: Path) -> None:
-        """Train every seed that is not finished."""
+        """Train every seed that is not finished, on one split after the other; those after the first have folders like
+        that of a run."""
         for trainer in self.trainers:
+            if self.number:
+                trainer.title = f"split {self.number}, {trainer.title}"
             trainer.folder = folder / "checkpoints" / f"seed{trainer.seed}"
             trainer.resume(trainer.folder / "last.pt")
             if not trainer.finished:
@@ -103,13 +126,15 @@ class ControllerExperiment(Experiment):
             student = trainer.folder / STUDENT
             if not student.exists() and (deployed := self.deployed(loaded, trainer.seed)) is not loaded:
                 deployed.save(student)
+        for other in self.others:
+            other.train(folder / f"split{other.number}")
 
     @cached_property
     def experts(self) -> Experts:
-        """What the seeds and the baselines share; folds and trees are those of the first seed."""
+        """What the seeds and the baselines share; folds and trees are those of the first seed of the split."""
         config, budgets_ms = self.config, self.budgets_ms[:0] if self.mean else self.budgets_ms
         families = tuple(FAMILIES) if config.baselines else config.policy.experts
-        return Experts.fit(self.table, self.fitted, budgets_ms, families, config.seeds[0])
+        return Experts.fit(self.table, self.fitted, budgets_ms, families, config.seeds[0] + self.number)
 
     @property
     def _taught(self) -> bool:
@@ -145,7 +170,7 @@ class ControllerExperiment(Experiment):
         return loaded._replace(agent=student, extra=dict(loaded.extra))
 
     def judge(self, folder: Path) -> tuple[dict[str, Any], pl.DataFrame]:
-        """Every seed's best controller, what is deployed of it, and the baselines on the test part."""
+        """Every seed's best controller, what is deployed of it, and the baselines on the test part of each split."""
         folders = [folder / "checkpoints" / f"seed{seed}" for seed in self.config.seeds]
         best = [load_checkpoint(each / "best.pt") for each in folders]
         students = [each / STUDENT for each in folders if (each / STUDENT).exists()]
@@ -155,6 +180,11 @@ class ControllerExperiment(Experiment):
             kept = folder / "checkpoints" / (STUDENT if students else "best.pt")
             export_numpy(load_checkpoint(kept).controller, folder / "controller.npz")
             shutil.copy(numpy_controller.__file__, folder)
+        if self.others:
+            frames = [decisions, *(other.judge(folder / f"split{other.number}")[1] for other in self.others)]
+            tests = [part.split.test for part in (self, *self.others)]
+            over, decisions = over_splits(self.table, tests, self.config.seeds, frames)
+            results |= over | {"split_seeds": [part.config.split.seed for part in (self, *self.others)]}
         return results, decisions
 
     def judged(self, best: list[Loaded], deployed: list[Loaded]) -> tuple[dict[str, Any], pl.DataFrame]:
@@ -178,7 +208,7 @@ class ControllerExperiment(Experiment):
                 baselines = make_priced_baselines(table, split, budgets_ms, experts=self.experts)
             return judge_mean_budgets(table, fitted, test, budgets_ms, controllers, seeds, baselines, config.own_cost)
         if config.baselines:
-            baselines = make_baselines(table, split, seeds[0], budgets_ms, self.experts)
+            baselines = make_baselines(table, split, seeds[0] + self.number, budgets_ms, self.experts)
             if len(rows_by_dataset(table, test)) > 1:
                 baselines.insert(1, StaticPerDataset(table, fitted, test))
         else:

@@ -21,6 +21,7 @@ from knobwise.experiments.results import statistics
 from knobwise.experiments.results.decisions import read_decisions, write_decisions
 from knobwise.experiments.results.statistics import (
     Difference,
+    ends_of,
     holm,
     mean_interval,
     mean_intervals,
@@ -69,6 +70,30 @@ def test_seeds_are_drawn_too() -> None:
     assert low < 0.35
     assert high > 0.65
     assert gap(np.full((3, 50), 0.5), static, best) == pytest.approx([0.5, 0.5])
+
+
+def test_splits_of_the_same_samples_are_no_more_samples() -> None:
+    policy = np.random.default_rng(0).random((2, 50))
+    thrice = np.stack([np.repeat(range(3), 50), np.tile(range(50), 3)])
+    single, repeated = resampled_means([policy]), resampled_means([np.tile(policy, 3)], splits=thrice)
+    np.testing.assert_allclose(repeated, single, atol=1e-12)
+    assert np.array_equal(resampled_means([policy], splits=thrice[:, :50]), single)
+
+
+def test_splits_are_drawn_too() -> None:
+    """Where all samples of a split get the same, only the draws of splits matter; each has samples of its own."""
+    means = np.array([0.1, 0.2, 0.9])
+    splits = np.stack([np.repeat(range(3), 2000), np.arange(6000)])
+    drawn = resampled_means([np.repeat(means, 2000)], splits=splits)[:, 0]
+    wanted = np.random.default_rng(1).choice(means, (20_000, 3)).mean(1)
+    assert drawn.mean() == pytest.approx(means.mean(), abs=0.02)
+    np.testing.assert_allclose(
+        np.quantile(drawn, [0.025, 0.5, 0.975]), np.quantile(wanted, [0.025, 0.5, 0.975]), atol=0.03
+    )
+    few = np.array([[0, 1], [0, 1]])  # a draw may hold no sample of the splits that it holds
+    drawn = resampled_means([[0.0, 1.0]], splits=few)
+    assert np.isnan(drawn).any()
+    assert ends_of(drawn) == [[0.0, 1.0]]
 
 
 def test_several_intervals_come_from_the_same_draws() -> None:

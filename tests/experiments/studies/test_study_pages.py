@@ -12,12 +12,14 @@ from helpers import small_table
 
 from knobwise.agents.judging import evaluation
 from knobwise.agents.judging.baselines import BestStatic, Oracle
+from knobwise.agents.serving.own_cost import OwnCost
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.simulated.kinds import KINDS
 from knobwise.experiments.command_line.compose import GROUPS
-from knobwise.experiments.studies import decisions
+from knobwise.experiments.studies import decisions, tables
 from knobwise.experiments.studies.decisions import BASELINES, STUDENT, TEST_SAMPLES, decisions_page
 from knobwise.experiments.studies.running import Mean, folder_for
+from knobwise.experiments.studies.tables import MEASURED
 
 
 def test_other_settings_are_other_measurements(tmp_path: Path) -> None:
@@ -33,7 +35,9 @@ def entry(table: str, seed: int, student: float, loss: float, teacher: float) ->
     utility = dict.fromkeys(BASELINES, 0.2) | {"ridge": 0.5, "budget_aware_static": 0.3, "oracle": 0.8}
     utility |= {STUDENT: student, "teacher": teacher}
     parts = {"teacher, no guard": 0.6, "network": 0.5, "network, regression only": 0.5}
-    utility |= parts | {"teacher, no guard, equal weights": 0.6}
+    utility |= parts | {"teacher, no guard, equal weights": 0.6, "teacher, regression only": 0.3}
+    utility |= {"network, old recipe": 0.4, "network, regression only, old recipe": 0.45}
+    utility |= {"teacher, old recipe": teacher + 0.05 * seed, "teacher, regression only, old recipe": 0.3}
     free = utility | {STUDENT: student + 0.01, "teacher": student + 0.01 + loss / 100}
     policies: list[dict[str, Any]] = [
         {
@@ -75,7 +79,7 @@ def test_the_page_of_decisions_by_hand() -> None:
     page = decisions_page(cells)
     # gap closed (.6 − .3)/.5 and (.4 − .3)/.5, for nothing .62 and .22
     row = row_of(page, "All tables", STUDENT)
-    assert row == [STUDENT, "+0.200", "+0.210", "0.400", "0.420", "90.0%", "31", "2.0"]
+    assert row == [STUDENT, "+0.200", "+0.210", "0.400", "0.420", "–", "90.0%", "31", "2.0"]
     assert row_of(page, "All tables", "ridge")[-2] == "1,234"
     assert "all charged, the student is first on 1 of 2 tables (first). On second, ridge is ahead by 0.100" in page
     assert "is ahead by 0.100 ± 0.000.\n" in page
@@ -94,10 +98,62 @@ def test_the_page_of_decisions_by_hand() -> None:
     assert "all charged, the student is first on 1 of 1 tables (first).\n" in worse
 
 
+def test_recipes_are_compared_table_by_table_and_in_the_mean() -> None:
+    cells = [entry(table, seed, 0.6, 0.2, 0.3) for table in ("builtin", "digits", "router") for seed in range(2)]
+    for cell in cells[2:4]:  # half the gain on the second table
+        next(row for row in cell["policies"] if row["policy"] == "network")["utility_free"] = 0.45
+    page = decisions_page(cells)
+    assert "Measured: builtin, digits (" in page
+    columns = row_of(page, "The training of the network, new and old", "table")[1:]
+    rows = {
+        name: dict(zip(columns, row_of(page, "The training of the network, new and old", name)[1:], strict=True))
+        for name in ("builtin", "digits", "mean", "mean, measured", "above / below 0 by more than the interval")
+    }
+    # (.5 − .4)/.5 and (.45 − .4)/.5: the mean of three tables is .5/3, of the measured ones .15 ± 12.706 · .05
+    assert rows["builtin"]["network: new − old"] == "0.200 ± 0.000"
+    assert rows["digits"]["network: new − old"] == "0.100 ± 0.000"
+    assert rows["mean"]["network: new − old"].startswith("0.167 ± 0.143")
+    assert rows["mean, measured"]["network: new − old"] == "0.150 ± 0.635"
+    assert rows["digits"]["network: GRPO adds"] == "-0.100 ± 0.000"
+    assert rows["builtin"]["network: GRPO added (old)"] == "-0.100 ± 0.000"
+    # the teacher gets .612 for nothing, the old one .3 and .35
+    assert rows["builtin"]["teacher: new − old"].startswith("0.574 ± 0.635")
+    counts = rows["above / below 0 by more than the interval"]
+    assert counts["network: GRPO adds"] == "0 / 1 of 3"
+    assert counts["without GRPO: new − old"] == "3 / 0 of 3"
+    row = row_of(page, "All tables", "network")
+    assert (row[4], row[5]) == ("0.367", "0.350")
+
+
+def test_measured_tables_are_split_anew_for_each_seed() -> None:
+    for name, read in MEASURED.items():
+        (table, split), (_, other) = (decisions.table_of(name, seed) for seed in range(2))
+        assert table.digest == read().digest
+        assert len(split.test) == pytest.approx(table.num_samples / 5, abs=1)
+        assert set(split.test.tolist()) != set(other.test.tolist())
+        assert table.mask.all()
+    assert sum(path.stat().st_size for path in tables.FOLDER.iterdir()) < 1_000_000
+
+
+def test_programs_are_measured_the_same_but_for_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "FILES", 3)
+    first, second = (tables.measure("python_files") for _ in range(2))
+    assert torch.equal(first.accuracy, second.accuracy)
+    assert all(map(torch.equal, first.features.values(), second.features.values()))
+    assert first.knobs == MEASURED["python_files"]().knobs
+    assert (first.latency_ms > 0).all()
+    assert (first.accuracy.amin(1).tolist(), first.accuracy.amax(1).tolist()) == ([0.0] * 3, [1.0] * 3)
+    monkeypatch.setattr(tables, "ROWS", 60)
+    classified = tables.measure("diabetes")
+    assert (classified.num_samples, classified.num_configurations) == (60, MEASURED["diabetes"]().num_configurations)
+    assert set(classified.accuracy.unique().tolist()) == {0, 1}
+
+
 def test_a_policy_is_charged_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = replace(small_table(60), features_ms=0.5)
+    table = small_table(60)
     split, budgets = table.split(), default_budgets(table)
-    monkeypatch.setattr(decisions, "decision_us", lambda *_: torch.full((5,), 1000.0))  # clocks differ from run to run
+    cost = OwnCost(torch.full((5,), 1000.0), torch.full((5,), 1.5))
+    monkeypatch.setattr(decisions, "own_cost", lambda *_: cost)  # clocks differ from run to run
     cell, policy = decisions._Cell(table, split, 0), BestStatic(table, split.train, budgets)
     cell.judge("best_static", policy, 2.0)
     (row,) = cell.policies
@@ -121,12 +177,16 @@ def test_every_policy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     optimisers = {name: replace(each, **quick) for name, each in GROUPS["optimiser"].items()}
     monkeypatch.setitem(GROUPS, "optimiser", optimisers)
     monkeypatch.setitem(GROUPS["policy"], "auto", replace(GROUPS["policy"]["auto"], members=2, experts=("ridge",)))
+    monkeypatch.setattr(decisions, "OLD", {"optimiser": {"iterations": 2}})
     monkeypatch.setattr(decisions, "TEST_SAMPLES", 100)
     monkeypatch.setattr(decisions, "make_baselines", lambda table, split, *rest: [Oracle(table, split.test)])
     cell = decisions.measure("few_samples", 1)
     policies = {row["policy"]: row for row in cell["policies"]}
     parts = {policy for pair in decisions.PARTS.values() for policy in pair}
-    assert set(policies) == parts | {STUDENT, "oracle"}
+    recipes = {policy for pair in decisions.CONTRASTS.values() for policy in pair}
+    assert set(policies) == parts | recipes | {STUDENT, "oracle"}
+    regression = [policies[f"network, regression only{recipe}"] for recipe in ("", ", old recipe")]
+    assert regression[0]["utility_free"] == regression[1]["utility_free"]  # nothing of the old recipe comes before GRPO
     assert max(row["utility"] for row in policies.values()) == policies["oracle"]["utility"]
     assert policies["oracle"]["decision_us"] == 0 < policies[STUDENT]["decision_us"]
     assert {"deployed", "unattainable", "too_dear"} <= set(policies["teacher"]["guard"][0])

@@ -1,0 +1,167 @@
+"""`split.repeats`: several random splits are one run with one table, each judged on its own test samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from commands import OPTIMISER, TABLE, Capture, Patch, ctrl_c, refused, same, write_table
+from helpers import small_table
+from polars.testing import assert_frame_equal
+
+import knobwise
+from knobwise.__main__ import main
+from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.judging import baselines
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.long_table import long_frame
+from knobwise.experiments.results.decisions import read_decisions
+from knobwise.experiments.train import controller
+
+TRAIN = ["train", *TABLE, *OPTIMISER, "policy=independent", "seeds=[0,1]", "baselines=false", "own_cost=false"]
+TRAIN += ["tracking.tensorboard=false"]
+RUNS = Path("runs/controller")
+SPLITS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile, a run on three splits, and a run on each of them at the same budgets."""
+    folder = tmp_path_factory.mktemp("splits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_table(60, holes=0.2)
+        assert main([*TRAIN, "split.seed=1", "split.repeats=3", "name=three"]) == 0
+        budgets = f"budgets_ms={results_of('three')['budgets_ms']}".replace(" ", "")
+        for seed in SPLITS:
+            assert main([*TRAIN, f"split.seed={seed}", budgets, f"name=split{seed}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, monkeypatch: Patch) -> Path:
+    monkeypatch.chdir(made)
+    return made
+
+
+def results_of(name: str) -> dict[str, Any]:
+    return dict(json.loads((RUNS / name / "results.json").read_text()))
+
+
+def decisions_of(name: str) -> pl.DataFrame:
+    return read_decisions(RUNS / name).drop("decision_us")
+
+
+def test_each_split_is_decided_as_in_a_run_of_its_own(folder: Path) -> None:
+    decisions = decisions_of("three")
+    for number, seed in enumerate(SPLITS):
+        own = decisions.filter(pl.col("split") == number).drop("split")
+        assert_frame_equal(own, decisions_of(f"split{seed}").drop("split"))
+
+
+def test_rows_are_means_over_the_splits(folder: Path) -> None:
+    together, single = results_of("three"), [results_of(f"split{seed}") for seed in SPLITS]
+    assert together["split_seeds"] == SPLITS
+    assert together["test_samples"] == 36
+    for row in together["rows"]:
+        key = row["policy"], row["budget_ms"]
+        of_splits = [next(r for r in each["rows"] if (r["policy"], r["budget_ms"]) == key) for each in single]
+        utilities = [each["utility"] for each in of_splits]
+        assert row["utility_per_split"] == pytest.approx(utilities)
+        for name in ("utility", "accuracy", "latency_ms_mean", "satisfaction", "infeasible"):
+            assert row[name] == pytest.approx(np.mean([each[name] for each in of_splits])), (key, name)
+        low, high = row["utility_ci95"]
+        assert low <= row["utility"] <= high
+        if row["policy"] == "controller":
+            assert np.mean(row["utility_per_seed"]) == pytest.approx(row["utility"])
+
+
+def test_the_first_split_is_deployed_and_reported(folder: Path) -> None:
+    together, first = results_of("three"), results_of("split1")
+    for name in ("best_seed", "validation_utility", "chosen", "guard"):
+        assert together[name] == first[name]
+    weights = [load_checkpoint(RUNS / name / "checkpoints" / "best.pt") for name in ("three", "split1")]
+    assert same(*(each.controller.state_dict() for each in weights))
+    assert_frame_equal(*(pl.read_csv(RUNS / name / "metrics.csv") for name in ("three", "split1")))
+    page = (RUNS / "three" / "report.html").read_text()
+    for words in ("test parts of 3 random splits (36 samples)", "means over 3 random splits", "and the splits"):
+        assert words in page, words
+        assert words not in (RUNS / "split1" / "report.html").read_text()
+
+
+def test_no_split_is_fitted_on_what_it_is_judged_on(folder: Path) -> None:
+    table, decisions, tests = small_table(60), decisions_of("three"), []
+    for number, path in enumerate(("checkpoints", "split1/checkpoints", "split2/checkpoints")):
+        extra = load_checkpoint(RUNS / "three" / path / "best.pt").extra
+        tests.append(set(extra["test_rows"].tolist()))
+        assert tests[-1].isdisjoint(torch.cat([extra["train_rows"], extra["validation_rows"]]).tolist())
+        judged = decisions.filter(pl.col("split") == number)["sample_id"].unique()
+        assert set(judged) == {table.sample_ids[row] for row in tests[-1]}
+    assert tests[0] != tests[1] != tests[2]
+
+
+def test_an_interrupted_run_resumes_split_by_split(folder: Path, capsys: Capture) -> None:
+    words = [*TRAIN, "split.seed=1", "split.repeats=3", "name=killed"]
+    with ctrl_c(lambda trainer: trainer.title.startswith("split 1, seed 1") and trainer.iteration == 6):
+        assert main(words) == 130
+    assert not (RUNS / "killed" / "split2").exists()
+    finished = RUNS / "killed" / "split1" / "checkpoints" / "seed0" / "last.pt"
+    before = finished.stat().st_mtime_ns
+    assert main(words) == 0
+    assert finished.stat().st_mtime_ns == before
+    assert_frame_equal(decisions_of("killed"), decisions_of("three"))
+    for whole, killed in zip(results_of("three")["rows"], results_of("killed")["rows"], strict=True):
+        assert whole | {"decision_us_p50": 0} == killed | {"decision_us_p50": 0}
+
+
+def test_every_split_divides_the_folds_of_its_baselines_anew(folder: Path, monkeypatch: Patch) -> None:
+    seeds, make = [], controller.make_baselines
+
+    def noted(table: Any, split: Any, seed: int, *rest: Any, **others: Any) -> Any:
+        seeds.append(seed)
+        return make(table, split, seed, *rest, **others)
+
+    monkeypatch.setattr(controller, "make_baselines", noted)
+    for module in (baselines, controller):
+        monkeypatch.setattr(module, "FAMILIES", ("ridge",), raising=False)  # the others take seconds
+    words = [word for word in TRAIN if not word.startswith(("baselines", "seeds"))]
+    assert main([*words, "seeds=[4]", "split.repeats=2", "name=baselines"]) == 0
+    assert seeds == [4, 5]
+    rows = {row["policy"]: row for row in results_of("baselines")["rows"] if row["budget_ms"] is None}
+    assert len(rows["ridge"]["utility_per_split"]) == 2
+    assert len(rows["controller"]["utility_per_seed"]) == 1
+    assert "utility_per_seed" not in rows["ridge"]
+
+
+def test_a_comparison_shows_such_a_run_but_does_not_test_it(folder: Path, capsys: Capture) -> None:
+    for first, second in (("three", "split1"), ("split1", "three")):
+        assert main(["compare", str(RUNS / first), str(RUNS / second), "html=null"]) == 0
+        printed = capsys.readouterr().out
+        assert "three was judged on several splits, so it is shown but not tested" in printed
+        assert "is the highest" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["split.repeats=0"], "split.repeats=0: must be at least 1"),
+        (["split.repeats=2", "split.leave_out=small"], "split.repeats=2: split.leave_out fixes the test part"),
+        (["split.repeats=2", "profile.path=fixed.parquet"], "split.repeats=2: profile 'fixed' fixes the test part"),
+        (["split.repeats=2", "budget=mean", "policy=utility"], "split.repeats: is for deadlines"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(folder: Path, words: list[str], message: str, capsys: Capture) -> None:
+    parts = pl.DataFrame({"sample_id": [str(i) for i in range(60)], "split": 3 * (["train"] * 12 + ["test"] * 8)})
+    frame = long_frame(small_table(60))
+    frame.with_columns(pl.col("sample_id").cast(pl.String)).join(parts, "sample_id").write_parquet("fixed.parquet")
+    assert message in refused([*TRAIN, *words], capsys)
+
+
+def test_fit_takes_one_split() -> None:
+    with pytest.raises(InputError, match=r"split\.repeats: fit trains on one split"):
+        knobwise.fit(small_table(60), policy="independent", **{"split.repeats": 2})
