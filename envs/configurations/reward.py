@@ -83,8 +83,7 @@ class RewardTable:
     ) -> None:
         self.config, self.complexity = config, complexity(table).to(device)
         self.configurations = torch.arange(table.num_configurations, device=self.complexity.device)
-        by_function = config.kind == "function" and config.function is not None
-        self.function = RewardFunction(config.function, table, device) if by_function else None
+        self.function = None if config.function is None else RewardFunction(config.function, table, device)
         self.accuracy, self.latency_ms = table.accuracy.to(device), table.latency_ms.to(device)
         several = table.repeats_ms is not None and repeats == "draw"
         self.repeats_ms = table.measurements_ms.to(device) if several else None

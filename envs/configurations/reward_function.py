@@ -87,7 +87,7 @@ class RewardFunction:
         function = getattr(imported, name, None)
         if not callable(function):
             raise self._refused(f"{getattr(imported, '__file__', module)} has no function {name}")
-        return function  # type: ignore[no-any-return]
+        return function
 
     def _check(self, accuracy: Tensor, latency_ms: Tensor) -> None:
         """Call it on every cell under several budgets, then again, then on a part: accuracy and latency [N, C]."""

@@ -32,10 +32,8 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
 
     def write(body: str, before: str = "") -> RewardConfig:
         module = f"mine_{next(NUMBERS)}"
-        head = (
-            f"import random, torch\nfrom pathlib import Path\n{before}\ndef f(accuracy, latency_ms, budget_ms, knobs):"
-        )
-        Path(f"{module}.py").write_text(head + "\n" + textwrap.indent(body, "    "))
+        head = f"import random, torch\nfrom pathlib import Path\n{before}\ndef f(accuracy, latency_ms, "
+        Path(f"{module}.py").write_text(head + "budget_ms, knobs):\n" + textwrap.indent(body, "    "))
         return RewardConfig(kind="function", function=f"{module}:f")
 
     return write
