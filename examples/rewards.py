@@ -1,6 +1,6 @@
 """Rewards for aims other than utility, to copy and to change.
 
-    knobwise train experiment=late_answers seeds=[0,1,2]
+    knobwise train experiment=reward_late_answers seeds=[0,1,2]
     knobwise train policy=utility reward=function reward.function=examples.rewards:late_answers
 
 A reward gets accuracy, latency_ms, budget_ms, float tensors of one shape, and for each knob a tensor of its values, and

@@ -60,7 +60,7 @@ def run(config: AimsConfig) -> list[str]:
     cannot be used or is not in this folder."""
     for name in config.tables:
         one_of("tables", name, ("builtin", *KINDS))
-    table, settings = builtin_profile(), [read_settings("train", [f"experiment={aim}"]) for aim in AIMS]
+    table, settings = builtin_profile(), [read_settings("train", [f"experiment=reward_{aim}"]) for aim in AIMS]
     for each in settings:
         RewardTable(table, each.reward)
     kept = [table.digest, KINDS, settings, Path("examples/rewards.py").read_text(encoding="utf-8")]
@@ -111,7 +111,7 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     """Fit and judge every policy on one table with one seed: mean rewards × 100 by aim and policy."""
     table, split = table_of(name, seed)
     rows, test, budgets_ms = torch.cat([split.train, split.validation]), split.test, default_budgets(table)
-    configs = {aim: read_settings("train", [f"experiment={aim}"]) for aim in AIMS}
+    configs = {aim: read_settings("train", [f"experiment=reward_{aim}"]) for aim in AIMS}
     policy, optimiser = configs[AIMS[0]].policy, configs[AIMS[0]].optimiser
     shared: dict[str, Any] = {"policy": policy, "budgets_ms": budgets_ms, "seed": seed}
     first = ControllerTrainer(table, split, optimiser=replace(optimiser, iterations=0), **shared)

@@ -72,6 +72,8 @@ def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it(capsys: Capture) -> N
         (["reward.function=my_rewards:reads"], "my_rewards:reads: raises PermissionError: opens weight.txt"),
         (["reward.function=my_rewards:slowest"], "my_rewards.py has no function slowest"),
         (["reward.function=your_rewards:fastest"], "there is no module your_rewards, neither in "),
+        (["reward.function=math:pi"], " has no function pi"),
+        (["reward.function=my_rewards.py:fastest"], "there is no module my_rewards.py, neither in "),
         (["reward.function=fastest"], "reward.function=fastest: must be module:name"),
         ([], "reward=function and reward.function=module:name: each needs the other"),
         (["reward=utility", "reward.function=my_rewards:fastest"], "each needs the other"),
