@@ -313,6 +313,7 @@ def decisions_page(cells: Sequence[Mapping[str, Any]]) -> str:
         TEACHER=TEACHER,
         UNGUARDED=UNGUARDED,
         FREE=FREE,
+        LEAST_HEADROOM=LEAST_HEADROOM,
         MOST_LOST=MOST_LOST,
     )
 
