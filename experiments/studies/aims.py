@@ -50,7 +50,7 @@ class AimsConfig(DecisionsConfig):
     """The settings of the other study, each as key=value, with defaults of its own."""
 
     tables: list[str] = field(default_factory=lambda: ["builtin", "portfolio", "heavy_tails"])
-    seeds: int = 5
+    seeds: int = 4
     runs: str = "runs/aims"
     out: str = "docs/aims.md"
 
