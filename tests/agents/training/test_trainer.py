@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,21 @@ def test_a_stop_after_going_back_ends_as_without_it(tmp_path: Path) -> None:
     again.run()
     assert equal_states(whole.agent, again.agent)
     assert again.scores == whole.scores
+
+
+@pytest.mark.parametrize("policy", [PolicyConfig(hidden=32), ENSEMBLE], ids=["independent", "ensemble"])
+def test_training_on_a_reward_function_is_judged_by_the_reward(
+    policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("aim_of_speed.py").write_text("def f(accuracy, latency_ms, budget_ms, knobs):\n    return -latency_ms\n")
+    reward = RewardConfig(kind="function", function="aim_of_speed:f")
+    student = trainer(small_table(60), tmp_path, reward=reward, policy=policy)
+    best = student.run()
+    judged = judge(student, student.table, student.judged_rows, student.limits, student.env.rewards)
+    assert float(judged.reward.mean()) == pytest.approx(student.best["score"], rel=1e-5)
+    assert equal_states(best, load_checkpoint(tmp_path / "best.pt").controller)
 
 
 @pytest.mark.parametrize("policy", [PolicyConfig(hidden=32), ENSEMBLE], ids=["one", "ensemble"])
