@@ -91,8 +91,7 @@ class Stage:
     patience: int = 0
     """Evaluations of this stage without a better score after which training stops; 0 never stops early."""
     retreat: int = 0
-    """Evaluations in a row below the best score after which training goes back to the best weights and halves the
-    learning rate; 0 never goes back."""
+    """Evaluations in a row below the best after which it goes back to the best at half the learning rate; 0 never."""
 
 
 class Trainer(ABC):
@@ -141,8 +140,8 @@ class Trainer(ABC):
         self.iteration, self.finished = 0, False
         self.best: dict[str, Any] = {"score": -math.inf, "iteration": -1, "state": None}
         self.saved: int | None = None  # the iteration that `last.pt` holds
-        self.below, self.slower = 0, 1.0  # evaluations in a row below the best; the factor on the learning rate
-        self.scores: list[tuple[int, float]] = []  # iteration and score of every evaluation
+        # every evaluation's iteration and score; how many in a row were below the best; the factor on the learning rate
+        self.scores, self.below, self.slower = list[tuple[int, float]](), 0, 1.0
         self._held = Held()
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(shape[0], device=self.device),
@@ -283,15 +282,11 @@ class Trainer(ABC):
         if self._held.number is not None:
             self._save(judged=False)
             self._held.check()
-        stage, start = self._stage_and_start()
-        if self.iteration == start:
-            stage.begin()
+        stage, begins = self.stage, self._share() == 0
+        if begins or self.below >= stage.retreat > 0:
+            stage.begin() if begins else self.agent.load_state_dict(self.best["state"])
             self.optimiser = self._new_optimiser()
-            self.below, self.slower = 0, 1.0
-        elif self.below >= stage.retreat > 0:
-            self.agent.load_state_dict(self.best["state"])
-            self.optimiser = self._new_optimiser()
-            self.below, self.slower = 0, self.slower / 2
+            self.below, self.slower = 0, 1.0 if begins else self.slower / 2
         return True
 
     def iterate(self, stream: Iterator[None]) -> Mapping[str, float]:
@@ -373,11 +368,10 @@ class Trainer(ABC):
             "iteration": self.iteration,
             "finished": self.finished,
             "best": self.best,
-            "scores": self.scores,
             "reference": self.reference.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "kl_to_ref_coeff": float(self.grpo.kl_to_ref_coeff),
-            "retreat": (self.below, self.slower),
+            "evaluated": (self.scores, self.below, self.slower),
             "contexts": self.env.contexts.before,
             "random": random_state(self.device),
         }
@@ -397,11 +391,10 @@ class Trainer(ABC):
         self.reference.load_state_dict(state["reference"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.grpo.kl_to_ref_coeff = state["kl_to_ref_coeff"]
-        self.below, self.slower = state["retreat"]
+        self.scores, self.below, self.slower = state["evaluated"]
         self.env.contexts.set_back(state["contexts"])
         self.collector.reset()
         self._random = state["random"]
         self.iteration, self.finished, self.best = state["iteration"], state["finished"], state["best"]
-        self.scores = [tuple(each) for each in state["scores"]]
         self.saved = self.iteration
         return True

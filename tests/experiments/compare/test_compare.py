@@ -373,6 +373,7 @@ def test_real_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     write_table(90)
     words = [*TABLE, "policy=utility", "policy.hidden=8", "policy.guard=false", "optimiser.warmup_iterations=3"]
     words += ["optimiser.contexts=16", "optimiser.evaluate_every=3", "seeds=[0,1]", "tracking=disabled"]
+    words += ["optimiser.lr=0"]  # so that GRPO cannot improve the policy
     for iterations in (0, 6):
         assert main(["train", *words, "baselines=false", f"optimiser.iterations={iterations}"]) == 0
     capsys.readouterr()
