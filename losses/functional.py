@@ -135,6 +135,9 @@ def reward_weighted_cross_entropy(
     return -(torch.softmax(scores, -1) * log_probs).sum(-1)
 
 
-def gaussian_nll(target: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
-    """−ln N(target | mean, spread²) but for a constant: (target − mean)²/(2·spread²) + ln spread. Shapes broadcast."""
-    return 0.5 * ((target - mean) / spread).square() + spread.log()
+def gaussian_nll(target: Tensor, mean: Tensor, spread: Tensor, variance: Tensor | None = None) -> Tensor:
+    """−ln N(target | mean, spread²) but for a constant: (target − mean)²/(2·spread²) + ln spread. Shapes broadcast.
+
+    With a variance the mean over several targets, of which `target` is the mean."""
+    square = (target - mean).square() if variance is None else (target - mean).square() + variance
+    return 0.5 * square / spread.square() + spread.log()

@@ -142,11 +142,13 @@ class RegressionLoss(LossModule):
         wrong = functional.binary_cross_entropy_with_logits(
             predicted.get("accuracy_logits"), accuracy.nan_to_num(), reduction="none"
         )
-        if log_latency.ndim == accuracy.ndim:
-            log_latency = log_latency.unsqueeze(-1)
-        measured = even_weight(~log_latency.isnan())
-        mean, spread = (predicted.get(key).unsqueeze(-1) for key in ("log_latency", "spread"))
-        off = expectation(gaussian_nll(log_latency.nan_to_num(), mean, spread), measured)
+        variance = None
+        if log_latency.ndim > accuracy.ndim:
+            measured, each = even_weight(~log_latency.isnan()), log_latency.nan_to_num()
+            log_latency = expectation(each, measured)
+            variance = expectation((each - log_latency.unsqueeze(-1)).square(), measured)
+        mean, spread = predicted.get("log_latency"), predicted.get("spread")
+        off = gaussian_nll(log_latency.nan_to_num(), mean, spread, variance)
         means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
         return TensorDict(dict(zip(self.out_keys, reduced, strict=True)), batch_size=[])

@@ -52,8 +52,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "controller exact": {  # two predicting networks; regression, then GRPO over every configuration with regression
         "policy": CONTROLLER["policy"] | {"structure": "utility", "members": 2},
-        "loss": CONTROLLER["loss"] | {"objective": "exact", "advantage": "centred", "regression_coeff": 0.2},
-        "optimiser": CONTROLLER["optimiser"] | {"minibatch": 32, "warmup_lr": 5e-3, "lr": 4e-4, "clip_grad": 3.0},
+        "loss": CONTROLLER["loss"]
+        | {"objective": "exact", "advantage": "centred", "regression_coeff": 0.2, "entropy_coeff": 0.1},
+        "optimiser": CONTROLLER["optimiser"] | {"minibatch": 32, "warmup_lr": 5e-3, "lr": 8e-4, "clip_grad": 1.2},
         "reward": CONTROLLER["reward"],
     },
     "selector RCE": {

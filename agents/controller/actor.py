@@ -183,6 +183,10 @@ class _FromRows(nn.Module):
         """int64 [*] → features [M, n, width]."""
         return nn.functional.embedding(self.by_member(row), self.all_features)
 
+    def uniform(self, row: Tensor) -> Tensor:
+        """Log-probs [*, C] of what was profiled, all alike."""
+        return self.mask[row].float().log().log_softmax(-1)
+
     def forward(self, row: Tensor, limit: Tensor, outcomes: Outcomes | None = None) -> Tensor:
         """Log-probs [*, C]; from the outcomes of these rows where they are predicted already."""
         mask = None if self.complete else self.mask[self.by_member(row)]
@@ -225,6 +229,11 @@ class Actor(ProbabilisticTensorDictSequential):
         if OUTCOMES in tensordict:
             inputs.append(tensordict.get_non_tensor(OUTCOMES))
         return draw.distribution_class(encode.module(*inputs), **draw.distribution_kwargs)
+
+    def uniform(self, tensordict: TensorDictBase) -> Any:
+        """The distribution over row numbers of a table without the network: all that was profiled alike."""
+        encode, draw = self.module
+        return draw.distribution_class(encode.module.uniform(tensordict["row"]), **draw.distribution_kwargs)
 
 
 class _KnobDraw(ProbabilisticTensorDictModule):
@@ -269,19 +278,23 @@ class Behaviour(TensorDictModuleBase):
 
     Attributes:
         with_reference: whether the reference is asked at all; off where neither a penalty nor a log needs it is faster.
+        blind: draw from all that was profiled, without the network and without log-probs, for a warm-up that learns
+            from the table and not from draws.
     """
 
     def __init__(self, actor: Actor, reference: Actor, objective: str) -> None:
         super().__init__()
         self.in_keys, self.out_keys = actor.in_keys, ["action"]
         self.actor, self.reference, self.objective = actor, reference, objective
-        self.with_reference = True
+        self.with_reference, self.blind = True, False
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        dist = self.actor.get_dist(tensordict)
+        dist = self.actor.uniform(tensordict) if self.blind else self.actor.get_dist(tensordict)
         index = dist.sample_index()
         tensordict["action"], tensordict["configuration"] = dist.configurations[index], index
+        if self.blind:
+            return tensordict
         exact = self.objective == "exact"
         policies = {"behaviour_log_probs" if exact else "action_log_prob": dist}
         if self.with_reference:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.controller.networks import KnobNetwork, UtilityNetwork, columns_in_bins
+from knobwise.agents.controller.networks import WIDEST, KnobNetwork, UtilityNetwork
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.predictors.features import FeatureNormaliser
 from knobwise.envs.configurations.budgets import BudgetEncoding, worths_range
@@ -33,6 +33,7 @@ class Controller(nn.Module):
         config: the network; `config.members` is M.
         priced: what limits a request is a price and not a deadline: `worth_ms`, the milliseconds that a right answer
             is worth, 1/λ, in the place of `budget_ms`.
+        bins: whether a `utility` network also reads the features in bins.
     """
 
     configurations: Tensor
@@ -46,7 +47,7 @@ class Controller(nn.Module):
         encoding: BudgetEncoding,
         config: PolicyConfig,
         priced: bool = False,
-        in_bins: Tensor | None = None,
+        bins: bool = False,
     ) -> None:
         super().__init__()
         self.knobs, self.config, self.priced = tuple(knobs), config, priced
@@ -54,8 +55,7 @@ class Controller(nn.Module):
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
         if config.structure == "utility":
-            columns = torch.zeros(0, dtype=torch.int64) if in_bins is None else in_bins
-            self.network = UtilityNetwork(normaliser.width, configurations, encoding, config, priced, columns)
+            self.network = UtilityNetwork(normaliser.width, configurations, encoding, config, priced, bins)
         else:
             self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
 
@@ -75,7 +75,8 @@ class Controller(nn.Module):
         encoding = BudgetEncoding(limits, config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows)
         x = normaliser({name: block[rows] for name, block in table.features.items()}, len(rows))
-        controller = cls(table.knobs, table.configurations, normaliser, encoding, config, priced, columns_in_bins(x))
+        bins = 0 < normaliser.width <= WIDEST
+        controller = cls(table.knobs, table.configurations, normaliser, encoding, config, priced, bins)
         if isinstance(controller.network, UtilityNetwork):
             controller.network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
         else:
@@ -129,9 +130,7 @@ class Controller(nn.Module):
         settings = dict(plain["policy"])
         if settings.pop("budget_encoding", "sinusoidal") == "linear":  # earlier versions had both
             settings["budget_width"] = 1
-        state, config = dict(plain["state"]), PolicyConfig(**settings)
-        if "network.edges" in state:  # earlier versions cut all columns or none
-            state.setdefault("network.in_bins", torch.arange(state["network.edges"].shape[1]))
+        state, config = plain["state"], PolicyConfig(**settings)
         controller = cls(
             [Knob(name, tuple(values)) for name, values in plain["knobs"]],
             state["configurations"],
@@ -139,7 +138,7 @@ class Controller(nn.Module):
             BudgetEncoding(torch.ones(1), config.budget_width),
             config,
             plain["priced"],
-            state.get("network.in_bins"),
+            "network.edges" in state and state["network.edges"].shape[1] > 0,
         )
         controller.load_state_dict(state)
         return controller.eval()

@@ -18,12 +18,12 @@ from torch.nn import functional
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.configurations.budgets import BudgetEncoding, log_measured, log_ms
 
-FEW = 32
-"""Up to so many features all are also cut into bins; of more only those with heavy tails."""
-EXCESS = 1.0
-"""Excess kurtosis above which a column has heavy tails: 0 is a normal variable, 6 an exponential one."""
+WIDEST = 132
+"""With more features no network is tried that also reads them in bins; so many had the widest tables that gained."""
 BINS = 8
-"""Bins of a column, with as many samples each."""
+"""Bins of a feature, with as many samples each."""
+BEYOND = 1e9
+"""Edges of bins that no feature reaches: the inputs from bins are all 0, as if there were no bins."""
 
 
 class MemberLinear(nn.Module):
@@ -117,29 +117,19 @@ class Outcomes(NamedTuple):
         return torch.exp(self.log_latency + self.spread.square() / 2)
 
 
-def columns_in_bins(x: Tensor) -> Tensor:
-    """Which of the features [n, d] are also cut into bins, int64 [b]: columns that a linear layer reads badly."""
-    if x.shape[1] <= FEW:
-        return torch.arange(x.shape[1])
-    centred = x.double() - x.double().mean(0)
-    fourth, square = centred.pow(4).mean(0), centred.square().mean(0).square()
-    return (fourth > (3 + EXCESS) * square).nonzero().squeeze(1)
-
-
 class UtilityNetwork(nn.Module):
     """Predicts accuracy and log-latency of every configuration; logits = s·score.
 
     Under a deadline b the score is Â·Φ((ln b − μ)/σ) plus a residual, learned from the hidden vector and the limit. At
     a price λ it is only Â − λ·exp(μ + σ²/2), so that the price for a mean budget can be found exactly
     (`knobwise.agents.stack.prices`). The heads start at 0 on top of the table's means, so that training starts at the
-    best static choice; a linear skip connects the inputs with accuracy and latency. The features `in_bins`, int64 [b],
-    are also cut into bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular
+    best static choice; a linear skip connects the inputs with accuracy and latency. With `bins` it also reads every
+    feature cut into bins, piecewise linearly (Gorishniy et al. 2022, "On Embeddings for Numerical Features in Tabular
     Deep Learning", section 3.1).
 
     `priced`: the limit is not a deadline but the worth of a right answer in ms, 1/λ.
     """
 
-    in_bins: Tensor
     edges: Tensor
     sharpness: Tensor
 
@@ -150,14 +140,13 @@ class UtilityNetwork(nn.Module):
         encoding: BudgetEncoding,
         config: PolicyConfig,
         priced: bool,
-        in_bins: Tensor,
+        bins: bool,
     ) -> None:
         super().__init__()
         self.encoding, self.dropout, self.priced, members = encoding, config.dropout, priced, config.members
-        self.register_buffer("in_bins", in_bins)
-        self.register_buffer("edges", torch.zeros(BINS + 1, len(in_bins)))
+        self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         self.register_buffer("sharpness", torch.tensor(20.0))
-        inputs, count = features + BINS * len(in_bins), len(configurations)
+        inputs, count = features * (1 + BINS * bins), len(configurations)
         widths = [inputs] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(MemberLinear(members, i, o) for i, o in itertools.pairwise(widths))
         self.outcome_head = MemberLinear(members, config.hidden, 3 * count, zero=True)
@@ -171,8 +160,8 @@ class UtilityNetwork(nn.Module):
         """Begin at the means of a table: features [n, d], accuracy and latency [n, C], NaN where not profiled, and
         which samples each member is fitted on, bool [M, n], None for all."""
         shares = torch.linspace(0, 1, BINS + 1)
-        for place, column in enumerate(self.in_bins.tolist()):
-            self.edges[:, place] = x[:, column].quantile(shares)
+        for column in range(self.edges.shape[1]):
+            self.edges[:, column] = x[:, column].quantile(shares)
         if member_rows is None:
             member_rows = torch.ones(len(self.outcome_head.bias), len(x), dtype=torch.bool)
         log_latency = log_measured(latency_ms)
@@ -182,8 +171,8 @@ class UtilityNetwork(nn.Module):
 
     def outcomes(self, x: Tensor) -> Outcomes:
         """Features [M, n, d] → predictions."""
-        if len(self.in_bins):
-            x = torch.cat([x, self._shares(x[..., self.in_bins])], -1)
+        if self.edges.shape[1]:
+            x = torch.cat([x, self._shares(x)], -1)
         hidden = functional.silu(self.layers[0](x))
         for layer in self.layers[1:]:
             hidden = hidden + functional.silu(layer(functional.dropout(hidden, self.dropout, self.training)))
@@ -194,8 +183,19 @@ class UtilityNetwork(nn.Module):
         logits, log_latency = logits + more_logits, log_latency + more_latency
         return Outcomes(logits, log_latency, spread, hidden)
 
+    @property
+    def reads_bins(self) -> bool:
+        return bool((self.edges < BEYOND).any())
+
+    @torch.no_grad()
+    def leave_out_bins(self) -> None:
+        """Make an untrained network with bins one without: the same as if it had never had these inputs."""
+        self.edges.fill_(BEYOND)
+        for parameter in self.layers[0].parameters():
+            parameter *= (1 + BINS) ** 0.5  # as wide a start as fewer inputs give
+
     def _shares(self, x: Tensor) -> Tensor:
-        """How much of each bin lies below [*, b] → [*, BINS · b]."""
+        """How much of each bin lies below [*, d] → [*, BINS · d]."""
         low, width = self.edges[:-1], self.edges.diff(dim=0).clamp_min(1e-6)
         return ((x.unsqueeze(-2) - low) / width).clamp(0, 1).flatten(-2)
 

@@ -41,9 +41,9 @@ AT_ONCE = 1024
 class StudentConfig:
     """How a student is fitted."""
 
-    requests: int = 8192
+    requests: int = 4096
     """Number of composed requests that the teacher labels."""
-    steps: int = 1500
+    steps: int = 1000
     """Steps of AdamW."""
     minibatch: int = 256
     """Requests in each step."""
@@ -164,10 +164,12 @@ def _beginner(teacher: Controller, lessons: Lessons, seed: int) -> Controller:
     normaliser, encoding = copy.deepcopy(teacher.normaliser), copy.deepcopy(origin.encoding)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        student = Controller(teacher.knobs, teacher.configurations, normaliser, encoding, config, False, origin.in_bins)
+        about = teacher.knobs, teacher.configurations, normaliser, encoding, config
+        student = Controller(*about, bins=origin.reads_bins)
     network = student.network
     assert isinstance(network, UtilityNetwork)
-    network.edges.copy_(origin.edges)
+    if origin.reads_bins:
+        network.edges.copy_(origin.edges)
     means = (
         lessons.accuracy.mean(0).clamp(0.01, 0.99).logit(),
         lessons.log_latency.mean(0),

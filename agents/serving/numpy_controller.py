@@ -498,7 +498,7 @@ class _UtilityNetwork:
         self.sharpness = float(arrays["sharpness"])
         self.encoding = _Encoding(_under(arrays, "encoding."))
         edges = arrays["edges"]
-        self.in_bins, self.low = arrays.get("in_bins", np.arange(edges.shape[1])), edges[:-1]
+        self.binned, self.low = bool(edges.shape[1]), edges[:-1]
         self.width = np.maximum(np.diff(edges, axis=0), np.float32(1e-6))
         count, hidden = arrays["outcome_head.bias"].shape[-1] // 3, arrays["layers.0.bias"].shape[-1]
         self.count, self.hidden = count, hidden
@@ -522,8 +522,8 @@ class _UtilityNetwork:
         """[n, d] → 2·accuracy − 1, log-latency, spread and hidden vector, [n, ·] or of several members [M, n, ·]; of a
         single one also [d] → [·]."""
         count = self.count
-        if len(self.in_bins):
-            places = ((x[..., None, self.in_bins] - self.low) / self.width).clip(0, 1)
+        if self.binned:
+            places = ((x[..., None, :] - self.low) / self.width).clip(0, 1)
             x = np.concatenate([x, places.reshape(*x.shape[:-1], -1)], -1)
         out = self.first(x)
         hidden = _silu_of_half(out[..., : self.hidden])
@@ -619,14 +619,13 @@ class _Fast:
         # so that the last layer gives −μ and −ln σ
         first[:, hidden + count :] *= -1
         last[:, count:] *= -1
-        width = len(first) - 1 - network.low.size
+        width = network.low.shape[1] if network.binned else len(first) - 1
         self._first, self._layers, self._last = first, inner, last
         # an input that is always 1 adds the bias
         self._x, self._hidden = np.ones(len(first), np.float32), np.ones(hidden + 1, np.float32)
         self._raw, self._state = self._x[:width], self._hidden[:hidden]
         self._places: Array | None = None
-        if len(network.in_bins):
-            self._in_bins, self._cut = network.in_bins, np.empty(len(network.in_bins), np.float32)
+        if network.binned:
             self._low, self._per_width = network.low, 1 / network.width
             self._places = self._x[width:-1].reshape(network.low.shape)
         both, out = np.empty(first.shape[1], np.float32), np.empty(3 * count, np.float32)
@@ -692,8 +691,7 @@ class _Fast:
         else:
             x[:] = self._normal(raw[None])[0]
         if self._places is not None:
-            x.take(self._in_bins, out=self._cut)
-            np.subtract(self._cut, self._low, out=self._places)
+            np.subtract(x, self._low, out=self._places)
             np.multiply(self._places, self._per_width, out=self._places)
             np.maximum(self._places, _ZERO, out=self._places)
             np.minimum(self._places, _UNIT, out=self._places)

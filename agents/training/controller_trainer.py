@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,10 @@ class ControllerTrainer(Trainer):
         group, shape = 1 if exact else self.loss.group_size, (settings.contexts, self.policy.members)
         with seeded(seed, device):
             agent = self._first_network(init_from, seed).to(device).eval()
+            self._with_bins: dict[str, Tensor] = {}
+            if init_from is None and isinstance(agent.network, UtilityNetwork) and agent.network.edges.numel():
+                self._with_bins = copy.deepcopy(agent.state_dict())
+                agent.network.leave_out_bins()
             reference = copy.deepcopy(agent).requires_grad_(False)
             self.actor, frozen = (make_actor(each, table, group).to(device) for each in (agent, reference))
             self.behaviour = Behaviour(self.actor, frozen, self.loss.objective)
@@ -149,8 +154,13 @@ class ControllerTrainer(Trainer):
             self.log_latency = log_measured(self.table.measurements_ms.to(env.device))
             name, warm_up = "regression", self._regress
             grpo = self._grpo_and_regression if self.loss.regression_coeff > 0 else grpo
+        first = Stage(
+            *(name, warm_up, settings.warmup_iterations, settings.warmup_lr, self._prepare_warm_up), dropout=True
+        )
+        with_bins = replace(first, name=f"{name} with bins", begin=self._begin_with_bins)
         return [
-            Stage(name, warm_up, settings.warmup_iterations, settings.warmup_lr, self._prepare_warm_up, dropout=True),
+            first,
+            *([with_bins] if self._with_bins else []),
             Stage(
                 *("GRPO", grpo, settings.iterations, settings.lr, self._prepare_grpo, self._begin_grpo),
                 steer=None if self.loss.kl_band is None else self._steer,
@@ -163,6 +173,11 @@ class ControllerTrainer(Trainer):
         start, end = self.loss.temperature_start, self.loss.temperature_end
         self.rce.temperature.fill_(start + (end - start) * share)
         self.rce.diagnostics = self.behaviour.with_reference = watched
+        self.behaviour.blind = not watched
+
+    def _begin_with_bins(self) -> None:
+        """The warm-up again, of a network that also reads the features in bins. GRPO goes on from the better."""
+        self.agent.load_state_dict(self._with_bins)
 
     def _begin_grpo(self) -> None:
         """What GRPO starts from becomes the reference.
@@ -180,7 +195,7 @@ class ControllerTrainer(Trainer):
             assert isinstance(self.reference, Controller)
             assert isinstance(self.reference.network, UtilityNetwork)
             self.reference.network.sharpen(share)  # else the KL would count the sharpness
-        self.grpo.diagnostics = watched
+        self.grpo.diagnostics, self.behaviour.blind = watched, False
         self.behaviour.with_reference = watched or self.kl_coeff > 0
 
     def _grpo_and_regression(self, minibatch: TensorDictBase) -> TensorDictBase:
@@ -200,17 +215,29 @@ class ControllerTrainer(Trainer):
 
     def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None) -> Tensor:
         """What the members choose for the samples held out of them, `judged_rows`; `judge` calls it."""
-        return self._held_out_log_probs(limits[0]).argmax(-1).cpu()
+        return self._held_out[float(limits[0])].argmax(-1).cpu()
 
     @torch.no_grad()
-    def _held_out_log_probs(self, limit: Tensor) -> Tensor:
-        """[n, C], in the order of `judged_rows`."""
+    def _held_out_log_probs(self) -> dict[float, Tensor]:
+        """[n, C] under each judged limit, in the order of `judged_rows`. Outcomes are predicted once for all limits."""
         rows = self.held_out.flatten()
-        contexts = {"row": rows, self.agent.limit_key: limit.expand(len(rows))}
-        return self.actor.get_dist(TensorDict(contexts, [len(rows)], device=self.device)).log_probs[self.places]
+        contexts: TensorDictBase = TensorDict({"row": rows}, [len(rows)], device=self.device)
+        if self.policy.structure == "utility":
+            contexts = self.predictor(contexts)
+        limits = {
+            float(limit): contexts.copy().set(self.agent.limit_key, limit.expand(len(rows))) for limit in self.limits
+        }
+        return {limit: self.actor.get_dist(each).log_probs[self.places] for limit, each in limits.items()}
+
+    @functools.cached_property
+    def _held_out_rewards(self) -> list[Tensor]:
+        """[n, C] under each judged limit, 0 where not profiled."""
+        rows, limits = self.judged_rows.to(self.device), self.limits.to(self.device)
+        return [self.env.rewards.all(rows, limit.expand(len(rows))).nan_to_num() for limit in limits]
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """Greedy decisions."""
+        self._held_out = self._held_out_log_probs()
         judged = judge(self, self.table, self.judged_rows, self.limits, self.env.rewards)
         score = float(getattr(judged, self.judged_by).mean())
         if self.log is None:
@@ -223,11 +250,8 @@ class ControllerTrainer(Trainer):
     def _validation_loss(self) -> float:
         """−E_π[reward] of the policy's own distribution, not of its greedy decisions: what GRPO minimises, without
         baseline, clip and KL. Mean over the held-out samples and the judged limits."""
-        rows, losses = self.judged_rows.to(self.device), []
-        for limit in self.limits:
-            reward = self.env.rewards.all(rows, limit.to(self.device).expand(len(rows))).nan_to_num()
-            losses.append(-(self._held_out_log_probs(limit).exp() * reward).sum(-1).mean())
-        return float(torch.stack(losses).mean())
+        pairs = zip(self._held_out.values(), self._held_out_rewards, strict=True)
+        return float(torch.stack([-(log_probs.exp() * reward).sum(-1).mean() for log_probs, reward in pairs]).mean())
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         """What the drawn group got, and the outputs of the loss, under their logged names."""
@@ -253,7 +277,7 @@ class ControllerTrainer(Trainer):
 
     def _gained(self) -> dict[str, float]:
         """Validation utility where GRPO starts, and of its `best` and `last` evaluation; {} without warm-up or GRPO."""
-        begins = self.settings.warmup_iterations
+        begins = self.total - self.settings.iterations
         before = [score for iteration, score in self.scores if iteration <= begins]
         after = [score for iteration, score in self.scores if iteration > begins]
         if not (begins and before and after):

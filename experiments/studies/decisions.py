@@ -17,14 +17,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import polars as pl
 import torch
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import FEW, columns_in_bins
 from knobwise.agents.controller.settings import EXPERTS
 from knobwise.agents.judging.baselines import make_baselines
 from knobwise.agents.judging.evaluation import judge
@@ -46,6 +44,7 @@ from knobwise.experiments.studies.tables import MEASURED
 from knobwise.experiments.train.controller import STUDENT_STEPS
 
 TEST_SAMPLES = 2000
+FEW = 32
 STUDENT, TEACHER, UNGUARDED = "student (deployed)", "teacher", "teacher, no guard"
 WITHOUT_GRPO, OLD_RECIPE = ", regression only", ", old recipe"
 """Endings of the names of networks and teachers."""
@@ -54,8 +53,8 @@ OLD: dict[str, dict[str, Any]] = {
     "loss": {"kl_to_ref_coeff": 0.0, "regression_coeff": 0.2},
     "optimiser": {"iterations": 50, "patience": 10, "retreat": 0, "lr": 2e-4},
 }
-"""An older recipe for training the network, by the settings in which it differs from the defaults of today. It also
-put all features into bins where there are at most `FEW` and else none."""
+"""An older recipe for training the network, by the settings in which it differs from the defaults of today. Its network
+also reads the features in bins where there are at most `FEW`, and else does not."""
 LEARNERS = ("ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting", "latency_only")
 BASELINES = (STATIC, "best_static", "lookup_table", *LEARNERS, "random")
 CHARGED, FREE = "utility", "utility_free"
@@ -164,10 +163,6 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _few_in_bins(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1] if x.shape[1] <= FEW else 0)
-
-
 class _Cell:
     """One table with one seed: what each policy got, the time of its decisions, and the CPU seconds of fitting it."""
 
@@ -184,10 +179,11 @@ class _Cell:
         names = {"policy": "auto", "loss": "exact", "optimiser": "auto", "reward": "utility"}
         groups = {group: replace(GROUPS[group][name], **changes.get(group, {})) for group, name in names.items()}
         start, networks = time.process_time(), {}
-        bins = _few_in_bins if changes else columns_in_bins
-        with patch("knobwise.agents.controller.controller.columns_in_bins", bins):
-            trainer = ControllerTrainer(self.table, self.split, seed=self.seed, budgets_ms=self.budgets, **groups)
-        grpo = trainer.stages[-1]
+        trainer = ControllerTrainer(self.table, self.split, seed=self.seed, budgets_ms=self.budgets, **groups)
+        *warm_ups, grpo = trainer.stages
+        if changes and len(warm_ups) == 2:
+            left_out = 0 if trainer.agent.normaliser.width <= FEW else 1
+            trainer.stages[left_out] = replace(warm_ups[left_out], iterations=0)
 
         def begin() -> None:
             grpo.begin()

@@ -39,7 +39,7 @@ from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.run import Experiment, keep_best, tracker_of
 
-STUDENT_STEPS = 6
+STUDENT_STEPS = 3
 """Steps of a student's fit for each iteration of its teacher's training; at least 200 in all."""
 
 

@@ -15,7 +15,6 @@ from knobwise.agents.controller.networks import (
     IndependentHead,
     KnobNetwork,
     UtilityNetwork,
-    columns_in_bins,
     masked_log_softmax,
 )
 from knobwise.agents.controller.settings import PolicyConfig
@@ -30,7 +29,7 @@ def network(features: int = 2, members: int = 1, priced: bool = False, hidden: i
     torch.manual_seed(0)
     config = PolicyConfig(structure="utility", hidden=hidden, members=members, dropout=0.3)
     encoding = BudgetEncoding(torch.tensor([1.0, 10.0, 100.0]))
-    return UtilityNetwork(features, CONFIGURATIONS, encoding, config, priced, torch.arange(features)).eval()
+    return UtilityNetwork(features, CONFIGURATIONS, encoding, config, priced, bins=True).eval()
 
 
 def stirred(net: UtilityNetwork) -> UtilityNetwork:
@@ -144,32 +143,25 @@ def test_it_sharpens_from_20_to_60() -> None:
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_few_features_all_go_into_bins_and_of_many_those_with_heavy_tails() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(500, 40)
-    x[:, 3], x[:, 7] = x[:, 3].exp(), x[:, 7].sign() * x[:, 7] ** 2
-    x[:, 9], x[:, 11] = x[:, 9].sign(), 5.0
-    x[:, 20] = torch.cat([torch.zeros(499), torch.ones(1)])  # excess kurtosis of some 500
-    assert columns_in_bins(x).tolist() == [3, 7, 20]
-    assert columns_in_bins(x[:, :32]).tolist() == list(range(32))
-    assert columns_in_bins(x[:, :0]).tolist() == []
-    # by hand: one of 20 at 1, mean .05: fourth moment .05·.95⁴ + .95·.05⁴ over (.05·.95)², minus 3, is 15.05
-    one_of_twenty = torch.zeros(20, 33)
-    one_of_twenty[0, 1] = 1.0
-    one_of_twenty[::2, 2] = 1.0  # 1 − 3 = −2
-    assert columns_in_bins(one_of_twenty).tolist() == [1]
-
-
-def test_only_some_columns_are_cut() -> None:
+def test_without_its_bins_a_network_is_as_if_it_never_had_them() -> None:
+    x = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
     config, encoding = PolicyConfig(structure="utility", hidden=8), BudgetEncoding(torch.tensor([1.0, 10.0]))
-    net = UtilityNetwork(40, CONFIGURATIONS, encoding, config, False, torch.tensor([3, 7])).eval()
-    x = torch.arange(9.0).unsqueeze(1) + torch.arange(40.0)
-    net.start_from(x, torch.ones(9, 3), torch.ones(9, 3))
-    assert net.layers[0].weight.shape[1] == 40 + 2 * BINS
-    assert net.edges.T.tolist() == [[column + place for place in range(9)] for column in (3, 7)]
-    again = UtilityNetwork(40, CONFIGURATIONS, encoding, config, False, torch.tensor([0, 1])).eval()
-    again.load_state_dict(net.state_dict())
-    torch.testing.assert_close(again.outcomes(x.unsqueeze(0)).accuracy, net.outcomes(x.unsqueeze(0)).accuracy)
+    torch.manual_seed(0)
+    net = UtilityNetwork(4, CONFIGURATIONS, encoding, config, False, bins=True).eval()
+    net.start_from(x, torch.ones(50, 3), torch.ones(50, 3))
+    assert net.reads_bins
+    net.leave_out_bins()
+    assert not net.reads_bins
+    first = net.layers[0]
+    assert first.weight.abs().max() <= 4**-0.5
+    assert first.weight.abs().max() > 0.9 * 4**-0.5
+    stirred(net)
+    plain = UtilityNetwork(4, CONFIGURATIONS, encoding, config, False, bins=False).eval()
+    inputs = {
+        name: values[:, :4] for name, values in net.state_dict().items() if name in ("layers.0.weight", "skip.weight")
+    }
+    plain.load_state_dict(net.state_dict() | inputs | {"edges": torch.zeros(BINS + 1, 0)})
+    torch.testing.assert_close(net.outcomes(x.unsqueeze(0)).accuracy, plain.outcomes(x.unsqueeze(0)).accuracy)
 
 
 def test_features_are_cut_into_bins_piecewise_linearly() -> None:

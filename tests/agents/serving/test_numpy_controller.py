@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.networks import WIDEST
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving import numpy_controller
@@ -46,10 +47,9 @@ def gappy(samples: int = 90) -> ProfileTable:
 
 
 def many_columns() -> ProfileTable:
-    """Some of them with heavy tails, which go into bins."""
+    """So many that no network reads them in bins."""
     table = small_table(90)
-    columns = torch.randn(90, 32, generator=torch.Generator().manual_seed(0))
-    columns[:, ::5] = columns[:, ::5].exp()
+    columns = torch.randn(90, WIDEST, generator=torch.Generator().manual_seed(0))
     return dataclasses.replace(table, features=table.features | {"more_features": columns})
 
 
@@ -138,11 +138,10 @@ def test_one_expert_alone(expert: str) -> None:
 def test_bins_and_the_budget_as_a_single_number(members: int) -> None:
     config = PolicyConfig(structure="utility", members=members, hidden=8, budget_width=1)
     controller = driven_apart(small_table(90), config)
-    assert len(controller.network.in_bins) == controller.normaliser.width
+    assert controller.network.reads_bins
     assert_same(controller, small_table(90))
-    some = driven_apart(many_columns(), config)
-    assert 0 < len(some.network.in_bins) < some.normaliser.width
-    assert_same(some, many_columns())
+    controller.network.leave_out_bins()
+    assert_same(controller, small_table(90))
 
 
 def test_fall_backs_and_prices_of_the_guard() -> None:

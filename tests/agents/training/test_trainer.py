@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Lines, blocks, equal_states, member_of, small_table
+from helpers import Lines, blocks, equal_states, member_of, small_table, table_of
 
 from knobwise.agents.checkpoint import load_checkpoint
+from knobwise.agents.controller.networks import WIDEST
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.judging.evaluation import judge
@@ -112,7 +113,8 @@ def test_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
 def test_after_evaluations_below_the_best_grpo_goes_back_to_the_best_and_learns_half_as_fast() -> None:
     optimiser = dataclasses.replace(SHORT, iterations=24, patience=0, retreat=2, schedule="constant", lr=1e-3)
     student = trainer(small_table(80), optimiser=optimiser, policy=ENSEMBLE)
-    scores = iter([0.1, 0.2, 0.5, 0.6, 0.4, 0.5, 0.7, 0.3, 0.3])  # at 0, 4 … 32, GRPO from 8 on
+    # at 0, 4 … 40: regression, from 8 on with bins, GRPO from 16 on
+    scores = iter([0.1, 0.2, 0.3, 0.35, 0.5, 0.6, 0.4, 0.5, 0.7, 0.3, 0.3])
     student._judge = lambda: (next(scores), {})  # type: ignore[method-assign]
     rates: dict[int, float] = {}
     went_back = []
@@ -125,16 +127,16 @@ def test_after_evaluations_below_the_best_grpo_goes_back_to_the_best_and_learns_
 
     student.agent.load_state_dict = loaded
     student.run()
-    # 8: where GRPO begins; 20: .4 and .5 are below .6; 32: the end
-    assert went_back == [(8, 8), (20, 12), (32, 24)]
-    assert {iteration: rates[iteration] for iteration in (8, 19, 20, 31)} == {8: 1e-3, 19: 1e-3, 20: 5e-4, 31: 5e-4}
+    # 8, 16: where bins and GRPO begin; 28: .4 and .5 are below .6; 40: the end
+    assert went_back == [(8, 8), (16, 16), (28, 20), (40, 32)]
+    assert {iteration: rates[iteration] for iteration in (16, 27, 28, 39)} == {16: 1e-3, 27: 1e-3, 28: 5e-4, 39: 5e-4}
     assert student._gained() == {"start": 0.5, "best": 0.7, "last": 0.3}
 
 
 def test_the_reference_is_as_sharp_as_the_policy() -> None:
     student = trainer(small_table(80), policy=ENSEMBLE)
     student._evaluate()
-    grpo = student.stages[1]
+    grpo = student.stages[-1]
     grpo.begin()
     grpo.prepare(0.7, True)
     assert student.agent.network.sharpness > 20
@@ -308,7 +310,7 @@ def test_grpo_starts_from_the_best_of_the_regression_and_from_the_end_of_rce(str
     moved = "network.outcome_head.bias" if regresses else "network.head.logits.bias"
     start = copy.deepcopy(student.agent)
     student.best = {"score": 2.0, "iteration": 0, "state": start.state_dict()}  # as if nothing later were as good
-    begin, began = student.stages[1].begin, []
+    begin, began = student.stages[-1].begin, []
 
     def watched() -> None:
         end = copy.deepcopy(student.agent)
@@ -318,9 +320,34 @@ def test_grpo_starts_from_the_best_of_the_regression_and_from_the_end_of_rce(str
         for network in (student.agent, student.reference):
             assert equal_states(network, start if regresses else end)
 
-    student.stages[1].begin = watched
+    student.stages[-1].begin = watched
     student.run()
-    assert began == [8]
+    assert began == [16 if regresses else 8]
+
+
+@pytest.mark.parametrize("bent", [True, False])
+def test_grpo_goes_on_from_the_better_of_two_regressions_with_bins_and_without(bent: bool) -> None:
+    """On one table the right configuration hangs on whether a feature is near 0, on the other on a sum of many."""
+    features = torch.randn(300, 1 if bent else 100, generator=torch.Generator().manual_seed(0))
+    hard = (features.abs() < 0.6) if bent else features.sum(1, keepdim=True) > 0
+    table = table_of(torch.cat([~hard, hard], 1).float(), torch.full((300, 2), 5.0), features)
+    brief = dataclasses.replace(SHORT, warmup_iterations=40, iterations=1, contexts=128, warmup_lr=1e-2)
+    policy = PolicyConfig(structure="utility", hidden=4, layers=1, dropout=0.0)
+    student = trainer(table, policy=policy, optimiser=brief)
+    student.run()
+    names = [stage.name for stage in student.stages]
+    assert names == ["regression", "regression with bins", "GRPO"]
+    without = max(score for iteration, score in student.scores if iteration <= 40)
+    with_bins = max(score for iteration, score in student.scores if 40 < iteration <= 80)
+    assert student.agent.network.reads_bins == (with_bins > without) == bent
+
+
+def test_wide_tables_are_not_tried_with_bins() -> None:
+    feature = torch.randn(30, WIDEST + 1, generator=torch.Generator().manual_seed(0))
+    table = table_of(torch.ones(30, 2), torch.full((30, 2), 5.0), feature)
+    student = trainer(table, policy=PolicyConfig(structure="utility", hidden=4))
+    assert [stage.name for stage in student.stages] == ["regression", "GRPO"]
+    assert not student.agent.network.reads_bins
 
 
 @pytest.mark.parametrize(
