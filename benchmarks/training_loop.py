@@ -6,6 +6,7 @@ stages of the default policy on the built-in profile.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import time
@@ -25,10 +26,10 @@ from knobwise.envs.configurations.reward import RewardTable
 from knobwise.envs.configurations.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.command_line.compose import GROUPS
-from knobwise.losses.functional import clipped_surrogate, expectation, gaussian_nll, group_advantage
+from knobwise.losses.functional import clipped_surrogate, expectation, expected_k3, gaussian_nll, group_advantage
 from knobwise.losses.settings import LossConfig
 
-ROUNDS, ITERATIONS = 12, 4
+ROUNDS, ITERATIONS, KL_COEFF = 12, 4, 0.02
 POLICY, REWARD, SETTINGS = GROUPS["policy"]["auto"], GROUPS["reward"]["utility"], GROUPS["optimiser"]["auto"]
 
 
@@ -45,7 +46,8 @@ def with_torchrl(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
 
 
 def in_plain_torch(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
-    """Five utility networks side by side: regression, or exact GRPO together with regression."""
+    """Five utility networks side by side: regression, or exact GRPO together with regression. The warm-up draws no
+    actions, and a TorchRL trainer draws some without asking the network."""
     torch.manual_seed(0)
     split, settings = table.split(), LossConfig()
     members = rows_of_members(table, split, POLICY.members, 0)[0]
@@ -53,7 +55,9 @@ def in_plain_torch(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
     network = controller.network
     features = controller.features(table.features, table.num_samples)
     contexts, rewards = ContextSampler(table, BudgetConfig(), members, seed=0), RewardTable(table, REWARD)
-    log_latency = table.latency_ms.log()
+    reference, sharpness = copy.deepcopy(network).requires_grad_(False), network.sharpness
+    measured = table.measurements_ms.log()
+    log_latency, variance = measured.mean(-1), measured.var(-1, correction=0)
     named = list(controller.named_parameters())
     biases = [parameter for name, parameter in named if name.endswith("bias")]
     weights = [parameter for name, parameter in named if not name.endswith("bias")]
@@ -65,11 +69,9 @@ def in_plain_torch(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
         rows, budgets = (each.reshape(SETTINGS.contexts, POLICY.members).T for each in (rows, budgets))
         x = features[rows]
         controller.eval()
-        with torch.no_grad():
-            old = network(x, budgets)
-            drawn = torch.multinomial(old.exp().flatten(0, 1), 1)
-            rewards.chosen(rows.flatten(), drawn, budgets.flatten())
-            if not warming_up:
+        if not warming_up:
+            with torch.no_grad():
+                old, kept = network(x, budgets), reference(x, budgets)
                 reward = rewards.all(rows.flatten(), budgets.flatten()).reshape(old.shape)
                 weight = old.exp()
                 advantage = group_advantage(reward, settings.advantage, weight=weight)
@@ -78,11 +80,14 @@ def in_plain_torch(table: ProfileTable, warming_up: bool) -> Callable[[], None]:
             outcomes = network.outcomes(x[:, batch])
             which = rows[:, batch]
             wrong = functional.binary_cross_entropy_with_logits(outcomes.accuracy_logits, table.accuracy[which])
-            loss = wrong + gaussian_nll(log_latency[which], outcomes.log_latency, outcomes.spread).mean()
+            off = gaussian_nll(log_latency[which], outcomes.log_latency, outcomes.spread, variance[which])
+            loss = (wrong + off).mean()
             if not warming_up:
-                new = (network.sharpness * network.scores(outcomes, budgets[:, batch])).log_softmax(-1)
+                new = (sharpness * network.scores(outcomes, budgets[:, batch])).log_softmax(-1)
+                kl = expected_k3(new, kept[:, batch], old[:, batch], weight[:, batch]).mean()
                 surrogate, _ = clipped_surrogate(new, old[:, batch], advantage[:, batch], settings.clip_epsilon)
-                loss = settings.regression_coeff * loss - expectation(surrogate, weight[:, batch]).mean()
+                gain = expectation(surrogate, weight[:, batch]).mean()
+                loss = settings.regression_coeff * loss - gain + KL_COEFF * kl
             optimiser.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(controller.parameters(), SETTINGS.clip_grad)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torchrl.objectives import LossModule
 
 from knobwise.losses.actor_loss import ActorLoss, Keys
-from knobwise.losses.functional import even_weight, expectation, gaussian_nll, reward_weighted_cross_entropy
+from knobwise.losses.functional import gaussian_nll, reward_weighted_cross_entropy
 
 
 class RCELoss(ActorLoss):
@@ -111,11 +111,13 @@ class RegressionLoss(LossModule):
 
         Attributes:
             accuracy: float [*, C], measured, NaN where not profiled.
-            log_latency: float [*, C], or [*, C, R] with every measurement of a cell, ln ms, NaN where there is none.
+            log_latency: float [*, C], measured, ln ms, NaN where not profiled.
+            variance: float [*, C], of a cell's measurements, whose mean `log_latency` then is; may be left out.
         """
 
         accuracy: NestedKey = "accuracy_per_configuration"
         log_latency: NestedKey = "log_latency_per_configuration"
+        variance: NestedKey = "log_latency_variance"
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
@@ -142,13 +144,9 @@ class RegressionLoss(LossModule):
         wrong = functional.binary_cross_entropy_with_logits(
             predicted.get("accuracy_logits"), accuracy.nan_to_num(), reduction="none"
         )
-        variance = None
-        if log_latency.ndim > accuracy.ndim:
-            measured, each = even_weight(~log_latency.isnan()), log_latency.nan_to_num()
-            log_latency = expectation(each, measured)
-            variance = expectation((each - log_latency.unsqueeze(-1)).square(), measured)
-        mean, spread = predicted.get("log_latency"), predicted.get("spread")
-        off = gaussian_nll(log_latency.nan_to_num(), mean, spread, variance)
+        variance = tensordict.get(self.tensor_keys.variance, None)
+        variance = None if variance is None else variance.nan_to_num()
+        off = gaussian_nll(log_latency.nan_to_num(), predicted.get("log_latency"), predicted.get("spread"), variance)
         means = [torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off)]
         reduced = [self._reduce_loss(mean, tensordict) for mean in means]
         return TensorDict(dict(zip(self.out_keys, reduced, strict=True)), batch_size=[])

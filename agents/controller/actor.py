@@ -183,10 +183,6 @@ class _FromRows(nn.Module):
         """int64 [*] → features [M, n, width]."""
         return nn.functional.embedding(self.by_member(row), self.all_features)
 
-    def uniform(self, row: Tensor) -> Tensor:
-        """Log-probs [*, C] of what was profiled, all alike."""
-        return self.mask[row].float().log().log_softmax(-1)
-
     def forward(self, row: Tensor, limit: Tensor, outcomes: Outcomes | None = None) -> Tensor:
         """Log-probs [*, C]; from the outcomes of these rows where they are predicted already."""
         mask = None if self.complete else self.mask[self.by_member(row)]
@@ -229,11 +225,6 @@ class Actor(ProbabilisticTensorDictSequential):
         if OUTCOMES in tensordict:
             inputs.append(tensordict.get_non_tensor(OUTCOMES))
         return draw.distribution_class(encode.module(*inputs), **draw.distribution_kwargs)
-
-    def uniform(self, tensordict: TensorDictBase) -> Any:
-        """The distribution over row numbers of a table without the network: all that was profiled alike."""
-        encode, draw = self.module
-        return draw.distribution_class(encode.module.uniform(tensordict["row"]), **draw.distribution_kwargs)
 
 
 class _KnobDraw(ProbabilisticTensorDictModule):
@@ -278,27 +269,31 @@ class Behaviour(TensorDictModuleBase):
 
     Attributes:
         with_reference: whether the reference is asked at all; off where neither a penalty nor a log needs it is faster.
-        blind: draw from all that was profiled, without the network and without log-probs, for a warm-up that learns
-            from the table and not from draws.
+        with_log_probs: off for a warm-up that learns from the table alone; then the network is not asked either.
+        drawing: off where no loss and no log needs draws; the action is then the first that was profiled.
     """
 
     def __init__(self, actor: Actor, reference: Actor, objective: str) -> None:
         super().__init__()
         self.in_keys, self.out_keys = actor.in_keys, ["action"]
         self.actor, self.reference, self.objective = actor, reference, objective
-        self.with_reference, self.blind = True, False
+        self.with_reference = self.with_log_probs = self.drawing = True
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        dist = self.actor.uniform(tensordict) if self.blind else self.actor.get_dist(tensordict)
-        index = dist.sample_index()
-        tensordict["action"], tensordict["configuration"] = dist.configurations[index], index
-        if self.blind:
-            return tensordict
-        exact = self.objective == "exact"
-        policies = {"behaviour_log_probs" if exact else "action_log_prob": dist}
+        exact, policies = self.objective == "exact", {}
+        if self.with_log_probs or self.drawing:
+            policies["behaviour_log_probs" if exact else "action_log_prob"] = self.actor.get_dist(tensordict)
         if self.with_reference:
             policies["reference_log_probs" if exact else "reference_log_prob"] = self.reference.get_dist(tensordict)
+        encode, draw = self.actor.module
+        group_size, configurations = (draw.distribution_kwargs[key] for key in ("group_size", "configurations"))
+        if self.drawing:
+            index = next(iter(policies.values())).sample_index()
+        else:
+            index = encode.module.mask[tensordict["row"]].int().argmax(-1)
+            index = index if group_size is None else index.unsqueeze(-1).expand(*index.shape, group_size)
+        tensordict["action"], tensordict["configuration"] = configurations[index], index
         for key, policy in policies.items():
             tensordict[key] = policy.log_probs if exact else policy.log_prob_of_index(index)
         return tensordict

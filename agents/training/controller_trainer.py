@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,6 @@ class ControllerTrainer(Trainer):
                 seed=seed,
                 unprofiled="error",
                 lean=True,
-                full_information=exact or self.policy.structure != "utility",
                 device=torch.device(device),
             )
             stages = self._stages(settings, env)
@@ -147,13 +146,17 @@ class ControllerTrainer(Trainer):
         self.rce = RCELoss(self.actor, functional=False)
         settings_of_loss = self.loss.of_grpo() | {"kl_to_ref_coeff": self.kl_coeff}
         self.grpo = GRPOLoss(self.actor, **settings_of_loss, functional=False).to(env.device)
-        name, warm_up, grpo = "RCE", self.rce.__call__, self.grpo.__call__
+        name, warm_up, grpo = "RCE", self._with_rewards(self.rce), self.grpo.__call__
+        if self.loss.objective == "exact":
+            grpo = self._with_rewards(self.grpo)
         if self.policy.structure == "utility":
             self.predictor = OutcomesOfRows(self.actor)
             self.regression = RegressionLoss(self.predictor)
-            self.log_latency = log_measured(self.table.measurements_ms.to(env.device))
+            measured = log_measured(self.table.measurements_ms.to(env.device))
+            self.log_latency = measured.nanmean(-1)
+            self.variance = (measured - self.log_latency.unsqueeze(-1)).square().nanmean(-1)
             name, warm_up = "regression", self._regress
-            grpo = self._grpo_and_regression if self.loss.regression_coeff > 0 else grpo
+            grpo = self._and_regression(grpo) if self.loss.regression_coeff > 0 else grpo
         first = Stage(
             *(name, warm_up, settings.warmup_iterations, settings.warmup_lr, self._prepare_warm_up), dropout=True
         )
@@ -170,10 +173,9 @@ class ControllerTrainer(Trainer):
         ]
 
     def _prepare_warm_up(self, share: float, watched: bool) -> None:
-        start, end = self.loss.temperature_start, self.loss.temperature_end
+        start, end, behaviour = self.loss.temperature_start, self.loss.temperature_end, self.behaviour
         self.rce.temperature.fill_(start + (end - start) * share)
-        self.rce.diagnostics = self.behaviour.with_reference = watched
-        self.behaviour.blind = not watched
+        self.rce.diagnostics = behaviour.with_reference = behaviour.with_log_probs = behaviour.drawing = watched
 
     def _begin_with_bins(self) -> None:
         """The warm-up again, of a network that also reads the features in bins. GRPO goes on from the better."""
@@ -195,20 +197,36 @@ class ControllerTrainer(Trainer):
             assert isinstance(self.reference, Controller)
             assert isinstance(self.reference.network, UtilityNetwork)
             self.reference.network.sharpen(share)  # else the KL would count the sharpness
-        self.grpo.diagnostics, self.behaviour.blind = watched, False
+        self.grpo.diagnostics, self.behaviour.with_log_probs = watched, True
         self.behaviour.with_reference = watched or self.kl_coeff > 0
+        self.behaviour.drawing = watched or self.loss.objective == "sampled"
 
-    def _grpo_and_regression(self, minibatch: TensorDictBase) -> TensorDictBase:
+    def _with_rewards(self, loss: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., TensorDictBase]:
+        """A loss on the rewards of all configurations: looked up here, not stored in the buffer."""
+
+        def looked_up(minibatch: TensorDictBase) -> TensorDictBase:
+            minibatch, row, limit = minibatch.copy(), minibatch["row"], minibatch[self.agent.limit_key]
+            rewards = self.env.rewards.all(row.flatten(), limit.flatten())
+            return loss(minibatch.set("reward_per_configuration", rewards.view(*row.shape, -1)))
+
+        return looked_up
+
+    def _and_regression(self, grpo: Callable[[TensorDictBase], TensorDictBase]) -> Callable[..., TensorDictBase]:
         """GRPO and, with its weight, the regression, both from one prediction."""
-        minibatch = self.predictor(minibatch.copy())
-        losses = {key: self.loss.regression_coeff * loss for key, loss in self._regress(minibatch).items()}
-        return self.grpo(minibatch).update(losses)
+
+        def both(minibatch: TensorDictBase) -> TensorDictBase:
+            minibatch = self.predictor(minibatch.copy())
+            losses = {key: self.loss.regression_coeff * loss for key, loss in self._regress(minibatch).items()}
+            return grpo(minibatch).update(losses)
+
+        return both
 
     def _regress(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """The regression on what was measured of these samples: looked up here, not stored in the buffer."""
+        """The regression on what was measured of these samples, looked up likewise."""
         minibatch, row = minibatch.copy(), minibatch["row"]
         minibatch["accuracy_per_configuration"] = self.env.rewards.accuracy[row]
         minibatch["log_latency_per_configuration"] = self.log_latency[row]
+        minibatch["log_latency_variance"] = self.variance[row]
         return self.regression(minibatch)
 
     # -- held-out data -------------------------------------------------------------------------------------------------
