@@ -1,4 +1,5 @@
 # make run   the main job on the built-in profile: train, judge, report
+# make quick a first result in a minute: one small network, one seed, no baselines
 # make test  lint, types and the whole test suite
 # make bench what the performance claims run on
 # Another virtual environment: make run VENV=/path/to/venv
@@ -7,10 +8,13 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.knobwise
 
-.PHONY: run test lint bench clean
+.PHONY: run quick test lint bench clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m knobwise train experiment=controller seeds=[0,1,2,3,4]
+
+quick: $(INSTALLED)
+	$(BIN)/python -m knobwise train experiment=lean seeds=[0] baselines=false
 
 test: $(INSTALLED)-test lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -196,7 +196,8 @@ class ControllerExperiment(Experiment):
             results, decisions = self._judged([loaded.controller for loaded in deployed], teachers)
         results |= held_out_choices(best)
         results["validation_utility"], results["best_seed"] = scores, config.seeds[scores.index(max(scores))]
-        results["training"] = {n: getattr(config.optimiser, n) for n in ("warmup_iterations", "iterations")}
+        iterations = config.optimiser.iterations
+        results["training"] = {"warmup_iterations": self.trainers[0].total - iterations, "iterations": iterations}
         return results, decisions
 
     def _judged(self, controllers: list[Any], teachers: list[Any]) -> tuple[dict[str, Any], pl.DataFrame]:
