@@ -113,6 +113,16 @@ def test_both_losses_by_hand() -> None:
     assert float(total["loss_latency"].detach()) == pytest.approx(sum(latency))
 
 
+def test_mean_and_variance_of_several_measurements_give_the_mean_of_their_losses() -> None:
+    apart = [measured([[1.0, 0.25]], [[2.0, low]]) for low in (0.0, 1.0, 5.0)]
+    losses = [RegressionLoss(Says(*PREDICTED))(each)["loss_latency"] for each in apart]
+    together = measured([[1.0, 0.25]], [[2.0, 2.0]])
+    together["log_latency_variance"] = torch.tensor([[0.0, 14 / 3]], dtype=torch.float64)  # (4 + 1 + 9) / 3
+    torch.testing.assert_close(RegressionLoss(Says(*PREDICTED))(together)["loss_latency"], torch.stack(losses).mean())
+    together["log_latency_variance"] = torch.full((1, 2), torch.nan, dtype=torch.float64)
+    assert RegressionLoss(Says(*PREDICTED))(together)["loss_latency"].isfinite()
+
+
 def test_what_was_not_profiled_gets_no_gradient_and_spoils_none() -> None:
     predictor = Says(*PREDICTED)
     only_second = measured([[NAN, 1.0], [NAN, 0.0]], [[NAN, 2.0], [NAN, 1.0]])
