@@ -15,8 +15,8 @@ class OptimiserConfig:
     """How it is minimised."""
 
     warmup_iterations: int = 600
-    """Iterations before GRPO, of RCE or under `policy=utility` of regression; 0 starts cold. Regression runs twice where
-    bins of the features are tried (`knobwise.agents.controller.networks`)."""
+    """Iterations before GRPO, of RCE or under `policy=utility` of regression; 0 starts cold. Where bins of the features
+    are tried (`knobwise.agents.controller.networks`), regression runs twice."""
     iterations: int = 300
     """Iterations of GRPO."""
     contexts: int = 256
