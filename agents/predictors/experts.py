@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from joblib import Parallel, delayed
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from knobwise.agents.predictors.features import FeatureNormaliser
@@ -198,10 +200,10 @@ def fit_experts(
     fits = itertools.count(1)
     with progress("fitting experts", len(families) * (len(folds) + 1), quiet_s=2) as tick:
 
-        def fitted(name: str) -> None:
+        def done(name: str) -> None:
             tick(next(fits), name.replace("_", " "))
 
-        return [_fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width), fitted) for name in families]
+        return [_fit(name, x, x32, targets, folds, measured, seed, bool(normaliser.width), done) for name in families]
 
 
 def _fit(
@@ -219,15 +221,19 @@ def _fit(
     family, mask, features = FAMILIES[name], measured.mask, x.shape[1]
     settings = family.settings if informed else ()
     # [settings, n, 2C]; 0 is the constant
-    held_out, of_folds = torch.zeros(len(settings) + 1, *targets.values.shape), []
-    for fit, hold, fold_targets in folds:
-        fitted: list[Regressor] = [
-            constant(fold_targets.values, features),
-            *(family.fit(x[fit], fold_targets.values, settings, seed) if informed else ()),
-        ]
-        of_folds.append([model.rescaled(*fold_targets.units) for model in fitted])
-        for number, model in enumerate(of_folds[-1]):
+    held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
+
+    def fitted(fit: NDArray[np.int64], _: NDArray[np.int64], fold_targets: Targets) -> list[Regressor]:
+        with threadpool_limits(1, user_api="openmp"):  # what limits the caller does not limit this thread
+            several = family.fit(x[fit], fold_targets.values, settings, seed) if informed else ()
+        return [each.rescaled(*fold_targets.units) for each in (constant(fold_targets.values, features), *several)]
+
+    fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
+    of_folds: list[list[Regressor]] = []
+    for (_, hold, _), models in zip(folds, fitting(itertools.starmap(delayed(fitted), folds)), strict=True):
+        for number, model in enumerate(models):
             held_out[number, hold] = model(x32[hold])
+        of_folds.append(models)
         tick(name)
     wanted = torch.cat([measured.accuracy, log_measured(measured.latency_ms)], 1)
     chosen = []
