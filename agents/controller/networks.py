@@ -192,7 +192,7 @@ class UtilityNetwork(nn.Module):
         """Make an untrained network with bins one without: the same as if it had never had these inputs."""
         self.edges.fill_(BEYOND)
         for parameter in self.layers[0].parameters():
-            parameter *= (1 + BINS) ** 0.5  # as wide a start as fewer inputs give
+            parameter.mul_((1 + BINS) ** 0.5)  # as wide a start as fewer inputs give
 
     def _shares(self, x: Tensor) -> Tensor:
         """How much of each bin lies below [*, d] → [*, BINS · d]."""
