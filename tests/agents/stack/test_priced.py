@@ -51,7 +51,7 @@ def fitted_rows(table: ProfileTable) -> Tensor:
 
 def test_at_a_price_a_network_scores_accuracy_minus_latency_over_worth_and_nothing_else() -> None:
     configurations = torch.cartesian_prod(torch.arange(2), torch.arange(2))
-    network = UtilityNetwork(3, configurations, BudgetEncoding(torch.ones(1)), STACK, True, torch.arange(3))
+    network = UtilityNetwork(3, configurations, BudgetEncoding(torch.ones(1)), STACK, True, bins=True)
     assert not {"residual", "modulation"} & {name.split(".")[0] for name, _ in network.named_parameters()}
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

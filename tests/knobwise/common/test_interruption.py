@@ -322,13 +322,13 @@ def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -
     message = commands.stop_when(lambda: iteration_of(kept / "last.pt") >= 25, process, signal.SIGTERM)
     assert "Traceback" not in message
     note = re.search(
-        rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 200; best\.pt beside it the best so far "
+        rf"seed 1: {kept}/last\.pt holds iteration (\d+) of 220; best\.pt beside it the best so far "
         r"\(validation utility (0\.\d{4}) at iteration (\d+)\)",
         message,
     )
     assert note is not None, message
     iteration, score, best = int(note[1]), float(note[2]), int(note[3])
-    assert 25 <= iteration_of(kept / "last.pt") == iteration < 200
+    assert 25 <= iteration_of(kept / "last.pt") == iteration < 220
     extra = load_checkpoint(kept / "best.pt").extra
     assert (round(extra["validation_utility"], 4), extra["iteration"]) == (score, best)
     assert "what is finished is kept in runs/controller/x" in message
@@ -394,7 +394,7 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder: Pat
     reader = threading.Thread(target=read_to_end, args=(terminal, output), daemon=True)
     reader.start()
     watched = SFT if several else [Path("runs/controller/x/checkpoints/seed0/last.pt")]
-    numbers = r"\d+/200 +[\d.]+ (it/s|s/it) · \d+ (s|min) left"
+    numbers = r"\d+/220 +[\d.]+ (it/s|s/it) · \d+ (s|min) left"
     bar = re.compile(rf"seed 0 +[━╸╺]+ +{numbers} +\w+ · best validation utility \d\.\d{{4}}")
     if several:  # the processes have no bars of their own
         bar = re.compile("seeds +[━╸╺]+ +0/3 +– it/s · time left unknown")
