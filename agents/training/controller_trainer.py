@@ -248,10 +248,10 @@ class ControllerTrainer(Trainer):
         return {limit: self.actor.get_dist(each).log_probs[self.places] for limit, each in limits.items()}
 
     @functools.cached_property
-    def _held_out_rewards(self) -> list[Tensor]:
+    def _held_out_rewards(self) -> dict[float, Tensor]:
         """[n, C] under each judged limit, 0 where not profiled."""
         rows, limits = self.judged_rows.to(self.device), self.limits.to(self.device)
-        return [self.env.rewards.all(rows, limit.expand(len(rows))).nan_to_num() for limit in limits]
+        return {float(each): self.env.rewards.all(rows, each.expand(len(rows))).nan_to_num() for each in limits}
 
     def _judge(self) -> tuple[float, Mapping[str, float]]:
         """Greedy decisions."""
@@ -268,8 +268,9 @@ class ControllerTrainer(Trainer):
     def _validation_loss(self) -> float:
         """−E_π[reward] of the policy's own distribution, not of its greedy decisions: what GRPO minimises, without
         baseline, clip and KL. Mean over the held-out samples and the judged limits."""
-        pairs = zip(self._held_out.values(), self._held_out_rewards, strict=True)
-        return float(torch.stack([-(log_probs.exp() * reward).sum(-1).mean() for log_probs, reward in pairs]).mean())
+        rewards, policies = self._held_out_rewards, self._held_out
+        limits = self.limits.tolist()  # the same limit may stand there twice
+        return float(torch.stack([-(policies[x].exp() * rewards[x]).sum(-1).mean() for x in limits]).mean())
 
     def _metrics(self, data: TensorDictBase, outputs: TensorDictBase) -> Mapping[str, float]:
         """What the drawn group got, and the outputs of the loss, under their logged names."""

@@ -247,6 +247,16 @@ def test_members_are_judged_on_what_was_held_out_of_them_by_hand() -> None:
     assert student.best["score"] == pytest.approx(total / count, abs=1e-6)
 
 
+def test_a_budget_given_twice_counts_twice() -> None:
+    table, lines = photographed(), Lines()
+    student = trainer(table, policy=ENSEMBLE, budgets_ms=torch.tensor([8.0, 8.0, 15.0]), log=lines)
+    alone = [trainer(table, policy=ENSEMBLE, budgets_ms=torch.tensor([ms]), log=Lines()) for ms in (8.0, 15.0)]
+    (few, few_metrics), (many, many_metrics) = (each._judge() for each in alone)
+    score, metrics = student._judge()
+    assert score == pytest.approx((2 * few + many) / 3)
+    assert metrics["Loss"] == pytest.approx((2 * few_metrics["Loss"] + many_metrics["Loss"]) / 3, rel=1e-5)
+
+
 def test_contexts_of_a_member_are_never_those_held_out_of_it() -> None:
     table = photographed()
     student = trainer(table, policy=ENSEMBLE)
