@@ -158,7 +158,9 @@ class ControllerTrainer(Trainer):
             name, warm_up = "regression", self._regress
             grpo = self._and_regression(grpo) if self.loss.regression_coeff > 0 else grpo
         first = Stage(
-            *(name, warm_up, settings.warmup_iterations, settings.warmup_lr, self._prepare_warm_up), dropout=True
+            *(name, warm_up, settings.warmup_iterations, settings.warmup_lr, self._prepare_warm_up),
+            dropout=True,
+            patience=settings.warmup_patience,
         )
         with_bins = replace(first, name=f"{name} with bins", begin=self._begin_with_bins)
         return [

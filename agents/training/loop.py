@@ -89,7 +89,7 @@ class Stage:
     """Whether the network learns in train mode. GRPO does not: like the old log-probs, which are drawn in eval mode,
     the new ones are then without dropout, and the ratio is 1 at the first step."""
     patience: int = 0
-    """Evaluations of this stage without a better score after which training stops; 0 never stops early."""
+    """Evaluations after this stage's best score after which the stage ends; 0 never ends it early."""
     retreat: int = 0
     """Evaluations in a row below the best after which it goes back to the best at half the learning rate; 0 never."""
 
@@ -331,12 +331,21 @@ class Trainer(ABC):
         if better:
             state = {name: value.detach().clone() for name, value in self.agent.state_dict().items()}
             self.best = {"score": score, "iteration": self.iteration, "state": state, "metrics": metrics}
-        stage, start = self._stage_and_start()
-        since = self.iteration - max(self.best["iteration"], start)
-        self.finished |= 0 < stage.patience * self.settings.evaluate_every <= since
+        self._end_early()
         if self.log is not None:
             self.log.log({f"Val/{name}": value for name, value in metrics.items()}, self.iteration)
         self._save(judged=True)
+
+    def _end_early(self) -> None:
+        """Go on to the next stage, or finish, where the score of this stage has not risen for long."""
+        stage, start = self._stage_and_start()
+        scores = [(score, -iteration) for iteration, score in self.scores if iteration > start]
+        if not scores or not 0 < stage.patience * self.settings.evaluate_every <= self.iteration + max(scores)[1]:
+            return
+        self.finished = stage is self.stages[-1]
+        if not self.finished:
+            self.iteration = start + stage.iterations
+            self.scores[-1] = self.iteration, self.scores[-1][1]  # so that a resumed training does not add it again
 
     # -- stopping and resuming -----------------------------------------------------------------------------------------
 

@@ -39,8 +39,10 @@ class OptimiserConfig:
     """Largest norm of the gradient."""
     evaluate_every: int = 20
     """Iterations between evaluations on the validation split."""
+    warmup_patience: int = 0
+    """Evaluations after its best validation utility after which the warm-up ends; 0 never ends it early."""
     patience: int = 8
-    """Evaluations without a better validation utility after which GRPO stops; 0 never stops early."""
+    """Evaluations after its best validation utility after which GRPO ends; 0 never ends it early."""
     retreat: int = 0
     """Evaluations in a row below the best validation utility after which GRPO goes back to the best weights and halves
     the learning rate; 0 never goes back."""
@@ -49,7 +51,9 @@ class OptimiserConfig:
         one_of("optimiser.schedule", self.schedule, ("cosine", "constant"))
         for name in ("contexts", "minibatch", "epochs", "evaluate_every"):
             at_least(f"optimiser.{name}", getattr(self, name), 1)
-        for name in ("warmup_iterations", "iterations", "patience", "retreat", "lr", "warmup_lr", "weight_decay"):
+        for name in ("warmup_iterations", "warmup_patience", "iterations", "patience", "retreat"):
+            at_least(f"optimiser.{name}", getattr(self, name), 0)
+        for name in ("lr", "warmup_lr", "weight_decay"):
             at_least(f"optimiser.{name}", getattr(self, name), 0)
         positive("optimiser.clip_grad", self.clip_grad)
         positive("optimiser.rise", self.rise)

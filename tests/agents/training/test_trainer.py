@@ -110,6 +110,45 @@ def test_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     assert student.iteration < 4000
 
 
+def test_a_regression_past_its_peak_gives_way_to_the_next_stage() -> None:
+    optimiser = dataclasses.replace(SHORT, warmup_iterations=20, warmup_patience=2, patience=2)
+    student = trainer(small_table(80), optimiser=optimiser, policy=ENSEMBLE)
+    # at 0, 4, 8, 12 without bins; at 24, 28, 32, 36 with bins; at 44, 48 and 52 of GRPO
+    scores = iter([0.1, 0.5, 0.4, 0.3, 0.2, 0.35, 0.3, 0.3, 0.6, 0.5, 0.5])
+    student._judge = lambda: (next(scores), {})  # type: ignore[method-assign]
+    names: dict[int, str] = {}
+    watch(student, lambda data: names.update({student.iteration: student.stage.name}))
+    student.run()
+    assert list(names) == [*range(12), *range(20, 36), *range(40, 52)]
+    assert [names[i] for i in (11, 20, 35, 40)] == ["regression", *["regression with bins"] * 2, "GRPO"]
+    at = [iteration for iteration, _ in student.scores]
+    assert at == [0, 4, 8, 20, 24, 28, 32, 40, 44, 48, 52]
+    assert student._gained() == {"start": 0.5, "best": 0.6, "last": 0.5}
+
+
+def test_a_stop_after_a_regression_that_ended_early_ends_as_without_it(tmp_path: Path) -> None:
+    optimiser = dataclasses.replace(SHORT, warmup_iterations=400, warmup_patience=1, warmup_lr=0.03)
+    whole, first, again = (
+        trainer(small_table(80), tmp_path / name, optimiser=optimiser, policy=ENSEMBLE) for name in "abb"
+    )
+    whole.run()
+    save = first._save
+
+    def saved(judged: bool) -> None:
+        save(judged)
+        if first.iteration == 400:
+            assert first.scores[-2][0] < 396, "the regression must end early for this test"
+            raise KeyboardInterrupt
+
+    first._save = saved  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert again.resume(tmp_path / "b" / "last.pt")
+    again.run()
+    assert equal_states(whole.agent, again.agent)
+    assert again.scores == whole.scores
+
+
 def test_after_evaluations_below_the_best_grpo_goes_back_to_the_best_and_learns_half_as_fast() -> None:
     optimiser = dataclasses.replace(SHORT, iterations=24, patience=0, retreat=2, schedule="constant", lr=1e-3)
     student = trainer(small_table(80), optimiser=optimiser, policy=ENSEMBLE)
