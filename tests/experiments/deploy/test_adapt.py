@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import polars as pl
@@ -25,8 +23,6 @@ from knobwise.agents.serving.numpy_controller import NumpyController
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.studies.adaptation import main as study
-from knobwise.experiments.studies.adaptation import measure, simulated
 
 TRAINED_ON = ["trained_on=table", "trained_on.path=t.parquet", "trained_on.features=f.npz"]
 FACTORS = {4: 2.0, 8: 6.0}
@@ -158,30 +154,3 @@ def test_all_cells_are_read_by_the_knobs_of_the_controller(folder: Path, capsys:
     assert f"{120 * 12} timed cells" in capsys.readouterr().out
     factors = load_checkpoint("every/controller.pt").extra["adapted"]["factors"]
     assert np.log(factors).mean() == pytest.approx(math.log(12) / 2, abs=0.01)
-
-
-def test_the_study_tells_more_cells_and_offsets_from_one_factor(folder: Path, capsys: Capture) -> None:
-    table = read_long_table("t.parquet", features="f.npz")
-    generator = torch.Generator().manual_seed(1)
-    loaded, machine = load_checkpoint("runs/latest/checkpoints/best.pt"), simulated(table, generator)
-    utility = measure(loaded, table, machine, 0.02, generator)
-    assert len({utility[way, 0] for way in ("offsets", "random", "factor")}) == 1
-    assert utility["offsets", 30] > utility["factor", 30]
-    assert utility["offsets", None] > utility["offsets", 0] + 0.1
-    assert study([f"run={folder}/runs/latest", "out=page.md"]) == 2
-    assert "holds no finished training on the built-in profile" in capsys.readouterr().err
-    pl.read_parquet("t.parquet").head(30).write_parquet("few.parquet")
-    with patch("knobwise.experiments.studies.adaptation.builtin_profile", return_value=table):
-        assert study(["run=runs/latest", "machines=2", "out=page.md"]) == 0
-        assert study(["run=runs/latest", "machines=1", "timed=t.parquet", "out=same.md"]) == 0
-        assert study(["run=runs/latest", "timed=few.parquet"]) == 2
-        # what is deployed is adapted
-        student = Path("runs/latest/checkpoints/seed0/student.pt")
-        student.write_text("no checkpoint")
-        assert study(["run=runs/latest", "machines=1", "out=none.md"]) == 2
-        student.unlink()
-    assert "student.pt: not a checkpoint" in capsys.readouterr().err
-    page, same = Path("page.md").read_text(), Path("same.md").read_text()
-    assert "**The other hardware is simulated**: 2 machines" in page
-    assert "The other hardware is that of `t.parquet`" in same
-    assert re.search(r"^\| 30( \| 0\.\d{3} ± 0\.\d{3}){4} \|$", page, re.MULTILINE)
