@@ -41,8 +41,6 @@ class Scales(NamedTuple):
 
 FREE = 3.0
 """Prior standard deviation of β₀."""
-PLANNED = Scales(0.2, 0.05, 0.05)
-"""What is assumed when cells are chosen."""
 _GRID = itertools.product((0.01, 0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))
 TRIED = [Scales(*each) for each in _GRID]
 """What offsets are averaged over."""
@@ -132,45 +130,10 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     if len(i) < LEAST_CELLS:
         raise InputError(
             f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are in {old.name!r} too, at least "
-            f"{LEAST_CELLS} are needed; time those that knobwise adapt lists without profile="
+            f"{LEAST_CELLS} are needed; time some samples of {old.name!r}"
         )
     before, after = log_measured(old.latency_ms)[rows[i], columns[j]], log_measured(new.latency_ms)[i, j]
     return columns[j], after.double() - before.double()
-
-
-@torch.no_grad()
-def decision_weights(agent: Adaptable, table: ProfileTable, rows: Tensor, budgets: Tensor) -> Tensor:
-    """How often each configuration is chosen or nearly chosen, float64 [C]: mean probability over these rows, int64
-    [n], and budgets [B] in ms. A tenth is spread evenly, since other latencies make others good."""
-    x = agent.features({name: block[rows] for name, block in table.features.items()}, len(rows))
-    shares = [agent(x, budget.expand(len(rows)), table.mask[rows]).exp().mean(0) for budget in budgets]
-    return 0.9 * torch.stack(shares).double().mean(0) + 0.1 / table.num_configurations
-
-
-def cells_to_time(configurations: Tensor, mask: Tensor, weights: Tensor, count: int) -> Tensor:
-    """The cells whose times tell most about the offsets, at most `count`: (sample, configuration), int64 [n, 2].
-
-    Each is the one that reduces Σ_c weights_c·Var[offset_c] most, given those before, greedily: Bayesian A-optimality
-    (Chaloner and Verdinelli 1995, "Bayesian Experimental Design: A Review", Statistical Science 10). The variances do
-    not depend on the times. Each cell is of another sample, as long as there are any.
-
-    Args:
-        configurations: int64 [C, K].
-        mask: bool [N, C], the cells to choose from; earlier samples are preferred.
-        weights: float64 [C].
-    """
-    free, covariance = mask.clone(), prior_covariance(configurations, PLANNED)
-    taken, cells = torch.zeros(len(mask)), torch.zeros(0, 2, dtype=torch.int64)
-    for _ in range(min(count, int(mask.sum()))):
-        reduction = weights @ covariance.square() / (covariance.diagonal() + PLANNED.noise**2)
-        column = reduction.masked_fill(~free.any(0), -1.0).argmax()
-        row = taken.masked_fill(~free[:, column], torch.inf).argmin()
-        known = covariance[column]
-        covariance = covariance - torch.outer(known, known) / (known[column] + PLANNED.noise**2)
-        taken[row] += 1
-        free[row, column] = False
-        cells = torch.cat([cells, torch.stack([row, column]).unsqueeze(0)])
-    return cells
 
 
 @torch.no_grad()

@@ -9,19 +9,17 @@ setting knobs, learning from the answer's time, and, where arrivals are known, a
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.serving.export import configurations_of, to_numpy
@@ -101,7 +99,6 @@ class AdaptiveModel:
             NumPy, which decides in any case.
         tracker: follows how far latencies here are from those predicted, for the next decisions to allow for: True for
             a new one, or one for this controller to go on with. False: nothing but `calibrate` changes it.
-        cache: how many first stages are kept, with what the model keeps of them, by the content of image and question.
         clock: wall, or cpu for the CPU time of the thread, on a machine that others use too; then there are no arrivals
             (waiting takes no CPU time), and the model must run on one thread and take its times from `clock_ms`.
 
@@ -116,7 +113,6 @@ class AdaptiveModel:
         controller: Any,
         *,
         tracker: bool | LatencyTracker = True,
-        cache: int = 0,
         clock: str = "wall",
     ) -> None:
         controller = controller.agent if isinstance(controller, KnobPolicy) else controller
@@ -141,9 +137,6 @@ class AdaptiveModel:
             raise InputError("runtime: the tracker is of another controller; start with tracker=True")
         self._tracks = tracker is not False
         self._lock = threading.Lock()
-        self._stages: OrderedDict[tuple[bytes, bytes, bool], FirstStage] = OrderedDict()
-        self._cache = cache
-        self.cache_hits = self.cache_misses = 0
         self._decided, self._fallen_back = _Overhead(), _Overhead()
 
     @property
@@ -170,7 +163,7 @@ class AdaptiveModel:
             expected = self.controller.fall_back(limit, drift)
             decided = now()
             took = decided - begun
-            stage = self._first_stage(request, features=expected is None)
+            stage = self.model.first_stage(request, expected is None)
             if expected is None:
                 latest, start = self._decided, now()
                 limit = self._limit(latest, stage.extra_ms, budget_ms, arrived, begun)
@@ -219,7 +212,7 @@ class AdaptiveModel:
     def _generate(
         self, requests: Sequence[Request], budgets: list[float], moments: Sequence[float | None]
     ) -> list[Result]:
-        stages = [self._first_stage(request) for request in requests]
+        stages = [self.model.first_stage(request) for request in requests]
         start = self._now()
         # when each would have begun had it come alone
         begun = [start - stage.total_ms / 1e3 for stage in stages]
@@ -289,24 +282,6 @@ class AdaptiveModel:
             left -= (begun - arrived) * 1e3
         return left if left > LEAST_LATENCY_MS else LEAST_LATENCY_MS
 
-    def _first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        if not self._cache:
-            return self.model.first_stage(request, features)
-        start = self._now()
-        key = content_key(request.image), content_key(request.question), features
-        known = self._stages.get(key)
-        took = (self._now() - start) * 1e3
-        if known is not None:
-            self._stages.move_to_end(key)
-            self.cache_hits += 1
-            return replace(known, request=request, total_ms=took, extra_ms=took)
-        self.cache_misses += 1
-        stage = self.model.first_stage(request, features)
-        self._stages[key] = stage
-        if len(self._stages) > self._cache:
-            self._stages.popitem(last=False)
-        return replace(stage, total_ms=stage.total_ms + took, extra_ms=stage.extra_ms + took)
-
     def calibrate(
         self, table: ProfileTable, samples: Mapping[int, Request], cells: int = 200, warm_up: int = 20, seed: int = 0
     ) -> float:
@@ -353,22 +328,3 @@ class AdaptiveModel:
 def _positive(ms: float) -> float:
     """0 for what is not: a clock went back, or a time is NaN."""
     return ms if ms > 0 else 0.0
-
-
-def content_key(content: Any) -> bytes:
-    """A digest of a text, a tensor, an array or a PIL image: equal for equal contents.
-
-    Raises:
-        InputError: anything else.
-    """
-    if isinstance(content, str):
-        return hashlib.sha256(content.encode()).digest()
-    if isinstance(content, Tensor):
-        content = content.detach().cpu().numpy()
-    elif hasattr(content, "getpalette"):  # the pixels of some images are numbers of colours in a palette
-        about = f"{content.mode} {content.size} {content.getpalette()} {content.info.get('transparency')} ".encode()
-        return hashlib.sha256(about + content.tobytes()).digest()
-    if not isinstance(content, np.ndarray) or content.dtype.hasobject:
-        raise InputError(f"runtime: cannot compare the content of a {type(content).__name__}; use cache=0")
-    about = f"{content.dtype} {content.shape} ".encode()
-    return hashlib.sha256(about + content.tobytes()).digest()

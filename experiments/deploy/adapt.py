@@ -1,4 +1,4 @@
-"""Adapt a trained controller to other hardware: list the cells to time there, or make the controller of their times."""
+"""Adapt a trained controller to other hardware, from some cells that were timed there."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint
-from knobwise.agents.serving.adaptation import adapted, cells_to_time, decision_weights, fit_offsets, log_ratios
+from knobwise.agents.serving.adaptation import adapted, fit_offsets, log_ratios
 from knobwise.agents.serving.export import export_numpy
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
-from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.report.tables import print_lines, print_table
 from knobwise.experiments.report.words import sentences
@@ -25,32 +22,31 @@ from knobwise.experiments.settings.options import AdaptRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 
 REQUESTS = 500
-"""How many show which configurations are chosen, and how sure the controller is."""
+"""How many show how sure the controller is."""
 
 
 def run(config: AdaptRun) -> Path:
-    """Write cells.csv, or with the times of cells controller.pt and controller.npz; returns their folder.
+    """Write controller.pt and controller.npz; returns their folder.
 
     Raises:
         InputError: a controller whose latencies cannot be moved, another profile than that of its training; see also
             `log_ratios`.
     """
+    if config.profile is None:
+        raise InputError("profile: name what was timed on the other hardware: profile=table profile.path=FILE")
     loaded, out = load_checkpoint(checkpoint_at(config.checkpoint)), Path(config.out)
     if problem := _problem(loaded):
         raise InputError(f"{config.checkpoint}: {problem}")
-    table, facts = read_profile(config.trained_on), None
+    table = read_profile(config.trained_on)
     if table.digest != loaded.profile_digest:
         raise InputError(
             f"{config.checkpoint}: was trained on profile {loaded.profile_name!r}, and trained_on is another, "
             f"{table.name!r}; name that of the training, such as trained_on=table trained_on.path=FILE"
         )
-    if config.profile is None:
-        write_text(out / "cells.csv", _listed(loaded, table, config.cells).write_csv())
-    else:
-        profile = config.profile
-        if isinstance(profile, LongTables) and profile.knobs is None:  # few rows do not show which columns are knobs
-            profile = replace(profile, knobs=[knob.name for knob in table.knobs])
-        facts = _adapt(loaded, table, read_profile(profile), out)
+    profile = config.profile
+    if isinstance(profile, LongTables) and profile.knobs is None:  # few rows do not show which columns are knobs
+        profile = replace(profile, knobs=[knob.name for knob in table.knobs])
+    facts = _adapt(loaded, table, read_profile(profile), out)
     print_lines(Console(), sentences("adapt.txt.j2", config=config, facts=facts))
     return out
 
@@ -73,20 +69,6 @@ def _fitted(loaded: Loaded, table: ProfileTable) -> Tensor:
     parts = [loaded.extra[f"{part}_rows"] for part in ("train", "validation") if f"{part}_rows" in loaded.extra]
     rows = torch.cat(parts) if parts else torch.arange(table.num_samples)
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-
-
-def _listed(loaded: Loaded, table: ProfileTable, count: int) -> pl.DataFrame:
-    """Cells to time, as rows of a long table without latencies."""
-    agent: Any = loaded.controller
-    rows = _fitted(loaded, table)
-    weights = decision_weights(agent, table, rows[:REQUESTS], default_budgets(table))
-    cells = []
-    for row, column in cells_to_time(table.configurations, table.mask[rows], weights, count).tolist():
-        sample = int(rows[row])
-        key: dict[str, Any] = {"dataset": table.datasets[sample]} if table.datasets else {}
-        key |= {"sample_id": table.sample_ids[sample], **table.configuration(column)}
-        cells.append(key | {"accuracy": float(table.accuracy[sample, column]), "latency_ms": None})
-    return pl.DataFrame(cells)
 
 
 def _adapt(loaded: Loaded, table: ProfileTable, timed: ProfileTable, out: Path) -> dict[str, Any]:

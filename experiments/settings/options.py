@@ -247,24 +247,17 @@ class ExportRun:
 
 @dataclass
 class AdaptRun:
-    """knobwise adapt: a trained controller for other hardware, from a few timed cells. Without a profile it lists the
-    cells whose times would tell most; with their times it writes the controller."""
+    """knobwise adapt: a trained controller for other hardware, from a few timed cells."""
 
     checkpoint: str = "runs/latest"
     """The controller, for deadlines, and one that predicts latencies (policy=auto or policy=utility): a checkpoint, or
     the folder of a run, for what it deploys."""
     profile: Any = None
-    """What was timed on the other hardware, at least the listed cells; all that it shares with `trained_on` count. None
-    lists the cells to time."""
+    """What was timed on the other hardware: any cells of `trained_on`, some 30 are enough. Must be given."""
     trained_on: Any = MISSING
     """The profile of the training."""
-    cells: int = 30
-    """Number of cells to list."""
     out: str = "adapted"
     """Folder for the files."""
-
-    def __post_init__(self) -> None:
-        at_least("cells", self.cells, 1)
 
 
 @dataclass

@@ -65,22 +65,20 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
 
     samples = draw_samples(config.samples, config.seed)
     plan = _plan(samples, config)
-    plan = plan.only(config.cells) if config.cells else plan
     out, state = Path(out_dir), Path(out_dir) / "state"
     # latencies of two machines or two versions of torch must not end up in one table
     identity = {"cpu": cpu_name(), "torch": torch.__version__}
-    left_out = {"exp_json", "cells", "detrend"} | ({"clock"} if config.clock == "wall" else set())
+    left_out = {"exp_json", "detrend"} | ({"clock"} if config.clock == "wall" else set())
     claim(state / "config.json", identity | {k: v for k, v in asdict(config).items() if k not in left_out})
     with one_thread():
         about = _profile(out, state, config, samples, plan)
-    if about is not None:
-        print(rendered("figures", figures=about["figures"]))
+    print(rendered("figures", figures=about["figures"]))
     return out
 
 
 def _profile(
     out: Path, state: Path, config: ElasticProfileConfig, samples: Sequence[Scenes], plan: Plan
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     path = out / MODEL_FILE
     if not path.exists():
         if config.model:
@@ -110,9 +108,8 @@ def _plan(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
 
 def _write(
     out: Path, config: ElasticProfileConfig, model: ElasticVLM, samples: Sequence[Scenes], plan: Plan, log: pl.DataFrame
-) -> dict[str, Any] | None:
-    """Write everything that a run leaves in ``out``, each file whole or not at all; return the description, None where
-    only some cells were measured."""
+) -> dict[str, Any]:
+    """Write everything that a run leaves in ``out``, each file whole or not at all; return the description."""
     log = without_drift(plan, log) if config.detrend else log
     right = [item.answers[0] for item in plan.items]
     cells = cells_of(plan, log, lambda i, text: float(text == right[i]))
@@ -122,8 +119,6 @@ def _write(
     records = records.with_columns(pl.col("sample_id", *KNOBS).cast(pl.Int32), pl.col("accuracy").cast(pl.Float32))
     records = measurements_of(plan, log, records)
     _write_table(out / "table.parquet", records)
-    if plan.cells is not None:
-        return None
     _write_features(out / "features.npz", model, samples)
     # what each sample is, for studying results
     about_samples = {

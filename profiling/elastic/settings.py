@@ -99,8 +99,6 @@ class ElasticProfileConfig:
     """Values of the third knob: blocks that run."""
     model: str = ""
     """Weights (.safetensors) to measure; ``shipped`` for those that come with knobwise; empty trains a new model."""
-    cells: str = ""
-    """A table of the only cells to measure, as `knobwise adapt` lists them; nothing but their times is written."""
     exp_json: bool = True
     """Whether to write exp5/exp6 files too; they are some hundred times larger than the table."""
     quick: bool = False

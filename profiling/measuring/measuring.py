@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.readers.frames import read_frame
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, Answer, FirstStage, Request, clock_ms, clocked_by
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
@@ -67,7 +66,6 @@ class Plan:
     warm_up: int = 1
     block: int = 1
     clock: str = "wall"
-    cells: pl.DataFrame | None = None  # the only ones to measure: sample_id and knobs, as text
 
     @property
     def knobs(self) -> tuple[str, ...]:
@@ -95,29 +93,12 @@ class Plan:
             .unique(["sample", "configuration", "repeat"], keep="first", maintain_order=True)
         )
 
-    def only(self, path: str) -> Plan:
-        """The plan for no other cells than those that a table lists by `sample_id` and knobs. Raises InputError: a
-        table that cannot be read, or lists other samples or configurations."""
-        frame, columns = read_frame(Path(path)), ("sample_id", *self.knobs)
-        if missing := [name for name in columns if name not in frame.columns]:
-            raise InputError(f"{path}: no column {', '.join(missing)}; cells are named by {', '.join(columns)}")
-        cells = frame.select(columns).cast(pl.String).unique()
-        if (others := len(cells) - int(self._named(cells).sum())) > 0:
-            raise InputError(f"{path}: {others} of its {len(cells)} cells are of other samples or configurations")
-        return replace(self, cells=cells)
-
-    def _named(self, cells: pl.DataFrame) -> NDArray[np.bool_]:
-        """[N, C] whether these are among the cells."""
-        contents = pl.DataFrame({"sample_id": [item.id for item in self.items], "content": list(self.contents)})
-        log = cells.join(contents, on="sample_id").with_columns(repeat=pl.lit(0))
-        return replace(self, cells=None, repeats=1).done(log)[0]
-
     def done(self, log: pl.DataFrame) -> NDArray[np.bool_]:
-        """[R, N, C] whether a log contains the measurement, or it is of none of the `cells`."""
+        """[R, N, C] whether a log contains the measurement."""
         cells = self.select(log).select("repeat", "sample", "configuration").to_numpy()
         done = np.zeros((self.repeats, len(self.items), len(self.configurations)), bool)
         done[tuple(cells.astype(np.int64).T)] = True
-        return done if self.cells is None else done | ~self._named(self.cells)
+        return done
 
 
 def read_logs(folder: str | Path) -> pl.DataFrame:

@@ -36,7 +36,7 @@ from knobwise.profiling.measuring.questions import VQAData, VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
 
 FEATURES_FILE = "features.safetensors"
-_NOT_REPEATED = ("shard", "shards", "force", "features_from", "cells")  # the profile is made again without them
+_NOT_REPEATED = ("shard", "shards", "force", "features_from")  # the profile is made again without them
 
 
 def profile_vlm(
@@ -67,9 +67,8 @@ def profile_vlm(
     contents = tuple(content_keys(image_digests(items), questions, json.dumps(identity, sort_keys=True)))
     how = {name: getattr(config, name) for name in ("repeats", "seed", "warm_up", "block", "clock")}
     plan = Plan(items, questions, contents, configurations, **how)
-    plan = plan.only(config.cells) if config.cells else plan
     # reads what exists, and writes nothing yet
-    store = _store(out, contents, config) if config.features and not config.cells else None
+    store = _store(out, contents, config) if config.features else None
     where, dataset = machine(), config.name or "data"
     claimed = {"dataset": dataset, **identity, "max_new_tokens": config.max_new_tokens, "machine": where}
     claimed |= {} if config.clock == "wall" else {"clock": config.clock}
@@ -89,8 +88,7 @@ def profile_vlm(
         written |= {"split": config.split, **identity, "machine": where, "shards": config.shards}
         written |= {"metrics": {metric: metrics.count(metric) for metric in sorted(set(metrics))}}
         profile = write_vlm_profile(out, plan, log, judge, model.knobs, written)
-    if profile is not None:
-        print(rendered("profile", **profile))
+    print(rendered("profile", **profile))
     return out
 
 

@@ -60,8 +60,6 @@ class VLMProfileConfig:
     """Length at which an answer is cut off."""
     seed: int = 0
     """Of the samples, the configurations, their parts and the order of measuring."""
-    cells: str = ""
-    """A table of the only cells to measure, as `knobwise adapt` lists them; nothing but their times is written."""
     shard: int = 0
     """Which part of the configurations this process measures, from 0."""
     shards: int = 1

@@ -1,4 +1,4 @@
-"""Offsets for other hardware: what timed cells tell, which cells tell most, and the controller that they give."""
+"""Offsets for other hardware: what timed cells tell, and the controller that they give."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.judging.baselines import BudgetAwareStatic
 from knobwise.agents.serving.adaptation import (
     FREE,
-    PLANNED,
     TRIED,
     Offsets,
     Scales,
     adapted,
-    cells_to_time,
-    decision_weights,
     fit_offsets,
     log_ratios,
     posterior,
@@ -32,7 +29,6 @@ from knobwise.agents.stack.stacked_controller import network_outcomes
 from knobwise.common.errors import InputError
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(2))
-EVEN = torch.full((4,), 0.25, dtype=torch.float64)
 
 
 def certain(mean: torch.Tensor) -> Offsets:
@@ -84,8 +80,7 @@ def test_few_cells_recover_the_offsets_of_a_machine_and_a_stall_does_no_harm(see
     generator = torch.Generator().manual_seed(seed)
     grid = torch.cartesian_prod(*[torch.arange(4)] * 3)
     truth = factor + sum(0.25 * torch.randn(4, generator=generator)[values] for values in grid.T)
-    weights = torch.full((64,), 1 / 64, dtype=torch.float64)
-    chosen = cells_to_time(grid, torch.ones(64, 64, dtype=torch.bool), weights, 40)[:, 1]
+    chosen = torch.randperm(64, generator=generator)[:40]
     differences = truth[chosen] + 0.02 * torch.randn(40, generator=generator)
     differences[7] += 3.0  # twenty times as long, once
     error = (fit_offsets(grid, chosen, differences).mean - truth).square().mean().sqrt()
@@ -110,45 +105,6 @@ def test_without_cells_nothing_changes_to_the_bit() -> None:
         limits = limit.expand(90)
         assert torch.equal(same.choose(table.features, limits), stack.choose(table.features, limits))
         assert all(map(torch.equal, same.view(x, limits), stack.view(x, limits)))
-
-
-# -- which cells tell most ---------------------------------------------------------------------------------------------
-
-
-def test_every_cell_listed_is_the_best_next_one() -> None:
-    """Each lowers the weighted variance more than any other would, by posteriors with and without it."""
-    weights = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64)
-    chosen = cells_to_time(GRID, torch.ones(20, 4, dtype=torch.bool), weights, 6)[:, 1]
-
-    def variance(configurations: list[int]) -> float:
-        index = torch.tensor(configurations)
-        return float(weights @ posterior(GRID, index, torch.zeros(len(index)), PLANNED).variance)
-
-    for place in range(6):
-        before = chosen[:place].tolist()
-        tried = [variance([*before, c]) for c in range(4)]
-        assert tried[chosen[place]] == pytest.approx(min(tried), rel=1e-9)
-    assert chosen[0] == 0
-    assert len(set(chosen.tolist())) > 1
-
-
-def test_samples_differ_and_only_measured_cells_are_listed() -> None:
-    mask = torch.rand(30, 4, generator=torch.Generator().manual_seed(0)) < 0.4
-    cells = cells_to_time(GRID, mask, EVEN, 16)
-    assert mask[cells[:, 0], cells[:, 1]].all()
-    assert len(cells[:, 0].unique()) == 16
-    every = cells_to_time(GRID, mask, EVEN, 1000)
-    assert torch.equal(every.unique(dim=0), mask.nonzero())  # each once, and no more than there are
-
-
-def test_weights_are_those_of_what_a_controller_chooses() -> None:
-    table = small_table(60, holes=0.2)
-    controller = driven_apart(table, PolicyConfig(structure="utility", hidden=8))
-    weights = decision_weights(controller, table, torch.arange(60), torch.tensor([6.0, 20.0]))
-    assert float(weights.sum()) == pytest.approx(1)
-    assert weights.min() >= 0.1 / 12 - 1e-12
-    chosen = controller.choose(table.features, torch.full((60,), 20.0), table.mask).bincount(minlength=12)
-    assert weights[chosen.argmax()] > weights[chosen == 0].max()
 
 
 # -- cells of two profiles ---------------------------------------------------------------------------------------------

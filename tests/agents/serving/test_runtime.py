@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_table
-from PIL import Image
 
 from knobwise.agents.checkpoint import Loaded
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.serving.adaptive_model import AdaptiveModel, content_key
+from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.export import configurations_of, to_numpy
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.common.errors import InputError
@@ -98,7 +97,6 @@ class Noting:
     def __init__(self) -> None:
         self.running: list[dict[str, int]] = []
         self.groups: list[tuple[dict[str, int], list[Any]]] = []
-        self.first_stages = 0
 
     @contextmanager
     def set_knobs(self, configuration: Mapping[str, int]) -> Iterator[None]:
@@ -110,7 +108,6 @@ class Noting:
             self.running.pop()
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
-        self.first_stages += 1
         if not features:
             return FirstStage(request, {}, None, total_ms=1.0, extra_ms=0.0)
         blocks = {"image_features": np.zeros(32, np.float32), "language_features": np.zeros(16, np.float32)}
@@ -219,13 +216,11 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them() -> None:
             return (0, math.log(3), 0.05) if limit < 10 else None
 
     noting, controller = Noting(), FallingBack()
-    for cache in (0, 4):
-        model = AdaptiveModel(noting, controller, cache=cache)
-        for _ in range(2):  # with a cache the second time without the first stage
-            cheap, dear = (model.answer(Request("the same image", "the same question"), ms) for ms in (9.0, 90.0))
-            assert (cheap.choice, dear.choice) == (0, 7)
-            assert 8.0 < cheap.limit_ms <= 9.0
-            assert cheap.decision_us < 1e3
+    model = AdaptiveModel(noting, controller)
+    cheap, dear = (model.answer(Request("the same image", "the same question"), ms) for ms in (9.0, 90.0))
+    assert (cheap.choice, dear.choice) == (0, 7)
+    assert 8.0 < cheap.limit_ms <= 9.0
+    assert cheap.decision_us < 1e3
     model = AdaptiveModel(noting, controller)
     # 1 ms for features, which only a decision by features takes off its budget
     assert model.answer(requests_of("a")[0], 90.0).limit_ms == pytest.approx(89.0)
@@ -276,7 +271,7 @@ def test_calibration_finds_the_ratio_of_two_machines() -> None:
 
 def test_threads_share_a_model_without_mixing_knobs(vlm: ElasticAdaptive) -> None:
     serial = [result.answer.text for result in AdaptiveModel(vlm, ByFeatures()).generate(REQUESTS, 10.0)]
-    model = AdaptiveModel(vlm, ByFeatures(), cache=4)
+    model = AdaptiveModel(vlm, ByFeatures())
     order = [i for worker in range(4) for i in np.random.default_rng(worker).permutation(len(REQUESTS)).tolist()]
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda i: model.generate([REQUESTS[i]], 10.0)[0].answer.text, order))
@@ -299,21 +294,6 @@ def test_a_model_that_fails_leaves_the_runtime_usable_whatever_kind_of_number_th
         assert [(result.answer.text, result.budget_ms) for result in results] == [("to a", 9.0), ("to b", 9.0)]
 
 
-def test_first_stages_are_kept_by_content_and_the_oldest_goes() -> None:
-    noting = Noting()
-    model = AdaptiveModel(noting, ByLimit(), cache=2)
-    for question in "abababcb":
-        (result,) = model.generate(requests_of(question), 9.0)
-        assert result.answer.text == f"to {question}"
-    assert (model.cache_hits, model.cache_misses, noting.first_stages) == (5, 3, 3)
-    model.generate(requests_of("a"), 9.0)  # was used longest ago, and c has taken its place
-    assert noting.first_stages == 4
-    model = AdaptiveModel(noting, ByLimit(), cache=2)
-    for question in "abacab":  # b was used longest ago when c came, not a
-        model.generate(requests_of(question), 9.0)
-    assert (model.cache_hits, model.cache_misses) == (2, 4)
-
-
 def test_the_median_of_the_latest_decisions_is_charged() -> None:
     model = AdaptiveModel(Noting(), Slow())
     results = [model.answer(request, 50.0) for request in requests_of(*"abcdefg")]
@@ -328,36 +308,6 @@ def test_a_batch_is_charged_for_knobs_and_for_waiting_but_not_for_its_first_stag
     for result in AdaptiveModel(Later(), ByLimit()).generate(requests_of("a", "b"), 60_000.0, arrived=[now, now]):
         assert result.overhead_ms > 15
         assert 60_300 < result.limit_ms < 60_499  # as if the first stage had begun 500 ms before
-
-
-def test_a_first_stage_from_the_cache_answers_alike_and_is_not_charged_again(vlm: ElasticAdaptive) -> None:
-    model = AdaptiveModel(vlm, ByFeatures(), cache=8)
-    other = Request(REQUESTS[3].image.clone(), REQUESTS[3].question.clone())
-    results = [model.generate([request], 9.0)[0] for request in (REQUESTS[3], REQUESTS[3], other)]
-    assert len({(result.answer.text, result.choice) for result in results}) == 1
-    assert model.cache_hits == 2
-    model = AdaptiveModel(Later(1e6), ByLimit(), cache=2)
-    fresh, kept = (model.answer(requests_of("a")[0], 9.0) for _ in range(2))
-    assert fresh.overhead_ms >= 1e6
-    assert kept.overhead_ms < 1e5
-
-
-def test_contents_are_told_apart() -> None:
-    picture = Image.new("RGB", (4, 2), (9, 9, 9))
-    red, green = Image.new("P", (4, 2)), Image.new("P", (4, 2))
-    red.putpalette([255, 0, 0])
-    green.putpalette([0, 255, 0])
-    contents = [
-        torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3), picture,
-        picture.resize((2, 4)), red, green, "a", "b",
-    ]  # fmt: skip
-    keys = [content_key(content) for content in contents]
-    assert len(set(keys)) == len(keys)
-    assert content_key(picture.copy()) == content_key(picture)
-    assert content_key(np.zeros((2, 3), np.float32)) == content_key(torch.zeros(2, 3))
-    for unknown in (object(), np.array([object()])):
-        with pytest.raises(InputError, match="cache=0"):
-            content_key(unknown)
 
 
 def test_a_trained_controller_decides_alike_in_every_form(vlm: ElasticAdaptive) -> None:

@@ -175,7 +175,6 @@ def test_the_description_fits_the_files(out):
         ({"clock": "sun"}, "must be one of wall, cpu"),
         ({"samples": 0}, "elastic.samples=0: must be at least 1"),
         ({"model": "nowhere.safetensors"}, "no such file"),
-        ({"cells": "nowhere.csv"}, "nowhere.csv: no such file"),
     ],
 )
 def test_impossible_settings_are_refused_before_anything_is_written(tmp_path, wrong, message):
@@ -208,25 +207,6 @@ def test_an_interrupted_measurement_resumes_and_measures_nothing_twice(out, tmp_
     assert set(Counter(str(run) for run in runs if run).values()) == {2}  # the two repeats
     profile_elastic(tmp_path, config)
     assert len(runs) == 2 * 5 * 8 + 1
-
-
-def test_only_listed_cells_are_measured(out, tmp_path):
-    (tmp_path / "cells.csv").write_text("sample_id,max_crops,top_k,num_active_blocks,latency_ms\n3,1,2,3,\n0,4,1,4,\n")
-    config = replace(CONFIG, model=str(out / profile.MODEL_FILE), cells=str(tmp_path / "cells.csv"))
-    table = pl.read_parquet(profile_elastic(tmp_path / "part", config) / "table.parquet")
-    cells = table.select("sample_id", *Configuration._fields).unique().sort("sample_id")
-    assert cells.rows() == [(0, 4, 1, 4), (3, 1, 2, 3)]
-    whole = pl.read_parquet(out / "table.parquet").join(cells, on=cells.columns, nulls_equal=True)
-    assert table.sort("sample_id")["accuracy"].to_list() == whole.sort("sample_id")["accuracy"].to_list()
-    assert (table["latency_ms"] > 0).all()
-    assert len((tmp_path / "part" / "state" / "measured-0.jsonl").read_text().splitlines()) == 2 * 2
-    (tmp_path / "cells.csv").write_text("sample_id,max_crops,top_k,num_active_blocks\n5,1,2,3\n0,4,1,4\n")
-    with pytest.raises(ValueError, match=r"cells.csv: 1 of its 2 cells are of other samples or configurations"):
-        profile_elastic(tmp_path / "none", config)
-    (tmp_path / "cells.csv").write_text("sample_id,top_k\n5,1\n")
-    with pytest.raises(ValueError, match="no column max_crops, num_active_blocks"):
-        profile_elastic(tmp_path / "none", config)
-    assert not (tmp_path / "none").exists()
 
 
 def test_cpu_time_can_be_the_latency(out, tmp_path):

@@ -313,20 +313,6 @@ def test_features_are_taken_over_when_nothing_changed_and_anew_by_force(tmp_path
     assert torch.equal(new["image_features"], old["image_features"] + 1)
 
 
-def test_only_listed_cells_are_measured_by_every_part(tmp_path, capsys):
-    (tmp_path / "cells.csv").write_text(
-        "sample_id,max_crops,top_k,num_active_blocks\nid3,1,0,3\nid0,8,0,1\nid5,8,0,1\n"
-    )
-    model, config = Blurred(), replace(ONCE, cells=str(tmp_path / "cells.csv"), shards=2)
-    for shard in range(2):
-        profile_vlm(tmp_path / "part", model, DATA, replace(config, shard=shard))
-    assert sorted(model.asked) == [("Which colour 0?", 8, 1), ("Which colour 3?", 1, 3), ("Which colour 5?", 8, 1)]
-    table = pl.read_parquet(tmp_path / "part" / "table.parquet").sort("sample_id")
-    assert table["sample_id"].to_list() == ["id0", "id3", "id5"]
-    assert table["accuracy"].to_list() == [1.0, 0.0, 1.0]
-    assert sorted(path.name for path in (tmp_path / "part").iterdir()) == ["state", "table.parquet"]
-
-
 def test_a_profile_without_features(tmp_path):
     profile_vlm(tmp_path, Blurred(), DATA, replace(CONFIG, features=False))
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -404,7 +390,6 @@ def test_a_large_grid_is_sampled(tmp_path):
         ({"metric": "choice"}, "sample 'id0': metric choice: needs 1 to 26 choices"),
         ({"shards": 5}, "there are 4 configurations only"),
         ({"features_from": "gone.safetensors"}, "no such file"),
-        ({"cells": "gone.csv"}, "no such file"),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused_before_anything_is_written(tmp_path, wrong, message):
