@@ -58,6 +58,7 @@ class BudgetAwareStatic(Averages):
     name = "budget_aware_static"
 
     def __init__(self, table: ProfileTable, rows: Tensor) -> None:
+        table = table.without_first_look
         _, self.latency_ms = averages(table, rows)
         # With each configuration's cells in order of latency, a running sum of accuracy answers every budget exactly.
         # [C, n·R]; each measurement counts as its share of the cell
@@ -105,7 +106,7 @@ class LookupTable:
     name = "lookup_table"
 
     def __init__(self, table: ProfileTable, rows: Tensor, tolerance: float = 0.05) -> None:
-        self._accuracy, self._latency_ms = averages(table, rows)
+        self._accuracy, self._latency_ms = averages(table.without_first_look, rows)
         self._tolerance = tolerance
 
     def choose(self, features: Mapping[str, Tensor], budgets_ms: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -166,7 +167,7 @@ class Oracle:
     name = "oracle"
 
     def __init__(self, table: ProfileTable, rows: Tensor) -> None:
-        self._mask = table.mask[rows]
+        table, self._mask = table.without_first_look, table.mask[rows]
         self._accuracy, self._latency_ms = table.accuracy[rows], table.latency_ms[rows]
         self._measurements_ms = table.measurements_ms[rows]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from knobwise.agents.judging.policy import Baseline, Policy
+from knobwise.agents.judging.policy import Baseline, Policy, reads_features
 from knobwise.common.progress import progress
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.configurations.reward import RewardTable, share_in_time
@@ -96,7 +96,8 @@ def judge(
     """Let a policy decide for every sample, int64 [n], under every deadline [B], and look up the outcomes.
 
     It sees features, what its own cost, [B] in ms, leaves of the deadlines, and which configurations were profiled for
-    the sample, because the outcomes of others are unknown. `rewards` defaults to those of training.
+    the sample, because the outcomes of others are unknown. Where it reads no features it does not pay for a first look
+    (`ProfileTable.first_look_ms`). `rewards` defaults to those of training.
     """
     cost_ms = torch.zeros_like(budgets_ms) if cost_ms is None else cost_ms.to(budgets_ms)
     rewards = RewardTable(table, TRAINING_REWARD) if rewards is None else rewards
@@ -105,18 +106,23 @@ def judge(
     limits = [limit.expand(len(rows)) for limit in left]
     chosen = torch.stack([policy.choose(features, limit, mask).cpu() for limit in limits], 1)
     at = rows.unsqueeze(1), chosen
-    accuracy, in_time = table.accuracy[at], share_in_time(table.measurements_ms[at] + cost_ms[:, None], budgets_ms)
-    fastest = table.latency_ms[rows].masked_fill(~mask, torch.inf).amin(1, keepdim=True)
+    reads, quick = reads_features(policy, left), table.without_first_look
+    added_ms = cost_ms.expand(chosen.shape)
+    if table.first_look_ms is not None:
+        added_ms = added_ms - table.first_look_ms[at] * ~reads
+    accuracy, in_time = table.accuracy[at], share_in_time(table.measurements_ms[at] + added_ms[..., None], budgets_ms)
+    fastest = quick.latency_ms[rows].masked_fill(~mask, torch.inf).amin(1, keepdim=True)
     device = rewards.accuracy.device
+    unread = rewards if quick is table else RewardTable(quick, rewards.config, device)
     rewarded = [
-        rewards.chosen(rows.to(device), chosen[:, i, None].to(device), limit.to(device)).cpu()
+        (rewards if reads[i] else unread).chosen(rows.to(device), chosen[:, i, None].to(device), limit.to(device)).cpu()
         for i, limit in enumerate(limits)
     ]
     return Judged(
         budgets_ms=budgets_ms,
         chosen=chosen,
         accuracy=accuracy,
-        latency_ms=table.latency_ms[at] + cost_ms,
+        latency_ms=table.latency_ms[at] + added_ms,
         in_time=in_time,
         utility=accuracy * in_time,
         reward=torch.stack(rewarded).squeeze(-1).T,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 Array = TypeVar("Array")
 """`torch.Tensor` in training and judging, `numpy.ndarray` in serving."""
@@ -37,3 +37,12 @@ class Baseline(Protocol):
     def choose(self, features: Mapping[str, Tensor], limits: Tensor, mask: Tensor | None = None, /) -> Tensor:
         """See `Policy.choose`."""
         ...
+
+
+def reads_features(policy: Any, limits: Tensor) -> Tensor:
+    """Whether a policy reads a request's features under each of these limits [B] → bool [B]. Static policies do not,
+    nor does a guard that falls back to one."""
+    if not hasattr(policy, "normaliser"):
+        return torch.zeros(len(limits), dtype=torch.bool)
+    guard = getattr(policy, "guard", None)
+    return torch.ones(len(limits), dtype=torch.bool) if guard is None else guard.deploy[guard.groups(limits)]

@@ -78,7 +78,8 @@ class Result:
     waited_ms: float
     """Time since its arrival without its own work; 0 if the arrival is unknown."""
     overhead_ms: float
-    """What the controller adds: pooled features, decision, knobs set, tracking, and the calls between them."""
+    """What the controller adds: features, with a first look that the answer does not continue from, decision, knobs
+    set, tracking, and the calls between them."""
     decision_us: float
     """The part of the overhead that the decision took, for the whole batch."""
 
@@ -173,7 +174,8 @@ class AdaptiveModel:
             done = now()
             decision_ms = _positive(took * 1e3)
             # what is neither in the answer nor counted yet: calls, clocks, setting knobs, tracking
-            beyond_ms = _positive((done - begun) * 1e3 - answer.total_ms - stage.extra_ms - decision_ms)
+            work_ms = answer.total_ms + stage.extra_ms + stage.unused_ms(self.configurations[expected[0]])
+            beyond_ms = _positive((done - begun) * 1e3 - work_ms - decision_ms)
             latest.add(decision_ms, beyond_ms)
             about = stage, budget_ms, limit, drift, arrived
             return self._result(about, expected[0], answer, decision_ms, beyond_ms, done)
@@ -229,11 +231,12 @@ class AdaptiveModel:
             groups.setdefault(each[i][0], []).append(i)
         results: dict[int, Result] = {}
         for choice, members in groups.items():
-            before = self._now()
+            before, configuration = self._now(), self.configurations[choice]
             answers = self._answers([stages[i] for i in members], [each[i] for i in members])
             done = self._now()
             # what the group took beyond its answers: setting knobs, tracking
-            work = (a.total_ms - stages[i].total_ms + stages[i].extra_ms for i, a in zip(members, answers, strict=True))
+            used = [stages[i].total_ms - stages[i].extra_ms - stages[i].unused_ms(configuration) for i in members]
+            work = (answer.total_ms - ms for answer, ms in zip(answers, used, strict=True))
             beyond_ms = _positive((done - before) * 1e3 - sum(work))
             self._decided.add(decision_ms, beyond_ms)
             for i, answer in zip(members, answers, strict=True):
@@ -250,8 +253,9 @@ class AdaptiveModel:
             self.tracker.ignore(f"the model raised {type(error).__name__}")
             raise
         if self._tracks:
-            for (_, log_latency, spread), answer in zip(expected, answers, strict=True):
-                self.tracker.update(choice, log_latency, spread, answer.total_ms)
+            for (_, log_latency, spread), stage, answer in zip(expected, stages, answers, strict=True):
+                took_ms = answer.total_ms + stage.unused_ms(self.configurations[choice])
+                self.tracker.update(choice, log_latency, spread, took_ms)
         return answers
 
     def _result(
@@ -265,10 +269,10 @@ class AdaptiveModel:
     ) -> Result:
         """`about`: first stage, budget, limit, drift, arrival."""
         stage, budget, limit, drift, arrived = about
-        overhead = stage.extra_ms + decision_ms + beyond_ms
+        configuration = self.configurations[choice]
+        overhead = stage.extra_ms + stage.unused_ms(configuration) + decision_ms + beyond_ms
         total = overhead + answer.total_ms
         waited = 0.0 if arrived is None else _positive((done - arrived) * 1e3 - total)
-        configuration = self.configurations[choice]
         total += waited
         return Result(answer, configuration, choice, budget, limit, drift, total, waited, overhead, decision_ms * 1e3)
 
@@ -320,7 +324,8 @@ class AdaptiveModel:
                 (answer,) = self.model.answer([stage], self.configurations[column])
                 took.append(answer.total_ms)
                 tick(done, "")
-        choices, latency_ms = [column for _, column in drawn], table.latency_ms[rows][tuple(zip(*drawn, strict=True))]
+        choices, straight = [column for _, column in drawn], table.without_first_look.latency_ms[rows]
+        latency_ms = straight[tuple(zip(*drawn, strict=True))]
         timed, profiled = (np.log(np.maximum(ms, LEAST_LATENCY_MS)) for ms in (took, latency_ms.double().numpy()))
         return choices[warm_up:], (timed - profiled)[warm_up:].tolist()
 

@@ -80,6 +80,7 @@ class Guard(nn.Module):
         meets: Tensor,
         static_choice: Tensor,
         cost_ms: float = 0.0,
+        first_look_ms: Tensor | None = None,
         **settings: float,
     ) -> Guard:
         """Find prices and fall-backs on n held-out samples with C configurations, for B budgets.
@@ -90,10 +91,12 @@ class Guard(nn.Module):
                 probability that the latency is at most that, predicted by a model not fitted on the sample.
             static_choice: int64 [B, n], what budget-aware static chooses.
             cost_ms: what a decision of the policy takes from each budget. Static costs nothing.
+            first_look_ms: float [n, C], what static does not pay of the measurements; None for nothing.
             settings: those of the class.
         """
         guard = cls(len(measured.budgets_ms), **settings)
         guard.budgets_ms.copy_(measured.budgets_ms)
+        quickest_ms = measured.latency_ms if first_look_ms is None else measured.latency_ms - first_look_ms
         for group, budget in enumerate(measured.budgets_ms):
             # columns: the prices, then static
             choices = [_choice(score[group], meets[group], p, measured.mask, static_choice[group]) for p in PRICES]
@@ -101,8 +104,10 @@ class Guard(nn.Module):
             cells = torch.arange(len(columns)).unsqueeze(1), columns
             latency_ms = measured.measurements_ms[cells].double()
             latency_ms[:, :-1] += cost_ms
+            if first_look_ms is not None:
+                latency_ms[:, -1] -= first_look_ms.gather(1, columns[:, -1:])
             in_time = share_in_time(latency_ms, budget)
-            feasible = (measured.latency_ms <= budget).any(1)
+            feasible = (quickest_ms <= budget).any(1)
             utilities = measured.accuracy[cells].double() * in_time
             values = guard._calibrated(utilities, in_time[feasible].sum(0), int(feasible.sum()))
             for name, value in values.items():

@@ -356,4 +356,7 @@ def _calibrated(
         for number, budget in enumerate(measured.budgets_ms):
             static_choice[number, hold] = static.choose({}, budget.expand(len(hold)), measured.mask[hold])
     settings = {name: getattr(config, name) for name in GUARD_SETTINGS} | {"cost_ms": cost_ms}
-    return Guard.calibrate(measured, score=score, meets=likely, static_choice=static_choice, **settings)
+    first_look_ms = None if table.first_look_ms is None else table.first_look_ms[measured.rows]
+    return Guard.calibrate(
+        measured, score=score, meets=likely, static_choice=static_choice, first_look_ms=first_look_ms, **settings
+    )

@@ -36,7 +36,7 @@ def log_measured(latency_ms: Tensor) -> Tensor:
 
 def default_budgets(table: ProfileTable) -> Tensor:
     """The budgets that policies are judged on, float32 [B], in ms: `quantile_budgets` of the whole table."""
-    return quantile_budgets(table.latency_ms, table.mask)
+    return quantile_budgets(table.without_first_look.latency_ms, table.mask)
 
 
 def quantile_budgets(latency_ms: Tensor, mask: Tensor) -> Tensor:
@@ -73,7 +73,8 @@ def judged_budgets(table: ProfileTable, budgets_ms: Sequence[float] | None, rows
     """The budgets in the settings, in ms; the default are those of these rows (int64) or of all: float32 [B].
     Raises InputError if there is no budget, or one that is not positive."""
     if budgets_ms is None:
-        return default_budgets(table) if rows is None else quantile_budgets(table.latency_ms[rows], table.mask[rows])
+        latency_ms, mask = table.without_first_look.latency_ms, table.mask
+        return default_budgets(table) if rows is None else quantile_budgets(latency_ms[rows], mask[rows])
     if not budgets_ms or not min(budgets_ms) > 0:
         raise InputError(f"budgets_ms={list(budgets_ms)}: at least one, all positive, in ms")
     return torch.tensor(list(budgets_ms))

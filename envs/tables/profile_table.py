@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +53,7 @@ class ProfileTable:
 
     WORDS: ClassVar = ("datasets", "image_ids", "parts", "question_types")
     TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
+    OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms")
     name: str
     """The profile's name in reports."""
     knobs: tuple[Knob, ...]
@@ -85,6 +86,10 @@ class ProfileTable:
     """Time to compute a request's features, ms, which policies that read them are charged. Not part of the digest."""
     repeats_ms: Tensor | None = None
     """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was measured once."""
+    first_look_ms: Tensor | None = None
+    """float32 [N, C], 0 where not profiled: the part of `latency_ms` that goes into reading the request for its
+    features, and that no answer under this configuration goes on from. A decision without features does not pay it,
+    see `without_first_look`. None for nothing."""
 
     def __post_init__(self) -> None:
         parts: dict[str, tuple[Any, str]] = {k: (getattr(self, k), "NC") for k in ("accuracy", "latency_ms", "mask")}
@@ -92,6 +97,7 @@ class ProfileTable:
         parts |= {"sample_ids": (self.sample_ids, "N"), **{k: (v, "N") for k in self.WORDS if (v := getattr(self, k))}}
         parts |= {f"features[{k}]": (block, "N_") for k, block in self.features.items()}
         parts |= {} if self.repeats_ms is None else {"repeats_ms": (self.repeats_ms, "NCR")}
+        parts |= {} if self.first_look_ms is None else {"first_look_ms": (self.first_look_ms, "NC")}
         check_axes(f"profile {self.name!r}", parts)
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
@@ -111,6 +117,8 @@ class ProfileTable:
         for what, count in counts.items():
             if count:
                 raise InputError(f"profile {self.name!r}: {count} × {what}")
+        if self.first_look_ms is not None and not bool((self.first_look_ms >= 0).all()):
+            raise InputError(f"profile {self.name!r}: first_look_ms must be at least 0 everywhere")
         if self.repeats_ms is not None:
             check_repeats(f"profile {self.name!r}", self.repeats_ms, self.latency_ms)
         names = zip(self.datasets, self.sample_ids, strict=True) if self.datasets else self.sample_ids
@@ -146,6 +154,19 @@ class ProfileTable:
         """Every measurement of each cell, float32 [N, C, R], NaN after its last; a view of what the table holds."""
         return self.latency_ms.unsqueeze(-1) if self.repeats_ms is None else self.repeats_ms
 
+    @functools.cached_property
+    def without_first_look(self) -> ProfileTable:
+        """What decisions without features meet: the same table, faster by `first_look_ms`.
+
+        Raises:
+            InputError: a first look that takes longer than the whole request.
+        """
+        if self.first_look_ms is None:
+            return self
+        latency_ms = self.latency_ms - self.first_look_ms
+        repeats_ms = None if self.repeats_ms is None else self.repeats_ms - self.first_look_ms.unsqueeze(-1)
+        return replace(self, latency_ms=latency_ms, repeats_ms=repeats_ms, first_look_ms=None)
+
     @property
     def dataset_names(self) -> tuple[str, ...]:
         """The data set of each sample, N names."""
@@ -179,7 +200,7 @@ class ProfileTable:
         text += [self.question_types] if self.question_types else []
         text += [self.num_repeats] if self.repeats_ms is not None else []
         sha.update(json.dumps(text).encode())
-        repeats = [] if self.repeats_ms is None else [self.repeats_ms]
+        repeats = [tensor for tensor in (self.repeats_ms, self.first_look_ms) if tensor is not None]
         parts = (self.configurations, self.mask, self.accuracy, self.latency_ms, *repeats)
         for tensor in (*parts, *self.features.values()):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
@@ -206,7 +227,7 @@ class ProfileTable:
             **{k: list(getattr(self, k)) for k in ("sample_ids", *self.WORDS, "notes")},
         }
         tensors = {name: getattr(self, name) for name in self.TENSORS}
-        tensors |= {} if self.repeats_ms is None else {"repeats_ms": self.repeats_ms}
+        tensors |= {name: tensor for name in self.OPTIONAL if (tensor := getattr(self, name)) is not None}
         tensors |= {f"features.{name}": block for name, block in self.features.items()}
         write_tensors(path, head, tensors)
 
@@ -219,7 +240,8 @@ class ProfileTable:
             parts |= {name: tuple(head.get(name, ())) for name in ("sample_ids", *cls.WORDS, "notes")}
             knobs = tuple(Knob(name, tuple(values)) for name, values in head["knobs"])
             features = with_prefix(tensors, "features.")
-            parts |= {"repeats_ms": tensors.get("repeats_ms"), "features_ms": float(head.get("features_ms", 0.0))}
+            parts |= {name: tensors.get(name) for name in cls.OPTIONAL}
+            parts |= {"features_ms": float(head.get("features_ms", 0.0))}
             return cls(name=head["name"], unit=head.get("unit", "ms"), knobs=knobs, features=features, **parts)
 
         return read_table(path, "table", build)

@@ -49,7 +49,7 @@ MULTIRUN = ("-m", "--multirun")
 
 _POLICY = PolicyConfig(structure="utility", members=5, hidden=96, layers=2, dropout=0.2)
 _OPTIMISER: dict[str, Any] = {"warmup_iterations": 150, "iterations": 200, "patience": 6, "retreat": 1, "contexts": 512}
-_OPTIMISER |= {"warmup_patience": 4, "warmup_lr": 3e-3, "lr": 1e-4, "weight_decay": 0.05}
+_OPTIMISER |= {"warmup_patience": 6, "warmup_lr": 3e-3, "lr": 1e-4, "weight_decay": 0.05}
 _OPTIMISER |= {"clip_grad": 5.0, "evaluate_every": 10}
 
 GROUPS: dict[str, dict[str, Any]] = {

@@ -41,6 +41,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     """
     from knobwise.experiments.report.charts import pareto_front
 
+    digest, table = table.digest, table.without_first_look
     mask, accuracy, latency = table.mask, table.accuracy.nan_to_num(), table.latency_ms.nan_to_num()
     profiled = mask.sum(0)
     means = {"accuracy": _mean(accuracy, mask), "latency_ms": _mean(latency, mask)}
@@ -49,7 +50,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
     lowest, highest = _range(accuracy.where(mask, torch.nan).T)
     facts: dict[str, Any] = {
         "name": table.name,
-        "digest": table.digest,
+        "digest": digest,
         "samples": table.num_samples,
         "configurations": table.num_configurations,
         "grid": math.prod(table.knob_sizes),

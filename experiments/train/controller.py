@@ -65,6 +65,8 @@ class ControllerExperiment(Experiment):
         self.stacked = guarded and config.policy.structure == "utility" and config.policy.members > 1
         if self.mean and not self.stacked:
             raise InputError("budget=mean: needs policy.structure=utility and policy.members of at least 2")
+        if self.mean and table.first_look_ms is not None:
+            raise InputError(f"budget=mean: profile {table.name!r} has a first look, which needs deadlines")
         if self.mean and config.policy.deploy == "student":
             raise InputError("policy.deploy=student: is for deadlines; under budget=mean the policy itself is deployed")
         if self.mean and config.split.repeats > 1:

@@ -102,6 +102,13 @@ class FirstStage:
     extra_ms: float
     """The part of it that the model would not have spent without a decision to make: pooling, copies, and whatever it
     computed that no configuration can continue from. It does not include what is reused."""
+    reused_by: Callable[[Configuration], bool] | None = None
+    """Whether an answer under a configuration continues from this stage; None: under every configuration."""
+
+    def unused_ms(self, configuration: Configuration) -> float:
+        """What of the stage, beside `extra_ms`, an answer under this configuration does not continue from."""
+        unused = self.reused_by is not None and not self.reused_by(configuration)
+        return self.total_ms - self.extra_ms if unused else 0.0
 
 
 @dataclass(slots=True)
@@ -109,8 +116,8 @@ class Answer:
     """An answer and what it cost. Times are differences of `clock_ms` in ms; a device finishes its work before the
     clock is read.
 
-    They cover the whole request, as if it had gone straight through with this configuration: they include the first
-    stage without its `extra_ms`.
+    They cover the whole request, as if it had gone straight through with this configuration: they include what it
+    continues from of the first stage, without `extra_ms`.
     """
 
     text: str
@@ -149,7 +156,8 @@ class AdaptiveVLM(Protocol):
 
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         """The part that comes before a decision; independent of every knob. `features` is False where the decision
-        needs none, because it is always the same at this budget: leave out what only they need."""
+        needs none, because it is always the same at this budget: leave out what only they need, and a first look that
+        not every configuration continues from."""
         ...
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:

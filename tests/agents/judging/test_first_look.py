@@ -1,0 +1,122 @@
+"""A first look that costs time, and that not every configuration continues from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import Always, repeated, small_table, table_of
+
+from knobwise.agents.controller.controller import Controller
+from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.judging.baselines import BestStatic, BudgetAwareStatic, LookupTable, Oracle
+from knobwise.agents.judging.evaluation import judge
+from knobwise.agents.judging.policy import reads_features
+from knobwise.agents.predictors.experts import Measured
+from knobwise.agents.stack.guard import Guard
+from knobwise.agents.stack.stacked_controller import fit_stack
+from knobwise.common.errors import InputError
+from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.readers.joint import join_tables
+from knobwise.envs.tables.profile_table import ProfileTable
+
+
+def looked_at(table: ProfileTable, first_look_ms: float = 3.0) -> ProfileTable:
+    """The table, as decisions by features meet it: every configuration but the first two pays for the look."""
+    paid = torch.full_like(table.latency_ms, first_look_ms).where(table.mask, 0.0)
+    paid[:, :2] = 0.0
+    repeats_ms = None if table.repeats_ms is None else table.repeats_ms + paid.unsqueeze(-1)
+    return replace(table, latency_ms=table.latency_ms + paid, repeats_ms=repeats_ms, first_look_ms=paid)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_without_the_look_the_table_is_as_before(several: bool) -> None:
+    table = small_table(40, holes=0.2)
+    table = repeated(table) if several else table
+    quick = looked_at(table).without_first_look
+    torch.testing.assert_close(quick.measurements_ms, table.measurements_ms, equal_nan=True)
+    torch.testing.assert_close(quick.latency_ms, table.latency_ms, equal_nan=True)
+    assert quick.first_look_ms is None
+    assert quick.without_first_look is quick
+
+
+def test_a_table_keeps_its_first_look_on_disk(tmp_path: Path) -> None:
+    table = looked_at(small_table(20, holes=0.2))
+    table.save(tmp_path / "t.safetensors")
+    again = ProfileTable.load(tmp_path / "t.safetensors")
+    assert torch.equal(again.first_look_ms, table.first_look_ms)
+    assert again.digest == table.digest
+    assert table.digest not in (table.without_first_look.digest, looked_at(small_table(20, holes=0.2), 2.0).digest)
+
+
+def test_looks_that_cannot_be_are_refused() -> None:
+    table = small_table(20)
+    for wrong in (-1.0, torch.nan):
+        with pytest.raises(InputError, match="first_look_ms must be at least 0"):
+            replace(table, first_look_ms=torch.full_like(table.latency_ms, wrong))
+    longer = replace(table, first_look_ms=table.latency_ms + 1)
+    with pytest.raises(InputError, match="negative latency_ms"):
+        longer.without_first_look  # noqa: B018
+    with pytest.raises(InputError, match="first look cannot be joined"):
+        join_tables([looked_at(table), table])
+
+
+def test_decisions_without_features_do_not_pay_for_it() -> None:
+    table, rows = small_table(60), torch.arange(60)
+    paid, budgets = looked_at(table), default_budgets(table)
+    torch.testing.assert_close(default_budgets(paid), budgets)
+    static, same = BudgetAwareStatic(paid, rows), BudgetAwareStatic(table, rows)
+    torch.testing.assert_close(static.mean_utility(budgets), same.mean_utility(budgets))
+    for make in (BestStatic, LookupTable, Oracle):
+        mask = table.mask
+        for budget in budgets:
+            limits = budget.expand(60)
+            assert torch.equal(make(paid, rows).choose({}, limits, mask), make(table, rows).choose({}, limits, mask))
+    with_look, without = judge(same, paid, rows, budgets), judge(same, table, rows, budgets)
+    for name in ("utility", "latency_ms", "reward", "in_time"):
+        torch.testing.assert_close(getattr(with_look, name), getattr(without, name))
+    assert torch.equal(with_look.feasible, without.feasible)
+
+
+def test_decisions_by_features_pay_where_the_answer_does_not_continue_from_it() -> None:
+    table = table_of([[1.0, 1.0]], [[4.0, 4.0]], torch.zeros(1, 1))
+    paid = replace(table, latency_ms=torch.tensor([[4.0, 6.5]]), first_look_ms=torch.tensor([[0.0, 2.5]]))
+    budgets, row = torch.tensor([5.0]), torch.tensor([0])
+    for choice, in_time, took in ((0, 1.0, 4.0), (1, 0.0, 6.5)):
+        reader = Always(choice)
+        reader.normaliser = object()  # type: ignore[attr-defined]
+        judged = judge(reader, paid, row, budgets)
+        assert (float(judged.utility), float(judged.latency_ms)) == (in_time, took)
+        assert float(judge(Always(choice), paid, row, budgets).latency_ms) == 4.0
+
+
+def test_a_guard_counts_the_look_and_falls_back_without_it() -> None:
+    """Network and static choose alike, but a look of 3 ms makes the network late."""
+    table = small_table(80)
+    paid, rows = looked_at(table, 30.0), torch.arange(80)
+    policy = PolicyConfig(structure="utility", members=2, hidden=4)
+    torch.manual_seed(0)
+    network = Controller.for_table(paid, rows, policy, False, torch.ones(2, 80, dtype=torch.bool))
+    budgets = default_budgets(paid)
+    stack = fit_stack(paid, rows, network, policy, budgets, 0)
+    assert stack.guard is not None
+    reads = reads_features(stack, budgets)
+    assert torch.equal(reads, stack.guard.deploy)
+    assert not reads[-1]
+    judged, static = judge(stack, paid, rows, budgets), judge(BudgetAwareStatic(table, rows), table, rows, budgets)
+    torch.testing.assert_close(judged.latency_ms[:, ~reads], static.latency_ms[:, ~reads])
+    # static alone, calibrated by hand: the same with the look as without it
+    always = {"score": torch.zeros(len(budgets), 80, 12), "static_choice": torch.full((len(budgets), 80), 11)}
+    utilities = [
+        Guard.calibrate(
+            Measured.from_table(each, rows, budgets, 0),
+            meets=always["score"],
+            first_look_ms=each.first_look_ms,
+            **always,
+        ).utility_static
+        for each in (paid, table)
+    ]
+    torch.testing.assert_close(*utilities)
+    assert float(utilities[0].max()) > 0
