@@ -73,6 +73,8 @@ class Result:
     """The rest of the budget that the decision was made under."""
     drift: Drift | None
     """What the decision allowed for: offsets of ln ms [C] and the factor on their spread; None for nothing."""
+    expected: tuple[float, float]
+    """The predicted mean and standard deviation of the configuration's ln ms, without drift."""
     total_ms: float
     """waited_ms + overhead_ms + answer.total_ms."""
     waited_ms: float
@@ -178,7 +180,7 @@ class AdaptiveModel:
             beyond_ms = _positive((done - begun) * 1e3 - work_ms - decision_ms)
             latest.add(decision_ms, beyond_ms)
             about = stage, budget_ms, limit, drift, arrived
-            return self._result(about, expected[0], answer, decision_ms, beyond_ms, done)
+            return self._result(about, expected, answer, decision_ms, beyond_ms, done)
 
     def generate(
         self, requests: Sequence[Request], budgets_ms: float | Sequence[float], arrived: Sequence[float] | None = None
@@ -241,7 +243,7 @@ class AdaptiveModel:
             self._decided.add(decision_ms, beyond_ms)
             for i, answer in zip(members, answers, strict=True):
                 about = stages[i], budgets[i], limits[i], drift, moments[i]
-                results[i] = self._result(about, choice, answer, decision_ms, beyond_ms, done)
+                results[i] = self._result(about, each[i], answer, decision_ms, beyond_ms, done)
         return [results[i] for i in range(len(requests))]
 
     def _answers(self, stages: Sequence[FirstStage], expected: Sequence[Expected]) -> list[Answer]:
@@ -261,7 +263,7 @@ class AdaptiveModel:
     def _result(
         self,
         about: tuple[FirstStage, float, float, Drift | None, float | None],
-        choice: int,
+        expected: Expected,
         answer: Answer,
         decision_ms: float,
         beyond_ms: float,
@@ -269,12 +271,14 @@ class AdaptiveModel:
     ) -> Result:
         """`about`: first stage, budget, limit, drift, arrival."""
         stage, budget, limit, drift, arrived = about
+        choice = expected[0]
         configuration = self.configurations[choice]
         overhead = stage.extra_ms + stage.unused_ms(configuration) + decision_ms + beyond_ms
         total = overhead + answer.total_ms
         waited = 0.0 if arrived is None else _positive((done - arrived) * 1e3 - total)
         total += waited
-        return Result(answer, configuration, choice, budget, limit, drift, total, waited, overhead, decision_ms * 1e3)
+        timed = total, waited, overhead, decision_ms * 1e3
+        return Result(answer, configuration, choice, budget, limit, drift, expected[1:], *timed)
 
     def _limit(self, latest: _Overhead, extra_ms: float, budget: float, arrived: float | None, begun: float) -> float:
         """The rest of a budget for the answer, without the overhead of the latest decisions and what the first stage,

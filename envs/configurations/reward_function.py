@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
+from knobwise.common.imports import imported, in_a_line
 from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
 
@@ -42,7 +41,7 @@ class RewardFunction:
 
     def __init__(self, name: str, table: ProfileTable, device: torch.device | str | None = None) -> None:
         self.key = f"reward.function={name}"
-        self._function = self._imported(*name.partition(":")[::2])
+        self._function: Callable[..., Any] = imported(self.key, name, "function", "examples.rewards:late_answers")
         places = table.configurations.to(device).unbind(1)
         self.knobs = {knob.name: _sizes(knob).to(at.device)[at] for knob, at in zip(table.knobs, places, strict=True)}
         self._check(table.accuracy.to(device), table.latency_ms.to(device))
@@ -55,7 +54,7 @@ class RewardFunction:
         try:
             rewards = self._function(*cells[:3], dict(zip(self.knobs, cells[3:], strict=True)))
         except Exception as error:
-            raise self._refused(f"raises {_in_a_line(error)}") from error
+            raise self._refused(f"raises {in_a_line(error)}") from error
         if not isinstance(rewards, Tensor):
             raise self._refused(f"returns {type(rewards).__name__}; must return a torch.Tensor")
         if rewards.shape != profiled.shape:
@@ -71,23 +70,6 @@ class RewardFunction:
 
     def _refused(self, problem: str) -> InputError:
         return InputError(f"{self.key}: {problem}")
-
-    def _imported(self, module: str, name: str) -> Callable[..., Any]:
-        if not module or not name:
-            raise self._refused("must be module:name, such as examples.rewards:late_answers")
-        if (folder := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, folder)
-        try:
-            imported = importlib.import_module(module)
-        except (Exception, SystemExit) as error:
-            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-                known = f"neither in {folder} nor installed; name it as in an import, without .py"
-                raise self._refused(f"there is no module {module}, {known}") from error
-            raise self._refused(f"importing {module} raises {_in_a_line(error)}") from error
-        function = getattr(imported, name, None)
-        if not callable(function):
-            raise self._refused(f"{getattr(imported, '__file__', module)} has no function {name}")
-        return function
 
     def _check(self, accuracy: Tensor, latency_ms: Tensor) -> None:
         """Call it on every cell under several budgets, then again, then on a part: accuracy and latency [N, C]."""
@@ -115,10 +97,6 @@ def _sizes(knob: Knob) -> Tensor:
     """float32, the values of a knob, or their indices if it has names."""
     named = any(isinstance(value, str) for value in knob.values)
     return torch.tensor([*(range(len(knob.values)) if named else knob.values)], dtype=torch.float32)
-
-
-def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @functools.cache

@@ -52,10 +52,14 @@ def run(config: EvaluateRun) -> dict[str, Any]:
     selector = isinstance(loaded.agent, Selector)
     if config.live and not selector:
         from knobwise.experiments.deploy.live import run_live
+        from knobwise.profiling.models import load_model
 
         shared = {name: getattr(config, name) for name in ("json", "budgets_ms")}
         missing = {name: value for name, value in shared.items() if getattr(config.stream, name) is None}
-        return run_live(checkpoint, read_profile(config.profile), replace(config.stream, **missing))
+        table, stream = read_profile(config.profile), replace(config.stream, **missing)
+        how: dict[str, Any] = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
+        model, requests = load_model(config.model, config.data, config.knobs, **how)
+        return run_live(checkpoint, table, model, requests, stream)
     if config.stream != LiveConfig() and not selector:
         raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
     results = (evaluate_selector if selector else evaluate_controller)(loaded, config)

@@ -28,14 +28,16 @@ def policies(results: Mapping[str, Any]) -> Table:
     """Every policy, the best utility first; the last two columns are of the replay."""
     rows = ranked(results)
     replay = {(row["policy"], row["what"]): row["replay"] for row in results["agreement"]}
+    columns = COLUMNS if replay else {name: column for name, column in COLUMNS.items() if column[0] in rows[0]}
+    replayed = REPLAYED if replay else {}
     cells = []
     for row in rows:
         line = [name_of(results, row["policy"])]
-        for key, how in COLUMNS.values():
+        for key, how in columns.values():
             line.append(number(row[key], how) + (interval(row[f"{key}_ci95"], how) if key in WITH_INTERVAL else ""))
-        cells.append([*line, *(number(replay[row["policy"], key], how) for key, how in REPLAYED.values())])
+        cells.append([*line, *(number(replay[row["policy"], key], how) for key, how in replayed.values())])
     strong = [place for place, row in enumerate(rows) if row["policy"] == LEARNED]
-    return Table(["policy", *COLUMNS, *REPLAYED], cells, strong)
+    return Table(["policy", *columns, *replayed], cells, strong)
 
 
 def name_of(results: Mapping[str, Any], policy: str) -> str:
@@ -54,8 +56,8 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     return sentences(
         "live.txt.j2",
         **results,
-        latency=max(abs(row["difference"]) / row["replay"] for row in latency),
-        share=max(abs(row["difference"]) for row in share),
+        latency=max((abs(row["difference"]) / row["replay"] for row in latency), default=0.0),
+        share=max((abs(row["difference"]) for row in share), default=0.0),
     )
 
 
@@ -74,6 +76,7 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
     from knobwise.experiments.report.page import render_page
 
     table = policies(results)
+    shown = len(table.header) - len(REPLAYED) * bool(results["agreement"])  # what was replayed has a table of its own
     frame = pl.DataFrame(
         [
             {"policy": policy_name(row["policy"])}
@@ -93,6 +96,6 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
         residuals=charts.residuals(pl.DataFrame(results["timeline"])),
         learned=next(row for row in results["rows"] if row["policy"] == LEARNED),
         static=next(row for row in results["rows"] if row["policy"] == STATIC),
-        policies=Table(table.header[:-2], [row[:-2] for row in table.rows], table.strong),
+        policies=Table(table.header[:shown], [row[:shown] for row in table.rows], table.strong),
         name_of=name_of,
     )

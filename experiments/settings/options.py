@@ -117,6 +117,8 @@ class LiveConfig:
 
     requests: int = 1000
     """Number of requests: test samples in random order, repeated in another order if there are too few."""
+    fresh: bool = False
+    """Serve samples that the profile does not hold instead. A replay of them is not possible."""
     repeats: int = 1
     """How often the whole stream is served, each time with the policies in another random order."""
     rate: float | None = None
@@ -180,8 +182,19 @@ class EvaluateRun:
     """Charge each policy the time of its decisions and of its features. These are measured, so figures differ by a hair
     from call to call; false compares the decisions alone, exactly."""
     live: bool = False
-    """Run the built-in elastic model behind the controller instead of replaying the profile; for a controller that was
-    trained on the built-in profile."""
+    """Run the model that was profiled behind the controller, instead of replaying the profile."""
+    model: str = "elastic"
+    """With `live`: the model, as in `knobwise profile`."""
+    data: str | None = None
+    """With `live`: its questions."""
+    knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
+    """With `live` and `data`: metric, prompt and max_new_tokens, as in `knobwise profile`."""
+    importance: str | None = None
+    """With `live` and a Hugging Face model: the file of block importance that it was profiled with."""
+    dtype: str = "auto"
+    """With `live` and a Hugging Face model: the type of its weights."""
+    device: str | None = None
+    """With `live` and a Hugging Face model: cpu or cuda; None for the GPU where there is one."""
     stream: LiveConfig = field(default_factory=LiveConfig)
     """With `live`: the simulated stream of requests."""
     json: str | None = None

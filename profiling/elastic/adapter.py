@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -200,3 +201,32 @@ def builtin_input(sample_id: str) -> tuple[str, NDArray[np.float32]]:
     seed that the profile was made with."""
     scene = scenes.draw_sample(int(sample_id), ElasticProfileConfig().seed)
     return question_of(scene), scene.images[0].transpose(1, 2, 0)
+
+
+class ElasticRequests:
+    """The scenes of the built-in profile, and beyond them fresh ones without end. An id is the number of a scene.
+
+    Args:
+        soft: answers are scored by their share of right words, not by exact match.
+    """
+
+    def __init__(self, soft: bool = False) -> None:
+        self.soft, self._scenes = soft, dict[str, Scenes]()
+
+    def ids(self) -> Iterator[str]:
+        return map(str, itertools.count())
+
+    def __contains__(self, sample_id: object) -> bool:
+        return isinstance(sample_id, str) and sample_id.isascii() and sample_id.isdigit()
+
+    def request(self, sample_id: str) -> Request:
+        return request_of(self._scene(sample_id))
+
+    def score(self, sample_id: str, answer: str) -> float:
+        words, right = answer.split(), scenes.to_words(self._scene(sample_id).answers[0])
+        return round(scenes.share_of_right(words, right), 4) if self.soft else float(words == right)
+
+    def _scene(self, sample_id: str) -> Scenes:
+        if sample_id not in self._scenes:
+            self._scenes[sample_id] = scenes.draw_sample(int(sample_id), ElasticProfileConfig().seed)
+        return self._scenes[sample_id]

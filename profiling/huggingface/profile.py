@@ -24,8 +24,9 @@ from knobwise.profiling.huggingface.loading import GREEDY, log_probs_of_answer
 from knobwise.profiling.huggingface.model import HuggingFaceVLM
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.machine import one_thread, write_json
-from knobwise.profiling.measuring.profiler import chosen_configurations, profile_vlm, question_text
+from knobwise.profiling.measuring.profiler import chosen_configurations, profile_vlm
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
+from knobwise.profiling.measuring.requests import question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 IMPORTANCE_FILE = "importance.json"

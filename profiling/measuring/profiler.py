@@ -11,9 +11,7 @@ the last to finish writes the profile. Let the GPUs be of one kind: their differ
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import string
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -26,13 +24,13 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import locked
 from knobwise.common.progress import progress
 from knobwise.profiling.measuring.adaptive_model import KNOBS, AdaptiveVLM, KnobSupport, Request, check_configuration
-from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys, image_digests
 from knobwise.profiling.measuring.grid_sampling import sample_grid
 from knobwise.profiling.measuring.machine import claim, machine, rendered
 from knobwise.profiling.measuring.measuring import COLUMNS, EXTRA, Plan, appended, measure, read_logs
-from knobwise.profiling.measuring.outputs import Judge, write_vlm_profile
+from knobwise.profiling.measuring.outputs import write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
+from knobwise.profiling.measuring.requests import Questions, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig, changed_settings
 
 FEATURES_FILE = "features.safetensors"
@@ -51,7 +49,12 @@ def profile_vlm(
     """
     out, state = Path(out), Path(out) / "state"
     items = _drawn(data.queries, config)
-    metrics, judge = _judge(items, config.metric)
+    asked = Questions(items, config.metric, config.prompt)
+    metrics = list(asked.metrics.values())
+
+    def judge(i: int, answer: str) -> float:
+        return asked.score(items[i].id, answer)
+
     configurations = chosen_configurations(model.knobs, config)
     if config.shards > len(configurations):
         raise InputError(f"knobs.shards={config.shards}: there are {len(configurations)} configurations only")
@@ -136,37 +139,6 @@ def command(model: str, config: VLMProfileConfig) -> str:
     """The command that measures the same again: every setting that is not the default, as key=value."""
     words = changed_settings("knobs.", config, leave_out=_NOT_REPEATED)
     return " ".join([f"knobwise profile model={model} data=FILE out=DIR", *words])
-
-
-def metric_of(item: VQAItem, metric: str = "auto") -> str:
-    """The metric of one sample."""
-    if metric != "auto":
-        return metric
-    if item.choices:
-        return "choice"
-    return "vqa" if len(item.answers) >= 3 else "exact"
-
-
-def question_text(item: VQAItem, prompt: str = "{question}{choices}") -> str:
-    """The question of one sample as the model reads it."""
-    options = [f"\n{letter}. {text}" for letter, text in zip(string.ascii_uppercase, item.choices, strict=False)]
-    parts = {"{question}": item.question, "{choices}": "".join(options)}
-    return re.sub(r"{question}|{choices}", lambda match: parts[match[0]], prompt)
-
-
-def _judge(items: Sequence[VQAItem], metric: str) -> tuple[list[str], Judge]:
-    """The metric of each sample, and what judges answers by them; refuses data that they do not fit."""
-    metrics = [metric_of(item, metric) for item in items]
-
-    def judge(i: int, answer: str) -> float:
-        return answer_accuracy(metrics[i], answer, items[i].answers, items[i].choices)
-
-    for i, item in enumerate(items):
-        try:
-            judge(i, item.answer)
-        except InputError as error:
-            raise InputError(f"sample {item.id!r}: {error}; choose another knobs.metric=…") from error
-    return metrics, judge
 
 
 def chosen_configurations(knobs: tuple[KnobSupport, ...], config: VLMProfileConfig) -> tuple[dict[str, Any], ...]:

@@ -28,7 +28,7 @@ class VLMProfileConfig:
     """How many samples to draw and measure; more of them later include these. None for all."""
     metric: str = "auto"
     """vqa, exact, choice, anls, relaxed. auto: choice for a sample with choices, else vqa for one with three answers or
-    more, else exact."""
+    more, else exact. Or module:function, your own: accuracy in [0, 1] of an answer and the tuple of right ones."""
     prompt: str = "{question}{choices}"
     """How a question is put; {choices} stands for its options with their letters, a line each, or for nothing where
     there are none. Leave it out where the questions contain them already."""
@@ -81,7 +81,8 @@ class VLMProfileConfig:
         if not 0 <= self.shard < self.shards:
             last = self.shards - 1
             raise InputError(f"knobs.shard must be 0 to {last}, since knobs.shards={self.shards}; not {self.shard}")
-        one_of("knobs.metric", self.metric, ("auto", *METRICS))
+        if ":" not in self.metric:
+            one_of("knobs.metric", self.metric, ("auto", *METRICS))
         one_of("knobs.strategy", self.strategy, STRATEGIES)
         one_of("knobs.clock", self.clock, CLOCKS)
         if self.count and self.strategy == "full":

@@ -26,10 +26,12 @@ from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.deploy import live
-from knobwise.experiments.deploy.live import LiveConfig, Record, Served, Server, Stream, draw_stream, live_results
+from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
+from knobwise.experiments.deploy.live_results import Record, Served, Stream, live_results
 from knobwise.experiments.report import live as live_report
-from knobwise.profiling.elastic.adapter import ElasticAdaptive
+from knobwise.profiling.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.profiling.elastic.scenes import TOKEN, draw_samples, to_words
+from knobwise.profiling.elastic.settings import ElasticProfileConfig
 
 SHORT = LiveConfig(requests=10, calibration=6, warm_up=1)
 
@@ -57,19 +59,25 @@ def saved(path: Path, controller: Controller | StackedController, table: Profile
     return path
 
 
+def run(checkpoint: Path, table: ProfileTable, config: LiveConfig) -> dict[str, Any]:
+    return live.run_live(checkpoint, table, ElasticAdaptive(), ElasticRequests(), config)
+
+
 def server_of(case: Case, config: LiveConfig, fixed: int = 3) -> tuple[Stream, Server]:
     table, split, fitted, controller = case
     budgets = default_budgets(table)
-    stream = draw_stream(table, split.test, fitted, budgets, config)
+    requests = ElasticRequests()
+    stream = draw_stream(table, split.test, fitted, budgets, requests, config)
     model, static = AdaptiveModel(ElasticAdaptive(), to_numpy(controller)), BudgetAwareStatic(table, fitted)
     chosen = live.fixed_configurations(table, fitted, budgets, fixed)
-    return stream, Server(model, table, static, chosen, stream, config)
+    return stream, Server(model, static, chosen, stream, requests, config)
 
 
 @pytest.fixture(scope="module")
 def served(case: Case) -> tuple[Stream, Record]:
     stream, server = server_of(case, SHORT)
-    return stream, server.serve()
+    assert server.serve() is None
+    return stream, server.record
 
 
 def test_live_answers_are_those_that_the_profile_recorded(case: Case, served: tuple[Stream, Record]) -> None:
@@ -80,7 +88,8 @@ def test_live_answers_are_those_that_the_profile_recorded(case: Case, served: tu
 
 def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case: Case) -> None:
     stream, server = server_of(case, replace(SHORT, requests=30))
-    record, table = server.serve(), case.table
+    assert server.serve() is None
+    record, table = server.record, case.table
     blocks = [{name: block[row].numpy() for name, block in table.features.items()} for row in stream.rows]
     of_policy = [record.policies.index(name) for name in ("controller", "controller_frozen", "budget_aware_static")]
     learned, frozen, static = ({key: record.served[key][p, :, 0].tolist() for key in Served._fields} for p in of_policy)
@@ -100,7 +109,13 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case:
 def test_a_run_prints_and_writes_what_it_found(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = saved(tmp_path / "best.pt", case.controller, case.table, case.split)
     files = {name: str(tmp_path / f"live.{name}") for name in ("json", "html")}
-    results = live.run_live(checkpoint, case.table, replace(SHORT, **files, rate=20.0, repeats=2, clock="cpu"))
+    results = live.run_live(
+        checkpoint,
+        case.table,
+        ElasticAdaptive(),
+        ElasticRequests(),
+        replace(SHORT, **files, rate=20.0, repeats=2, clock="cpu"),
+    )
     assert json.loads((tmp_path / "live.json").read_text()) == json.loads(json.dumps(results))
     page = (tmp_path / "live.html").read_text()
     assert "simulated request stream" in page
@@ -143,7 +158,8 @@ def test_what_calls_take_beside_the_model_is_charged_too(case: Case, monkeypatch
         return answer(*arguments)
 
     monkeypatch.setattr(server.model, "answer", slow)
-    record = server.serve()
+    assert server.serve() is None
+    record = server.record
     assert (record.served["overhead_ms"][0] > 20).all()
     assert (record.served["waited_ms"] == 0).all()
 
@@ -151,7 +167,8 @@ def test_what_calls_take_beside_the_model_is_charged_too(case: Case, monkeypatch
 def test_who_falls_behind_waits_for_itself_alone(case: Case) -> None:
     # all arrive at once
     stream, server = server_of(case, replace(SHORT, rate=1e6, warm_up=0), fixed=1)
-    served, arrivals = server.serve().served, stream.arrivals_s
+    assert server.serve() is None
+    served, arrivals = server.record.served, stream.arrivals_s
     assert arrivals is not None
     busy = served["inference_ms"] + served["overhead_ms"]
     before = np.pad(busy.cumsum(1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -170,7 +187,7 @@ def test_nothing_is_fitted_on_what_is_served(
     noted = {name: Mock(side_effect=call) for name, call in calls.items()}
     for name, mock in noted.items():
         monkeypatch.setattr(live, name, mock)
-    results = live.run_live(saved(tmp_path / "best.pt", controller, table, split), table, SHORT)
+    results = run(saved(tmp_path / "best.pt", controller, table, split), table, SHORT)
     assert "The controller answered" in capsys.readouterr().out
     for mock in noted.values():
         assert sorted(mock.call_args.args[1].tolist()) == sorted(everything.tolist())
@@ -205,7 +222,7 @@ def by_hand(slower: float) -> tuple[Stream, Record]:
         fields["inference_ms"][p, :, 0] = slower * table.latency_ms[rows, chosen].double()
     fields["overhead_ms"][0] = 0.5
     fields["limit_ms"][0, :, 0] = 30.0
-    return Stream(rows, np.array([1000.0, 1e-6]), None, {}), Record(list(choices), fields)
+    return Stream(rows, np.array([1000.0, 1e-6]), None, ["0", "1"], {}, {}), Record(list(choices), fields)
 
 
 def judged(stream: Stream, record: Record, speed: float) -> dict[str, Any]:
@@ -268,23 +285,79 @@ def test_a_stream_goes_through_the_test_samples_before_it_repeats(case: Case) ->
     table, split, *_ = case
     few, budgets = split.test[:6], torch.tensor([1.0, 2.0])
     config = LiveConfig(requests=15, calibration=4, rate=100.0)
-    stream, again = (draw_stream(table, few, split.train, budgets, config) for _ in range(2))
+    stream, again = (draw_stream(table, few, split.train, budgets, ElasticRequests(), config) for _ in range(2))
     assert sorted(stream.rows[:6].tolist()) == sorted(stream.rows[6:12].tolist()) == sorted(few.tolist())
     assert set(stream.budgets_ms.tolist()) == {1.0, 2.0}
     assert stream.arrivals_s is not None
     assert (np.diff(stream.arrivals_s) > 0).all()
-    assert len(set(stream.scenes) - set(few.tolist())) == 4
+    assert len(stream.timed) == 4
+    assert set(stream.timed) <= set(split.train.tolist())
+    assert [int(name) for name in stream.ids] == stream.rows.tolist()
     assert stream.rows.tolist() == again.rows.tolist()
 
 
 def test_answers_are_scored_as_in_the_profile() -> None:
-    scene = next(s for s in draw_samples(60, seed=1) if s.questions == ("sum",))
-    right = to_words(scene.answers[0])
-    assert live.score_of(right, scene, soft=False) == live.score_of(right, scene, soft=True) == 1
-    assert live.score_of(right[:2], scene, soft=False) == 0
-    assert live.score_of(right[:2], scene, soft=True) == pytest.approx(2 / 3, abs=1e-4)
-    assert live.score_of([], scene, soft=False) == 0
+    requests, soft = ElasticRequests(), ElasticRequests(soft=True)
+    scenes = draw_samples(60, seed=ElasticProfileConfig().seed)
+    number = next(i for i, scene in enumerate(scenes) if scene.questions == ("sum",))
+    right = to_words(scenes[number].answers[0])
+    for words, hard, share in ((right, 1, 1), (right[:2], 0, 2 / 3), ([], 0, 0)):
+        assert requests.score(str(number), " ".join(words)) == hard
+        assert soft.score(str(number), " ".join(words)) == pytest.approx(share, abs=1e-4)
     assert all(word in TOKEN for word in right)
+    assert str(10**6) in requests
+    assert "a" not in requests
+
+
+def test_fresh_samples_are_served_without_a_replay(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(SHORT, fresh=True, html=str(tmp_path / "live.html"))
+    results = run(saved(tmp_path / "best.pt", case.controller, case.table, case.split), case.table, config)
+    assert results["agreement"] == []
+    assert results["infeasible"] is None
+    assert len(results["timeline"]) == 10
+    printed = capsys.readouterr().out
+    assert "The profile does not hold these samples" in printed
+    assert "replay" not in printed
+    assert "Live and replay" not in (tmp_path / "live.html").read_text()
+    stream = draw_stream(case.table, case.split.test, case.fitted, torch.ones(1), ElasticRequests(), config)
+    assert set(stream.rows.tolist()) == {-1}
+    assert sorted(map(int, stream.ids)) == list(range(2000, 2010))
+
+
+class Failing(ElasticAdaptive):
+    """A model whose process ends after some answers."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.left = answers
+
+    def answer(self, stages: Any, configuration: Any) -> Any:
+        if self.left == 0:
+            raise ConnectionError("the server is gone")
+        self.left -= 1
+        return super().answer(stages, configuration)
+
+
+@pytest.mark.parametrize(("answers", "kept"), [(3, (0, 0)), (12 + 6 * 25, (20, 1)), (12 + 6 * 50 + 6 * 22, (40, 1))])
+def test_what_was_served_before_a_server_died_is_kept(
+    case: Case, tmp_path: Path, answers: int, kept: tuple[int, int]
+) -> None:
+    checkpoint = saved(tmp_path / "best.pt", case.controller, case.table, case.split)
+    config = replace(SHORT, requests=40, repeats=2, json=str(tmp_path / "live.json"))
+    # 26 cells are timed before: 20 to warm up, then 6
+    with pytest.raises(
+        InputError, match=r"serving request '\d+' by \w+: ConnectionError: the server is gone; "
+    ) as error:
+        live.run_live(checkpoint, case.table, Failing(answers + 26), ElasticRequests(), config)
+    if not kept[0]:
+        assert str(error.value).endswith("nothing was served before")
+        assert not (tmp_path / "live.json").exists()
+        return
+    results = json.loads((tmp_path / "live.json").read_text())
+    assert (results["requests"], results["repeats"]) == kept
+    assert str(error.value).endswith(f"results are of the {kept[0]} requests × {kept[1]} before")
 
 
 def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
@@ -292,12 +365,12 @@ def test_what_cannot_be_served_is_refused(case: Case, tmp_path: Path) -> None:
     small = small_table(40)
     of_small = Controller.for_table(small, torch.arange(20), PolicyConfig(structure="utility", hidden=4)).eval()
     with pytest.raises(InputError, match="on profile 'builtin' as it is now"):
-        live.run_live(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
-    with pytest.raises(InputError, match="not what the built-in model was measured on"):
-        live.run_live(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)
+        run(saved(tmp_path / "a.pt", of_small, small, small.split()), table, SHORT)
+    with pytest.raises(InputError, match="is not what model 'elastic' was measured on"):
+        run(saved(tmp_path / "a.pt", of_small, small, small.split()), small, SHORT)
     priced = Controller.for_table(table, split.train[:50], controller.config, priced=True).eval()
     with pytest.raises(InputError, match="mean over requests"):
-        live.run_live(saved(tmp_path / "b.pt", priced, table, split), table, SHORT)
+        run(saved(tmp_path / "b.pt", priced, table, split), table, SHORT)
     for wrong in ({"requests": 0}, {"fixed": 4}, {"rate": 0.0}, {"warm_up": -1}, {"clock": "sun"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             LiveConfig(**wrong)  # type: ignore[arg-type]

@@ -19,8 +19,9 @@ from knobwise.profiling.measuring.adaptive_model import KNOBS, Answer, FirstStag
 from knobwise.profiling.measuring.machine import rendered
 from knobwise.profiling.measuring.measuring import appended, measuring_order, read_logs
 from knobwise.profiling.measuring.outputs import knob_report
-from knobwise.profiling.measuring.profiler import command, metric_of, profile_vlm, question_text
+from knobwise.profiling.measuring.profiler import command, profile_vlm
 from knobwise.profiling.measuring.questions import VQAData, VQAItem
+from knobwise.profiling.measuring.requests import metric_of, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 

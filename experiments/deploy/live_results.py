@@ -1,0 +1,234 @@
+"""The results of requests that were served live: a row for each policy, the replay of the same decisions from the
+profile, and what the controller added to the model's own time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knobwise.agents.serving.numpy_controller import Drift, NumpyController
+from knobwise.envs.configurations.budgets import LEAST_LATENCY_MS
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
+from knobwise.experiments.results.statistics import mean_interval
+from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.profiling.measuring.machine import cpu_name
+
+METRICS = ("accuracy", "latency_ms", "satisfaction", "utility")
+"""What is known of every request."""
+BEST_STATIC = "best_static"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """n requests: which sample, under which budget, when."""
+
+    rows: NDArray[np.int64]
+    """[n], rows of the table; −1 for a sample that it does not hold."""
+    budgets_ms: NDArray[np.float64]
+    """[n]."""
+    arrivals_s: NDArray[np.float64] | None
+    """[n], seconds after the start; None if each arrives when the previous one is answered."""
+    ids: list[str]
+    """n ids of samples."""
+    requests: Mapping[str, Request]
+    """By id."""
+    timed: Mapping[int, Request]
+    """By row of the table, to find the speed of this machine."""
+
+    def first(self, n: int) -> Stream:
+        """The first n of them."""
+        arrivals = None if self.arrivals_s is None else self.arrivals_s[:n]
+        return replace(self, rows=self.rows[:n], budgets_ms=self.budgets_ms[:n], arrivals_s=arrivals, ids=self.ids[:n])
+
+
+class Served(NamedTuple):
+    """What one policy did with one request. Times in ms."""
+
+    choice: int
+    score: float
+    inference_ms: float
+    overhead_ms: float
+    """Time beyond the model's own: for static to choose and to follow the drift, for a fixed configuration none."""
+    waited_ms: float
+    limit_ms: float
+    """The limit that the decision had to meet; NaN for a fixed configuration."""
+    decision_us: float
+    log_latency: float
+    """The predicted mean of ln ms, and its standard deviation, both without drift; NaN where nothing was predicted."""
+    spread: float
+    drift: Drift | None
+    """What the decision allowed for."""
+
+
+@dataclass
+class Record:
+    """What was served: P policies, n requests, R repeats."""
+
+    policies: list[str]
+    served: dict[str, NDArray[Any]]
+    """The fields of `Served`, [P, n, R] each."""
+
+
+def live_results(
+    table: ProfileTable, stream: Stream, record: Record, controller: NumpyController, speed: float
+) -> dict[str, Any]:
+    """What is printed and written: a row for each policy, the replay of the same decisions, and the overhead.
+
+    Live and replay agree if the replay lies in the interval of what was served, and for accuracy if every answer is the
+    same. Only the model's part is replayed, each of its measurements, at the median speed of all answers: overhead and
+    waiting stay as they were. Intervals are 95 % bootstrap intervals over requests, and ignore that requests which wait
+    for one another are not independent.
+    """
+    served = {name: torch.from_numpy(values) for name, values in record.served.items() if name != "drift"}
+    budgets = torch.from_numpy(stream.budgets_ms)[:, None]
+    costs = served["overhead_ms"] + served["waited_ms"]
+    live = _outcomes(served["score"], (served["inference_ms"] + costs).unsqueeze(-1), budgets)
+    replayed = _Replay(table, stream, served, costs) if (stream.rows >= 0).all() else None
+    gained, choice = live["utility"].mean(-1), served["choice"].long()
+    fixed = [(p, name) for p, name in enumerate(record.policies) if name not in (LEARNED, FROZEN, STATIC)]
+    learned = record.policies.index(LEARNED)
+    policies, agreement = [], []
+    for p, name in enumerate(record.policies):
+        row: dict[str, Any] = {"policy": name}
+        for what in METRICS:
+            row |= _mean(what, live[what][p].mean(-1))
+            if replayed is not None:
+                compared = replayed.agreement(p, what, live[what][p], row[f"{what}_ci95"])
+                agreement.append({"policy": name, "what": what, **compared})
+        row["latency_ms_p95"] = float(live["latency_ms"][p].quantile(0.95))
+        if replayed is not None:
+            row |= _mean("satisfaction_feasible", live["satisfaction"][p].mean(-1)[replayed.feasible])
+        row["waited_ms"] = float(served["waited_ms"][p].mean())
+        row["utility_per_run"] = live["utility"][p].mean(0).tolist()
+        policies.append(row | _mean("behind", gained[learned] - gained[p]))
+    during = {} if replayed is None else replayed.speed()
+    decisions = {} if replayed is None else _replayed_decisions(table, stream, controller, record, learned)
+    return {
+        "kind": "simulated request stream, served live",
+        "profile": {"name": table.name, "digest": table.digest},
+        "machine": {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1, "load": os.getloadavg()[0]},
+        "requests": len(stream.rows),
+        "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
+        "infeasible": None if replayed is None else float((~replayed.feasible).double().mean()),
+        "speed": {"before": speed, **during},
+        "rows": policies,
+        "agreement": agreement,
+        "overhead": _overhead({name: values[learned] for name, values in served.items()}),
+        "decisions": decisions,
+        "timeline": _timeline(stream, record, learned),
+        "configurations": {name: table.configuration(int(choice[p, -1, -1])) for p, name in fixed},
+    }
+
+
+class _Replay:
+    """The same decisions, looked up in the profile. Only the model's part is replayed, each of its measurements, at the
+    median speed of all answers: what it cost beside (`costs` in ms [P, n, R]) stays as it was."""
+
+    def __init__(self, table: ProfileTable, stream: Stream, served: Mapping[str, Tensor], costs: Tensor) -> None:
+        table, rows = table.without_first_look, torch.from_numpy(stream.rows)
+        budgets = torch.from_numpy(stream.budgets_ms)[:, None]
+        at = rows[:, None].expand(costs.shape), served["choice"].long()
+        self.during, self.half_width = _speed(served["inference_ms"] / table.latency_ms[at].clamp_min(LEAST_LATENCY_MS))
+        replayed = self.during * table.measurements_ms[at].double() + costs.unsqueeze(-1)
+        self._outcomes = _outcomes(table.accuracy[at].double(), replayed, budgets)
+        self.feasible = self.during * table.latency_ms[rows].nan_to_num(nan=torch.inf).amin(1) <= budgets[:, 0]
+        """bool [n], whether some configuration meets the budget."""
+        # the speed of this machine is known only as well as its answers allow
+        self._unsure = self.half_width * table.latency_ms[at].double().mean((1, 2))
+
+    def speed(self) -> dict[str, Any]:
+        """How long answers took, as a multiple of the profile's."""
+        interval = [self.during - self.half_width, self.during + self.half_width]
+        return {"during": self.during, "during_ci95": interval}
+
+    def agreement(self, p: int, what: str, live: Tensor, ci95: Sequence[float]) -> dict[str, Any]:
+        """One metric of policy p, live, float [n, R], and replayed. What is unsure about the speed widens the interval
+        of their difference."""
+        replay, unsure = self._outcomes[what][p], float(self._unsure[p]) if what == "latency_ms" else 0.0
+        mean, gap = float(replay.mean(-1).mean()), _mean("gap", (live - replay).mean(-1))
+        centre, (low, high) = gap["gap"], gap["gap_ci95"]
+        agrees = torch.equal(live, replay) if what == "accuracy" else ci95[0] <= mean <= ci95[1]
+        interval = [centre - float(np.hypot(centre - low, unsure)), centre + float(np.hypot(high - centre, unsure))]
+        live_mean = float(live.mean(-1).mean())
+        return {"live": live_mean, "replay": mean, "agrees": agrees, "difference": centre, "ci95": interval}
+
+
+def _speed(ratios: Tensor) -> tuple[float, float]:
+    """Latency here / latency in the profile, from those of all answers, and half the width of its 95 % interval.
+
+    Medians, since a single stall of the machine is longer than many answers. The standard error of a median is
+    1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978, "Variations of Box Plots").
+    """
+    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    return median, 1.96 * 1.25 / 1.35 * (high - low) / ratios.numel() ** 0.5
+
+
+def _outcomes(accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor) -> dict[str, Tensor]:
+    """`METRICS` of every request, [P, n, R] each, from latencies [P, n, R, M] of M measurements."""
+    met = (latency_ms <= budgets_ms.unsqueeze(-1)).double().mean(-1)
+    return dict(zip(METRICS, (accuracy, latency_ms.mean(-1), met, accuracy * met), strict=True))
+
+
+def _overhead(served: Mapping[str, Tensor]) -> dict[str, float]:
+    """What the controller adds to the model's time. Of the parts medians: a stall would count in one of them only."""
+    inference, overhead = float(served["inference_ms"].mean()), served["overhead_ms"]
+    decision_us, overhead_us = float(served["decision_us"].median()), float((overhead * 1e3).median())
+    return {
+        "inference_ms": inference,
+        "overhead_us": float(overhead.mean()) * 1e3,
+        "overhead_us_p50": overhead_us,
+        "decision_us_p50": decision_us,
+        "features_and_knobs_us_p50": overhead_us - decision_us,
+        "share": float(overhead.mean()) / inference,
+        "share_p50": float(overhead.median()) / inference,
+    }
+
+
+def _replayed_decisions(
+    table: ProfileTable, stream: Stream, controller: NumpyController, record: Record, learned: int
+) -> dict[str, float]:
+    """How often a replay that allows for the same drift decides as the controller did, at its limits and at whole
+    budgets."""
+    blocks = {name: block.numpy() for name, block in table.features.items()}
+    served = {name: values[learned] for name, values in record.served.items()}
+    same = np.zeros((2, *served["choice"].shape), bool)
+    for (i, repeat), choice in np.ndenumerate(served["choice"]):
+        features, drift = {name: block[stream.rows[i]] for name, block in blocks.items()}, served["drift"][i, repeat]
+        for place, limit in enumerate((served["limit_ms"][i, repeat], stream.budgets_ms[i])):
+            same[place, i, repeat] = controller.decide_index(features, float(limit), drift) == choice
+    names = "as_replayed_at_the_same_limit", "as_replayed_at_the_whole_budget"
+    return dict(zip(names, same.mean((1, 2)).tolist(), strict=True))
+
+
+def _timeline(stream: Stream, record: Record, learned: int) -> list[dict[str, float]]:
+    """The first run of the controller, request by request, with residuals in units of the expected spread."""
+    served, rows = {name: values[learned, :, 0] for name, values in record.served.items()}, []
+    for i, drift in enumerate(served["drift"]):
+        offsets, scale = drift or (0.0, 1.0)
+        offsets = np.atleast_1d(offsets)
+        offset = offsets[int(served["choice"][i]) if len(offsets) > 1 else 0]
+        inference, *costs = (float(served[name][i]) for name in ("inference_ms", "overhead_ms", "waited_ms"))
+        residual = np.log(max(inference, LEAST_LATENCY_MS)) - served["log_latency"][i] - offset
+        row = {
+            "latency_ms": inference + sum(costs),
+            "budget_ms": float(stream.budgets_ms[i]),
+            "residual": residual / max(scale * served["spread"][i], 1e-3),
+            "level": float(np.exp(np.mean(offsets))),
+            "spread": float(scale),
+        }
+        rows.append({name: round(float(value), 4) for name, value in row.items()})
+    return rows
+
+
+def _mean(name: str, values: Tensor) -> dict[str, Any]:
+    """A mean over requests, and its interval without the rounding that would make a share greater than 1."""
+    interval = [round(end, 12) for end in mean_interval(values)] if len(values) else None
+    return {name: float(values.mean()) if len(values) else None, f"{name}_ci95": interval}

@@ -1,0 +1,44 @@
+"""Code of the user's own, named as `module:name`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from knobwise.common.errors import InputError
+
+
+def imported(key: str, name: str, kind: str, example: str) -> Any:
+    """What `module:name` names, which must be callable. Modules are looked for in the current folder first, as by
+    `python -m`.
+
+    Args:
+        key: the setting that names it, for the messages.
+        kind: what it should be, such as function.
+
+    Raises:
+        InputError: another form of name, no such module, a module that raises, nothing callable of this name.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise InputError(f"{key}: must be module:name, such as {example}")
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        code = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            known = f"neither in {folder} nor installed; name it as in an import, without .py"
+            raise InputError(f"{key}: there is no module {module}, {known}") from error
+        raise InputError(f"{key}: importing {module} raises {in_a_line(error)}") from error
+    value = getattr(code, attribute, None)
+    if not callable(value):
+        raise InputError(f"{key}: {getattr(code, '__file__', module)} has no {kind} {attribute}")
+    return value
+
+
+def in_a_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
