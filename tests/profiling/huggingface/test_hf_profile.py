@@ -52,6 +52,7 @@ def test_a_model_of_every_family_is_profiled_and_read_back(family, questions, tm
     assert bool(knobs["top_k"]["note"]) == (family in (*DENSE, "llama4"))
     printed = capsys.readouterr().out
     assert "lacks" in printed or family not in DENSE
+    assert f"2 samples × {configurations} configurations" in printed
 
     read = ["profile=exp5_exp6", f"profile.exp5_dir={out}/exp5", f"profile.exp6_dir={out}/exp6"]
     read += ["profile.dataset_name=questions", f"profile.features={out}/features.safetensors"]

@@ -89,8 +89,6 @@ def test_what_the_knobs_do_is_reported_and_that_there_are_no_exp_files(out, caps
     assert [(k["name"], k["measured"]) for k in about["knobs"]] == [
         ("side", [1, 4]), ("mode", ["fast", "exact"]), ("share", [0.5, 1])
     ]  # fmt: skip
-    assert about["figures"]["knobs"]["mode"]["accuracy"] == [0, 0.5]
-    assert {row["mode"] for row in about["by_configuration"]} == {"fast", "exact"}
     assert not (out / "exp5").exists()
     profile_vlm(out, model := Bright(), DATA, CONFIG)
     printed = capsys.readouterr().out
