@@ -372,7 +372,7 @@ TRAIN = ["train", *QUICK]
         (["profile", "model=files/model", "device=cpu", "out=out", "data=gone.jsonl"], "gone.jsonl: no such file"),
         (["profile", "data=files/questions.jsonl", "out=out"], "model=NAME_OR_FOLDER"),
         (["profile", "out=out", "knobs.top_k=[1]"], "the knobs of the elastic model are elastic.max_crops"),
-        (["profile", "out=out", "importance=measure"], "importance: is for a Hugging Face model"),
+        (["profile", "out=out", "importance=blocks.json"], "importance: is for a Hugging Face model"),
         ([*ASKED, "elastic.quick=true"], "elastic: is for model=elastic"),
         ([*ASKED, "importance=files/importance.json"], "'first' is not the number of a block"),
         ([*ASKED, "device=tpu"], "device=tpu: must be cpu or cuda"),
