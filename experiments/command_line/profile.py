@@ -13,7 +13,7 @@ from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
-from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
@@ -26,18 +26,26 @@ def profile(config: ProfileRun) -> None:
         if config.model == "elastic":
             from knobwise.profiling.elastic.profile import profile_elastic
 
-            print(f"profile: {profile_elastic(config.out, config.elastic)}")
+            _summary(profile_elastic(config.out, config.elastic))
         elif config.data is not None:
             from knobwise.profiling.huggingface.profile import profile_hugging_face
 
             how: dict[str, Any] = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
-            print(f"profile: {profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)}")
+            _summary(profile_hugging_face(config.out, config.model, config.data, config.knobs, **how))
         else:
             _profile_beams(config)
     except InputError:
         raise
     except ValueError as error:
         raise InputError(f"profile: {error}") from error
+
+
+def _summary(folder: Path) -> None:
+    """Print what a measured profile holds; where other processes are still measuring, its folder alone."""
+    if (table := folder / "table.parquet").exists():
+        features = next((str(path) for path in sorted(folder.glob("features.*"))), None)
+        inspect(InspectRun(profile=TableProfile(path=str(table), features=features, name=folder.name)))
+    print(f"profile: {folder}")
 
 
 def _check(config: ProfileRun) -> None:

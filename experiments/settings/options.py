@@ -224,7 +224,7 @@ class ProfileRun:
     """With `data`: which values of the model's knobs are measured, and how."""
     importance: str | None = None
     """With `data`: a file with the importance of each block, {"4": 0.0156, …}, the least important being left out
-    first; or measure, to find it with the first questions. None leaves out blocks from the end on."""
+    first. None leaves out blocks from the end on."""
     dtype: str = "auto"
     """With `data`: type of the weights: auto, bfloat16, float16 or float32."""
     device: str | None = None

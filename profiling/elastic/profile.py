@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
 
 from knobwise.common.files import written_whole
 from knobwise.profiling.elastic.adapter import ElasticAdaptive, question_of
 from knobwise.profiling.elastic.model import ElasticVLM, weights_path
-from knobwise.profiling.elastic.scenes import CELL, QUESTIONS, Scenes, draw_samples, share_of_right, to_words
+from knobwise.profiling.elastic.scenes import CELL, Scenes, draw_samples, share_of_right, to_words
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
 from knobwise.profiling.elastic.training import train
 from knobwise.profiling.measuring.adaptive_model import KNOBS, check_configuration
-from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, rendered, write_json
+from knobwise.profiling.measuring.machine import claim, cpu_name, digests, one_thread, write_json
 from knobwise.profiling.measuring.measuring import Plan, appended, measure, read_logs
 from knobwise.profiling.measuring.outputs import (
     CLOCK_NAMES,
@@ -34,7 +33,6 @@ from knobwise.profiling.measuring.outputs import (
     features_ms,
     long_records,
     measurements_of,
-    profile_figures,
     steadiness,
     without_drift,
     write_exp_files,
@@ -71,14 +69,11 @@ def profile_elastic(out_dir: str | Path, config: ElasticProfileConfig | None = N
     left_out = {"exp_json", "detrend"} | ({"clock"} if config.clock == "wall" else set())
     claim(state / "config.json", identity | {k: v for k, v in asdict(config).items() if k not in left_out})
     with one_thread():
-        about = _profile(out, state, config, samples, plan)
-    print(rendered("figures", figures=about["figures"]))
+        _profile(out, state, config, samples, plan)
     return out
 
 
-def _profile(
-    out: Path, state: Path, config: ElasticProfileConfig, samples: Sequence[Scenes], plan: Plan
-) -> dict[str, Any]:
+def _profile(out: Path, state: Path, config: ElasticProfileConfig, samples: Sequence[Scenes], plan: Plan) -> None:
     path = out / MODEL_FILE
     if not path.exists():
         if config.model:
@@ -90,7 +85,7 @@ def _profile(
     model = ElasticVLM.load(path)
     with appended(state / "measured-0.jsonl") as log:
         measure(ElasticAdaptive(model), plan, log, plan.done(read_logs(state)))
-    return _write(out, config, model, samples, plan, read_logs(state))
+    _write(out, config, model, samples, plan, read_logs(state))
 
 
 def _plan(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
@@ -108,8 +103,8 @@ def _plan(samples: Sequence[Scenes], config: ElasticProfileConfig) -> Plan:
 
 def _write(
     out: Path, config: ElasticProfileConfig, model: ElasticVLM, samples: Sequence[Scenes], plan: Plan, log: pl.DataFrame
-) -> dict[str, Any]:
-    """Write everything that a run leaves in ``out``, each file whole or not at all; return the description."""
+) -> None:
+    """Write everything that a run leaves in ``out``, each file whole or not at all."""
     log = without_drift(plan, log) if config.detrend else log
     right = [item.answers[0] for item in plan.items]
     cells = cells_of(plan, log, lambda i, text: float(text == right[i]))
@@ -135,7 +130,6 @@ def _write(
         metadata = {"split": "held-out", **{key: about[key] for key in ("model", "machine", "torch", "command")}}
         write_exp_files(out, _rounded(records), KNOBS, metadata)
     write_json(out / "profile.json", about)
-    return about
 
 
 def _write_table(path: Path, records: pl.DataFrame) -> None:
@@ -165,12 +159,10 @@ def _about(
     log: pl.DataFrame,
     cells: pl.DataFrame,
 ) -> dict[str, Any]:
-    """The content of profile.json: what was measured, how and where, with figures."""
-    shape, settings = (len(samples), len(plan.configurations)), np.array(config.configurations)
-    columns = ("accuracy", "soft_score", "latency_ms", "cpu_ms")
-    exact, soft, latency, cpu = (cells[c].to_numpy().astype(np.float64).reshape(shape) for c in columns)
+    """The content of profile.json: what was measured, how and where."""
+    ratio = (cells["latency_ms"] / cells["cpu_ms"]).to_numpy()
     # how quiet the machine was: 1 where nothing else ran on the core
-    quiet = np.quantile(latency / cpu, [0.5, 0.95]).round(3).tolist() if config.clock == "wall" else None
+    quiet = np.quantile(ratio, [0.5, 0.95]).round(3).tolist() if config.clock == "wall" else None
     return {
         "name": DATASET,
         "model": "elastic vision-language model, see knobwise.profiling.elastic.model",
@@ -178,8 +170,8 @@ def _about(
         "drop_order": list(model.drop_order),
         "command": command(config),
         "config": asdict(config),
-        "samples": shape[0],
-        "configurations": shape[1],
+        "samples": len(samples),
+        "configurations": len(plan.configurations),
         "machine": {"cpu": cpu_name(), "architecture": platform.machine(), "python": platform.python_version()},
         "torch": {"version": torch.__version__, "threads": 1, "device": "cpu", "dtype": "float32", "batch_size": 1},
         "clock": {
@@ -196,9 +188,6 @@ def _about(
             "training": round(model.training_s, 1),
             "measuring": round(float(plan.select(log)["extra.cpu_ms"].sum()) / 1e3, 1),
         },
-        "figures": profile_figures(exact, latency, settings, KNOBS),
-        "figures_soft_score": profile_figures(soft, latency, settings, KNOBS),
-        "questions": _by_question(samples, exact, latency, settings),
         "sha256": digests(out, ("table.parquet", "features.npz", "samples.parquet")),
     }
 
@@ -210,24 +199,6 @@ def _write_features(path: Path, model: ElasticVLM, samples: Sequence[Scenes]) ->
     with written_whole(path) as temporary, temporary.open("wb") as file:
         ids = np.arange(len(samples), dtype=np.int32)
         np.savez_compressed(file, sample_id=ids, image_features=image, language_features=language)
-
-
-def _by_question(
-    samples: Sequence[Scenes], exact: NDArray[np.float64], latency_ms: NDArray[np.float64], knobs: NDArray[np.int64]
-) -> dict[str, Any]:
-    """For each question type: how many samples, accuracy over the configurations, and what each knob moves."""
-    types = np.array([s.questions[0] for s in samples])
-    result = {}
-    for question in (q for q in QUESTIONS if q in types):
-        rows = types == question
-        figures = profile_figures(exact[rows], latency_ms[rows], knobs, KNOBS)
-        result[question] = {
-            "samples": int(rows.sum()),
-            "accuracy_by_configuration": figures["accuracy_by_configuration"],
-            "config_dependent_share": figures["config_dependent_share"],
-            "accuracy_range": {knob: effect["accuracy_range"] for knob, effect in figures["knobs"].items()},
-        }
-    return result
 
 
 def command(config: ElasticProfileConfig) -> str:

@@ -4,7 +4,7 @@ attributes of model and processor get other values and then their own values bac
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -72,16 +72,6 @@ class HuggingFaceKnobs:
             assignments += [(owner, name, top_k) for owner, name in self._top_k]
         left_out = set(range(len(self._blocks))) - set(self.active_blocks(blocks))
         with self._exclusively(assignments, left_out):
-            yield
-
-    @contextmanager
-    def leaving_out(self, blocks: Iterable[int]) -> Iterator[None]:
-        """Run the model without these blocks inside the context, everything else as it came; for measuring them. Raises
-        InputError for a block that does not exist or is one of `always_active`, or a context that has not ended."""
-        left_out = set(blocks)
-        if wrong := sorted(left_out - set(self._leaving)):
-            raise InputError(f"block {wrong[0]} cannot be left out; those that can are {sorted(self._leaving)}")
-        with self._exclusively([], left_out):
             yield
 
     def active_blocks(self, number: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Write what was measured of a model, how, where and on what, and how much the choice of a configuration matters."""
+"""Write what was measured of a model, how, where and on what, and what each knob saves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
 from numpy.typing import NDArray
 
 from knobwise.common.files import written_whole
-from knobwise.envs.configurations.budgets import quantile_budgets
-from knobwise.envs.configurations.reward import utility
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 from knobwise.profiling.measuring.machine import digests, write_json
@@ -30,7 +27,6 @@ CLOCK_NAMES = {
     "wall": f"wall, {time.get_clock_info('perf_counter').implementation}",
     "cpu": f"thread CPU, {time.get_clock_info('thread_time').implementation}",
 }
-Array = NDArray[np.floating]
 Judge = Callable[[int, str], float]
 """The accuracy of an answer to a sample, by its number in the plan."""
 
@@ -160,7 +156,7 @@ def write_vlm_profile(
     note = write_exp_files(out, measured, plan.knobs, metadata)
 
     shape = (len(plan.items), len(plan.configurations))
-    accuracy, latency = (cells[c].to_numpy().reshape(shape) for c in ("accuracy", "latency_ms"))
+    latency = cells["latency_ms"].to_numpy().reshape(shape)
     settings = np.array(plan.settings.rows(), dtype=object)
     files = [name for name in ("table.parquet", "features.safetensors") if (out / name).exists()]
     content = {
@@ -177,8 +173,6 @@ def write_vlm_profile(
         "features_ms": features_ms(plan, log),
         "cost_s": round(float(plan.select(log)["total_ms"].sum()) / 1e3, 1),
         "knobs": knob_report(knobs, settings, latency),
-        "by_configuration": by_configuration(records, plan.knobs),
-        "figures": profile_figures(accuracy, latency, settings, plan.knobs),
         "sha256": digests(out, files),
     }
     write_json(out / "profile.json", content)
@@ -195,20 +189,6 @@ def steadiness(plan: Plan, log: pl.DataFrame) -> dict[str, Any]:
 def features_ms(plan: Plan, log: pl.DataFrame) -> float:
     """Median time of the features of a decision, in ms."""
     return round(float(np.median(plan.select(log)["features_ms"].fill_null(0.0).to_numpy())), 4)
-
-
-def by_configuration(records: pl.DataFrame, knobs: Sequence[str]) -> list[dict[str, Any]]:
-    """Accuracy and, for each time, mean and percentiles over the samples, in ms."""
-    rows = []
-    for _, cells in records.group_by(knobs, maintain_order=True):
-        row = {knob: cells[knob][0] for knob in knobs} | {"accuracy": round(_mean(cells["accuracy"]), 4)}
-        for name in ("latency", "vision", "prefill", "decode"):
-            values = cells[f"{name}_ms"].to_numpy()
-            percentiles = {f"P{p}": round(float(np.percentile(values, p)), 3) for p in (50, 95, 99)}
-            row[f"{name}_ms"] = {"mean": round(float(values.mean()), 3), **percentiles}
-        row["output_tokens"] = round(_mean(cells["num_output_tokens"]), 2)
-        rows.append(row)
-    return rows
 
 
 def knob_report(
@@ -254,48 +234,3 @@ def levels(column: NDArray[Any], order: Sequence[Any] = ()) -> list[Any]:
     if not any(isinstance(value, str) for value in values):
         return sorted(values)
     return sorted(values, key=order.index) if set(values) <= set(order) else values
-
-
-def headroom(accuracy: Array, latency_ms: Array) -> dict[str, Any]:
-    """Oracle and budget-aware static at the default budgets, in utility, over the samples themselves."""
-    times = torch.from_numpy(latency_ms)
-    budgets = quantile_budgets(times, torch.ones_like(times, dtype=torch.bool))
-    worth = utility(torch.from_numpy(accuracy), times, budgets[:, None, None])  # [B, N, C]
-    static, oracle = worth.mean(1).amax(1), worth.amax(2).mean(1)
-    return {
-        "budgets_ms": [round(budget, 3) for budget in budgets.tolist()],
-        "budget_aware_static": [round(mean, 4) for mean in static.tolist()],
-        "oracle": [round(mean, 4) for mean in oracle.tolist()],
-        "oracle_minus_static": round(float((oracle - static).mean()), 4),
-    }
-
-
-def profile_figures(
-    accuracy: Array, latency_ms: Array, configurations: NDArray[Any], knobs: tuple[str, ...]
-) -> dict[str, Any]:
-    """The figures of a full table: accuracy and latency [N, C], knob values [C, K].
-
-    Knob effects are means over the samples and over the values of the other knobs. Ranges are the largest minus the
-    smallest of these means (accuracy), and their ratio minus one (latency).
-    """
-    accuracy, latency_ms = accuracy.astype(np.float64), latency_ms.astype(np.float64).clip(1e-9)
-    effects = {}
-    for k, knob in enumerate(knobs):
-        values = levels(configurations[:, k])
-        by_accuracy = np.array([accuracy[:, configurations[:, k] == v].mean() for v in values])
-        by_latency = np.array([latency_ms[:, configurations[:, k] == v].mean() for v in values])
-        effects[knob] = {
-            "values": values,
-            "accuracy": by_accuracy.round(4).tolist(),
-            "latency_ms": by_latency.round(3).tolist(),
-            "accuracy_range": round(float(np.ptp(by_accuracy)), 4),
-            "latency_range": round(float(by_latency.max() / by_latency.min() - 1), 4),
-        }
-    means = accuracy.mean(0)
-    return {
-        "knobs": effects,
-        "accuracy_by_configuration": [round(float(means.min()), 4), round(float(means.max()), 4)],
-        "config_dependent_share": round(float((np.ptp(accuracy, axis=1) > 0).mean()), 4),
-        "latency_cv_within_configuration": round(float((latency_ms.std(0) / latency_ms.mean(0)).mean()), 4),
-        "headroom": headroom(accuracy, latency_ms),
-    }

@@ -41,8 +41,7 @@ class VLMProfileConfig:
     values: Any = None
     """Values to measure of knobs with other names, such as {side: [4, 8], mode: [fast, exact]}."""
     strategy: str = "full"
-    """Which configurations of the grid are measured: full, or of large grids stratified, boundary, balanced or
-    latin_hypercube."""
+    """Which configurations of the grid are measured: full, or of large grids latin_hypercube."""
     count: int = 0
     """How many configurations, unless the grid is measured in full."""
     repeats: int = 3
