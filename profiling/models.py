@@ -45,11 +45,11 @@ def load_model(
     from knobwise.profiling.huggingface.model import HuggingFaceVLM
     from knobwise.profiling.huggingface.profile import read_importance
 
-    asked = Questions(read_vqa_data(data).queries, config.metric, config.prompt)  # before a large model is loaded
+    questions = Questions(read_vqa_data(data).queries, config.metric, config.prompt)  # before a large model is loaded
     known = None if importance is None else read_importance(importance)
     return HuggingFaceVLM.load(
         name, device=device, dtype=dtype, importance=known, max_new_tokens=config.max_new_tokens
-    ), asked
+    ), questions
 
 
 def model_of_class(name: str) -> AdaptiveVLM:

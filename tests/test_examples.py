@@ -25,7 +25,15 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_is_here() -> None:
-    names = {"step_by_hand", "torchrl_loop", "own_table", "train_with_torchrl_trainer", "deploy", "rewards"}
+    names = {
+        "step_by_hand",
+        "torchrl_loop",
+        "own_table",
+        "own_model",
+        "train_with_torchrl_trainer",
+        "deploy",
+        "rewards",
+    }
     assert {path.stem for path in EXAMPLES} == names
 
 

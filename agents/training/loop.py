@@ -9,7 +9,6 @@ its own data than `epochs` passes take it.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import itertools
 import math
@@ -22,12 +21,13 @@ from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, nn
+from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 
 from knobwise.agents.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import Held, held_back
@@ -38,27 +38,6 @@ from knobwise.losses import GRPOLoss
 from knobwise.losses.settings import GRPOConfig
 
 STOPPING = "stopping after this iteration, which will be saved; once more stops at once"
-
-
-@contextlib.contextmanager
-def seeded(seed: int, device: str | torch.device) -> Iterator[None]:
-    """Torch's global generators, which all draws come from, are seeded in this block and restored after it."""
-    device = torch.device(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """Of the CPU and, where it is used, of the GPU."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def set_random_state(state: list[Tensor], device: torch.device) -> None:
-    """The inverse of `random_state`."""
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
 
 
 class Log(Protocol):
@@ -340,11 +319,10 @@ class Trainer(ABC):
         """Go on to the next stage, or finish, where the score of this stage has not risen for long."""
         stage, start = self._stage_and_start()
         scores = [(score, -iteration) for iteration, score in self.scores if iteration > start]
-        if not scores or not 0 < stage.patience * self.settings.evaluate_every <= self.iteration + max(scores)[1]:
-            return
-        self.finished = stage is self.stages[-1]
-        if not self.finished:
-            self.iteration = start + stage.iterations
+        patience = stage.patience * self.settings.evaluate_every
+        if scores and 0 < patience <= self.iteration + max(scores)[1]:
+            self.finished = stage is self.stages[-1]
+            self.iteration = self.iteration if self.finished else start + stage.iterations
             self.scores[-1] = self.iteration, self.scores[-1][1]  # so that a resumed training does not add it again
 
     # -- stopping and resuming -----------------------------------------------------------------------------------------

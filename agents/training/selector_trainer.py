@@ -25,7 +25,8 @@ from knobwise.agents.selector.actor import SelectorActor, SequenceBehaviour
 from knobwise.agents.selector.clip_encoder import ClipEncoder, Embeddings
 from knobwise.agents.selector.evaluation import LOWEST, choose, judge, recorded_choices
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.training.loop import Stage, Trainer, seeded
+from knobwise.agents.training.loop import Stage, Trainer
+from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.settings import OptimiserConfig, StageConfig
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable

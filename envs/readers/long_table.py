@@ -68,7 +68,8 @@ def table_from_frame(
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a cost ≥ 0; optionally
             `repeat` (numbers that tell the measurements of a cell apart), `dataset`, and `image_id`, `split` and
-            `question_type`, constant inside a sample.
+            `question_type`, constant inside a sample; beside `latency_ms` a `first_look_ms`, which decisions by
+            features cost on top (`ProfileTable.first_look_ms`).
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
         latency, unit: the column that the budget limits, a time or any other cost (energy, price), and its unit.
@@ -95,7 +96,14 @@ def table_from_frame(
         cell = measured["cell"].to_numpy()
         _refuse_repeated(measured, samples, configurations, settings, source)
         _note_repeated(measured, times, notes)
-    accuracies, latencies, repeats = _place_cells(measured, cell, times, (len(samples), len(configurations)))
+    shape = len(samples), len(configurations)
+    accuracies, latencies, repeats = _place_cells(measured, cell, times, shape)
+    first_look_ms = None
+    if measured["first_look"].sum():
+        total = np.bincount(cell, measured["first_look"], times.size)
+        first_look_ms = torch.from_numpy(total / np.maximum(times, 1)).float().view(shape)
+        latencies = latencies + first_look_ms
+        repeats = None if repeats is None else repeats + first_look_ms.unsqueeze(-1)
     words = {**_names(samples, notes), "name": name, "unit": unit, "notes": tuple(notes)}
     table = ProfileTable(
         knobs=settings,
@@ -104,6 +112,7 @@ def table_from_frame(
         latency_ms=latencies,
         mask=~accuracies.isnan(),
         repeats_ms=repeats,
+        first_look_ms=first_look_ms,
         **words,
     )
     return table if features is None else attach_features(table, features)
@@ -119,6 +128,7 @@ def _measurement_as_knob(settings: Sequence[Knob], configurations: int, rows: in
 
 def long_frame(table: ProfileTable) -> pl.DataFrame:
     """The profiled cells as one row per measurement, the inverse of `table_from_frame`."""
+    first_look_ms, table = table.first_look_ms, table.without_first_look
     row, column, repeat = (~table.measurements_ms.isnan()).nonzero().numpy().T
     words = {column: getattr(table, field) for field, column in WORD_COLUMNS.items()}
     columns = [pl.Series(column, names).gather(row) for column, names in words.items() if names]
@@ -127,6 +137,8 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
     columns += [pl.Series("repeat", repeat)] if table.num_repeats > 1 else []
     columns.append(pl.Series("accuracy", table.accuracy.numpy()[row, column]))
     columns.append(pl.Series("latency_ms", table.measurements_ms.numpy()[row, column, repeat]))
+    if first_look_ms is not None:
+        columns.append(pl.Series("first_look_ms", first_look_ms.numpy()[row, column]))
     return pl.DataFrame(columns)
 
 
@@ -144,7 +156,7 @@ def _check_columns(
     frame: pl.DataFrame, accuracy: str, latency: str, source: str, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """The profiled rows, their keys (`dataset` if there is one, and `sample_id`) and their measurements: accuracy,
-    latency and, null where there is no such column, `repeat`."""
+    latency, `repeat`, null where there is no such column, and the first look, likewise 0."""
     if missing := [c for c in ("sample_id", accuracy, latency) if c not in frame.columns]:
         raise InputError(
             f"{source}: no column {', '.join(missing)}; its columns are {', '.join(frame.columns) or 'none'}. A "
@@ -155,7 +167,9 @@ def _check_columns(
     )
     numbered = "repeat" in frame.columns and not frame["repeat"].is_null().all()
     repeat = number_column(frame["repeat"], source).fill_null(0.0) if numbered else pl.lit(None, pl.Float64)
-    measured = measured.with_columns(repeat=repeat)
+    looked = latency == "latency_ms" and "first_look_ms" in frame.columns
+    first_look = number_column(frame["first_look_ms"], source).fill_null(0.0) if looked else pl.lit(0.0)
+    measured = measured.with_columns(repeat=repeat, first_look=first_look)
     profiled = measured["accuracy"].is_not_null() & measured["latency"].is_not_null()
     if not profiled.all():
         notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
@@ -165,6 +179,7 @@ def _check_columns(
     keys = pl.DataFrame([name_column(frame[c], source) for c in ("dataset", "sample_id") if c in frame.columns])
     _refuse(measured["accuracy"].is_between(-1e-6, 1 + 1e-6).not_(), f"{accuracy} outside [0, 1]", keys, source)
     _refuse(measured["latency"].is_between(0, 3e38).not_(), f"{latency} negative, NaN or infinite", keys, source)
+    _refuse(measured["first_look"].is_between(0, 3e38).not_(), "first_look_ms negative, NaN or infinite", keys, source)
     return frame, keys, measured
 
 

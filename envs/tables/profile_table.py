@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.repeats import check_repeats, median_of
-from knobwise.envs.tables.splits import Split, split_samples
+from knobwise.envs.tables.splits import Split, fingerprints_of, split_samples
 from knobwise.envs.tables.tensor_file import check_axes, read_table, with_prefix, write_tensors
 
 __all__ = ["ActionIndex", "Knob", "KnobValue", "ProfileTable", "Split", "median_of"]
@@ -53,7 +52,7 @@ class ProfileTable:
 
     WORDS: ClassVar = ("datasets", "image_ids", "parts", "question_types")
     TENSORS: ClassVar = ("configurations", "accuracy", "latency_ms", "mask")
-    OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms")
+    OPTIONAL: ClassVar = {"repeats_ms": "NCR", "first_look_ms": "NC"}
     name: str
     """The profile's name in reports."""
     knobs: tuple[Knob, ...]
@@ -87,17 +86,15 @@ class ProfileTable:
     repeats_ms: Tensor | None = None
     """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was measured once."""
     first_look_ms: Tensor | None = None
-    """float32 [N, C], 0 where not profiled: the part of `latency_ms` that goes into reading the request for its
-    features, and that no answer under this configuration goes on from. A decision without features does not pay it,
-    see `without_first_look`. None for nothing."""
+    """float32 [N, C], 0 where not profiled: what reading a request for its features adds to `latency_ms` where no answer
+    under the configuration continues from it; see `without_first_look`. None for nothing."""
 
     def __post_init__(self) -> None:
         parts: dict[str, tuple[Any, str]] = {k: (getattr(self, k), "NC") for k in ("accuracy", "latency_ms", "mask")}
         parts |= {"knobs": (self.knobs, "K"), "configurations": (self.configurations, "CK")}
         parts |= {"sample_ids": (self.sample_ids, "N"), **{k: (v, "N") for k in self.WORDS if (v := getattr(self, k))}}
         parts |= {f"features[{k}]": (block, "N_") for k, block in self.features.items()}
-        parts |= {} if self.repeats_ms is None else {"repeats_ms": (self.repeats_ms, "NCR")}
-        parts |= {} if self.first_look_ms is None else {"first_look_ms": (self.first_look_ms, "NC")}
+        parts |= {k: (v, axes) for k, axes in self.OPTIONAL.items() if (v := getattr(self, k)) is not None}
         check_axes(f"profile {self.name!r}", parts)
         n, c = self.accuracy.shape
         if n == 0 or c == 0 or not self.knobs:
@@ -156,11 +153,7 @@ class ProfileTable:
 
     @functools.cached_property
     def without_first_look(self) -> ProfileTable:
-        """What decisions without features meet: the same table, faster by `first_look_ms`.
-
-        Raises:
-            InputError: a first look that takes longer than the whole request.
-        """
+        """What decisions without features meet: the same table, faster by `first_look_ms`."""
         if self.first_look_ms is None:
             return self
         latency_ms = self.latency_ms - self.first_look_ms
@@ -200,21 +193,14 @@ class ProfileTable:
         text += [self.question_types] if self.question_types else []
         text += [self.num_repeats] if self.repeats_ms is not None else []
         sha.update(json.dumps(text).encode())
-        repeats = [tensor for tensor in (self.repeats_ms, self.first_look_ms) if tensor is not None]
-        parts = (self.configurations, self.mask, self.accuracy, self.latency_ms, *repeats)
+        optional = [tensor for name in self.OPTIONAL if (tensor := getattr(self, name)) is not None]
+        parts = (self.configurations, self.mask, self.accuracy, self.latency_ms, *optional)
         for tensor in (*parts, *self.features.values()):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
 
     split = split_samples
-
-    def fingerprints(self, rows: Tensor) -> list[str]:
-        """A short text for each of these samples (int64 [n]) that is the same for the same input in another table: a
-        hash of its features, or without features its data set and id."""
-        if not self.features:
-            return [f"{self.datasets[row] if self.datasets else ''}/{self.sample_ids[row]}" for row in rows.tolist()]
-        joined = torch.cat([block[rows] for block in self.features.values()], 1).contiguous().numpy()
-        return [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined]
+    fingerprints = fingerprints_of
 
     def save(self, path: str | Path) -> None:
         """Write a `.safetensors` file, which `load` maps into memory instead of copying."""
@@ -241,7 +227,7 @@ class ProfileTable:
             knobs = tuple(Knob(name, tuple(values)) for name, values in head["knobs"])
             features = with_prefix(tensors, "features.")
             parts |= {name: tensors.get(name) for name in cls.OPTIONAL}
-            parts |= {"features_ms": float(head.get("features_ms", 0.0))}
+            parts["features_ms"] = float(head.get("features_ms", 0.0))
             return cls(name=head["name"], unit=head.get("unit", "ms"), knobs=knobs, features=features, **parts)
 
         return read_table(path, "table", build)

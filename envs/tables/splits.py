@@ -51,6 +51,15 @@ def split_groups(
     return Split(*(part.nonzero().squeeze(1) for part in parts))
 
 
+def fingerprints_of(table: ProfileTable, rows: Tensor) -> list[str]:
+    """A short text for each of these samples (int64 [n]) that is the same for the same input in another table: a hash
+    of its features, or without features its data set and id."""
+    if not table.features:
+        return [f"{table.datasets[row] if table.datasets else ''}/{table.sample_ids[row]}" for row in rows.tolist()]
+    joined = torch.cat([block[rows] for block in table.features.values()], 1).contiguous().numpy()
+    return [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined]
+
+
 def split_samples(table: ProfileTable, train: float = 0.6, validation: float = 0.2, seed: int = 0) -> Split:
     """Split by sample, or by image where images are known; the rest is the test part.
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def profile(config: ProfileRun) -> None:
             from knobwise.profiling.elastic.profile import profile_elastic
 
             _summary(profile_elastic(config.out, config.elastic))
+        elif ":" in config.model:
+            _summary(_profile_class(config))
         elif config.data is not None:
             from knobwise.profiling.huggingface.profile import profile_hugging_face
 
@@ -38,6 +41,20 @@ def profile(config: ProfileRun) -> None:
         raise
     except ValueError as error:
         raise InputError(f"profile: {error}") from error
+
+
+def _profile_class(config: ProfileRun) -> Path:
+    """Measure a model of the user's own."""
+    from knobwise.profiling.measuring.machine import one_thread
+    from knobwise.profiling.measuring.profiler import profile_vlm
+    from knobwise.profiling.measuring.questions import VQAData
+    from knobwise.profiling.models import model_of_class, questions_of
+
+    model = model_of_class(config.model)
+    items = tuple(questions_of(config.model, model, config.data))
+    knobs = replace(config.knobs, name=config.knobs.name or Path(config.data or model.name).name.split(".")[0])
+    with one_thread():
+        return profile_vlm(config.out, model, VQAData(items, ()), knobs, {"class": config.model})
 
 
 def _summary(folder: Path) -> None:
@@ -55,7 +72,7 @@ def _check(config: ProfileRun) -> None:
             f"data={config.data}: model={config.model} makes its own questions; name the model that answers these, "
             "model=NAME_OR_FOLDER"
         )
-    if config.data is None:
+    if config.data is None and ":" not in config.model:
         for name, is_set in (("importance", config.importance), ("knobs", config.knobs != VLMProfileConfig())):
             if is_set:
                 knobs = "; the knobs of the elastic model are elastic.max_crops, …" if config.model == "elastic" else ""

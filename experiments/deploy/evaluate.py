@@ -18,7 +18,7 @@ from knobwise.agents.selector.evaluation import Decided, decide_selectors, decid
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.serving.export import Agent
 from knobwise.agents.stack.priced_policy import PricedChooser, make_priced_baselines
-from knobwise.common.checks import at_least
+from knobwise.common.checks import a_device, at_least
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import judged_budgets
@@ -31,7 +31,7 @@ from knobwise.experiments.results.run_folder import checkpoint_at
 from knobwise.experiments.results.selectors import selector_decisions, selector_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.encoder import read_encoder, stored_embeddings
-from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
+from knobwise.experiments.settings.options import EvaluateRun
 from knobwise.experiments.settings.profiles import read_profile
 
 
@@ -46,11 +46,16 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         InputError: no such checkpoint, or a profile or beams that it cannot decide on, or was trained on entirely.
     """
     at_least("threads", config.threads, 1)
+    for name in () if config.live else ("stream", "model", "data", "knobs", "importance", "dtype", "device"):
+        if getattr(config, name) != getattr(EvaluateRun(), name):
+            raise InputError(f"{name}: is for live=true, which serves requests instead of replaying the profile")
     torch.set_num_threads(config.threads)
     checkpoint = checkpoint_at(config.checkpoint)
     loaded = load_checkpoint(checkpoint)
     selector = isinstance(loaded.agent, Selector)
     if config.live and not selector:
+        if config.device is not None:
+            a_device("device", config.device)
         from knobwise.experiments.deploy.live import run_live
         from knobwise.profiling.models import load_model
 
@@ -60,8 +65,6 @@ def run(config: EvaluateRun) -> dict[str, Any]:
         how: dict[str, Any] = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
         model, requests = load_model(config.model, config.data, config.knobs, **how)
         return run_live(checkpoint, table, model, requests, stream)
-    if config.stream != LiveConfig() and not selector:
-        raise InputError("stream: is for live=true, which serves a stream of requests instead of replaying the profile")
     results = (evaluate_selector if selector else evaluate_controller)(loaded, config)
     if config.json is not None:
         write_text(config.json, json.dumps(results, indent=1))

@@ -76,7 +76,7 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
     from knobwise.experiments.report.page import render_page
 
     table = policies(results)
-    shown = len(table.header) - len(REPLAYED) * bool(results["agreement"])  # what was replayed has a table of its own
+    width = len(table.header) - len(REPLAYED) * bool(results["agreement"])  # what was replayed has a table of its own
     frame = pl.DataFrame(
         [
             {"policy": policy_name(row["policy"])}
@@ -96,6 +96,6 @@ def write_live_page(path: str | Path, results: Mapping[str, Any]) -> Path:
         residuals=charts.residuals(pl.DataFrame(results["timeline"])),
         learned=next(row for row in results["rows"] if row["policy"] == LEARNED),
         static=next(row for row in results["rows"] if row["policy"] == STATIC),
-        policies=Table(table.header[:shown], [row[:shown] for row in table.rows], table.strong),
+        policies=Table(table.header[:width], [row[:width] for row in table.rows], table.strong),
         name_of=name_of,
     )

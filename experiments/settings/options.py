@@ -208,11 +208,12 @@ class ProfileRun:
     """knobwise profile: measure a model at every configuration, or record which demonstrations help it."""
 
     model: str = "elastic"
-    """elastic, the built-in elastic model; or a Hugging Face vision-language model by its name or folder, with `data`.
-    To record demonstrations: learner, the built-in in-context learner, or a Hugging Face model with vlm.data and
+    """elastic, the built-in elastic model; a Hugging Face vision-language model by its name or folder, with `data`; or
+    module:Class, a class of your own (docs/real_models.md), which may bring its questions along. To record
+    demonstrations: learner, the built-in in-context learner, or a Hugging Face model with vlm.data and
     vlm.embeddings."""
     data: str | None = None
-    """The questions that a Hugging Face model is measured on, as JSON lines, JSON, Parquet or CSV: id, image, question,
+    """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image, question,
     answers, optionally image_id and choices."""
     out: str = "profiles/${model}"
     """Folder for the files. Repeat the command to resume an interrupted run."""

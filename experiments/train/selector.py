@@ -21,7 +21,7 @@ from knobwise.agents.selector.clip_encoder import ClipEncoder
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.selector.networks import LONGEST
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
-from knobwise.agents.training.loop import seeded
+from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError

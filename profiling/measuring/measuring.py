@@ -36,7 +36,7 @@ EXTRA = "extra."
 COLUMNS = {
     *("sample", "sample_id", "question_id", "question_type", "image_id", "dataset", "split", "fold", "answers", "pred"),
     *("accuracy", "changed", "configuration", "content", "repeat", "text", "score", "soft_score", "prediction"),
-    *("answer", "question", "latency_ms", "decode_ms", "features_ms", *TIMES, *TOKENS),
+    *("answer", "question", "latency_ms", "decode_ms", "features_ms", "first_look_ms", *TIMES, *TOKENS),
     *("num_total_tokens", *(f"num_{name}" for name in TOKENS)),
 }
 """Of the log and of the tables made from it: no knob and nothing that a model adds may have such a name."""
@@ -45,7 +45,7 @@ _SCHEMA = {
     "content": pl.String,
     "repeat": pl.Int64,
     "text": pl.String,
-    **dict.fromkeys((*TIMES, "features_ms"), pl.Float64),
+    **dict.fromkeys((*TIMES, "features_ms", "first_look_ms"), pl.Float64),
     **dict.fromkeys(TOKENS, pl.Int64),
 }
 _COLLECT_EVERY = 64
@@ -260,6 +260,7 @@ class _Runner:
             "prefill_ms": round(float(answer.prefill_ms), 6),
             "vision_ms": round(float(answer.vision_ms), 6),
             "features_ms": round(float(stage.extra_ms), 6),
+            "first_look_ms": round(float(stage.unused_ms(self.plan.configurations[j])), 6),
             "vision_tokens": int(answer.vision_tokens),
             "language_tokens": int(answer.language_tokens),
             "output_tokens": int(answer.output_tokens),

@@ -41,11 +41,14 @@ def cells_of(plan: Plan, log: pl.DataFrame, judge: Judge) -> pl.DataFrame:
     extra = [c for c in measured.columns if c.startswith(EXTRA) and measured[c].is_not_null().any()]
     cells = measured.group_by("sample", "configuration", maintain_order=True).agg(
         *(pl.col(name).median().round(4) for name in TIMES),
+        pl.col("first_look_ms").median().fill_null(0.0).round(4),
         *(pl.col(name).median().alias(name.removeprefix(EXTRA)) for name in extra),
         *(pl.col(name).first().alias(f"num_{name}") for name in TOKENS),
         pl.col("text").first().alias("pred"),
         (pl.col("text") != pl.col("text").first()).sum().alias("changed"),
     )
+    if not cells["first_look_ms"].sum():
+        cells = cells.drop("first_look_ms")
     answers = cells.select("sample", "pred").unique(maintain_order=True)
     accuracy = pl.Series("accuracy", [judge(i, text) for i, text in answers.rows()], dtype=pl.Float64)
     return (

@@ -49,11 +49,11 @@ def profile_vlm(
     """
     out, state = Path(out), Path(out) / "state"
     items = _drawn(data.queries, config)
-    asked = Questions(items, config.metric, config.prompt)
-    metrics = list(asked.metrics.values())
+    requests = Questions(items, config.metric, config.prompt)
+    metrics = list(requests.metrics.values())
 
     def judge(i: int, answer: str) -> float:
-        return asked.score(items[i].id, answer)
+        return requests.score(items[i].id, answer)
 
     configurations = chosen_configurations(model.knobs, config)
     if config.shards > len(configurations):

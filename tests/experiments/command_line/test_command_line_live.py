@@ -1,0 +1,171 @@
+"""`knobwise profile`, `train` and `evaluate live=true` with models that are not built in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import OPTIMISER, Capture, refused
+from PIL import Image
+from tiny_models import tiny_model
+
+from knobwise.__main__ import main
+from knobwise.experiments.settings.options import EvaluateRun
+
+ROOT = Path(__file__).parents[3]
+LEAN = [*OPTIMISER, "optimiser.iterations=4", "policy=utility", "policy.members=1", "baselines=false", "seeds=[0]"]
+STREAM = ["evaluate", "live=true", "stream.requests=12", "stream.calibration=5", "stream.warm_up=1", "json=live.json"]
+MODELS = '''
+from contextlib import nullcontext
+
+import numpy as np
+
+from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, clock_ms
+from knobwise.profiling.measuring.questions import VQAItem
+
+
+class Echo:
+    """Answers a question with its first letters; a look of 2 ms that only the mode "short" continues from."""
+
+    name = "echo"
+    knobs = (KnobSupport("mode", default="long", values=("short", "long"), sets="letters that are read"),)
+    questions = [VQAItem(str(n), np.zeros(1), "ab" if n % 2 else "a", ("ab" if n % 2 else "a",)) for n in range(40)]
+
+    def set_knobs(self, configuration):
+        return nullcontext()
+
+    def first_stage(self, request, features=True):
+        blocks = {"letters": np.array([len(request.question)], np.float32)}
+        if not features:
+            return FirstStage(request, {}, None, 0.0, 0.0)
+        return FirstStage(request, blocks, None, 2.0, 0.0, lambda configuration: configuration["mode"] == "short")
+
+    def answer(self, stages, configuration):
+        short = configuration["mode"] == "short"
+        ms = 3.0 if short else 5.0
+        return [Answer(stage.request.question[: 1 if short else 9], ms, ms, 0.0, 1, 1, 1) for stage in stages]
+
+
+class Mute(Echo):
+    answer = property()
+
+
+class Broken(Echo):
+    def __init__(self):
+        raise OSError("no weights")
+
+
+class Silent(Echo):
+    questions = []
+
+
+a_number = 3
+
+
+def raises(answer, right):
+    raise KeyError(answer)
+
+
+def twice(answer, right):
+    return 2.0
+
+
+def half(answer, right):
+    return 0.5 if answer not in right else 1.0
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("models_of_a_test.py").write_text(MODELS)
+    Path("examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def served(model: list[str], profile: list[str], live: list[str]) -> dict[str, Any]:
+    """Profile, train, serve; gives what the live run writes."""
+    assert main(["profile", *model, "out=out", *profile]) == 0
+    table = ["profile=table", "profile.path=out/table.parquet", "profile.features=out/features.safetensors"]
+    assert main(["train", *LEAN, *table, "name=t"]) == 0
+    assert main([*STREAM, *table, *model, *live]) == 0
+    results: dict[str, Any] = json.loads(Path("live.json").read_text())
+    return results
+
+
+def test_the_example_of_a_model_of_your_own(folder: Path) -> None:
+    source = (ROOT / "examples" / "own_model.py").read_text()
+    assert len(source.splitlines()) <= 60
+    model = ["model=examples.own_model:DigitForest"]
+    values = ["knobs.values={trees: [2, 20]}", "knobs.samples=30", "knobs.repeats=1", "knobs.clock=cpu"]
+    results = served(model, values, ["stream.clock=cpu"])
+    assert results["model"] == "digit-forest"
+    assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
+
+
+def test_a_first_look_goes_from_the_profile_into_what_is_served(folder: Path) -> None:
+    model = ["model=models_of_a_test:Echo"]
+    results = served(model, ["knobs.values={mode: [short, long]}", "knobs.metric=exact"], ["budgets_ms=[5.5]"])
+    rows = {row["policy"]: row for row in results["rows"]}
+    # with the look "long" is late, without it is not; the answers to half of the questions are short
+    assert rows["most_accurate"]["accuracy"] == 1
+    assert rows["most_accurate"]["latency_ms"] == pytest.approx(5.0)
+    assert rows["most_accurate"]["satisfaction"] == 1
+    facts = json.loads(Path("out/profile.json").read_text())
+    assert facts["class"] == "models_of_a_test:Echo"
+
+
+def test_a_tiny_hugging_face_model_from_a_folder(folder: Path) -> None:
+    for part in tiny_model("llava_next"):
+        part.save_pretrained("model")
+    rng = np.random.default_rng(0)
+    for n in range(10):
+        Image.fromarray(rng.integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(f"{n}.png")
+    rows = [{"id": f"q{n}", "image": f"{n}.png", "question": "What?", "answers": ["a"]} for n in range(10)]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = ["model=model", "data=questions.jsonl", "device=cpu", "knobs.max_new_tokens=2"]
+    results = served(model, ["knobs.num_active_blocks=[2,4]", "knobs.repeats=1"], ["stream.requests=4"])
+    assert {row["policy"] for row in results["rows"]} >= {"controller", "budget_aware_static"}
+
+
+PROFILE = ["profile", "out=out", "knobs.values={mode: [short, long]}"]
+ECHO = "model=models_of_a_test:Echo"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*PROFILE, "model=nowhere:Echo"], "model=nowhere:Echo: there is no module nowhere"),
+        ([*PROFILE, "model=models_of_a_test:Gone"], "has no class Gone"),
+        ([*PROFILE, "model=models_of_a_test:a_number"], "has no class a_number"),
+        ([*PROFILE, "model=models_of_a_test:"], "must be module:name"),
+        ([*PROFILE, "model=models_of_a_test:Broken"], "making one raises OSError: no weights"),
+        ([*PROFILE, "model=models_of_a_test:Mute"], "has no answer"),
+        ([*PROFILE, "model=models_of_a_test:Silent"], "needs data=FILE, or an attribute `questions`"),
+        ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:raises"], "raises KeyError: 'a' for sample '0'"),
+        ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:twice"], "gives 2.0 for sample '0'; must be between 0 and 1"),
+        ([*PROFILE, ECHO, "knobs.metric=models_of_a_test:gone"], "has no function gone"),
+        ([*PROFILE, ECHO, "knobs.metric=sun"], "knobs.metric='sun': must be one of auto"),
+        (["evaluate", "model=models_of_a_test:Echo"], "model: is for live=true"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(
+    words: list[str], message: str, folder: Path, capsys: Capture
+) -> None:
+    assert message in refused(words, capsys)
+    assert not Path("out").exists()
+
+
+def test_a_metric_of_your_own(folder: Path) -> None:
+    assert main([*PROFILE, ECHO, "knobs.metric=models_of_a_test:half", "knobs.repeats=1"]) == 0
+    facts = json.loads(Path("out/profile.json").read_text())
+    assert facts["metrics"] == {"models_of_a_test:half": 40}
+
+
+def test_options_of_live_are_all_refused_without_it(folder: Path, capsys: Capture) -> None:
+    for name, value in {"data": "a.jsonl", "dtype": "float32", "device": "cpu", "importance": "a.json"}.items():
+        assert getattr(EvaluateRun, name) != value
+        assert f"{name}: is for live=true" in refused(["evaluate", f"{name}={value}"], capsys)
