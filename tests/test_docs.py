@@ -187,7 +187,7 @@ def test_every_column_of_decisions_is_explained_and_no_other(runs: dict[str, Pat
 
 
 def test_the_run_of_the_results_holds_the_validation_score(runs: dict[str, Path]) -> None:
-    """A sweep looks at it, and settings are chosen by it."""
+    """Settings are chosen by it."""
     scores = {"guarded": "Utility", "sampled": "Utility", "mean": "Reward_Mean"}
     scores |= {"live": "hidden_live/Accuracy_Mean", "replay": "grpo_recorded/Accuracy_Mean"}
     for name, metric in scores.items():

@@ -96,7 +96,7 @@ def offline_runs(run_folder: Path) -> list[ReceivedRun]:
             if record["type"] == "run":
                 names = {"displayName": "display_name", "groupName": "run_group", "jobType": "job_type"}
                 run.about = {name: content[key] for name, key in names.items()}
-                run.about |= {name: content.get(name) for name in ("tags", "project", "sweep_id")}
+                run.about |= {name: content.get(name) for name in ("tags", "project")}
                 run.config = content["config"]["update"]
             elif record["type"] == "history":
                 lines = run.lines.setdefault("wandb-history.jsonl", {})

@@ -98,8 +98,8 @@ class SequenceDistribution(Distribution):
         inside = places.clamp(0, size - 1)
         taken = places.unsqueeze(-1) == torch.arange(size, device=places.device)
         available = self.encoded.mask[:, None, None] & (taken.cumsum(2) == taken)
-        directions = self.network.directions(self.encoded, self._keys(inside[..., :-1]))
-        log_probs = _of_chosen(self._log_probs(directions, available), inside)
+        states = self.network.states(self.encoded, self._keys(inside[..., :-1]))
+        log_probs = _of_chosen(self._log_probs(states, available), inside)
         padding = places == -1
         wrong = ~available.gather(-1, inside.unsqueeze(-1)).squeeze(-1) | (inside != places) | (padding.cumsum(-1) > 0)
         return log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
@@ -113,7 +113,7 @@ class SequenceDistribution(Distribution):
         state, available = network.start(self.encoded, count), mask.unsqueeze(1).expand(-1, count, -1)
         places, steps = [], []
         for step in range(self.shots):
-            log_probs = self._log_probs(network.point(state), available)
+            log_probs = self._log_probs(state, available)
             if greedy:
                 drawn = log_probs.argmax(-1, keepdim=True)
             else:
@@ -126,12 +126,12 @@ class SequenceDistribution(Distribution):
                 state = network.advance(state, self._keys(drawn.squeeze(-1)))
         return torch.cat(places, -1), torch.stack(steps, 2)
 
-    def _log_probs(self, directions: Tensor, available: Tensor) -> Tensor:
+    def _log_probs(self, states: Tensor, available: Tensor) -> Tensor:
         """Log-probs of the next place, [P, *, N]: −∞ for what is not available.
 
         Where nothing is, they are those of a full pool: nobody reads them, and they are finite in value and gradient.
         """
-        logits = self.network.logits(directions, self.encoded)
+        logits = self.network.logits(states, self.encoded)
         masked = ~available & available.any(-1, keepdim=True)
         return logits.masked_fill(masked, -torch.inf).log_softmax(-1)
 

@@ -12,26 +12,23 @@ from knobwise.common.errors import InputError
 class SelectorConfig:
     """The network of a selector."""
 
-    version: str = "v2"
-    """`v0`: causal transformer over what was chosen; `v1`: bi-encoder; `v2`: the query attends to its pool first."""
     width: int = 128
     """Width of states and keys."""
     layers: int = 1
-    """Cross-attention layers of `v2` (0 for none), transformer layers of `v0`; `v1` has none."""
+    """Cross-attention layers, in which the query attends to its pool; 0 for none."""
     heads: int = 4
     """Attention heads in each layer."""
     projection: str = "mlp"
     """From features to states and keys: `mlp` or `linear`."""
     update: str = "additive"
-    """How `v1` and `v2` move the state s on by the key c of what was chosen: `additive` to norm(g·s + (1 − g)·tanh(U[s;
-    c])), which can turn to what still lacks; `convex` to norm(g·s + (1 − g)·c), which only moves towards c."""
+    """How the state s moves on by the key c of what was chosen: `additive` to norm(g·s + (1 − g)·tanh(U[s; c])), which
+    can turn to what still lacks; `convex` to norm(g·s + (1 − g)·c), which only moves towards c."""
     temperature: float = 0.1
     """What cosines are divided by."""
     dropout: float = 0.0
     """In projections and layers while in train mode. Old and new log-probs must be taken in the same mode."""
 
     def __post_init__(self) -> None:
-        one_of("selector.version", self.version, ("v0", "v1", "v2"))
         one_of("selector.projection", self.projection, ("mlp", "linear"))
         one_of("selector.update", self.update, ("additive", "convex"))
         at_least("selector.layers", self.layers, 0)

@@ -21,7 +21,7 @@ Two published numbers contradict each other: inside one configuration prefill va
 the 240 configurations, with the configurations' own differences, by 16 %. They come from different runs; the effect of
 the text length (`text_effect`) follows the first on tiers and the second elsewhere.
 
-`python benchmarks/calibration.py` prints published and simulated numbers side by side.
+docs/profiles.md has published and simulated numbers side by side.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ import math
 import tomllib
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import polars as pl
 import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
@@ -66,17 +64,9 @@ class Records(NamedTuple):
     accuracy: Floats
     vision: Floats
     prefill: Floats
-    step: Floats
-    tokens: NDArray[np.int64]
-    vision_tokens: NDArray[np.int64]
-    text_tokens: NDArray[np.int64]
-    """[n]."""
+    decode: Floats
     features: dict[str, torch.Tensor]
     """Float32 [n, width] each."""
-
-    @property
-    def decode(self) -> Floats:
-        return (self.tokens - 1) * self.step
 
     @property
     def vision_prefill(self) -> Floats:
@@ -108,33 +98,6 @@ def simulate_calibrated(config: CalibratedConfig) -> ProfileTable:
         features={name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features},
         notes=(f"simulated, not measured: calibrated to published numbers, grid {config.grid}, seed {config.seed}",),
     )
-
-
-def calibrated_records(config: CalibratedConfig) -> pl.DataFrame:
-    """The same draw with one row per (configuration, sample), and the stages and tokens of record files: `dataset`,
-    `sample_id`, the knobs, `accuracy`, `latency_ms` (the total), `vision_ms`, `prefill_ms`, `decode_ms`, `step_ms`, and
-    `num_*_tokens` for vision, language, output and total. Name files with these records so that nobody takes them for
-    measured."""
-    _check(config)
-    knobs, chosen = GRIDS[config.grid], full_grid(GRIDS[config.grid])
-    frames = []
-    for dataset in config.datasets:
-        drawn = _draw(replace(config, image_width=0, language_width=0), dataset)
-        n, c = drawn.accuracy.shape
-        columns: dict[str, Any] = {
-            knob.name: pl.Series(list(knob.values)).gather(np.repeat(chosen[:, k], n)) for k, knob in enumerate(knobs)
-        }
-        times = {"latency_ms": drawn.total, "vision_ms": drawn.vision, "prefill_ms": drawn.prefill}
-        times |= {"decode_ms": drawn.decode, "step_ms": drawn.step}
-        text = np.broadcast_to(drawn.text_tokens[:, None], (n, c))
-        tokens = {"vision": drawn.vision_tokens, "language": text, "output": drawn.tokens}
-        tokens["total"] = drawn.vision_tokens + text + drawn.tokens
-        columns |= {"accuracy": drawn.accuracy.T.ravel()}
-        columns |= {name: values.T.ravel().round(4) for name, values in times.items()}
-        columns |= {f"num_{kind}_tokens": values.T.ravel() for kind, values in tokens.items()}
-        frame = pl.DataFrame({"sample_id": np.tile(np.arange(n), c), **columns})
-        frames.append(frame.select(pl.lit(dataset).alias("dataset"), pl.all()))
-    return pl.concat(frames)
 
 
 def blocks_lost(removed: tuple[int, ...]) -> float:
@@ -200,7 +163,7 @@ def _draw(config: CalibratedConfig, dataset: str) -> Records:
     right = right + ANSWERS.noise * for_answers.standard_normal(shape) > 0
     accuracy = right * for_answers.choice(agreed, (n, 1), p=often)
     features = _features(config, dataset, z, for_features)
-    return Records(accuracy, vision, prefill, step, tokens, vision_tokens, text_tokens, features)
+    return Records(accuracy, vision, prefill, (tokens - 1) * step, features)
 
 
 def _prefill(vision_tokens: NDArray[Any], top_k: NDArray[Any], blocks: NDArray[Any]) -> Floats:

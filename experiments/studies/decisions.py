@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -34,15 +35,24 @@ from knobwise.agents.training.controller_trainer import ControllerTrainer
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.configurations.budgets import default_budgets
+from knobwise.envs.readers.builtin import builtin_profile
 from knobwise.envs.simulated.kinds import KINDS, SimulatedConfig, simulate
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.command_line.compose import GROUPS
 from knobwise.experiments.report.words import ORACLE, STATIC
 from knobwise.experiments.results.controllers import judged_means
 from knobwise.experiments.studies.running import Mean, folder_for, measured, rendered, run_from_words
-from knobwise.experiments.studies.tables import MEASURED
 from knobwise.experiments.train.controller import STUDENT_STEPS
 
+FOLDER = Path(__file__).with_name("measured")
+MEASURED: dict[str, Callable[[], ProfileTable]] = {
+    "builtin": builtin_profile,
+    **{
+        name: functools.partial(ProfileTable.load, FOLDER / f"{name}.safetensors")
+        for name in ("python_files", "digits", "breast_cancer", "diabetes")
+    },
+}
+"""How each measured table is read; README.md in the folder says how they were made."""
 TEST_SAMPLES = 2000
 FEW = 32
 STUDENT, TEACHER, UNGUARDED = "student (deployed)", "teacher", "teacher, no guard"

@@ -21,7 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
 from knobwise.experiments.tracking.metrics_file import MetricsFile
-from knobwise.experiments.tracking.wandb_run import WandbRun, reason, sweep_job
+from knobwise.experiments.tracking.wandb_run import WandbRun, reason
 
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 
@@ -106,7 +106,6 @@ class Tracker:
         added = {"profile_digest": digest, "git_commit": git_commit(), "machine": machine(), "run": name}
         whole = {**config, **added} | ({} if seed is None else {"seed": seed})
         from_environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]  # ours replace them
-        self.sweep = sweep_job() if job_type == "evaluate" else None
         self.about = {
             "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
             "entity": settings.entity,
@@ -114,7 +113,7 @@ class Tracker:
             "group": experiment,
             "job_type": job_type,
             "tags": list(dict.fromkeys([*settings.tags, *from_environment, *tags])),
-            "config": _without_infinity(whole if self.sweep is None else self.sweep.config(whole)),
+            "config": _without_infinity(whole),
         }
         self.mode = wandb_mode(settings)
         self._tensorboard: Any = None
@@ -177,7 +176,7 @@ class Tracker:
     def _start_wandb(self, stack: contextlib.ExitStack) -> WandbRun | None:
         begun = any((self.folder / "wandb").glob("*.id"))  # trained seeds must not be lost
         insist = self.settings.mode == "online" and not begun
-        wandb_run = stack.enter_context(WandbRun(self.folder, self.mode, self.about, self._csv, self.sweep, insist))
+        wandb_run = stack.enter_context(WandbRun(self.folder, self.mode, self.about, self._csv, insist))
         before, self.mode = self.mode, wandb_run.mode
         if self.mode == "disabled":
             return None

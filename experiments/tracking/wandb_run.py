@@ -16,16 +16,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 
-VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
-"""The variables that an agent of a W&B sweep sets for its job."""
-NOT_FOR_WANDB = (*VARIABLES, "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE")
+NOT_FOR_WANDB = (
+    *("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"),
+    *("WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE"),
+)
 """Variables hidden from wandb: they are about a single run, and a job of ours is several; WANDB_SERVICE names the
 service process of the program that started ours, which may be gone."""
 PATIENCE_S = 20
@@ -34,41 +33,6 @@ UPLOAD_S = 600
 """How long W&B may go on uploading after the end; the rest stays in the run's folder, for `wandb sync`."""
 HIGHER_IS_BETTER = re.compile(r"Reward_Mean|Accuracy_Mean|Beam_Score_Mean|Utility|Satisfaction|Gap_Closed|/ESS$", re.I)
 LOWER_IS_BETTER = re.compile(r"Loss|Latency|Violation", re.I)
-
-
-class SweepJob(NamedTuple):
-    """A job that an agent of a W&B sweep started.
-
-    The agent names one W&B run in the environment. A job of ours is several: the sweep gets the one of the results,
-    which holds the validation score as a mean over the seeds. The runs of the seeds get ids of their own.
-    """
-
-    run_id: str
-    """The id under which the sweep expects the results."""
-    sweep_id: str
-    parameters: Mapping[str, Any]
-    """The swept values, `optimiser.lr` and the like: the sweep looks for them in the run's config under these names."""
-
-    def config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """All settings, and the swept values under the names that the sweep knows.
-
-        A swept option of a group (`policy: joint`) replaces the group, whose settings move to their full names
-        (`policy.hidden`).
-        """
-        config: dict[str, Any] = {}
-        for name, value in settings.items():
-            moved = name in self.parameters and isinstance(value, Mapping)
-            config |= {f"{name}.{key}": setting for key, setting in value.items()} if moved else {name: value}
-        return {**config, **self.parameters}
-
-
-def sweep_job() -> SweepJob | None:
-    """The job that an agent started; None without an agent."""
-    run_id, sweep_id, path = (os.environ.get(name) for name in VARIABLES)
-    if not run_id or not sweep_id:
-        return None
-    content: Any = OmegaConf.to_container(OmegaConf.load(path)) if path and Path(path).is_file() else {}
-    return SweepJob(run_id, sweep_id, {key: item["value"] for key, item in content.items() if isinstance(item, dict)})
 
 
 @dataclass
@@ -86,8 +50,6 @@ class WandbRun:
     about: Mapping[str, Any]
     """For `wandb.init`: project, entity, name, group, job_type, tags, config."""
     metrics: MetricsFile
-    sweep: SweepJob | None
-    """The job of a W&B sweep whose results this run holds."""
     insist: bool
     """Raise if W&B cannot be reached, instead of logging offline."""
     run: Any = None
@@ -186,8 +148,6 @@ class WandbRun:
         # results are logged once, at the end: a run interrupted there has logged none
         again = not fresh and training and id_file.exists()
         identity = id_file.read_text().strip() if again else os.urandom(4).hex()
-        if self.sweep is not None:
-            identity = self.sweep.run_id
         online = self.mode == "online"
         last_step = _last_step(self.folder / "wandb", identity) if again and not online else None
         try:
@@ -203,7 +163,6 @@ class WandbRun:
                     console="off",
                     init_timeout=PATIENCE_S,
                     finish_timeout=UPLOAD_S,
-                    sweep_id=None if self.sweep is None else self.sweep.sweep_id,
                 ),
             )
         except wandb.Error as error:

@@ -100,7 +100,7 @@ def tracker_of(
     """The tracker of a run, or of one of its seeds. `step` is where a resumed seed continues; a negative one means from
     the beginning."""
     if isinstance(config, SelectorRun):
-        tags = [config.selector.version, f"reward-{config.reward.mode}"]
+        tags = [f"reward-{config.reward.mode}"]
     else:
         tags = [config.policy.structure, config.loss.objective, f"reward-{config.reward.kind}"]
     return Tracker(

@@ -19,7 +19,6 @@ from knobwise.agents.selector import evaluation
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.clip_encoder import ClipEncoder
 from knobwise.agents.selector.evaluation import Decided
-from knobwise.agents.selector.networks import LONGEST
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.selector_trainer import SelectorTrainer
@@ -97,8 +96,6 @@ def _checked(config: SelectorRun) -> SelectorData:
     """What can be refused is refused before anything is written."""
     for key in ("jobs", "shots"):
         at_least(key, getattr(config, key), 1)
-    if config.selector.version == "v0" and max([config.shots, *config.judged_shots]) > LONGEST:
-        raise InputError(f"shots, judged_shots: selector.version=v0 has positions for {LONGEST} demonstrations")
     data = read_data(config.beams)
     config.reward = config.reward.resolved(data.table.fields)  # so that config.yaml says what is trained on
     check_judged(data, config.judged_shots)

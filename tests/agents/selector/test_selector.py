@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.selector.networks import LONGEST, CrossAttention, PointerNetwork, StateUpdate, pointer_network
+from knobwise.agents.selector.networks import CrossAttention, PointerNetwork, StateUpdate
 from knobwise.agents.selector.selector import Selector, StoredEmbeddings
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.common.errors import InputError
 
-CONFIGS = [
-    SelectorConfig(version=version, width=8, heads=2, update=update)
-    for version in ("v0", "v1", "v2")
-    for update in ("additive", "convex")
-]
-every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.version}-{c.update}")
+CONFIGS = [SelectorConfig(width=8, heads=2, update=update) for update in ("additive", "convex")]
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.update)
 
 
 def embeddings() -> StoredEmbeddings:
@@ -73,10 +69,10 @@ def test_embeddings_are_standardised_by_queries_and_candidates_together() -> Non
 def test_the_scale_of_the_embeddings_does_not_matter() -> None:
     stored = embeddings()
     torch.manual_seed(0)
-    scaled = Selector.fitted(CONFIGS[4], 7 * stored.query_table - 1, 7 * stored.candidate_table - 1)
+    scaled = Selector.fitted(CONFIGS[0], 7 * stored.query_table - 1, 7 * stored.candidate_table - 1)
     query, pool, mask = batch()
     first, second = (
-        selector(CONFIGS[4]).distribution(query, pool, mask, 2),
+        selector(CONFIGS[0]).distribution(query, pool, mask, 2),
         scaled.distribution(7 * query - 1, 7 * pool - 1, mask, 2),
     )
     assert torch.equal(first.mode, second.mode)
@@ -97,7 +93,7 @@ def test_choices_are_different_places_of_the_querys_own_pool(config: SelectorCon
 
 
 def test_choosing_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
-    made = selector(dataclasses.replace(CONFIGS[4], dropout=0.9)).train()
+    made = selector(dataclasses.replace(CONFIGS[0], dropout=0.9)).train()
     first = made.choose(*batch(), shots=3)
     assert all(torch.equal(made.choose(*batch(), shots=3), first) for _ in range(5))
     assert made.training
@@ -137,7 +133,7 @@ def test_restored_is_the_same_selector(config: SelectorConfig, tmp_path: Path) -
 
 
 def test_weights_of_another_network_are_refused() -> None:
-    plain = selector(CONFIGS[4]).plain()
+    plain = selector(CONFIGS[0]).plain()
     for state in ({**plain["state"], "other": torch.ones(1)}, dict(list(plain["state"].items())[1:])):
         with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key"):
             Selector.restored(plain | {"state": state})
@@ -149,13 +145,12 @@ def test_weights_of_another_network_are_refused() -> None:
 # -- the networks behind it --------------------------------------------------------------------------------------------
 
 
-every_version = pytest.mark.parametrize("version", ["v0", "v1", "v2"])
 every_update = pytest.mark.parametrize("update", ["additive", "convex"])
 
 
-def network(version: str = "v2", features: int = 6, **settings: object) -> PointerNetwork:
+def network(features: int = 6, **settings: object) -> PointerNetwork:
     torch.manual_seed(0)
-    return pointer_network(SelectorConfig(version=version, **{"width": 16, "layers": 2} | settings), features).eval()
+    return PointerNetwork(SelectorConfig(**{"width": 16, "layers": 2} | settings), features).eval()
 
 
 def encodable(queries: int = 3, size: int = 5, features: int = 6) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +167,6 @@ def size_of(module: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"version": "v3"}, "selector.version='v3': must be one of v0, v1, v2"),
         ({"projection": "cnn"}, "selector.projection='cnn'"),
         ({"update": "gru"}, "selector.update='gru'"),
         ({"layers": -1}, "selector.layers=-1: must be at least 0"),
@@ -188,30 +182,27 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, object], messag
         SelectorConfig(**settings)
 
 
-def test_v1_and_v2_have_the_originals_numbers_of_parameters_and_the_default_is_small() -> None:
-    first = SelectorConfig(version="v1", width=512, update="convex", temperature=0.5, dropout=0.5)
-    assert size_of(pointer_network(first, 512)) == 1_054_721
-    second = pointer_network(SelectorConfig(width=256, projection="linear", update="convex"), 512)
+def test_the_network_has_the_originals_number_of_parameters_and_the_default_is_small() -> None:
+    second = PointerNetwork(SelectorConfig(width=256, projection="linear", update="convex"), 512)
     assert size_of(second) == 657_152
     gates = sum(size_of(module) for module in second.modules() if isinstance(module, StateUpdate))
     assert size_of(second) - gates == 525_824
     # input 137·128; attention 4·128·129 + 256; projections 2·(128·256 + 256 + 512 + 256·128); gate and U 2·257·128
-    assert size_of(pointer_network(SelectorConfig(), 137)) == 17_536 + 66_304 + 132_608 + 65_792
+    assert size_of(PointerNetwork(SelectorConfig(), 137)) == 17_536 + 66_304 + 132_608 + 65_792
 
 
-# -- what all versions have in common ----------------------------------------------------------------------------------
+# -- the network -------------------------------------------------------------------------------------------------------
 
 
 @every_update
 @pytest.mark.parametrize("projection", ["mlp", "linear"])
-@every_version
-def test_logits_are_cosines_over_the_temperature(version: str, projection: str, update: str) -> None:
-    net = network(version, projection=projection, update=update, temperature=0.25)
+def test_logits_are_cosines_over_the_temperature(projection: str, update: str) -> None:
+    net = network(projection=projection, update=update, temperature=0.25)
     encoded = net.encode(*encodable())
     torch.testing.assert_close(encoded.keys.norm(dim=-1), torch.ones(3, 5))
     state = net.start(encoded, 4)
     for step in range(3):
-        directions = net.point(state)
+        directions = state
         assert directions.shape == (3, 4, 16)
         torch.testing.assert_close(directions.norm(dim=-1), torch.ones(3, 4))
         logits = net.logits(directions, encoded)
@@ -221,31 +212,28 @@ def test_logits_are_cosines_over_the_temperature(version: str, projection: str, 
 
 
 @every_update
-@every_version
-def test_known_sequences_are_read_as_step_by_step(version: str, update: str) -> None:
-    net = network(version, update=update)
+def test_known_sequences_are_read_as_step_by_step(update: str) -> None:
+    net = network(update=update)
     encoded = net.encode(*encodable())
     chosen = encoded.keys[:, torch.tensor([[0, 1], [4, 2]])]  # [3, 2, 2, 16]
     state, wanted = net.start(encoded, 2), []
     for step in range(3):
-        wanted.append(net.point(state))
+        wanted.append(state)
         state = net.advance(state, chosen[:, :, step]) if step < 2 else state
-    torch.testing.assert_close(net.directions(encoded, chosen), torch.stack(wanted, 2))
+    torch.testing.assert_close(net.states(encoded, chosen), torch.stack(wanted, 2))
 
 
-@every_version
-def test_what_was_chosen_first_and_its_order_matter(version: str) -> None:
-    net = network(version)
+def test_what_was_chosen_first_and_its_order_matter() -> None:
+    net = network()
     encoded = net.encode(*encodable())
     chosen = encoded.keys[:, torch.tensor([[0, 1], [1, 0], [2, 1]])]
-    last = net.directions(encoded, chosen)[:, :, -1]
+    last = net.states(encoded, chosen)[:, :, -1]
     assert (last[:, 0] - last[:, 1]).norm(dim=-1).min() > 1e-3
     assert (last[:, 0] - last[:, 2]).norm(dim=-1).min() > 1e-3
 
 
-@every_version
-def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool(version: str) -> None:
-    net = network(version)
+def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool() -> None:
+    net = network()
     query, pool, mask = encodable()
     mask[1, 3:] = False
     encoded = net.encode(query, pool, mask)
@@ -258,9 +246,8 @@ def test_queries_do_not_see_each_other_nor_what_fills_a_shorter_pool(version: st
     torch.testing.assert_close(alone.state, encoded.state[1:2])
 
 
-@every_version
-def test_another_order_of_the_pool_is_only_another_order_of_the_keys(version: str) -> None:
-    net = network(version)
+def test_another_order_of_the_pool_is_only_another_order_of_the_keys() -> None:
+    net = network()
     query, pool, mask = encodable()
     order = torch.tensor([3, 0, 4, 2, 1])
     first, other = net.encode(query, pool, mask), net.encode(query, pool[:, order], mask)
@@ -269,11 +256,10 @@ def test_another_order_of_the_pool_is_only_another_order_of_the_keys(version: st
 
 
 @every_update
-@every_version
-def test_every_weight_learns(version: str, update: str) -> None:
-    net = network(version, update=update)
+def test_every_weight_learns(update: str) -> None:
+    net = network(update=update)
     encoded = net.encode(*encodable())
-    directions = net.directions(encoded, encoded.keys[:, torch.tensor([[0, 1], [4, 2]])])
+    directions = net.states(encoded, encoded.keys[:, torch.tensor([[0, 1], [4, 2]])])
     torch.manual_seed(0)
     (net.logits(directions, encoded) * torch.randn(3, 2, 3, 5)).sum().backward()
     for name, parameter in net.named_parameters():
@@ -283,12 +269,11 @@ def test_every_weight_learns(version: str, update: str) -> None:
         assert parameter.grad.any(), name
 
 
-@every_version
-def test_dropout_is_for_train_mode_alone(version: str) -> None:
-    net = network(version, dropout=0.5)
+def test_dropout_is_for_train_mode_alone() -> None:
+    net = network(dropout=0.5)
     assert torch.equal(net.encode(*encodable()).state, net.encode(*encodable()).state)
     net.train()
-    first, second = (net.point(net.start(net.encode(*encodable()), 1)) for _ in range(2))
+    first, second = (net.start(net.encode(*encodable()), 1) for _ in range(2))
     assert not torch.equal(first, second)
 
 
@@ -316,14 +301,10 @@ def test_cross_attention_is_that_of_torch_and_finite_over_nothing() -> None:
     assert state.grad.isfinite().all()
 
 
-def test_updates_with_a_scalar_and_with_a_learned_gate_by_hand() -> None:
-    scalar = StateUpdate(SelectorConfig(width=4, update="convex"), scalar_gate=True)
-    assert size_of(scalar) == 1
-    result = scalar(torch.tensor([1.0, 0, 0, 0]), torch.tensor([0, 1.0, 0, 0]))
-    torch.testing.assert_close(result, torch.tensor([0.6, 0.4, 0, 0]) / math.sqrt(0.52))
+def test_updates_by_hand() -> None:
     state, chosen = torch.tensor([1.0, 0]), torch.tensor([0, 1.0])
-    convex = StateUpdate(SelectorConfig(width=2, heads=1, update="convex"), scalar_gate=False)
-    additive = StateUpdate(SelectorConfig(width=2, heads=1, update="additive"), scalar_gate=False)
+    convex = StateUpdate(SelectorConfig(width=2, heads=1, update="convex"))
+    additive = StateUpdate(SelectorConfig(width=2, heads=1, update="additive"))
     with torch.no_grad():
         for update in (convex, additive):
             update.linear.weight.zero_()
@@ -337,16 +318,8 @@ def test_updates_with_a_scalar_and_with_a_learned_gate_by_hand() -> None:
 
 
 def test_linear_projections_point_at_what_is_alike_before_any_training() -> None:
-    net = network("v2", features=32, width=64, layers=0, projection="linear")
+    net = network(features=32, width=64, layers=0, projection="linear")
     query, pool, mask = encodable(queries=20, features=32)
     pool[:, 2] = query + 0.1 * pool[:, 2]
     encoded = net.encode(query, pool, mask)
     assert net.logits(net.start(encoded, 1), encoded).argmax(-1).flatten().tolist() == [2] * 20
-
-
-def test_v0_says_when_it_has_no_positions_left() -> None:
-    net = network("v0", layers=1)
-    encoded = net.encode(*encodable(size=LONGEST + 1))
-    assert net.directions(encoded, encoded.keys[:, None, : LONGEST - 1]).shape == (3, 1, LONGEST, 16)
-    with pytest.raises(InputError, match=f"shots={LONGEST + 1}: selector.version=v0 has positions for {LONGEST}"):
-        net.directions(encoded, encoded.keys[:, None, :LONGEST])

@@ -81,7 +81,7 @@ def table(fields: dict[str, Tensor] | None = None) -> BeamTable:
 
 def selector(data: BeamTable) -> tuple[Selector, StoredEmbeddings]:
     torch.manual_seed(0)
-    config = SelectorConfig(version="v2", width=8, heads=2)
+    config = SelectorConfig(width=8, heads=2)
     return Selector.fitted(config, data.queries, data.candidates), StoredEmbeddings(data.queries, data.candidates)
 
 

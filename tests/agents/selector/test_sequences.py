@@ -10,20 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from knobwise.agents.selector.networks import PointerNetwork, pointer_network
+from knobwise.agents.selector.networks import PointerNetwork
 from knobwise.agents.selector.sequences import SequenceDistribution
 from knobwise.agents.selector.settings import SelectorConfig
 
-VERSIONS = ("v0", "v1", "v2")
-every_version = pytest.mark.parametrize("version", VERSIONS)
 every_update = pytest.mark.parametrize("update", ["additive", "convex"])
 SIZES = (4, 2, 1, 0)  # candidates of the four queries, in pools of four places; those of query 1 do not stand first
 
 
-def network(version: str = "v2", update: str = "additive") -> PointerNetwork:
+def network(update: str = "additive") -> PointerNetwork:
     torch.manual_seed(0)
-    config = SelectorConfig(version=version, update=update, width=8, heads=2, temperature=0.3)
-    return pointer_network(config, 5).eval()
+    config = SelectorConfig(update=update, width=8, heads=2, temperature=0.3)
+    return PointerNetwork(config, 5).eval()
 
 
 def features() -> tuple[Tensor, Tensor, Tensor]:
@@ -33,10 +31,8 @@ def features() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(4, 5, generator=generator), pool, mask
 
 
-def distribution(
-    version: str = "v2", shots: int = 3, update: str = "additive", **settings: int | None
-) -> SequenceDistribution:
-    net = network(version, update)
+def distribution(shots: int = 3, update: str = "additive", **settings: int | None) -> SequenceDistribution:
+    net = network(update)
     return SequenceDistribution(net, net.encode(*features()), shots, **settings)
 
 
@@ -61,7 +57,7 @@ def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> fl
     for place in sequence:
         if place < 0:
             break
-        direction = net.point(state)[0, 0]
+        direction = state[0, 0]
         scores = {p: float(direction @ encoded.keys[0, p]) / net.temperature for p in left}
         total += scores[place] - math.log(sum(math.exp(score) for score in scores.values()))
         left.remove(place)
@@ -74,9 +70,8 @@ def step_by_step(net: PointerNetwork, query: int, sequence: Sequence[int]) -> fl
 
 @pytest.mark.parametrize("shots", [1, 2, 3])
 @every_update
-@every_version
-def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, shots: int) -> None:
-    dist = distribution(version, shots, update=update)
+def test_probabilities_of_all_sequences_sum_to_one(update: str, shots: int) -> None:
+    dist = distribution(shots, update=update)
     mask = features()[2]
     for query in range(4):
         log_probs = log_probs_of(dist, everything(mask[query], shots), query)
@@ -84,9 +79,8 @@ def test_probabilities_of_all_sequences_sum_to_one(version: str, update: str, sh
 
 
 @every_update
-@every_version
-def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update: str) -> None:
-    net, dist = network(version, update), distribution(version, update=update)
+def test_log_probs_are_those_of_a_step_by_step_computation(update: str) -> None:
+    net, dist = network(update), distribution(update=update)
     mask = features()[2]
     for query in range(4):
         sequences = everything(mask[query], 3)
@@ -95,9 +89,8 @@ def test_log_probs_are_those_of_a_step_by_step_computation(version: str, update:
         torch.testing.assert_close(result, wanted, atol=1e-5, rtol=1e-5)
 
 
-@every_version
-def test_a_shorter_sequence_has_the_log_prob_of_its_beginning(version: str) -> None:
-    dist, net = distribution(version, group_size=3), network(version)
+def test_a_shorter_sequence_has_the_log_prob_of_its_beginning() -> None:
+    dist, net = distribution(group_size=3), network()
     value = torch.full((4, 3, 3), -1)
     value[0, 0, :2] = torch.tensor([2, 0])
     value[0, 1, :1] = 3
@@ -107,9 +100,8 @@ def test_a_shorter_sequence_has_the_log_prob_of_its_beginning(version: str) -> N
     assert (result[1:] == 0).all()
 
 
-@every_version
-def test_what_cannot_be_chosen_has_log_prob_minus_infinity(version: str) -> None:
-    dist = distribution(version, group_size=7)
+def test_what_cannot_be_chosen_has_log_prob_minus_infinity() -> None:
+    dist = distribution(group_size=7)
     wrong = [[1, 1, 2], [0, 1, 0], [4, 0, 1], [-2, 0, 1], [0, -1, 1], [-1, 0, -1], [0, 1, 9]]
     assert dist.log_prob(torch.tensor(wrong).expand(4, -1, -1)).tolist() == [[-math.inf] * 7] * 4
     outside = dist.log_prob(torch.tensor([[[0, 1, 3]], [[1, 0, -1]], [[1, -1, -1]], [[0, -1, -1]]]))
@@ -117,11 +109,9 @@ def test_what_cannot_be_chosen_has_log_prob_minus_infinity(version: str) -> None
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=1, max_size=4), st.sampled_from(VERSIONS)
-)
-def test_any_action_gets_a_number_and_finite_gradients(actions: list[list[int]], version: str) -> None:
-    dist = distribution(version, group_size=len(actions))
+@given(st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_any_action_gets_a_number_and_finite_gradients(actions: list[list[int]]) -> None:
+    dist = distribution(group_size=len(actions))
     result = dist.log_prob(torch.tensor(actions).expand(4, -1, -1))
     assert not result.isnan().any()
     known = [everything(mask, 3) for mask in features()[2]]
@@ -151,10 +141,9 @@ def test_shapes(sample: tuple[int, ...], group_size: int | None) -> None:
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 
-@every_version
-def test_draws_have_the_frequencies_of_their_probabilities(version: str) -> None:
+def test_draws_have_the_frequencies_of_their_probabilities() -> None:
     torch.manual_seed(0)
-    dist = distribution(version, shots=2, group_size=20_000)
+    dist = distribution(shots=2, group_size=20_000)
     drawn = dist.sample()
     for query, mask in enumerate(features()[2]):
         sequences = torch.tensor(everything(mask, 2))
@@ -174,9 +163,8 @@ def test_draws_end_where_nothing_is_left_and_never_repeat() -> None:
 # -- the greedy sequence -----------------------------------------------------------------------------------------------
 
 
-@every_version
-def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
-    net, dist = network(version), distribution(version)
+def test_greedy_takes_the_best_place_at_every_step() -> None:
+    net, dist = network(), distribution()
     for query, mask in enumerate(features()[2]):
         chosen: tuple[int, ...] = ()
         while len(chosen) < min(3, int(mask.sum())):
@@ -189,12 +177,11 @@ def test_greedy_takes_the_best_place_at_every_step(version: str) -> None:
 # -- entropy -----------------------------------------------------------------------------------------------------------
 
 
-@every_version
-def test_entropy_is_unbiased(version: str) -> None:
-    net = network(version)
+def test_entropy_is_unbiased() -> None:
+    net = network()
     query, pool, mask = (x[:2].repeat_interleave(4000, 0) for x in features())
     estimates = SequenceDistribution(net, net.encode(query, pool, mask), 3).entropy().unflatten(0, (2, 4000))
-    exact = distribution(version)
+    exact = distribution()
     for row in range(2):
         log_probs = log_probs_of(exact, everything(features()[2][row], 3), row)
         wanted = -(log_probs.exp() * log_probs).sum()
@@ -219,9 +206,8 @@ def test_entropy_of_one_shot_is_exact_of_no_choice_zero_and_changes_no_draws() -
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@every_version
-def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version: str) -> None:
-    net = network(version)
+def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing() -> None:
+    net = network()
     query, pool, mask = (x[2:] for x in features())
     query, pool = query.clone().requires_grad_(), pool.clone().requires_grad_()
     dist = SequenceDistribution(net, net.encode(query, pool, mask), 3, group_size=4)
@@ -235,9 +221,8 @@ def test_pools_of_one_candidate_or_none_teach_nothing_and_break_nothing(version:
     assert all((gradient.abs() < 1e-6).all() for gradient in gradients)
 
 
-@every_version
-def test_following_the_gradient_makes_a_sequence_more_probable(version: str) -> None:
-    net = network(version)
+def test_following_the_gradient_makes_a_sequence_more_probable() -> None:
+    net = network()
     optimiser = torch.optim.SGD(net.parameters(), 0.05)
     wanted = torch.tensor([[2, 0, 3], [3, 1, -1], [0, -1, -1], [-1, -1, -1]])
     values = []

@@ -114,11 +114,13 @@ def test_hydras_ways_to_list_values(words: list[str], wanted: list[list[str]]) -
     assert jobs_of("train", words) == wanted
 
 
-@pytest.mark.parametrize("words", ["selector,selector_v1", "choice(selector,selector_v1)", "glob(selector_v*)"])
+@pytest.mark.parametrize(
+    "words", ["selector,selector_weights", "choice(selector,selector_weights)", "glob(selector_w*)"]
+)
 def test_several_experiments_of_selectors(words: str) -> None:
     jobs = jobs_of(schema_of("train", [f"experiment={words}"]), [f"experiment={words}"])
     assert len(jobs) == 2
-    assert ["experiment=selector_v1"] in jobs
+    assert ["experiment=selector_weights"] in jobs
 
 
 def test_words_are_passed_on_as_they_were_given() -> None:

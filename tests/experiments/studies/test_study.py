@@ -282,7 +282,7 @@ def test_selectors_by_hand() -> None:
 
 def test_another_network_is_held_against_the_default_one_trained_alike() -> None:
     base = selector("selector_groups", {"sft": 0.6, "rce": 0.6, "first": 0.8, "b": 0.7}, ["first", "b"])
-    other = selector("selector_v0", {"sft": 0.6, "rce": 0.6, "grpo_recorded": 0.5}, ["grpo_recorded"])
+    other = selector("selector_convex", {"sft": 0.6, "rce": 0.6, "grpo_recorded": 0.5}, ["grpo_recorded"])
     assert not any("default network" in line for line in lines_of(other) if not line.startswith("*"))
     lines = lines_of(base, other)
     words = only(lines, "- Against the default network: worse: GRPO on recorded")
@@ -292,6 +292,6 @@ def test_another_network_is_held_against_the_default_one_trained_alike() -> None
     # of independent shares of 400 (twice): ± 1.96 √(.8·.2/400 + .5·.5/400) = 6.3 points
     assert abs(low + 36.3) < 0.8
     assert abs(high + 23.7) < 0.8
-    answer = only(lines, "| [Network v0]")
+    answer = only(lines, "| [A convex state update]")
     assert "| GRPO on recorded groups -30.0 [" in answer
     assert "no difference shown for SFT, the interval is [" in answer

@@ -16,10 +16,9 @@ from knobwise.agents.serving.own_cost import OwnCost
 from knobwise.envs.configurations.budgets import default_budgets
 from knobwise.envs.simulated.kinds import KINDS
 from knobwise.experiments.command_line.compose import GROUPS
-from knobwise.experiments.studies import decisions, tables
-from knobwise.experiments.studies.decisions import BASELINES, STUDENT, TEST_SAMPLES, decisions_page
+from knobwise.experiments.studies import decisions
+from knobwise.experiments.studies.decisions import BASELINES, MEASURED, STUDENT, TEST_SAMPLES, decisions_page
 from knobwise.experiments.studies.running import Mean, folder_for
-from knobwise.experiments.studies.tables import MEASURED
 
 
 def test_other_settings_are_other_measurements(tmp_path: Path) -> None:
@@ -132,21 +131,7 @@ def test_measured_tables_are_split_anew_for_each_seed() -> None:
         assert len(split.test) == pytest.approx(table.num_samples / 5, abs=1)
         assert set(split.test.tolist()) != set(other.test.tolist())
         assert table.mask.all()
-    assert sum(path.stat().st_size for path in tables.FOLDER.iterdir()) < 1_000_000
-
-
-def test_programs_are_measured_the_same_but_for_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "FILES", 3)
-    first, second = (tables.measure("python_files") for _ in range(2))
-    assert torch.equal(first.accuracy, second.accuracy)
-    assert all(map(torch.equal, first.features.values(), second.features.values()))
-    assert first.knobs == MEASURED["python_files"]().knobs
-    assert (first.latency_ms > 0).all()
-    assert (first.accuracy.amin(1).tolist(), first.accuracy.amax(1).tolist()) == ([0.0] * 3, [1.0] * 3)
-    monkeypatch.setattr(tables, "ROWS", 60)
-    classified = tables.measure("diabetes")
-    assert (classified.num_samples, classified.num_configurations) == (60, MEASURED["diabetes"]().num_configurations)
-    assert set(classified.accuracy.unique().tolist()) == {0, 1}
+    assert sum(path.stat().st_size for path in decisions.FOLDER.iterdir()) < 1_000_000
 
 
 def test_a_policy_is_charged_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:

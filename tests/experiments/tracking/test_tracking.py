@@ -129,7 +129,7 @@ def test_wandb_run_says_where_it_belongs_and_what_was_best(logged: Sessions) -> 
     assert set(logged) == {"lr-0.003-seed0", "lr-0.003-seed1", "lr-0.003"}
     session = logged["lr-0.003-seed1"]
     about = {"displayName": "lr-0.003-seed1", "groupName": "controller", "jobType": "train", "project": "knobwise"}
-    assert session.about == about | {"tags": ["nightly", "theirs", "small"], "sweep_id": None}
+    assert session.about == about | {"tags": ["nightly", "theirs", "small"]}
     assert session.config["optimiser"] == {"lr": 0.003}
     assert session.config["loss"] == {"ends": ["inf", 1.0]}  # as on the command line; JSON has no infinity
     assert (session.config["seed"], session.config["profile_digest"]) == (1, DIGEST)

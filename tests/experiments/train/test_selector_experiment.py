@@ -161,7 +161,7 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
 
 @pytest.mark.parametrize(
     "network",
-    [["version=v0"], ["version=v1", "projection=linear"], ["version=v2", "layers=2", "update=convex"]],
+    [["projection=linear"], ["layers=2", "update=convex"]],
     ids=lambda words: words[0],
 )
 def test_every_network_through_the_command_line(folder: Path, network: list[str]) -> None:
@@ -279,7 +279,6 @@ def test_help_lists_the_selectors_settings(capsys: Capture) -> None:
         ),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json"], "variants.grpo_recorded.groups=all"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "reward.hard_weight=3"], "mode legacy has no such weight"),
-        ([*REPLAY, "selector.version=v0", "judged_shots=[2,40]"], "32"),
         ([*REPLAY, *EMBEDDINGS, "beams.path=e.json", "beams.trailing_query=often"], "auto, never"),
         (["train", "experiment=selector_replay"], "beams.path"),
         (["train", "experiment=selector", "beams=disk"], "builtin"),
