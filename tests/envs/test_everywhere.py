@@ -185,9 +185,8 @@ def run(case: Case, folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_to_start() -> Iterator[None]:
-    """Processes are forked from one that has imported everything; others import for seconds (test_with_torchrl.py)."""
+    """Processes are forked from one that has imported everything (conftest.py); others import for seconds."""
     before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.weight_update", "knobwise.agents"])
     multiprocessing.set_start_method("forkserver", force=True)
     yield
     multiprocessing.set_start_method(before, force=True)

@@ -353,7 +353,7 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
 @commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
     words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=10", "seeds=[0,1]", "name=x"]
-    killed = commands.started(words)
+    killed = commands.Command(words)
     seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
     children: list[int] = []
 
