@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 import torch
 from commands import Capture, Patch, refused
-from helpers import small_beams
+from helpers import few_demonstrations, small_beams
 from omegaconf import OmegaConf
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
@@ -133,6 +133,7 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    few_demonstrations(monkeypatch, test=1500)
     small = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
     short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")]
     left_out = [f"variants.{name}=null" for name in ("grpo_rounds", "shuffled_live", "hidden_live")]
