@@ -369,7 +369,7 @@ def test_other_launchers_find_the_same(launcher: str, in_turn: tuple[str, str]) 
 @pytest.mark.usefixtures("_signals_arrive")
 def test_ctrl_c_ends_jobs_in_other_processes_and_the_same_command_goes_on(folder: Path) -> None:
     # seconds: a job looks every 0.3 s whether to stop
-    long = ["optimiser.iterations=600", "optimiser.evaluate_every=50", "optimiser.patience=0"]
+    long = ["optimiser.iterations=250", "optimiser.evaluate_every=50", "optimiser.patience=0"]
     sweep = Command([*OBJECTIVE, *long, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
     begun = "objective/*/checkpoints/seed0/last.pt"
     message = stop_when(lambda: list(Path("runs").glob(begun)), sweep, signal.SIGINT, 300)

@@ -353,7 +353,7 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
 
 @commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
-    words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=10", "seeds=[0,1]", "name=x"]
+    words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=6", "seeds=[0,1]", "name=x"]
     killed = commands.Command(words)
     seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
     children: list[int] = []
@@ -366,7 +366,7 @@ def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> Non
     assert len(children) >= 2
     # or they would go on writing beside the run that goes on
     commands.wait_for(lambda: not any(map(commands.alive, children)))
-    assert not all((seed / "grpo_recorded" / "epoch10.pt").exists() for seed in seeds)
+    assert not all((seed / "grpo_recorded" / "epoch6.pt").exists() for seed in seeds)
     assert main(words) == 0
     assert main([*words, "runs=whole", "jobs=1"]) == 0
     assert [path.name for path in RUN.iterdir()] == ["x"]
