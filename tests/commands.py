@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 from helpers import small_table
 
+import knobwise.__main__
 from knobwise.__main__ import main
 from knobwise.agents.checkpoint import load_checkpoint
 from knobwise.agents.training.loop import Trainer
@@ -103,25 +105,60 @@ def same(first: Any, second: Any) -> bool:
 # -- in other processes ------------------------------------------------------------------------------------------------
 
 
-def started(words: list[str], **variables: str) -> subprocess.Popen[str]:
-    """A command at work."""
-    environment = {**os.environ, **VARIABLES, **variables}
-    pipe = subprocess.PIPE
-    return subprocess.Popen([*COMMAND, *words], env=environment, stdout=pipe, stderr=pipe, text=True)
+class Command:
+    """A command at work, in a process forked from one that has imported everything, which others need seconds for."""
+
+    def __init__(self, words: list[str], **variables: str) -> None:
+        self.printed = tuple(Path(tempfile.mkstemp(prefix=f"{name}-")[1]) for name in ("out", "err"))
+        environment = {**os.environ, **VARIABLES, **variables}
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=_work, args=(words, os.getcwd(), environment, self.printed))
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it is at work; −n if signal n ended it."""
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for its end; what it wrote to stdout and stderr."""
+        self.process.join(timeout)
+        assert self.returncode is not None, f"at work after {timeout} s"
+        out, err = (path.read_text() for path in self.printed)
+        for path in self.printed:
+            path.unlink()
+        return out, err
+
+
+def _work(words: list[str], folder: str, environment: dict[str, str], printed: Sequence[Path]) -> None:
+    """`python -m knobwise …` in this process."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate(printed, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules["__main__"], sys.argv = knobwise.__main__, [str(knobwise.__main__.__file__), *words]
+    sys.exit(main())
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def stop_when(
-    condition: Callable[[], object], process: subprocess.Popen[str], number: int = signal.SIGKILL, seconds: float = 120
+    condition: Callable[[], object], process: Command, number: int = signal.SIGKILL, seconds: float = 120
 ) -> str:
     """Send a command this signal as soon as this holds; what it wrote to stderr."""
-    wait_for(lambda: condition() or process.poll() is not None, seconds)
+    wait_for(lambda: condition() or process.returncode is not None, seconds)
     process.send_signal(number)
     _, message = process.communicate(timeout=seconds)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), message

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
+from commands import VARIABLES
 
 from knobwise.agents.predictors.regressors import FAMILIES
+from knobwise.agents.serving import own_cost
 from knobwise.common import interruption
 
+PRELOADED = [
+    *("pytest", "hydra.compose", "torch.utils.tensorboard", "torchrl.collectors", "torchrl.weight_update"),
+    *(f"knobwise.experiments.train.{module}" for module in ("controller", "selector", "run")),
+]
+"""By the process that others are forked from: imported there once, and not for seconds in each."""
 LONG = ("test_tutorial.py", "test_docs.py", "test_layout.py", "test_everywhere.py")
 
 
@@ -23,15 +32,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_and_single_threaded() -> None:
     torch.set_num_threads(1)
+    os.environ |= VARIABLES
+    multiprocessing.set_forkserver_preload(PRELOADED)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_trees(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fewer boosted trees where tests are not about what predictors have learned."""
+def _little_work(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fewer boosted trees where tests are not about what predictors have learned, and fewer decisions timed where they
+    are not about time."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name not in ("predictors", "judging"):
             patch.setitem(FAMILIES, "gradient_boosting", FAMILIES["gradient_boosting"]._replace(settings=(10, 40)))
+        if request.path.parent.name != "serving":
+            patch.setattr(own_cost, "CALLS", 4)
+            patch.setattr(own_cost, "WARM_UP", 1)
         yield
 
 
@@ -50,3 +65,12 @@ def _signals_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def _forked() -> Iterator[None]:
+    """Processes are forked from the one that has imported everything."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
+from knobwise.profiling.demonstrations import builtin
 
 
 def small_table(samples: int = 60, seed: int = 0, holes: float = 0.0, features: bool = True) -> ProfileTable:
@@ -206,3 +208,15 @@ class Harmful:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return print, ("this must not run",)
+
+
+def few_demonstrations(patch: pytest.MonkeyPatch, train: int = 600, test: int = 200) -> None:
+    """Leave the built-in data of the selector its first queries."""
+    load = builtin.builtin_demonstrations
+
+    def loaded(variant: str = "careless") -> builtin.Demonstrations:
+        data = load(variant)
+        tables = {"train": data.train.select(torch.arange(train)), "test": data.test.select(torch.arange(test))}
+        return data._replace(**tables)
+
+    patch.setattr(builtin, "builtin_demonstrations", loaded)

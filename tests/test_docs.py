@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from helpers import small_beams, small_table
+from helpers import few_demonstrations, small_beams, small_table
 from PIL import Image
 from tiny_models import tiny_model
 from wandb_stub import offline_runs
@@ -46,10 +46,10 @@ SELECTOR = [
 ]
 RUNS = {
     "guarded": ["policy=utility", "policy.members=2", "policy.deploy=student", *TABLE, *SHORT],
-    "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT],
-    "splits": ["policy=independent", "baselines=false", "split.repeats=2", *TABLE, *SHORT],
-    "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT],
-    "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT],
+    "sampled": ["policy=independent", "loss=sampled", "baselines=false", *TABLE, *SHORT, "seeds=[0]"],
+    "splits": ["policy=independent", "baselines=false", "split.repeats=2", *TABLE, *SHORT, "seeds=[0]"],
+    "data_sets": ["policy=utility", "policy.members=2", *JOINT, *SHORT, "seeds=[0]"],
+    "mean": ["budget=mean", "policy=utility", "policy.members=2", *TABLE, *SHORT, "seeds=[0]"],
     "live": [
         *("experiment=selector", *SELECTOR, "seeds=[0]", "judged_shots=[1,2]", "variants.hidden_live.epochs=1"),
         *(f"{stage}.queries=1024" for stage in ("sft", "rce", "grpo")),
@@ -72,6 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("metrics")
         patch.chdir(home)
+        few_demonstrations(patch)
         patch.delenv("WANDB_API_KEY", raising=False)
         patch.setenv("NETRC", str(home / "netrc"))
         write_measured(small_table(80), "measured.csv", "features.npz")
@@ -217,6 +218,7 @@ def blocks(guide: str, language: str) -> list[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with a profile in every form that the guides speak of."""
     monkeypatch.chdir(tmp_path)
+    few_demonstrations(monkeypatch)
     write_exp5_exp6(long_frame(small_table(80)), "exp5", "exp6", "text_vqa")
     write_measured(small_table(80), "measured.csv", "features.npz")
     write_measured(small_table(80, seed=1), "other.csv", "other.npz")

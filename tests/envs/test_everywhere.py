@@ -3,7 +3,6 @@ environment, a table, an agent, a way of collecting and a transform is in some c
 
 import functools
 import itertools
-import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,16 +182,7 @@ def run(case: Case, folder: Path) -> None:
         weights.shutdown()  # TorchRL leaves it to the end of Python, where its queue would wait for a thread for ever.
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_start() -> Iterator[None]:
-    """Processes are forked from one that has imported everything; others import for seconds (test_with_torchrl.py)."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.weight_update", "knobwise.agents"])
-    multiprocessing.set_start_method("forkserver", force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
-
-
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("case", cases(), ids="-".join)
 def test_everywhere(case: Case, tmp_path: Path) -> None:
     run(case, tmp_path)

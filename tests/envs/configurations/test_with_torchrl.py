@@ -141,6 +141,7 @@ def test_parallel_workers_draw_different_contexts_and_replay_them() -> None:
         env.close()
 
 
+@pytest.mark.usefixtures("_forked")
 def test_workers_of_a_collector_draw_different_contexts() -> None:
     collector = MultiSyncCollector([make, make], None, frames_per_batch=16, total_frames=32)
     drawn = [context for batch in collector for context in contexts(batch)]

@@ -234,7 +234,7 @@ def test_transforms_and_a_random_policy_of_torchrl(live: bool) -> None:
         collector.shutdown()
 
 
-@pytest.mark.parametrize("vector", [SerialEnv, partial(ParallelEnv, mp_start_method="spawn")])
+@pytest.mark.parametrize("vector", [SerialEnv, partial(ParallelEnv, mp_start_method="forkserver")])
 def test_workers_draw_different_queries(vector: Callable[..., EnvBase]) -> None:
     env = vector(2, partial(DemonstrationBandit, beams(), batch_size=50))
     first, second = env.reset()["row"]

@@ -226,7 +226,7 @@ def test_a_person_chooses_the_query(live: bool) -> None:
 )
 def test_many_at_once_draw_different_queries_and_live(mode: str, kind: str) -> None:
     words: dict[str, Any] = {"scorer": scorer} if kind == "scored" else {"action": kind}
-    words |= {"vector_kwargs": {"context": "spawn"}} if mode == "async" else {}
+    words |= {"vector_kwargs": {"context": "forkserver"}} if mode == "async" else {}
     vector = gymnasium.make_vec(ID, 2, mode, table=sparse(), **words)
     rows = []
     vector.action_space.seed(0)

@@ -149,7 +149,7 @@ def test_evaluate_repeats_what_training_reported(folder: Path) -> None:
 def test_a_killed_run_ends_like_one_that_was_not(folder: Path) -> None:
     words = ["train", *TABLE, *LEAN, "optimiser.iterations=60", "optimiser.epochs=4", "optimiser.patience=0", "name=k"]
     last = folder / "killed" / "controller" / "k" / "checkpoints" / "seed0" / "last.pt"
-    commands.stop_when(lambda: commands.iteration_of(last) >= 12, commands.started([*words, "runs=killed"]))
+    commands.stop_when(lambda: commands.iteration_of(last) >= 12, commands.Command([*words, "runs=killed"]))
     for runs in ("killed", "whole"):
         assert main([*words, f"runs={runs}"]) == 0
     assert len(list((folder / "killed" / "controller").iterdir())) == 1

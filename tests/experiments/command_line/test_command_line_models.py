@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, Capture, Patch, refused, started, stop_when
+from commands import OPTIMISER, Capture, Command, Patch, refused, stop_when
 from helpers import small_table
 from PIL import Image
 from tiny_models import tiny_model
@@ -310,7 +310,7 @@ def measured(out: str) -> list[tuple[object, ...]]:
 def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> None:
     words = [*KNOBS, "knobs.repeats=12", "out=out"]
     log = Path("out/state/measured-0.jsonl")
-    stop_when(lambda: log.exists() and log.read_bytes().count(b"\n") >= 20, started([*PROFILE, *words]))
+    stop_when(lambda: log.exists() and log.read_bytes().count(b"\n") >= 20, Command([*PROFILE, *words]))
     before = log.read_bytes()
     count = before.count(b"\n")
     assert 20 <= count < 192
@@ -324,7 +324,7 @@ def test_a_killed_profile_goes_on_and_measures_nothing_twice(folder: Path) -> No
 
 def test_two_processes_share_a_profile(folder: Path) -> None:
     words = [*KNOBS, "knobs.repeats=1", "knobs.shards=2", "out=out"]
-    both = [started([*PROFILE, *words, f"knobs.shard={shard}"]) for shard in (0, 1)]
+    both = [Command([*PROFILE, *words, f"knobs.shard={shard}"]) for shard in (0, 1)]
     facts = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], facts
     result = measured("out")

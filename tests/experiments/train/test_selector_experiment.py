@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 import torch
 from commands import Capture, Patch, refused
-from helpers import small_beams
+from helpers import few_demonstrations, small_beams
 from omegaconf import OmegaConf
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
@@ -133,6 +133,7 @@ def test_the_builtin_beams_are_judged_by_their_scorer_at_every_number_of_shots(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    few_demonstrations(monkeypatch, test=1500)
     small = ["selector.width=16", "selector.heads=2", "tracking=disabled", "seeds=[0]"]
     short = [f"{stage}.{key}" for stage in ("sft", "rce", "grpo") for key in ("epochs=1", "queries=1024")]
     left_out = [f"variants.{name}=null" for name in ("grpo_rounds", "shuffled_live", "hidden_live")]
@@ -351,8 +352,8 @@ def test_a_run_interrupted_in_every_stage_and_in_its_report_ends_like_one_that_w
 
 @commands.in_proc
 def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> None:
-    words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=10", "seeds=[0,1]", "name=x"]
-    killed = commands.started(words)
+    words = [*REPLAY, "variants.shuffled_recorded=null", "variants.grpo_recorded.epochs=6", "seeds=[0,1]", "name=x"]
+    killed = commands.Command(words)
     seeds = [RUN / "x" / "checkpoints" / f"seed{k}" for k in (0, 1)]
     children: list[int] = []
 
@@ -364,7 +365,7 @@ def test_a_killed_run_of_two_processes_ends_like_one_of_one(folder: Path) -> Non
     assert len(children) >= 2
     # or they would go on writing beside the run that goes on
     commands.wait_for(lambda: not any(map(commands.alive, children)))
-    assert not all((seed / "grpo_recorded" / "epoch10.pt").exists() for seed in seeds)
+    assert not all((seed / "grpo_recorded" / "epoch6.pt").exists() for seed in seeds)
     assert main(words) == 0
     assert main([*words, "runs=whole", "jobs=1"]) == 0
     assert [path.name for path in RUN.iterdir()] == ["x"]

@@ -318,7 +318,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 def test_a_run_stopped_by_a_scheduler_ends_like_one_that_was_not(folder: Path) -> None:
     """Stopped in the middle of the second seed; all that it prints is true. Ctrl-C is pressed in a terminal below."""
     kept = Path("runs/controller/x/checkpoints/seed1")
-    process = commands.started(TRAIN)
+    process = commands.Command(TRAIN)
     message = commands.stop_when(lambda: iteration_of(kept / "last.pt") >= 25, process, signal.SIGTERM)
     assert "Traceback" not in message
     note = re.search(
@@ -359,8 +359,8 @@ def check_stopped(message: str, children: list[int]) -> None:
 
 @commands.in_proc
 def test_several_processes_are_stopped_by_a_scheduler_that_signals_them_all(folder: Path) -> None:
-    process = commands.started(BEAMS)
-    wait_for(lambda: all(iteration_of(path) >= 0 for path in SFT) or process.poll() is not None)
+    process = commands.Command(BEAMS)
+    wait_for(lambda: all(iteration_of(path) >= 0 for path in SFT) or process.returncode is not None)
     children = commands.children_of(process.pid)
     for each in (process.pid, *children):
         os.kill(each, signal.SIGTERM)

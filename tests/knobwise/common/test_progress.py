@@ -21,14 +21,13 @@ from typing import Any, TextIO
 
 import pytest
 from commands import Capture, Patch, visible, wait_for
+from pieces import LONG_S, do_piece, work
 
 from knobwise.common import progress as module
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import stopped_by_signals
 from knobwise.common.processes import in_processes
 from knobwise.common.progress import progress
-
-LONG_S = 60
 
 
 class Clock:
@@ -236,13 +235,6 @@ def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, clock: Clock, monk
 # -- of several processes ----------------------------------------------------------------------------------------------
 
 
-def work(number: int) -> int:
-    with progress(f"worker {number}", total=3) as tick:
-        for done in range(1, 4):
-            tick(done, f"note {number}")
-    return number
-
-
 def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) -> None:
     with (
         redirect_stderr(terminal.stderr),
@@ -254,20 +246,6 @@ def test_another_process_writes_plain_lines(terminal: Terminal, capfd: Capture) 
 
 
 # -- work in several processes: what comes back, and how it ends when it is stopped ------------------------------------
-
-
-def do_piece(folder: Path, what: str) -> str:
-    """Leaves a file with its process's number, and does what its name says."""
-    (folder / what).write_text(str(os.getpid()))
-    if what == "wrong":
-        raise InputError("something wrong")
-    if what.startswith("long"):
-        try:
-            time.sleep(LONG_S)
-        except KeyboardInterrupt as stop:
-            stop.add_note(f"{what} was saved")
-            raise
-    return f"{what} done"
 
 
 def test_each_piece_is_done_once_by_another_process(tmp_path: Path, capsys: Capture) -> None:
