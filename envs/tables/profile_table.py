@@ -86,7 +86,7 @@ class ProfileTable:
     repeats_ms: Tensor | None = None
     """float32 [N, C, R], every measurement of each cell, NaN after its last; None if each cell was measured once."""
     first_look_ms: Tensor | None = None
-    """float32 [N, C], 0 where not profiled: what reading a request for its features adds to `latency_ms` where no answer
+    """float32 [N, C], 0 where not profiled: what reading a request for its features adds to latency_ms where no answer
     under the configuration continues from it; see `without_first_look`. None for nothing."""
 
     def __post_init__(self) -> None:
