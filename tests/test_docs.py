@@ -230,6 +230,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Image.effect_noise((64, 40), 50).save("image.png")
     questions = [{"id": n, "image": "image.png", "question": f"What {n}?", "answers": ["a"]} for n in range(2)]
     Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    Path("examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 
@@ -240,6 +241,8 @@ SHORTER_LIVE = ["stream.requests=6", "stream.calibration=6", "stream.warm_up=1"]
 def shortened(words: list[str]) -> list[str]:
     if words[0] == "evaluate" and "live=true" in words:
         return words + SHORTER_LIVE
+    if words[0] == "profile" and "model=examples.own_model:DigitForest" in words:
+        return [*words, "knobs.samples=20"]
     if words[0] != "train" or any(word.startswith("-") for word in words):
         return words
     if any(word.startswith("experiment=selector") for word in words):
@@ -272,4 +275,4 @@ def test_every_command_of_a_guide_and_then_every_snippet(
     names: dict[str, object] = {}
     for snippet in blocks(guide, "python"):
         exec(compile(snippet, guide, "exec"), names)
-    assert capsys.readouterr().out
+    assert capsys.readouterr().out or not blocks(guide, "python")
