@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from knobwise.common.checks import a_device
+from knobwise.common.checks import a_device, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
@@ -24,23 +24,34 @@ def profile(config: ProfileRun) -> None:
     another kind of model, or see the profilers."""
     _check(config)
     try:
-        if config.model == "elastic":
-            from knobwise.profiling.elastic.profile import profile_elastic
+        if config.launcher == "ray":
+            from knobwise.experiments.command_line.profile_shards import profile_shards
 
-            _summary(profile_elastic(config.out, config.elastic))
-        elif ":" in config.model:
-            _summary(_profile_class(config))
-        elif config.data is not None:
-            from knobwise.profiling.huggingface.profile import profile_hugging_face
-
-            how: dict[str, Any] = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
-            _summary(profile_hugging_face(config.out, config.model, config.data, config.knobs, **how))
+            profile_shards(config)
+            _summary(Path(config.out))
+        elif config.model == "elastic" or ":" in config.model or config.data is not None:
+            _summary(measure(config))
         else:
             _profile_beams(config)
     except InputError:
         raise
     except ValueError as error:
         raise InputError(f"profile: {error}") from error
+
+
+def measure(config: ProfileRun) -> Path:
+    """Measure a model with knobs, or the part of it that is this process's; gives the folder."""
+    if config.model == "elastic":
+        from knobwise.profiling.elastic.profile import profile_elastic
+
+        return profile_elastic(config.out, config.elastic)
+    if ":" in config.model:
+        return _profile_class(config)
+    from knobwise.profiling.huggingface.profile import profile_hugging_face
+
+    assert config.data is not None
+    how: dict[str, Any] = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
+    return profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)
 
 
 def _profile_class(config: ProfileRun) -> Path:
@@ -77,6 +88,9 @@ def _check(config: ProfileRun) -> None:
             if is_set:
                 knobs = "; the knobs of the elastic model are elastic.max_crops, …" if config.model == "elastic" else ""
                 raise InputError(f"{name}: is for a Hugging Face model with data=FILE{knobs}")
+    one_of("launcher", config.launcher, ("here", "ray"))
+    if config.launcher == "ray" and config.data is None and ":" not in config.model:
+        raise InputError(f"launcher=ray: divides the shards of a model with knobs.shards, not model={config.model}")
     if config.model != "elastic" and config.elastic != ElasticProfileConfig():
         raise InputError(f"elastic: is for model=elastic, not for model={config.model}")
     if config.device is not None:

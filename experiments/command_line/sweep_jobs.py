@@ -274,6 +274,12 @@ def check_launcher(launcher: DictConfig) -> None:
         return
     address = str(address)  # Hydra reads a port alone as a number
     key = "hydra.launcher.ray.init.address" if address == str(setting) else "RAY_ADDRESS"
+    join_cluster(key, address, dict(OmegaConf.to_container(launcher.ray.init, resolve=True)))  # type: ignore[arg-type]
+
+
+def join_cluster(key: str, address: str, init: dict[str, Any]) -> None:
+    """Join the Ray cluster at an address, which `key` names, with these arguments of `ray.init`. Raises InputError if
+    none answers."""
     no_answer = f"{key}={address}: no Ray cluster answers at {address}"
     if place := re.fullmatch(r"(?:\w+://)?\[?([^/]+?)\]?:(\d+)", address):  # Ray itself would try for long
         try:
@@ -284,7 +290,7 @@ def check_launcher(launcher: DictConfig) -> None:
 
     try:
         if not ray.is_initialized():
-            ray.init(**dict(OmegaConf.to_container(launcher.ray.init, resolve=True)))  # type: ignore[arg-type]
+            ray.init(**init)
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(f"{no_answer} as it should ({reason})") from error

@@ -217,6 +217,8 @@ class ProfileRun:
     answers, optionally image_id and choices."""
     out: str = "profiles/${model}"
     """Folder for the files. Repeat the command to resume an interrupted run."""
+    launcher: str = "here"
+    """here, in this process; or ray: the parts of knobs.shards as Ray tasks, a GPU for each where there are any."""
     checkpoint: str | None = None
     """A trained selector, whose draws are recorded as one more round in `out`."""
     elastic: ElasticProfileConfig = field(default_factory=ElasticProfileConfig)
