@@ -20,7 +20,7 @@ from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.configurations.contexts import ContextSampler, limit_key
 from knobwise.envs.configurations.options import chosen_context
-from knobwise.envs.configurations.rendering import View, close_window, show
+from knobwise.envs.configurations.rendering import View
 from knobwise.envs.configurations.replay import Replay
 from knobwise.envs.configurations.reward import expected_utility
 from knobwise.envs.configurations.settings import BudgetConfig, RewardConfig
@@ -61,14 +61,15 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         `oracle_` for the best configuration (its median latency, where it was measured repeatedly).
     Arguments:
         table: the profile; None for the built-in one. budget, reward, unprofiled, action, repeats: as `Replay` takes
-        them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words), "rgb_array"
-        (uint8 [520, 900, 3]) or "human" (a window). inputs: sample id → question and picture, for rendering; a text
-        `module:function` names such a function for the built-in profile alone.
+        them. rows: int64 [n], the samples to draw from; None for all. render_mode: None, "ansi" (words) or "rgb_array"
+        (uint8 [520, 900, 3]), which `gymnasium.make` shows in a window for "human". inputs: sample id →
+        question and picture, for rendering; a text `module:function` names such a function for the built-in profile
+        alone.
 
     Raises InputError for settings, options of `reset` and actions that do not exist.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array", "human"], "render_fps": 4}
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         return observation, reward, True, False, info
 
     def render(self) -> Any:
-        """The last reset or step: its words, its picture, or None after showing it in the window."""
+        """The last reset or step: its words or its picture."""
         if self.render_mode is None:
             return None
         if self._last is None:
@@ -116,16 +117,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         inputs = pkgutil.resolve_name(self._inputs) if isinstance(self._inputs, str) else self._inputs
         question, picture = ("", None) if inputs is None else inputs(info["sample_id"])
         view = View(self.table.knobs, self.table.unit, info, reward, question, picture)
-        if self.render_mode == "ansi":
-            return view.words()
-        if self.render_mode == "rgb_array":
-            return view.image()
-        return show(view.image(), self.metadata["render_fps"])
-
-    def close(self) -> None:
-        """Close the window."""
-        if self.render_mode == "human":
-            close_window()
+        return view.words() if self.render_mode == "ansi" else view.image()
 
     def _single(
         self, observations: Observation, infos: Info, reward: float | None
@@ -141,8 +133,6 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             values = zip(self.table.knobs, info[name], strict=True)
             info[name] = {knob.name: knob.values[value] for knob, value in values}
         self._last = dict(info), reward  # a copy, because the caller may change theirs
-        if self.render_mode == "human":
-            self.render()
         return observation, info
 
     def _knob_masks(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.int8], ...] | None:

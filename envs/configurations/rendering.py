@@ -1,15 +1,13 @@
-"""What a person sees of one decision: in words, as a picture, in a window."""
+"""What a person sees of one decision: in words, and as a picture."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import textwrap
 import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
-import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -162,24 +160,3 @@ def _fitted(picture: Any, size: tuple[int, int]) -> Image.Image:
         picture = Image.fromarray(array.astype(np.uint8))
     how = Image.Resampling.NEAREST if max(picture.size) < 128 else Image.Resampling.LANCZOS
     return ImageOps.pad(picture.convert("RGB"), size, how, _PANEL)
-
-
-def show(image: NDArray[np.uint8], frames_per_second: int) -> None:
-    """Show a picture in a window for one frame. Raises gymnasium's DependencyNotInstalled if there is no pygame."""
-    try:
-        import pygame
-    except ImportError as error:
-        what = 'render_mode="human" shows a window with pygame; run `pip install pygame-ce`'
-        raise gymnasium.error.DependencyNotInstalled(what) from error
-    pygame.display.init()
-    screen = pygame.display.get_surface() or pygame.display.set_mode(SIZE)
-    screen.blit(pygame.surfarray.make_surface(image.swapaxes(0, 1)), (0, 0))
-    pygame.event.pump()
-    pygame.display.flip()
-    pygame.time.wait(1000 // frames_per_second)
-
-
-def close_window() -> None:
-    """Close the window, if there is one."""
-    if pygame := sys.modules.get("pygame"):
-        pygame.display.quit()

@@ -1,4 +1,4 @@
-"""Which rows are fitted on and which are judged: by shares, with a data set left out, or in folds."""
+"""Which rows are fitted on and which are judged: by shares, or with a data set left out."""
 
 from __future__ import annotations
 
@@ -109,19 +109,6 @@ def leave_one_out(table: ProfileTable, validation: float = 0.25, seed: int = 0) 
     return {name: _held_out(table, torch.from_numpy(names == name), validation, seed) for name in known}
 
 
-def k_folds(table: ProfileTable, k: int, seed: int = 0, validation: float = 0.25) -> list[Split]:
-    """k splits whose test parts are disjoint and together make up all samples. They are divided by image or sample, and
-    every data set is spread evenly over them; no sample outside the test part shows one of its images (see `unseen`). A
-    split fixed by the file is ignored. `validation` is a share of the samples outside the test part. Raises InputError
-    if k is below 2, or above the number of samples (or images)."""
-    if k < 2:
-        raise InputError(f"split.folds={k}: must be at least 2")
-    fold = (_places(table, torch.arange(table.num_samples), seed) * k).long()
-    if int(torch.bincount(fold, minlength=k).amin()) == 0:
-        raise InputError(f"split.folds={k}: profile {table.name!r} has too few samples (or images) for that many")
-    return [_held_out(table, fold == number, validation, seed) for number in range(k)]
-
-
 def unseen(table: ProfileTable, split: Split) -> Split:
     """The split without the training and validation samples that show an image of the test part.
 
@@ -159,35 +146,23 @@ def divide(
     validation: float = 0.2,
     seed: int = 0,
     leave_out: str | None = None,
-    folds: int | None = None,
-    fold: int = 0,
     repeats: int = 1,
 ) -> Split:
-    """The split described by the settings: by shares, with a data set left out, or one of several folds; always without
-    samples that show an image of the test part. For the last two only the ratio of the shares counts. Raises InputError
-    if the data set or the fold does not exist, or both are given, or a part would be empty, or if there are to be
-    `repeats` splits with other seeds and none changes the test part."""
-    if repeats > 1 and (leave_out is not None or (table.parts and folds is None)):
+    """The split described by the settings: by shares, or with a data set left out, where only the ratio of the shares
+    counts; always without samples that show an image of the test part. Raises InputError if the data set does not
+    exist, or a part would be empty, or if there are to be `repeats` splits with other seeds and none changes the test
+    part."""
+    if repeats > 1 and (leave_out is not None or table.parts):
         fixed = "split.leave_out" if leave_out is not None else f"profile {table.name!r}"
         raise InputError(f"split.repeats={repeats}: {fixed} fixes the test part, so all splits would test the same")
-    if leave_out is not None and folds is not None:
-        raise InputError("split.leave_out and split.folds: give only one of them")
-    if folds is None and fold:
-        raise InputError(f"split.fold={fold}: give split.folds too, the number of folds")
-    if leave_out is None and folds is None:
+    if leave_out is None:
         return unseen(table, table.split(train, validation, seed))
     if not min(train, validation) > 0:
         raise InputError(f"split.train={train}, split.validation={validation}: both must be positive")
-    share = validation / (train + validation)
-    if leave_out is not None:
-        splits = leave_one_out(table, share, seed)
-        if leave_out not in splits:
-            raise InputError(f"split.leave_out={leave_out!r}: must be one of {', '.join(splits)}")
-        return splits[leave_out]
-    assert folds is not None  # the only case left
-    if not 0 <= fold < folds:
-        raise InputError(f"split.fold={fold}: must be in 0 … {folds - 1}")
-    return k_folds(table, folds, seed, share)[fold]
+    splits = leave_one_out(table, validation / (train + validation), seed)
+    if leave_out not in splits:
+        raise InputError(f"split.leave_out={leave_out!r}: must be one of {', '.join(splits)}")
+    return splits[leave_out]
 
 
 def _held_out(table: ProfileTable, test: Tensor, validation: float, seed: int) -> Split:

@@ -1,4 +1,4 @@
-"""`knobwise VERB --help`, and the completion of words in a shell."""
+"""`knobwise VERB --help`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from knobwise.common.errors import InputError
 from knobwise.experiments.command_line import compose
 from knobwise.experiments.command_line.compose import Option
 from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
@@ -21,8 +20,6 @@ from knobwise.experiments.settings.options import EXPERIMENTS, VERBS
 TEXTS = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 COMMON: dict[str, str] = TEXTS["common"]
 """The options that people use, which help shows first, by verb."""
-SCRIPTS: dict[str, str] = TEXTS["completion"]
-"""The script of each shell, which calls `knobwise completion words LINE`."""
 
 
 def help_lines(verb: str) -> list[Option]:
@@ -66,41 +63,3 @@ def _print_options(console: Console, options: Iterable[Option]) -> None:
     for key, default, meaning, _ in options:
         table.add_row(*map(escape, (key, default, meaning)))
     console.print(table)
-
-
-def complete(words: list[str]) -> None:
-    """`knobwise completion SHELL`: print its script. Raises InputError for an unknown shell."""
-    if len(words) == 2 and words[0] == "words":
-        for name in completions(words[1]):
-            print(name)
-    elif len(words) == 1 and words[0] in SCRIPTS:
-        print(SCRIPTS[words[0]], end="")
-    else:
-        raise InputError(f"knobwise completion: give one of {', '.join(SCRIPTS)}")
-
-
-def completions(line: str) -> list[str]:
-    """What the last word of a command line may become: a verb, the next part of a key, or a value."""
-    *before, word = line.split(" ")
-    verbs = [verb for verb in VERBS if verb != "train_selector"] + ["completion"]
-    typed = [other for other in before[1:] if other]
-    if not typed:
-        return [f"{verb} " for verb in verbs if verb.startswith(word)]
-    if typed[0] == "completion":
-        return [name for name in SCRIPTS if name.startswith(word)]
-    if typed[0] not in verbs:
-        return []
-    verb = compose.schema_of(typed[0], typed)
-    key, equals, value = word.partition("=")
-    options = compose.schema_options(verb)
-    if equals:
-        values = ["true", "false"] if key in options and options[key].default in ("True", "False") else []
-        if key in compose.GROUPS_OF[verb] or key == "experiment":
-            values = list(compose.GROUPS.get(key, ())) or compose.experiments()
-        return [f"{key}={name} " for name in values if name.startswith(value)]
-    # one part of a key at a time: `policy.` before `policy.hidden=`
-    depth = word.count(".") + 1
-    names = [".".join(name.split(".")[:depth]) + ("." if name.count(".") >= depth else "=") for name in options]
-    sections = {name for name in names if name.endswith(".") and name[:-1] not in compose.GROUPS_OF[verb]}
-    names = [name for name in names if name in sections or f"{name[:-1]}." not in sections]
-    return [name for name in dict.fromkeys(names) if name.startswith(word)]

@@ -30,7 +30,6 @@ VERBS = {
     "workspace": "tracking.workspace:workspace",
 }
 """The function of each verb. It is imported only when it runs: that takes longer than answering a mistake."""
-HYDRA_FLAGS = {"-m", "--multirun", "-c", "--cfg", "-i", "--info"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -106,28 +105,22 @@ def _run(words: list[str]) -> int:
         print(f"knobwise {__version__}")
         return 0
     verb, words = words[0], words[1:]
-    if verb not in (*VERBS, "completion"):
-        nearest = get_close_matches(verb, [*VERBS, "completion"], n=1)
+    if verb not in VERBS:
+        nearest = get_close_matches(verb, VERBS, n=1)
         listed = f"the verbs are {', '.join(VERBS)} (knobwise --help)"
         hint = f"did you mean knobwise {nearest[0]}?" if nearest else listed
         raise InputError(f"there is no verb {verb!r}; {hint}")
-    from knobwise.experiments.command_line.compose import read_settings, schema_of
-    from knobwise.experiments.command_line.help import complete, show_help
+    from knobwise.experiments.command_line.compose import MULTIRUN, read_settings, schema_of
+    from knobwise.experiments.command_line.help import show_help
 
     schema = schema_of(verb, words)
-    if verb == "completion":
-        complete(words)
-        return 0
     if not {"-h", "--help"}.isdisjoint(words):
         show_help(schema)
         return 0
-    if verb == "train" and not HYDRA_FLAGS.isdisjoint(words):
-        from knobwise.experiments.command_line.sweep import run_sweep, shown_by_hydra
+    if verb == "train" and not set(MULTIRUN).isdisjoint(words):
+        from knobwise.experiments.command_line.sweep import run_sweep
 
-        if not {"-m", "--multirun"}.isdisjoint(words):
-            return run_sweep(schema, words, check_written)
-        shown_by_hydra(schema, words)
-        return 0
+        return run_sweep(schema, words, check_written)
     config = read_settings(schema, _with_runs(words) if verb == "compare" else words)
     check_written(config)
     module, _, name = VERBS[verb].partition(":")

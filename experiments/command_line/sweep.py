@@ -204,22 +204,13 @@ def _run(sweep: Sweep, about_hydra: Sequence[str]) -> None:
             raise Crashed(f"{lost}: {described(error)}; repeat the command to resume") from error
 
 
-def shown_by_hydra(schema: str, words: Sequence[str]) -> None:
-    """What Hydra's own flags print, such as `--cfg job`: the composed settings, and where they come from."""
-    flags = [word for word in words if word.startswith("-")]
-    # Hydra wants its flags first, each followed by its own word
-    values = [word for word in words if word not in flags and "=" not in word]
-    settings = compose.with_variants([word for word in words if word not in flags and "=" in word])
-    _run_by_hydra([*flags, *values, *settings], schema, lambda config: None, str(compose.CONF))
-
-
-def _run_by_hydra(words: list[str], config: str, task: Callable[[Any], None], folder: str | None = None) -> None:
+def _run_by_hydra(words: list[str], config: str, task: Callable[[Any], None]) -> None:
     """Have Hydra run a task as if the command line were this."""
     compose.register()
     before = sys.argv
     sys.argv = ["knobwise train", *words]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises errors instead of printing them
     try:
-        hydra.main(config_path=folder, config_name=config, version_base="1.3")(task)()
+        hydra.main(config_path=None, config_name=config, version_base="1.3")(task)()
     finally:
         sys.argv = before

@@ -32,15 +32,9 @@ class SplitConfig:
     """Seed of the split. All training seeds share it, so that all are judged on the same samples."""
     leave_out: str | None = None
     """A data set to judge on only; training and validation use the others."""
-    folds: int | None = None
-    """Number of folds that each data set is divided into; one of them, `fold`, is judged on."""
-    fold: int = 0
-    """Which fold, counted from 0; `-m split.fold=0,1,2` runs several."""
 
     def __post_init__(self) -> None:
         a_seed("split.seed", self.seed)
-        if self.folds is not None:
-            at_least("split.folds", self.folds, 2)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.profile_table import Knob, ProfileTable, Split
-from knobwise.envs.tables.splits import budget_rows, divide, k_folds, leave_one_out
+from knobwise.envs.tables.splits import budget_rows, divide, leave_one_out
 
 NAN = float("nan")
 
@@ -248,24 +248,6 @@ def test_the_data_set_left_out_is_judged_on_and_nothing_else_is() -> None:
     assert len(splits["set 0"].validation) == 5 + 15
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(2, 6), st.integers(0, 5), st.booleans())
-def test_folds_are_a_division_and_every_data_set_is_spread_evenly(k: int, seed: int, images: bool) -> None:
-    table = three(24, 60, images=images)
-    splits = k_folds(table, k, seed)
-    assert torch.equal(torch.cat([split.test for split in splits]).sort().values, torch.arange(84))
-    for split in splits:
-        disjoint(split, 84)
-        for name, size in (("set 0", 24), ("set 1", 60)):
-            count = sum(table.dataset_names[row] == name for row in split.test.tolist())
-            assert abs(count - size / k) <= (2 if images else 1)
-        if images:
-            shown = list(zip(table.dataset_names, table.image_ids, strict=True))
-            units = [{shown[row] for row in part.tolist()} for part in split]
-            assert not units[0] & units[1]
-            assert not units[2] & (units[0] | units[1])
-
-
 def coco(images: tuple[str, ...], other: tuple[str, ...], same: int) -> ProfileTable:
     """Two data sets with these image ids; the first `same` samples of both have the same image features."""
     one, two = (replace(small_table(len(ids), seed=i), name=f"set {i}") for i, ids in enumerate((images, other)))
@@ -280,9 +262,8 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on() -> None:
         others = [row for row in range(40) if table.dataset_names[row] != left and row % 20 >= 8]
         assert torch.cat(own[:2]).sort().values.tolist() == others
         assert len(own.test) == 20
-    folds = k_folds(table, 4)
-    assert torch.equal(torch.cat([split.test for split in folds]).sort().values, torch.arange(40))
-    for split in (*folds, divide(table)):
+    for seed in range(4):
+        split = divide(table, seed=seed)
         judged = {row % 20 for row in split.test.tolist() if row % 20 < 8}
         assert judged.isdisjoint(row % 20 for row in torch.cat(split[:2]).tolist())
     # equal features of other images, and features that are missing, say nothing
@@ -301,11 +282,9 @@ def test_settings_say_which() -> None:
     # what a data set that is left out takes is not in the budgets
     assert budget_rows(table, left).sort().values.tolist() == list(range(20))
     assert torch.equal(budget_rows(table, divide(table)), torch.arange(40))
-    assert all(map(torch.equal, divide(table, seed=3, folds=4, fold=2), k_folds(table, 4, 3)[2]))
-    assert not torch.equal(k_folds(table, 4, 3)[2].test, k_folds(table, 4, 2)[2].test)
     # half and half of what is not judged, by the seed
-    for split in (divide(table, 0.4, 0.4, 1, leave_out="set 1"), divide(table, 0.4, 0.4, 1, folds=4)):
-        assert abs(len(split.train) - len(split.validation)) <= 2
+    split = divide(table, 0.4, 0.4, 1, leave_out="set 1")
+    assert abs(len(split.train) - len(split.validation)) <= 2
     assert all(map(torch.equal, divide(table, 0.4, 0.4, 1, leave_out="set 1"), leave_one_out(table, 0.5, 1)["set 1"]))
 
 
@@ -313,11 +292,6 @@ def test_settings_say_which() -> None:
     ("words", "message"),
     [
         ({"leave_out": "set 7"}, "leave_out='set 7': must be one of set 0, set 1"),
-        ({"folds": 3, "fold": 3}, "fold=3: must be in 0 … 2"),
-        ({"folds": 1}, "folds=1: must be at least 2"),
-        ({"folds": 100}, "too few samples"),
-        ({"folds": 3, "leave_out": "set 0"}, "give only one of them"),
-        ({"fold": 1}, "fold=1: give split.folds too"),
         ({"leave_out": "set 0", "train": 0.0, "validation": 0.0}, "both must be positive"),
     ],
 )
@@ -330,4 +304,4 @@ def test_a_single_data_set_cannot_be_left_out() -> None:
     with pytest.raises(InputError, match="has one data set, 'small'"):
         leave_one_out(small_table())
     with pytest.raises(InputError, match="cannot be divided into training and validation"):
-        k_folds(small_table(12), 2, validation=0.0)
+        leave_one_out(three(12, 12), validation=0.0)

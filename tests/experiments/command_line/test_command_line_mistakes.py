@@ -1,5 +1,5 @@
 """What a person may get wrong on the command line: one line that says what and where, and nothing left behind. Help,
-completion, and what is suggested."""
+and what is suggested."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from commands import Capture, Patch, mistake, refused
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line import sweep_jobs
-from knobwise.experiments.command_line.compose import CONF, GROUPS, read_settings, schema_options
-from knobwise.experiments.command_line.help import COMMON, SCRIPTS, completions
+from knobwise.experiments.command_line.compose import CONF, read_settings, schema_options
+from knobwise.experiments.command_line.help import COMMON
 from knobwise.experiments.settings.options import VERBS
 
 SMALL = ["profile=simulated", "profile.samples=40"]
@@ -194,7 +194,7 @@ def test_help_lists_the_experiments_and_how_to_sweep(capsys: Capture) -> None:
     assert "Sweeps" not in capsys.readouterr().out
 
 
-# -- help, completion, and suggestions: quickly, which is without torch ------------------------------------------------
+# -- help and suggestions: quickly, which is without torch -------------------------------------------------------------
 
 MISTAKES = [
     ("trian", "there is no verb 'trian'; did you mean knobwise train?"),
@@ -227,7 +227,7 @@ MISTAKES = [
     ("profile elastic.samples=-1", "samples"),
     ("train threads=0", "threads=0: must be at least 1"),
     ("train device=tpu", "device=tpu: must be cpu or cuda"),
-    ("completion tcsh", "give one of bash, zsh, fish"),
+    ("train --cfg job", "--cfg: options are key=value, not --flags"),
 ]
 
 
@@ -248,7 +248,7 @@ sys.exit(0 if status == {{0, 2}} and "torch" not in sys.modules else 1)
     assert done.returncode == 0, done.stderr[-500:]
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["profile", "-h"], ["completion", "fish"]])
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["profile", "-h"]])
 def test_what_is_asked_for_is_printed(words: list[str], capsys: Capture) -> None:
     assert main(words) == 0
     assert capsys.readouterr().out
@@ -263,40 +263,3 @@ def test_help_shows_first_what_people_use(verb: str, capsys: Capture) -> None:
     assert main([*words, "--help"]) == 0
     keys = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line[:1].strip()]
     assert keys[: len(common)] == common
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("knobwise tra", ["train "]),
-        ("knobwise train opt", ["optimiser=", "optimiser."]),
-        ("knobwise train seeds=[0] optimiser.warmup_", ["optimiser.warmup_iterations=", "optimiser.warmup_lr="]),
-        ("knobwise train spl", ["split."]),
-        ("knobwise train profile=", [f"profile={name} " for name in GROUPS["profile"]]),
-        ("knobwise train experiment=lea", ["experiment=lean ", "experiment=leave_one_out "]),
-        ("knobwise train experiment=selector sf", ["sft."]),
-        ("knobwise train baselines=", ["baselines=true ", "baselines=false "]),
-        ("knobwise compare runs/", []),
-        ("knobwise fly ", []),
-        ("knobwise completion z", ["zsh"]),
-    ],
-)
-def test_completion(line: str, words: list[str]) -> None:
-    assert completions(line) == words
-
-
-@pytest.mark.parametrize(
-    ("line", "words"), [("knobwise train pol", "policy= policy."), ("knobwise train loss=ex", "exact")]
-)
-def test_completion_in_bash(line: str, words: str, tmp_path: Path) -> None:
-    """bash cuts words at `=`, and is given what comes after it."""
-    (tmp_path / "completion").write_text(SCRIPTS["bash"])
-    script = f"""
-knobwise() {{ {sys.executable} -m knobwise "$@"; }}
-source {tmp_path}/completion
-COMP_LINE="{line}" COMP_POINT={len(line)}
-_knobwise
-echo "${{COMPREPLY[@]}}"
-"""
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    assert done.stdout.split() == words.split(), done.stderr

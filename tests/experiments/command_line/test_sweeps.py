@@ -319,14 +319,6 @@ def test_ctrl_c_between_jobs_that_joblib_runs_in_turn(folder: Path, monkeypatch:
     assert "at the same time" not in capsys.readouterr().err
 
 
-def test_hydras_own_flags_show_what_is_composed(folder: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setattr(sys, "argv", ["knobwise"])
-    for words in (["--cfg", "job", "policy=independent"], ["policy=independent", "--cfg", "job"]):
-        assert main(["train", *words]) == 0
-        assert "structure: independent" in capsys.readouterr().out
-    assert not Path("runs").exists()
-
-
 def test_the_line_of_a_selectors_run(tmp_path: Path) -> None:
     rows = [
         {"policy": policy, "shots": shots, "accuracy": accuracy}
