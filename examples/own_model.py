@@ -27,8 +27,8 @@ class DigitForest:
         pixels, digits = load_digits(return_X_y=True)
         pixels = (pixels + np.random.default_rng(0).normal(0, 5, pixels.shape)).astype(np.float32)
         self.forest = ExtraTreesClassifier(250, random_state=0).fit(pixels[:FITTED], digits[:FITTED])
-        asked = zip(pixels[FITTED:], digits[FITTED:].astype(str), strict=True)
-        self.questions = [VQAItem(str(i), image, "Which digit?", (digit,)) for i, (image, digit) in enumerate(asked)]
+        pairs = zip(pixels[FITTED:], digits[FITTED:].astype(str), strict=True)
+        self.questions = [VQAItem(str(i), image, "Which digit?", (digit,)) for i, (image, digit) in enumerate(pairs)]
         self.trees = 250
 
     @contextmanager

@@ -7,6 +7,7 @@ and `question_type`. Measurements of any system come in this form, and all reade
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,7 @@ def table_from_frame(
     Args:
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a cost ≥ 0; optionally
             `repeat` (numbers that tell the measurements of a cell apart), `dataset`, and `image_id`, `split` and
-            `question_type`, constant inside a sample; beside `latency_ms` a `first_look_ms`, which decisions by
-            features cost on top (`ProfileTable.first_look_ms`).
+            `question_type`, constant inside a sample; `first_look_ms`, what decisions by features cost on top.
         knobs: the columns that are knobs. By default every column that is neither a key nor a measurement (such as
             `*_ms`), nor constant inside each sample; without knobs a lone column such as `configuration` is one.
         latency, unit: the column that the budget limits, a time or any other cost (energy, price), and its unit.
@@ -87,8 +87,7 @@ def table_from_frame(
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
     samples = _samples(frame.drop(columns), keys, source)
-    if knobs is None and len(configurations) > 50 and 2 * len(configurations) > len(frame):
-        raise _measurement_as_knob(settings, len(configurations), len(frame), source)
+    _refuse_measurement(settings if knobs is None else (), len(configurations), len(frame), source)
     cell = _row_numbers(keys, samples) * len(configurations) + _row_numbers(chosen, configurations)
     times = np.bincount(cell, minlength=len(samples) * len(configurations))
     if times.max() > 1:
@@ -96,14 +95,7 @@ def table_from_frame(
         cell = measured["cell"].to_numpy()
         _refuse_repeated(measured, samples, configurations, settings, source)
         _note_repeated(measured, times, notes)
-    shape = len(samples), len(configurations)
-    accuracies, latencies, repeats = _place_cells(measured, cell, times, shape)
-    first_look_ms = None
-    if measured["first_look"].sum():
-        total = np.bincount(cell, measured["first_look"], times.size)
-        first_look_ms = torch.from_numpy(total / np.maximum(times, 1)).float().view(shape)
-        latencies = latencies + first_look_ms
-        repeats = None if repeats is None else repeats + first_look_ms.unsqueeze(-1)
+    accuracies, latencies, repeats = _place_cells(measured, cell, times, (len(samples), len(configurations)))
     words = {**_names(samples, notes), "name": name, "unit": unit, "notes": tuple(notes)}
     table = ProfileTable(
         knobs=settings,
@@ -112,15 +104,18 @@ def table_from_frame(
         latency_ms=latencies,
         mask=~accuracies.isnan(),
         repeats_ms=repeats,
-        first_look_ms=first_look_ms,
         **words,
     )
+    table = _with_first_look(table, measured, cell, times)
     return table if features is None else attach_features(table, features)
 
 
-def _measurement_as_knob(settings: Sequence[Knob], configurations: int, rows: int, source: str) -> InputError:
+def _refuse_measurement(settings: Sequence[Knob], configurations: int, rows: int, source: str) -> None:
+    """Raise if one of the columns that were taken as knobs must be a measurement."""
+    if not settings or configurations <= 50 or 2 * configurations <= rows:
+        return
     sizes = ", ".join(f"{knob.name} ({len(knob.values)} values)" for knob in settings)
-    return InputError(
+    raise InputError(
         f"{source}: {configurations} configurations in {rows} rows, so a column taken as a knob must be a measurement: "
         f"{sizes}. Name the knobs with knobs="
     )
@@ -199,6 +194,16 @@ def _place_cells(
     repeats[cell, np.arange(cell.size) - (times.cumsum() - times)[cell]] = measured["latency"].clip(0)
     repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
     return torch.from_numpy(mean).view(shape), median_of(repeats_ms), repeats_ms
+
+
+def _with_first_look(table: ProfileTable, measured: pl.DataFrame, cell: np.ndarray, times: np.ndarray) -> ProfileTable:
+    """The table with the mean first look of each cell added to its times; arguments as in `_place_cells`."""
+    total = np.bincount(cell, measured["first_look"], times.size)
+    if not total.any():
+        return table
+    paid = torch.from_numpy(total / np.maximum(times, 1)).float().view(table.mask.shape)
+    repeats_ms = None if table.repeats_ms is None else table.repeats_ms + paid.unsqueeze(-1)
+    return replace(table, latency_ms=table.latency_ms + paid, repeats_ms=repeats_ms, first_look_ms=paid)
 
 
 def _refuse_repeated(

@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from knobwise.common.checks import a_device, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
+from knobwise.experiments.command_line.profilers import measure, profile_shards
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.profiling.elastic.settings import ElasticProfileConfig
@@ -25,8 +25,6 @@ def profile(config: ProfileRun) -> None:
     _check(config)
     try:
         if config.launcher == "ray":
-            from knobwise.experiments.command_line.profile_shards import profile_shards
-
             profile_shards(config)
             _summary(Path(config.out))
         elif config.model == "elastic" or ":" in config.model or config.data is not None:
@@ -37,35 +35,6 @@ def profile(config: ProfileRun) -> None:
         raise
     except ValueError as error:
         raise InputError(f"profile: {error}") from error
-
-
-def measure(config: ProfileRun) -> Path:
-    """Measure a model with knobs, or the part of it that is this process's; gives the folder."""
-    if config.model == "elastic":
-        from knobwise.profiling.elastic.profile import profile_elastic
-
-        return profile_elastic(config.out, config.elastic)
-    if ":" in config.model:
-        return _profile_class(config)
-    from knobwise.profiling.huggingface.profile import profile_hugging_face
-
-    assert config.data is not None
-    how: dict[str, Any] = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
-    return profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)
-
-
-def _profile_class(config: ProfileRun) -> Path:
-    """Measure a model of the user's own."""
-    from knobwise.profiling.measuring.machine import one_thread
-    from knobwise.profiling.measuring.profiler import profile_vlm
-    from knobwise.profiling.measuring.questions import VQAData
-    from knobwise.profiling.models import model_of_class, questions_of
-
-    model = model_of_class(config.model)
-    items = tuple(questions_of(config.model, model, config.data))
-    knobs = replace(config.knobs, name=config.knobs.name or Path(config.data or model.name).name.split(".")[0])
-    with one_thread():
-        return profile_vlm(config.out, model, VQAData(items, ()), knobs, {"class": config.model})
 
 
 def _summary(folder: Path) -> None:

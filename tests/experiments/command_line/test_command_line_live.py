@@ -16,7 +16,7 @@ from PIL import Image
 from tiny_models import tiny_model
 
 from knobwise.__main__ import main
-from knobwise.experiments.command_line import profile_shards
+from knobwise.experiments.command_line import profilers
 from knobwise.experiments.settings.options import EvaluateRun, ProfileRun
 
 ROOT = Path(__file__).parents[3]
@@ -178,7 +178,7 @@ def test_shards_are_measured_as_ray_tasks(folder: Path) -> None:
     lines = [Path(f"spread/state/measured-{i}.jsonl").read_text().splitlines() for i in range(2)]
     assert [len(part) for part in lines] == [40, 40]
     config = ProfileRun(model="models_of_a_test:Broken", out="broken")
-    line = profile_shards._measured(config, str(folder))
+    line = profilers._measured(config, str(folder))
     assert line == "model=models_of_a_test:Broken: making one raises OSError: no weights"
 
 

@@ -1,16 +1,46 @@
-"""A profile measured by several processes, on one machine or many: its shards as Ray tasks."""
+"""The profiler of a model with knobs, in this process or, its shards as Ray tasks, on one machine or many."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.experiments.command_line.sweep_jobs import join_cluster
 from knobwise.experiments.settings.options import ProfileRun
+
+
+def measure(config: ProfileRun) -> Path:
+    """Measure a model with knobs, or the part of it that is this process's; gives the folder."""
+    if config.model == "elastic":
+        from knobwise.profiling.elastic.profile import profile_elastic
+
+        return profile_elastic(config.out, config.elastic)
+    if ":" in config.model:
+        return _profile_class(config)
+    from knobwise.profiling.huggingface.profile import profile_hugging_face
+
+    assert config.data is not None
+    how: dict[str, Any] = {"importance": config.importance, "dtype": config.dtype, "device": config.device}
+    return profile_hugging_face(config.out, config.model, config.data, config.knobs, **how)
+
+
+def _profile_class(config: ProfileRun) -> Path:
+    """Measure a model of the user's own."""
+    from knobwise.profiling.measuring.machine import one_thread
+    from knobwise.profiling.measuring.profiler import profile_vlm
+    from knobwise.profiling.measuring.questions import VQAData
+    from knobwise.profiling.models import model_of_class, questions_of
+
+    model = model_of_class(config.model)
+    items = tuple(questions_of(config.model, model, config.data))
+    knobs = replace(config.knobs, name=config.knobs.name or Path(config.data or model.name).name.split(".")[0])
+    with one_thread():
+        return profile_vlm(config.out, model, VQAData(items, ()), knobs, {"class": config.model})
 
 
 def profile_shards(config: ProfileRun) -> None:
@@ -54,8 +84,6 @@ def profile_shards(config: ProfileRun) -> None:
 
 def _measured(config: ProfileRun, folder: str) -> str:
     """Measure one part in the folder of the command; gives what went wrong, in a line, or ""."""
-    from knobwise.experiments.command_line.profile import measure
-
     os.chdir(folder)
     try:
         measure(config)
